@@ -1,0 +1,28 @@
+# Each target sets up what it needs: a .venv in this checkout with flexcp installed. Only Python 3.11+ and pip are assumed.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint verify-all clean
+
+demo: .venv/ready
+	$(BIN)/flexcp demo
+
+test: .venv/ready lint
+	$(BIN)/python -m pytest
+
+lint: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# Every strategy x mask x number of ranks x head arrangement on real processes; writes docs/verified.md.
+verify-all: .venv/ready
+	$(BIN)/python benchmarks/verify_all.py --write docs/verified.md
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache dist

@@ -1,0 +1,101 @@
+"""flexcp: dynamic context parallelism.
+
+The main call is :func:`attention`; a :class:`Planner` makes the plan it runs and :func:`bind` ties the plan to this rank.
+
+    planner = flexcp.Planner(heads=32, kv_heads=8, head_dim=128, cluster=flexcp.cluster("h100", nodes=4, ranks_per_node=8))
+    plan    = planner(lengths=[120_000, 3_100, 800], mask=flexcp.causal())
+    step    = flexcp.bind(plan, mesh["cp"])
+    out     = flexcp.attention(q, k, v, step)
+
+Names load on first use: importing flexcp imports neither torch nor NumPy.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Planner": "planner",
+    "Plan": "plan",
+    "Cluster": "clusters",
+    "cluster": "clusters",
+    "CostModel": "cost",
+    "Mask": "masks",
+    "full": "masks",
+    "causal": "masks",
+    "window": "masks",
+    "lambda_": "masks",
+    "shared_question": "masks",
+    "causal_blockwise": "masks",
+    "prefix": "masks",
+    "modality": "masks",
+    "from_slices": "masks",
+    "from_key_ranges": "masks",
+    "from_cu_seqlens": "masks",
+    "from_mask_mod": "masks",
+    "bind": "executor.step",
+    "Step": "executor.step",
+    "attention": "executor.op",
+}
+
+__all__ = [
+    "Cluster",
+    "CostModel",
+    "Mask",
+    "Plan",
+    "Planner",
+    "Step",
+    "attention",
+    "bind",
+    "causal",
+    "causal_blockwise",
+    "cluster",
+    "from_cu_seqlens",
+    "from_key_ranges",
+    "from_mask_mod",
+    "from_slices",
+    "full",
+    "lambda_",
+    "modality",
+    "prefix",
+    "shared_question",
+    "window",
+]
+
+if TYPE_CHECKING:
+    from flexcp.clusters import Cluster, cluster
+    from flexcp.cost import CostModel
+    from flexcp.executor.op import attention
+    from flexcp.executor.step import Step, bind
+    from flexcp.masks import (
+        Mask,
+        causal,
+        causal_blockwise,
+        from_cu_seqlens,
+        from_key_ranges,
+        from_mask_mod,
+        from_slices,
+        full,
+        lambda_,
+        modality,
+        prefix,
+        shared_question,
+        window,
+    )
+    from flexcp.plan import Plan
+    from flexcp.planner import Planner
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'flexcp' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"flexcp.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -1,0 +1,174 @@
+"""Batch: the documents of one step laid end to end, and the slices of their masks.
+
+The batch is what a planner is asked about: lengths, and for each mask of the model (window layers and full layers are two)
+the slices of every document, with how many layers use it. Rows, keys and slices are in the document's own coordinates; a
+*stream* token is ``starts[document] + row``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp import masks as mask_algebra
+from flexcp.intervals import offsets, spread
+from flexcp.masks import Mask
+
+Ints = NDArray[np.int64]
+MaskLike = Mask | Sequence[Mask]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerMask:
+    """One of the model's masks over the whole batch.
+
+    ``rules`` holds one rule for all documents or one per document; ``slices[first[d]:first[d + 1]]`` are those of document d.
+    """
+
+    name: str
+    layers: int
+    rules: tuple[Mask, ...]
+    first: Ints
+    slices: Ints
+
+    def of_documents(self, documents: Ints) -> tuple[Ints, Ints]:
+        """(position in ``documents``, index into ``slices``) for every slice of every listed document."""
+        index, within = spread(self.first[documents + 1] - self.first[documents])
+        return index, self.first[documents][index] + within
+
+    def rows_area(self, documents: Ints, q0: Ints, q1: Ints) -> Ints:
+        """Pairs in the rows ``q0 <= q < q1`` of each listed document."""
+        index, at = self.of_documents(documents)
+        areas = mask_algebra.rows_area(self.slices[at], q0[index], q1[index])
+        return _summed(index, areas, len(documents))
+
+    def cuts(self, documents: Ints, q0: Ints, q1: Ints, k0: Ints, k1: Ints) -> tuple[Ints, Ints]:
+        """(position in ``documents``, slice) for each non-empty slice cut to the given rows and keys."""
+        index, at = self.of_documents(documents)
+        found = mask_algebra.cut(self.slices[at], q0[index], q1[index], k0[index], k1[index])
+        keep = ~mask_algebra.is_empty(found)
+        return index[keep], found[keep]
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Documents of one step: ``lengths``, the stream position of each (``starts``, with the total at the end), masks."""
+
+    lengths: Ints
+    starts: Ints
+    masks: tuple[LayerMask, ...]
+
+    @property
+    def tokens(self) -> int:
+        return int(self.starts[-1])
+
+    @property
+    def documents(self) -> int:
+        return len(self.lengths)
+
+    def mask(self, name: str | None = None) -> LayerMask:
+        """The mask of that name; without one, the first."""
+        if name is None:
+            return self.masks[0]
+        for mask in self.masks:
+            if mask.name == name:
+                return mask
+        raise ValueError(f"no mask named {name!r} in this plan; it has {[m.name for m in self.masks]}")
+
+    def weighted_rows_area(self, documents: Ints, q0: Ints, q1: Ints) -> Ints:
+        """Pairs in the given rows, each mask counted as often as layers use it."""
+        total = np.zeros(len(documents), np.int64)
+        for mask in self.masks:
+            total += mask.layers * mask.rows_area(documents, q0, q1)
+        return total
+
+    def document_of(self, tokens: Ints) -> Ints:
+        """The document of each stream token."""
+        return np.searchsorted(self.starts, tokens, side="right") - 1
+
+    def split_by_document(self, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+        """Stream ranges cut at document borders: (range index, document, q0, q1); pads beyond the last document drop out."""
+        stop = np.minimum(stop, self.tokens)
+        keep = np.flatnonzero(start < stop)
+        first = self.document_of(start[keep])
+        last = self.document_of(stop[keep] - 1)
+        index, within = spread(last - first + 1)
+        document = first[index] + within
+        index = keep[index]
+        begin = self.starts[document]
+        q0 = np.maximum(start[index], begin) - begin
+        q1 = np.minimum(stop[index], begin + self.lengths[document]) - begin
+        return index, document, q0, q1
+
+
+def make_batch(
+    lengths: Sequence[int] | Ints,
+    mask: MaskLike | None = None,
+    masks: Mapping[str, tuple[MaskLike, int]] | None = None,
+) -> Batch:
+    """A checked batch. Give ``mask`` (one for all, or one per document), or ``masks={"name": (mask, layers), ...}``."""
+    array = _checked_lengths(lengths)
+    if (mask is None) == (masks is None):
+        raise ValueError("give either mask= or masks={'name': (mask, layers), ...}")
+    named = {"mask": (mask, 1)} if masks is None else masks
+    if not named:
+        raise ValueError("masks= is empty; give at least one {'name': (mask, layers)}")
+    found = []
+    for name, entry in named.items():
+        if not isinstance(entry, tuple) or len(entry) != 2:
+            raise ValueError(f"masks[{name!r}] must be (mask, number of layers); got {entry!r}")
+        rule, layers = entry
+        if not isinstance(layers, int) or layers < 1:
+            raise ValueError(f"masks[{name!r}] needs a layer count of at least 1; got {layers!r}")
+        assert rule is not None
+        found.append(_layer_mask(name, layers, rule, array))
+    starts = offsets(array)
+    return Batch(array, starts, tuple(found))
+
+
+def _layer_mask(name: str, layers: int, mask: MaskLike, lengths: Ints) -> LayerMask:
+    if isinstance(mask, Mask):
+        rules: tuple[Mask, ...] = (mask,)
+        documents, slices = mask.slices_of(lengths)
+    else:
+        rules = tuple(mask)
+        if not all(isinstance(m, Mask) for m in rules):
+            raise ValueError(f"a mask is made by flexcp.causal(), flexcp.window(...) and the like; got {mask!r}")
+        if len(rules) != len(lengths):
+            raise ValueError(f"{len(rules)} masks for {len(lengths)} documents; give one for all, or one per document")
+        documents = np.zeros(0, np.int64)
+        slices = np.zeros((0, 6), np.int64)
+        for rule in dict.fromkeys(rules):
+            chosen = np.array([i for i, m in enumerate(rules) if m == rule], np.int64)
+            where, found = rule.slices_of(lengths[chosen])
+            documents = np.concatenate([documents, chosen[where]])
+            slices = np.concatenate([slices, found])
+        order = np.argsort(documents, kind="stable")
+        documents, slices = documents[order], slices[order]
+    first = offsets(np.bincount(documents, minlength=len(lengths)))
+    return LayerMask(name, layers, rules, first, slices)
+
+
+def _checked_lengths(lengths: Sequence[int] | Ints) -> Ints:
+    given = np.asarray(lengths)
+    if given.ndim != 1 or len(given) == 0:
+        raise ValueError(f"lengths must be a non-empty list of document lengths; got {lengths!r}")
+    if not np.issubdtype(given.dtype, np.integer):
+        raise ValueError(f"document lengths must be integers; got {given.dtype} values such as {given[0]!r}")
+    array = given.astype(np.int64)
+    if array.min() < 1:
+        where = int(np.flatnonzero(array < 1)[0])
+        raise ValueError(f"document {where} has length {int(array[where])}; drop it: documents have at least 1 token")
+    if int(array.max()) >= mask_algebra.UNBOUNDED >> 10:
+        raise ValueError(f"a document of {int(array.max())} tokens is beyond what flexcp counts exactly (2**30)")
+    return array
+
+
+def _summed(index: Ints, values: Ints, size: int) -> Ints:
+    """Integer sums of ``values`` by ``index`` (which ascends), exact beyond 2**53."""
+    running = np.concatenate([np.zeros(1, np.int64), np.cumsum(values, dtype=np.int64)])
+    ends = np.searchsorted(index, np.arange(size + 1), side="left")
+    return np.asarray(running[ends[1:]] - running[ends[:-1]])

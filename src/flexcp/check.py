@@ -1,0 +1,282 @@
+"""Check: execute a plan symbolically, in both directions, and refuse it when an invariant breaks.
+
+Tokens are cut into *atoms*: the largest runs of one owner that no region, piece or run divides. On atoms everything is exact and
+small. The state of a pass is, for every rank, head range and atom, the stage in which it arrived, and for outputs a sum of random
+64-bit labels, one per contributing rank: a result is complete and nothing counted twice exactly when the sum of labels is the sum
+over its contributors (wrong with probability 2**-64).
+
+This file shares no code with the scheduler beyond the tables themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp import masks
+from flexcp.masks import K0, K1, Q0, Q1
+from flexcp.pieces import QUERY_SIDED, Kind
+from flexcp.plan import Placement, Plan, Program
+
+Ints = NDArray[np.int64]
+NEVER = 1 << 30
+
+
+class PlanError(ValueError):
+    """A plan that would compute something wrong, twice, not at all, or hang."""
+
+
+def check_plan(plan: Plan) -> None:
+    """Raise :class:`PlanError` unless every token is kept once, every pair computed once, every result reduced once."""
+    placement = plan.placement
+    _check_runs(placement)
+    for number, programs in enumerate(plan.programs):
+        _check_work(plan, number)
+        for backward, program in enumerate(programs):
+            where = f"mask {placement.batch.masks[number].name!r}, {'backward' if backward else 'forward'}"
+            _Pass(plan, number, program, where).run(bool(backward))
+
+
+def _require(condition: bool | np.bool_, message: str) -> None:
+    if not condition:
+        raise PlanError(message)
+
+
+def _check_runs(placement: Placement) -> None:
+    runs = placement.runs
+    _require(
+        len(runs) == 0 or (runs.rank.min() >= 0 and runs.rank.max() < placement.ranks), "a run's rank does not exist"
+    )
+    _require(bool(np.all(runs.start < runs.stop)), "a run is empty")
+    kept = placement.kept
+    edges = np.concatenate([[0], kept.stop])
+    _require(bool(np.all(edges[:-1] == kept.start)), "a token is kept by no rank or by two")
+    _require(int(edges[-1]) == placement.stream, f"runs end at {int(edges[-1])}, the stream at {placement.stream}")
+    _require(bool(np.all(np.diff(runs.rank) >= 0)), "runs are not listed rank by rank")
+
+
+def _check_work(plan: Plan, number: int) -> None:
+    """Every allowed (query, key, head) lies in exactly one region."""
+    batch, mask, regions = plan.batch, plan.batch.masks[number], plan.placement.regions[number]
+    _require(bool(np.all((regions.rank >= 0) & (regions.rank < plan.ranks))), "a region's rank does not exist")
+    _require(bool(np.all((regions.h0 >= 0) & (regions.h1 <= plan.shape.heads))), "a region's heads do not exist")
+    order = np.argsort(regions.document, kind="stable")
+    first = np.searchsorted(regions.document[order], np.arange(batch.documents + 1))
+    for document in range(batch.documents):
+        mine = regions.take(order[first[document] : first[document + 1]])
+        length = int(batch.lengths[document])
+        slices = mask.slices[mask.first[document] : mask.first[document + 1]]
+        rows = _edges(mine.q0, mine.q1, length)
+        keys = _edges(mine.k0, mine.k1, length)
+        heads = _edges(mine.h0, mine.h1, plan.shape.heads)
+        count = np.zeros((len(rows), len(keys), len(heads)), np.int64)
+        for q0, q1, k0, k1, h0, h1 in zip(
+            *(
+                np.searchsorted(edge, x)
+                for edge, pair in ((rows, "q"), (keys, "k"), (heads, "h"))
+                for x in (getattr(mine, pair + "0"), getattr(mine, pair + "1"))
+            ),
+            strict=True,
+        ):
+            count[q0:q1, k0:k1, h0:h1] += 1
+        wrong = np.argwhere(np.any(count[:-1, :-1, :-1] != 1, axis=2))
+        for i, j in wrong:
+            cell = masks.cut(slices, rows[i], rows[i + 1], keys[j], keys[j + 1])
+            if masks.area(cell).sum():
+                times = count[i, j, :-1]
+                raise PlanError(
+                    f"document {document}, rows {rows[i]}..{rows[i + 1]}, keys {keys[j]}..{keys[j + 1]} are computed "
+                    f"{times.tolist()} times in the head ranges that begin at {heads[:-1].tolist()}"
+                )
+
+
+def _edges(low: Ints, high: Ints, size: int) -> Ints:
+    return np.unique(np.concatenate([low, high, [0, size]]))
+
+
+@dataclass
+class _Side:
+    """Query side or key side of a pass: arrays over [rank, elementary head range, atom]."""
+
+    borders: Ints
+    arrived: Ints
+    read: NDArray[np.bool_]
+    forwarded: NDArray[np.bool_]
+    complete: Ints
+    labels: NDArray[np.uint64]
+    expected: NDArray[np.uint64]
+
+
+class _Pass:
+    def __init__(self, plan: Plan, number: int, program: Program, where: str) -> None:
+        self.plan, self.program, self.where = plan, program, where
+        self.placement = plan.placement
+        self.regions = self.placement.regions[number]
+        index, self.slices = plan.batch.masks[number].cuts(
+            self.regions.document, self.regions.q0, self.regions.q1, self.regions.k0, self.regions.k1
+        )
+        self.region = index
+        self._make_atoms()
+        self.sides = [self._side(True), self._side(False)]
+
+    def _make_atoms(self) -> None:
+        """Atoms in the order (owner, kept position); ``edge`` is each atom's owner x width + kept start."""
+        placement, t = self.placement, self.program.transfers
+        self.width = placement.stream + 1
+        begin = self.plan.batch.starts[self.regions.document[self.region]]
+        ends = np.concatenate([begin + self.slices[:, c] for c in (Q0, Q1, K0, K1)] + [placement.kept.start])
+        ends = np.unique(np.clip(ends, 0, placement.stream))
+        starts, stops = ends, np.concatenate([ends[1:], [placement.stream]])
+        _, owner, a, _ = placement.owned_parts(starts, stops)
+        cuts = [owner * self.width + a, t.owner * self.width + t.start, t.owner * self.width + t.stop]
+        everyone = np.arange(placement.ranks) * self.width
+        edge = np.unique(np.concatenate([*cuts, everyone, everyone + placement.tokens]))
+        real = edge % self.width < placement.tokens[edge // self.width]
+        self.edge = edge[real]
+        self.owner = self.edge // self.width
+
+    def _atoms(self, owner: int, start: int, stop: int) -> slice:
+        low, high = np.searchsorted(self.edge, [owner * self.width + start, owner * self.width + stop])
+        return slice(int(low), int(high))
+
+    def _side(self, queries: bool) -> _Side:
+        shape, regions = self.plan.shape, self.regions
+        h0, h1 = (regions.h0, regions.h1) if queries else shape.kv_range(regions.h0, regions.h1)
+        t = self.program.transfers
+        mine = np.isin(t.kind, QUERY_SIDED) == queries
+        count = shape.heads if queries else shape.kv_heads
+        borders = np.unique(np.concatenate([h0, h1, t.h0[mine], t.h1[mine], [0, count]]))
+        size = (self.plan.ranks, len(borders) - 1, len(self.edge))
+        arrived = np.full(size, NEVER, np.int64)
+        if not self.placement.assemble_own:
+            arrived[self.owner, :, np.arange(len(self.edge))] = self.program.own_stage
+        zeros = np.zeros(size, bool)
+        return _Side(
+            borders,
+            arrived,
+            zeros,
+            zeros.copy(),
+            np.full(size, -1, np.int64),
+            np.zeros(size, np.uint64),
+            np.zeros(size[1:], np.uint64),
+        )
+
+    def run(self, backward: bool) -> None:
+        """Inputs arrive, work is done, outputs go home."""
+        t = self.program.transfers
+        allowed = (Kind.Q, Kind.KV, Kind.DO, Kind.DQ, Kind.DKV) if backward else (Kind.Q, Kind.KV, Kind.O)
+        self._require(np.isin(t.kind, allowed).all(), "a kind of piece that does not belong to this direction")
+        self._require(
+            (t.start < t.stop).all() and (t.stop <= self.placement.tokens[t.owner]).all(), "an impossible piece"
+        )
+        self._require((t.stage >= 1).all() and (t.stage < self.program.stages).all(), "a stage that does not exist")
+        self._receive([Kind.Q, Kind.KV])
+        if backward:
+            q, do = (set(self._rows(kind)) for kind in (Kind.Q, Kind.DO))
+            self._require(q == do, "do does not travel with its q")
+        self._compute()
+        for side, kind in ((0, Kind.DQ if backward else Kind.O), *(((1, Kind.DKV),) if backward else ())):
+            self._return(self.sides[side], kind)
+        if self.placement.traffic.kind == "needed":
+            for side in self.sides:
+                held = side.arrived < NEVER
+                held[self.owner, :, np.arange(len(self.edge))] = False
+                self._require(not (held & ~side.read & ~side.forwarded).any(), "a piece is received and never used")
+
+    def _rows(self, kind: Kind) -> list[tuple[int, ...]]:
+        t = self.program.transfers
+        return [tuple(r) for r in t.take(t.kind == kind).matrix()[[0, 1, 2, 4, 5, 6, 7, 8]].T.tolist()]
+
+    def _receive(self, kinds: list[Kind]) -> None:
+        for kind in kinds:
+            side = self.sides[0 if kind in QUERY_SIDED else 1]
+            rows = sorted(self._rows(kind))
+            for stage in sorted({r[0] for r in rows}):
+                now = [r for r in rows if r[0] == stage]
+                for _, source, target, owner, start, stop, h0, h1 in now:
+                    heads, atoms = self._heads(side, h0, h1), self._atoms(owner, start, stop)
+                    if source != owner:
+                        self._require(
+                            (side.arrived[source, heads, atoms] < stage).all(),
+                            f"rank {source} forwards in stage {stage} what it has not received before",
+                        )
+                        side.forwarded[source, heads, atoms] = True
+                    self._require(
+                        (side.arrived[target, heads, atoms] == NEVER).all(),
+                        f"rank {target} receives a piece of rank {owner} in stage {stage} that it already has",
+                    )
+                for _, _, target, owner, start, stop, h0, h1 in now:
+                    side.arrived[target, self._heads(side, h0, h1), self._atoms(owner, start, stop)] = stage
+
+    def _compute(self) -> None:
+        """Work runs in the slot where its rows and keys are there; its rows and keys are complete no later than that."""
+        shape, regions = self.plan.shape, self.regions
+        labels = np.random.default_rng(0).integers(1, 1 << 63, self.plan.ranks).astype(np.uint64)
+        begin = self.plan.batch.starts[regions.document[self.region]]
+        parts = []
+        for first, last in ((Q0, Q1), (K0, K1)):
+            index, owner, a, b = self.placement.owned_parts(begin + self.slices[:, first], begin + self.slices[:, last])
+            low = np.searchsorted(self.edge, owner * self.width + a)
+            high = np.searchsorted(self.edge, owner * self.width + b)
+            parts.append((np.searchsorted(index, np.arange(len(self.slices) + 1)), low, high))
+        kv0, kv1 = shape.kv_range(regions.h0, regions.h1)
+        heads = ((regions.h0, regions.h1), (kv0, kv1))
+        for i, region in enumerate(self.region):
+            rank = int(regions.rank[region])
+            spots = []
+            for side, (bounds, low, high), (h0, h1) in zip(self.sides, parts, heads, strict=True):
+                atoms = [np.arange(low[j], high[j]) for j in range(bounds[i], bounds[i + 1])]
+                spots.append((side, self._heads(side, int(h0[region]), int(h1[region])), np.concatenate(atoms)))
+            for side, span, at in spots:
+                when = side.arrived[rank, span][:, at]
+                self._require((when < NEVER).all(), f"rank {rank} computes with tokens it never receives")
+            for (side, span, at), (other, other_span, other_at) in (spots, spots[::-1]):
+                slowest = int(other.arrived[rank, other_span][:, other_at].max())
+                done = np.maximum(side.arrived[rank, span][:, at], slowest)
+                view = side.complete[rank, span]
+                view[:, at] = np.maximum(view[:, at], done)
+                side.read[rank, span][:, at] = True
+        for side in self.sides:
+            side.labels[:] = np.where(side.read, labels[:, None, None], np.uint64(0))
+            side.expected[:] = side.labels.sum(axis=0, dtype=np.uint64)
+
+    def _return(self, side: _Side, kind: Kind) -> None:
+        t = self.program.transfers
+        rows = t.take(t.kind == kind).matrix().T.tolist()
+        for stage in sorted({r[0] for r in rows}):
+            carried = []
+            for _, source, target, _, owner, start, stop, h0, h1, partial in (r for r in rows if r[0] == stage):
+                heads, atoms = self._heads(side, h0, h1), self._atoms(owner, start, stop)
+                self._require(
+                    (side.complete[source, heads, atoms] <= stage - 2).all(),
+                    f"rank {source} sends {kind.name} in stage {stage} before it is computed",
+                )
+                self._require(
+                    (side.arrived[source, heads, atoms] < NEVER).all()
+                    and (target == owner or (side.arrived[target, heads, atoms] < NEVER).all()),
+                    f"{kind.name} passes through a rank that has no rows for it",
+                )
+                value = side.labels[source, heads, atoms].copy()
+                self._require(
+                    bool(partial) or (value == side.expected[heads, atoms]).all(),
+                    f"rank {source} sends {kind.name} as final although others contribute",
+                )
+                side.labels[source, heads, atoms] = 0
+                carried.append((target, heads, atoms, value))
+            for target, heads, atoms, value in carried:
+                side.labels[target, heads, atoms] += value
+        at = np.arange(len(self.edge))
+        home = side.labels[self.owner, :, at].T
+        self._require((home == side.expected).all(), f"{kind.name} does not come home whole and once")
+        side.labels[self.owner, :, at] = 0
+        self._require(not side.labels.any(), f"{kind.name} is left behind on a rank that does not keep the tokens")
+
+    @staticmethod
+    def _heads(side: _Side, h0: int, h1: int) -> slice:
+        low, high = np.searchsorted(side.borders, [h0, h1])
+        return slice(int(low), int(high))
+
+    def _require(self, condition: bool | np.bool_, message: str) -> None:
+        _require(condition, f"{self.where}: {message}")

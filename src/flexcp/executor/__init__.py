@@ -1,0 +1,1 @@
+"""The executor: runs any plan on real ranks, and decides nothing."""

@@ -1,0 +1,98 @@
+"""The CPU kernel: tiles of rows against exactly the keys they see.
+
+Each slice is cut into tiles of rows; a tile reads only the keys between its first row's first and its last row's last, and masks only
+where the band's edge crosses it. Query heads that share a KV head are stacked into one matrix product. Plain torch, so it also runs on a
+GPU, where it is correct and slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from flexcp.executor.kernels import Ints, Settings, accumulator_dtype, merge
+
+TILE_LOGITS = 1 << 21
+"""Logits of one tile: large enough for fast matrix products, small enough for the cache's sake."""
+
+
+def forward(
+    q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, slices: Ints, settings: Settings, out_THV: Tensor, lse_TH: Tensor
+) -> None:
+    """Add the slices' attention to ``out`` and ``lse``."""
+    for tile in _tiles(slices, q_THD.shape[1]):
+        rows, keys, band = tile
+        s_GRK, _ = _logits(q_THD[rows], k_TGD[keys], band, settings)
+        top = s_GRK.amax(-1, keepdim=True)  # every row of a tile sees a key, so this is finite
+        p_GRK = torch.exp(s_GRK - top)
+        total = p_GRK.sum(-1, keepdim=True)
+        more = _heads_last((p_GRK @ _by_group(v_TGV[keys])) / total, q_THD.shape[1])
+        more_lse = _heads_last(top + torch.log(total), q_THD.shape[1]).squeeze(-1)
+        out_THV[rows], lse_TH[rows] = merge(out_THV[rows], lse_TH[rows], more, more_lse)
+
+
+def backward(
+    q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, do_THV: Tensor, lse_TH: Tensor, delta_TH: Tensor, slices: Ints,
+    settings: Settings, dq_THD: Tensor, dk_TGD: Tensor, dv_TGV: Tensor,
+) -> None:  # fmt: skip
+    """Add the slices' gradients to ``dq``, ``dk`` and ``dv``."""
+    heads, groups = q_THD.shape[1], k_TGD.shape[1]
+    for rows, keys, band in _tiles(slices, heads):
+        s_GRK, slope = _logits(q_THD[rows], k_TGD[keys], band, settings)
+        p_GRK = torch.exp(s_GRK - _stacked(lse_TH[rows, :, None], groups))
+        do_GRV = _stacked(do_THV[rows], groups)
+        dp_GRK = do_GRV @ _by_group(v_TGV[keys]).transpose(1, 2)
+        ds_GRK = p_GRK * (dp_GRK - _stacked(delta_TH[rows, :, None], groups)) * settings.scale
+        if slope is not None:
+            ds_GRK = ds_GRK * slope
+        dq_THD[rows] += _heads_last(ds_GRK @ _by_group(k_TGD[keys]), heads)
+        dk_TGD[keys] += (ds_GRK.transpose(1, 2) @ _stacked(q_THD[rows], groups)).transpose(0, 1)
+        dv_TGV[keys] += (p_GRK.transpose(1, 2) @ do_GRV).transpose(0, 1)
+
+
+def _tiles(slices: Ints, heads: int) -> Iterator[tuple[slice, slice, tuple[int, int] | None]]:
+    """(rows, keys, band relative to them or None when no edge crosses) covering every slice."""
+    for q0, q1, k0, k1, lo, hi in slices.tolist():
+        row = q0
+        while row < q1:
+            width = min(k1, row + hi + 1) - max(k0, row + lo)
+            height = max(16, min(256, TILE_LOGITS // max(1, width * heads)))
+            stop = min(row + height, q1)
+            first, last = max(k0, row + lo), min(k1, stop + hi)
+            clear = first >= stop - 1 + lo and last - 1 <= row + hi
+            yield slice(row, stop), slice(first, last), None if clear else (lo + row - first, hi + row - first)
+            row = stop
+
+
+def _logits(q: Tensor, k: Tensor, band: tuple[int, int] | None, settings: Settings) -> tuple[Tensor, Tensor | None]:
+    groups = k.shape[1]
+    s_GRK = _stacked(q, groups) @ _by_group(k).transpose(1, 2) * settings.scale
+    slope = None
+    if settings.softcap is not None:
+        s_GRK = settings.softcap * torch.tanh(s_GRK / settings.softcap)
+        slope = 1 - (s_GRK / settings.softcap) ** 2
+    if band is not None:
+        offset = torch.arange(len(k), device=k.device) - torch.arange(len(q), device=k.device)[:, None]
+        hidden = (offset < band[0]) | (offset > band[1])
+        s_GRK = s_GRK.unflatten(1, (-1, len(q))).masked_fill(hidden, -torch.inf).flatten(1, 2)
+    return s_GRK, slope
+
+
+def _by_group(x_TGD: Tensor) -> Tensor:
+    return x_TGD.transpose(0, 1).to(accumulator_dtype(x_TGD.dtype))
+
+
+def _stacked(x_THD: Tensor, groups: int) -> Tensor:
+    """``[group, head in group x row, D]``."""
+    x = x_THD.to(accumulator_dtype(x_THD.dtype))
+    split: Tensor = x.unflatten(1, (groups, -1))
+    return split.permute(1, 2, 0, 3).flatten(1, 2)
+
+
+def _heads_last(x_GRD: Tensor, heads: int) -> Tensor:
+    """Undo :func:`_stacked`: ``[row, head, D]``."""
+    groups = x_GRD.shape[0]
+    split: Tensor = x_GRD.unflatten(1, (heads // groups, -1))
+    return split.permute(2, 0, 1, 3).flatten(1, 2)

@@ -1,0 +1,71 @@
+"""The reference kernel: plain torch, dense, one page. Slow, obvious, and what every faster kernel is compared with.
+
+Products accumulate in the accumulator dtype; the probabilities are rounded to the inputs' dtype before they meet the values, as
+low-precision kernels do.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexcp.executor.kernels import Ints, Settings, accumulator_dtype, merge
+
+
+def forward(
+    q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, slices: Ints, settings: Settings, out_THV: Tensor, lse_TH: Tensor
+) -> None:
+    """Add the slices' attention to ``out`` and ``lse``."""
+    share = q_THD.shape[1] // k_TGD.shape[1]
+    logits_HQK, _ = _logits(q_THD, k_TGD, slices, settings)
+    lse_HQ = torch.logsumexp(logits_HQK, dim=-1)
+    p_HQK = torch.exp(logits_HQK - torch.where(lse_HQ == -torch.inf, 0.0, lse_HQ)[..., None])
+    v_HKV = _by_head(v_TGV).repeat_interleave(share, 0)
+    more_HQV = p_HQK.to(v_TGV.dtype).to(v_HKV.dtype) @ v_HKV
+    out, lse = merge(out_THV, lse_TH, more_HQV.transpose(0, 1), lse_HQ.T)
+    out_THV.copy_(out)
+    lse_TH.copy_(lse)
+
+
+def backward(
+    q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, do_THV: Tensor, lse_TH: Tensor, delta_TH: Tensor, slices: Ints,
+    settings: Settings, dq_THD: Tensor, dk_TGD: Tensor, dv_TGV: Tensor,
+) -> None:  # fmt: skip
+    """Add the slices' gradients to ``dq``, ``dk`` and ``dv``."""
+    groups, share = k_TGD.shape[1], q_THD.shape[1] // k_TGD.shape[1]
+    logits_HQK, slope_HQK = _logits(q_THD, k_TGD, slices, settings)
+    lse_HQ1 = lse_TH.T[..., None]
+    p_HQK = torch.exp(logits_HQK - torch.where(lse_HQ1 == -torch.inf, 0.0, lse_HQ1))
+    do_HQV = _by_head(do_THV)
+    dp_HQK = do_HQV @ _by_head(v_TGV).repeat_interleave(share, 0).transpose(1, 2)
+    ds_HQK = p_HQK * (dp_HQK - delta_TH.T[..., None]) * slope_HQK * settings.scale
+    p_HQK, ds_HQK = (x.to(q_THD.dtype).to(x.dtype) for x in (p_HQK, ds_HQK))
+    dq_THD += (ds_HQK @ _by_head(k_TGD).repeat_interleave(share, 0)).transpose(0, 1)
+    dk_HKD = ds_HQK.transpose(1, 2) @ _by_head(q_THD)
+    dv_HKV = p_HQK.transpose(1, 2) @ do_HQV
+    dk_TGD += dk_HKD.unflatten(0, (groups, share)).sum(1).transpose(0, 1)
+    dv_TGV += dv_HKV.unflatten(0, (groups, share)).sum(1).transpose(0, 1)
+
+
+def _by_head(x_THD: Tensor) -> Tensor:
+    return x_THD.transpose(0, 1).to(accumulator_dtype(x_THD.dtype))
+
+
+def _logits(q_THD: Tensor, k_TGD: Tensor, slices: Ints, settings: Settings) -> tuple[Tensor, Tensor]:
+    """Masked logits, and the derivative of the softcap."""
+    share = q_THD.shape[1] // k_TGD.shape[1]
+    s_HQK = _by_head(q_THD) @ _by_head(k_TGD).repeat_interleave(share, 0).transpose(1, 2) * settings.scale
+    slope_HQK = torch.ones_like(s_HQK)
+    if settings.softcap is not None:
+        s_HQK = settings.softcap * torch.tanh(s_HQK / settings.softcap)
+        slope_HQK = 1 - (s_HQK / settings.softcap) ** 2
+    return s_HQK.masked_fill(~dense_mask(slices, len(q_THD), len(k_TGD)).to(s_HQK.device), -torch.inf), slope_HQK
+
+
+def dense_mask(slices: Ints, queries: int, keys: int) -> Tensor:
+    """The slices as a boolean ``[queries, keys]`` matrix."""
+    q, k = torch.arange(queries)[:, None], torch.arange(keys)[None, :]
+    seen = torch.zeros(queries, keys, dtype=torch.bool)
+    for q0, q1, k0, k1, lo, hi in slices.tolist():
+        seen |= (q >= q0) & (q < q1) & (k >= k0) & (k < k1) & (k - q >= lo) & (k - q <= hi)
+    return seen

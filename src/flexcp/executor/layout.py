@@ -1,0 +1,169 @@
+"""Layout: per-token tensors between the stream and the ranks, and the loss that goes with them.
+
+``local_stream`` is the coordinate everything here hangs on: the stream token of each local row, in local order, for any rank, computed
+from the plan alone. So each side of a move knows what the other sends without asking.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flexcp.batch import Batch
+from flexcp.intervals import spread
+from flexcp.plan import Placement
+
+Ints = NDArray[np.int64]
+
+
+def local_stream(placement: Placement, rank: int) -> Ints:
+    """The stream token of each of a rank's rows, in local order; pads lie beyond the batch's tokens."""
+    runs = placement.runs.take(placement.runs.rank == rank)
+    index, within = spread(runs.stop - runs.start)
+    return runs.start[index] + within
+
+
+def shard(full: Tensor, indices: Tensor, tokens: int, pad: float | int) -> Tensor:
+    """Rows ``indices`` of a stream tensor; -1 gives ``pad``."""
+    if len(full) != tokens:
+        raise ValueError(f"the plan's batch has {tokens} tokens, but the tensor to shard has {len(full)} rows")
+    local = full[indices.clamp(min=0).to(full.device)]
+    missing = indices < 0
+    if bool(missing.any()):
+        shape = (-1,) + (1,) * (full.dim() - 1)
+        local = torch.where(
+            missing.to(full.device).view(shape), torch.as_tensor(pad, dtype=full.dtype, device=full.device), local
+        )
+    return local
+
+
+def gather(local: Tensor, placement: Placement, rank: int, group: dist.ProcessGroup | None) -> Tensor:
+    """All ranks' rows in stream order, without pads, on every rank."""
+    everyone: Tensor = _AllGather.apply(local, placement.tokens.tolist(), rank, group)
+    source = np.concatenate([local_stream(placement, r) for r in range(placement.ranks)])
+    order = np.argsort(source, kind="stable")[: placement.batch.tokens]
+    return everyone[torch.from_numpy(order).to(local.device)]
+
+
+def roll(
+    local: Tensor, placement: Placement, rank: int, group: dist.ProcessGroup | None, shift: int, fill: float | int
+) -> Tensor:
+    """Row t of the result is row ``t - shift`` of the stream where that is the same document, else ``fill``."""
+    batch = placement.batch
+    wanted = []
+    for r in range(placement.ranks):
+        index = local_stream(placement, r)
+        source = index - shift
+        inside = (index < batch.tokens) & (source >= 0) & (source < batch.tokens)
+        safe, at = np.clip(source, 0, batch.tokens - 1), np.minimum(index, batch.tokens - 1)
+        inside &= batch.document_of(safe) == batch.document_of(at)
+        wanted.append(np.where(inside, source, -1))
+    found = _Fetch.apply(local, _moves(placement, wanted, rank), len(wanted[rank]), group)
+    missing = torch.from_numpy(wanted[rank] < 0).to(local.device).view((-1,) + (1,) * (local.dim() - 1))
+    return torch.where(missing, torch.as_tensor(fill, dtype=local.dtype, device=local.device), found)
+
+
+def next_tokens(tokens: Tensor, batch: Batch, ignore: int) -> Tensor:
+    """Labels of the whole stream: each token's successor in its document, ``ignore`` at the documents' ends."""
+    if len(tokens) != batch.tokens:
+        raise ValueError(f"the plan's batch has {batch.tokens} tokens, but labels were asked for {len(tokens)}")
+    labels = torch.roll(tokens, -1, 0).clone()
+    labels[torch.from_numpy(batch.starts[1:] - 1).to(tokens.device)] = ignore
+    return labels
+
+
+def token_mean_loss(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, ignore: int) -> Tensor:
+    """Sum of this rank's cross entropies / valid labels on all ranks; tied to ``logits`` even without any."""
+    valid = (labels != ignore).sum()
+    if group is not None:
+        dist.all_reduce(valid, group=group)
+    total = torch.nn.functional.cross_entropy(logits.float() if logits.dtype.itemsize < 4 else logits, labels,
+                                              ignore_index=ignore, reduction="sum")  # fmt: skip
+    return (total + logits.sum() * 0) / valid.clamp(min=1)
+
+
+Moves = list[tuple[Tensor, Tensor]]
+
+
+def _moves(placement: Placement, wanted: list[Ints], rank: int) -> Moves:
+    """For each peer: (local rows this rank sends it, local rows of the result that come from it)."""
+    owner = np.empty(placement.stream, np.int64)
+    place = np.empty(placement.stream, np.int64)
+    for r in range(placement.ranks):
+        index = local_stream(placement, r)
+        owner[index], place[index] = r, np.arange(len(index))
+    moves = []
+    mine = wanted[rank]
+    for peer in range(placement.ranks):
+        theirs = wanted[peer][wanted[peer] >= 0]
+        sent = place[theirs[owner[theirs] == rank]]
+        got = np.flatnonzero((mine >= 0) & (owner[np.maximum(mine, 0)] == peer))
+        moves.append((torch.from_numpy(sent), torch.from_numpy(got)))
+    return moves
+
+
+class _Fetch(torch.autograd.Function):
+    """Rows from wherever they are; backward sends gradients back and adds them."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, moves: Moves, rows: int, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.moves, ctx.group, ctx.rows = moves, group, len(local)
+        return _exchange_rows(local, moves, rows, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        back = [(got, sent) for sent, got in ctx.moves]
+        return _exchange_rows(grads[0], back, ctx.rows, ctx.group), None, None, None
+
+
+def _exchange_rows(local: Tensor, moves: Moves, rows: int, group: dist.ProcessGroup | None) -> Tensor:
+    """Rows sent and received by ``moves``; received rows are added where they belong."""
+    out = local.new_zeros((rows, *local.shape[1:]))
+    rank = 0 if group is None else dist.get_rank(group)
+    operations, arriving = [], []
+    for peer, (sent, got) in enumerate(moves):
+        sent, got = sent.to(local.device), got.to(local.device)
+        if peer == rank:
+            out.index_add_(0, got, local[sent])
+            continue
+        if len(sent):
+            operations.append(dist.P2POp(dist.isend, local[sent].contiguous(), group=group, group_peer=peer))
+        if len(got):
+            buffer = local.new_empty((len(got), *local.shape[1:]))
+            operations.append(dist.P2POp(dist.irecv, buffer, group=group, group_peer=peer))
+            arriving.append((got, buffer))
+    if operations:
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+    for got, buffer in arriving:
+        out.index_add_(0, got, buffer)
+    return out
+
+
+class _AllGather(torch.autograd.Function):
+    """Rows of all ranks, rank after rank; backward sums the gradients of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, counts: list[int], rank: int, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.counts, ctx.rank, ctx.group = counts, rank, group
+        if group is None:
+            return local.clone()
+        most = max(counts)
+        padded = local.new_zeros((most, *local.shape[1:]))
+        padded[: len(local)] = local.detach()
+        parts = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        grad = grads[0].contiguous()
+        if ctx.group is not None:
+            dist.all_reduce(grad, group=ctx.group)
+        before = sum(ctx.counts[: ctx.rank])
+        return grad[before : before + ctx.counts[ctx.rank]], None, None, None

@@ -1,0 +1,156 @@
+"""attention: the one differentiable call.
+
+The forward runs the plan's forward program, adds the attention sink at home, and keeps q, k, v, the output and its LSE. The backward
+needs only ``delta = rowsum(do * out) - dlse`` besides them: the LSE's own gradient and the sink's are in it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexcp.executor.exchange import Types
+from flexcp.executor.executor import Runtime, run_backward, run_forward
+from flexcp.executor.kernels import Settings, accumulator_dtype, find_kernel
+from flexcp.executor.step import Step
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    step: Step,
+    *,
+    mask: str | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    dropout: float = 0.0,
+    bias: Tensor | None = None,
+    kernel: str = "cpu",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of the whole batch, seen from this rank.
+
+    ``q`` is ``[local tokens, heads, head_dim]``; ``k`` and ``v`` have the KV heads, and ``v`` may have another head size.
+    Returns ``[local tokens, heads, v_head_dim]``, and with ``return_lse`` also the log of the softmax denominator
+    ``[local tokens, heads]``; both are differentiable.
+
+    ``mask`` names one of the plan's masks (the first by default). ``scale`` defaults to ``head_dim ** -0.5``. ``softcap``
+    bounds logits by ``softcap * tanh(logits / softcap)``. ``sinks`` holds one extra logit per query head that takes
+    probability and gives no value; its gradient, like any parameter's, is this rank's share.
+    """
+    _check(q, k, v, step, softcap, sinks, dropout, bias)
+    number = step.plan.batch.masks.index(step.plan.batch.mask(mask))
+    settings = Settings(q.shape[-1] ** -0.5 if scale is None else float(scale), softcap)
+    out, lse = _Attention.apply(q, k, v, sinks, step, number, settings, kernel)
+    return (out, lse) if return_lse else out
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        step: Step,
+        mask: int,
+        settings: Settings,
+        kernel: str,
+    ) -> tuple[Tensor, Tensor]:
+        runtime = _runtime(step, q, settings, kernel, "forward")
+        program = step.program(mask, backward=False)
+        out, lse = run_forward(program, runtime, *(_kept(x, step) for x in (q, k, v)))
+        out, lse = _local(out, step), _local(lse, step)
+        if sinks is not None:
+            out, lse = _with_sink(out, lse, sinks.to(lse.dtype))
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.step, ctx.mask, ctx.settings, ctx.kernel = step, mask, settings, kernel
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        step: Step = ctx.step
+        do = torch.zeros_like(out) if grads[0] is None else grads[0].to(out.dtype)
+        delta = (do.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+        if grads[1] is not None:
+            delta = delta - grads[1]
+        runtime = _runtime(step, q, ctx.settings, ctx.kernel, "backward")
+        program = step.program(ctx.mask, backward=True)
+        inputs = (_kept(x, step) for x in (q, k, v, do, lse, delta))
+        dq, dk, dv = (_local(x, step) for x in run_backward(program, runtime, *inputs))
+        dsinks = None
+        if sinks is not None:
+            dsinks = -(torch.exp(sinks.to(lse.dtype) - lse) * delta).sum(0).to(sinks.dtype)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None, None
+
+
+def _with_sink(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """The softmax with one more logit per head that brings no value."""
+    total = torch.logaddexp(lse, sinks.expand_as(lse))
+    return out * torch.exp(lse - total)[..., None], total
+
+
+def _kept(x: Tensor, step: Step) -> Tensor:
+    """Local rows in stream order."""
+    return x if step.kept_order is None else x[step.kept_order.to(x.device)]
+
+
+def _local(x: Tensor, step: Step) -> Tensor:
+    """Undo :func:`_kept`."""
+    if step.kept_order is None:
+        return x
+    out = torch.empty_like(x)
+    out[step.kept_order.to(x.device)] = x
+    return out
+
+
+def _runtime(step: Step, q: Tensor, settings: Settings, kernel: str, direction: str) -> Runtime:
+    types = Types(q.dtype, accumulator_dtype(q.dtype), q.device)
+    return Runtime(
+        step.plan.shape, types, find_kernel(kernel), settings, step.group, step.sent_bytes[direction], step.timeout
+    )
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    step: Step,
+    softcap: float | None,
+    sinks: Tensor | None,
+    dropout: float,
+    bias: Tensor | None,
+) -> None:
+    shape = step.plan.shape
+    if dropout:
+        raise NotImplementedError(f"attention dropout is not supported (got {dropout}); train with dropout=0")
+    if bias is not None:
+        raise NotImplementedError("an additive attention bias is not supported; express visibility as a mask")
+    wanted = {
+        "q": (q, (step.local_tokens, shape.heads, shape.head_dim)),
+        "k": (k, (step.local_tokens, shape.kv_heads, shape.head_dim)),
+        "v": (v, (step.local_tokens, shape.kv_heads, shape.v_head_dim)),
+    }
+    for name, (x, size) in wanted.items():
+        if tuple(x.shape) != size:
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}, but rank {step.rank} of this plan expects [tokens, heads, head size] = {size}"
+            )
+        if str(x.dtype).removeprefix("torch.") != shape.dtype:
+            raise ValueError(
+                f"{name} is {x.dtype}, but the plan counts bytes of {shape.dtype}; plan with Planner(dtype=...)"
+            )
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device} and q on {q.device}; put them on one device")
+    if sinks is not None and tuple(sinks.shape) != (shape.heads,):
+        raise ValueError(f"sinks holds one number per query head, shape ({shape.heads},); got {tuple(sinks.shape)}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be above 0, or None for none; got {softcap}")

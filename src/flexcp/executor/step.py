@@ -1,0 +1,143 @@
+"""Step: a plan bound to a process group on this rank.
+
+The step knows which tokens of the stream are here and in which order, moves any per-token tensor in and out of that layout, and carries
+the rank's programs for :func:`flexcp.attention`. It travels as an argument, never through a global.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flexcp.executor import layout
+from flexcp.executor.agree import agree
+from flexcp.executor.program import RankProgram, rank_program
+from flexcp.plan import Plan
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+DEFAULT_TIMEOUT = timedelta(seconds=120)
+
+
+class Step:
+    """One rank's view of a plan. Make it with :func:`bind`."""
+
+    def __init__(self, plan: Plan, rank: int, group: dist.ProcessGroup | None, timeout: timedelta) -> None:
+        self.plan, self.rank, self.group, self.timeout = plan, rank, group, timeout
+        self.sent_bytes = {"forward": [0] * plan.ranks, "backward": [0] * plan.ranks}
+        """Bytes this rank really sent to each rank so far."""
+        self._programs: dict[tuple[int, bool], RankProgram] = {}
+
+    @property
+    def cp_size(self) -> int:
+        return self.plan.ranks
+
+    @property
+    def cp_rank(self) -> int:
+        return self.rank
+
+    @property
+    def local_tokens(self) -> int:
+        """Tokens on this rank, pads included."""
+        return int(self.plan.placement.tokens[self.rank])
+
+    @cached_property
+    def indices(self) -> Tensor:
+        """The stream token of each local row, int64; -1 for a pad."""
+        index = layout.local_stream(self.plan.placement, self.rank)
+        return torch.from_numpy(np.where(index < self.plan.batch.tokens, index, -1))
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """The position of each local row in its document, int64; 0 for a pad. What RoPE wants."""
+        index = layout.local_stream(self.plan.placement, self.rank)
+        batch = self.plan.batch
+        real = np.minimum(index, batch.tokens - 1)
+        return torch.from_numpy(np.where(index < batch.tokens, real - batch.starts[batch.document_of(real)], 0))
+
+    @cached_property
+    def kept_order(self) -> Tensor | None:
+        """Local rows in stream order, or None when they already are."""
+        index = layout.local_stream(self.plan.placement, self.rank)
+        order = np.argsort(index, kind="stable")
+        return None if np.array_equal(order, np.arange(len(order))) else torch.from_numpy(order)
+
+    def shard(self, full: Tensor, pad: float | int = 0) -> Tensor:
+        """This rank's rows of a stream tensor ``[tokens, ...]``; pads get the value ``pad``."""
+        return layout.shard(full, self.indices, self.plan.batch.tokens, pad)
+
+    def gather(self, local: Tensor) -> Tensor:
+        """The stream tensor ``[tokens, ...]`` on every rank, from every rank's local rows. Differentiable."""
+        self._check_rows(local)
+        return layout.gather(local, self.plan.placement, self.rank, self.group)
+
+    def roll(self, local: Tensor, shift: int = -1, fill: float | int = 0) -> Tensor:
+        """Local rows moved by ``shift`` inside their documents, across ranks: ``roll(x, -1)`` is each token's successor.
+
+        Rows whose source lies outside the document, and pads, get ``fill``. Differentiable.
+        """
+        self._check_rows(local)
+        return layout.roll(local, self.plan.placement, self.rank, self.group, shift, fill)
+
+    def labels(self, tokens: Tensor, ignore: int = -100) -> Tensor:
+        """Next-token labels of this rank's rows from the stream's token ids: shifted inside documents *before* sharding."""
+        return self.shard(layout.next_tokens(tokens, self.plan.batch, ignore), pad=ignore)
+
+    def loss(self, logits: Tensor, labels: Tensor, ignore: int = -100) -> Tensor:
+        """Cross entropy: local sum / valid tokens of all ranks. Sum it (and gradients) over ranks for the batch's mean.
+
+        The result depends on ``logits`` even on a rank without a valid token, so that every rank takes part in backward.
+        """
+        self._check_rows(logits)
+        return layout.token_mean_loss(logits, labels, self.group, ignore)
+
+    def program(self, mask: int, backward: bool) -> RankProgram:
+        """This rank's program for a mask and direction, derived on first use."""
+        key = (mask, backward)
+        if key not in self._programs:
+            self._programs[key] = rank_program(self.plan, self.rank, mask, backward)
+        return self._programs[key]
+
+    def _check_rows(self, local: Tensor) -> None:
+        if len(local) != self.local_tokens:
+            raise ValueError(
+                f"rank {self.rank} keeps {self.local_tokens} tokens under this plan, but got a tensor of {len(local)} rows; "
+                "shard the stream with step.shard(...)"
+            )
+
+    def __repr__(self) -> str:
+        return f"<Step rank {self.rank} of {self.cp_size}, {self.local_tokens} tokens, {self.plan!r}>"
+
+
+def bind(
+    plan: Plan, group: dist.ProcessGroup | DeviceMesh | None = None, timeout: timedelta | float = DEFAULT_TIMEOUT
+) -> Step:
+    """Bind a plan to this rank of ``group``: a 1-D DeviceMesh axis, a ProcessGroup, or nothing for one rank.
+
+    Every rank of the group calls this with the same plan; they compare its hash through the store, and a rank that holds another plan is
+    an error on all of them within ``timeout`` (seconds or timedelta).
+    """
+    limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    if group is None:
+        if plan.ranks != 1:
+            raise ValueError(
+                f"the plan is for {plan.ranks} ranks: bind it to a process group or a DeviceMesh axis of that size"
+            )
+        return Step(plan, 0, None, limit)
+    process_group = group if isinstance(group, dist.ProcessGroup) else group.get_group()
+    size = dist.get_world_size(process_group)
+    if size != plan.ranks:
+        raise ValueError(
+            f"the plan is for {plan.ranks} ranks but the group has {size}; plan for a cluster of {size} ranks"
+        )
+    rank = dist.get_rank(process_group)
+    if size > 1:
+        agree(plan.hash, process_group, limit)
+    return Step(plan, rank, process_group if size > 1 else None, limit)

@@ -1,0 +1,1 @@
+"""Measuring: real ranks, verification, and what else knows both planning and execution."""

@@ -1,0 +1,126 @@
+"""Ranks: a pool of local processes that stand for GPUs, on gloo.
+
+Starting torch takes seconds, so processes are forked from a server that has imported it once, and live as long as the pool. A pool of 8
+serves any smaller number: ``pool.run(function, ranks=3)`` runs on the first three, in a process group of just those.
+
+A function is called as ``function(group, *arguments)``; it must be importable by name, and its arguments and result
+picklable. An exception on any rank is raised here, with the rank and its traceback. A rank that dies is an error, never a
+hang.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Any, Self
+
+PRELOAD = ["torch", "torch.distributed", "flexcp.executor.op", "flexcp.planner"]
+
+
+class RankError(RuntimeError):
+    """A function failed on a rank; the message holds the rank's own traceback."""
+
+
+class RankPool:
+    """``size`` processes, each a rank with one thread. Use as a context manager."""
+
+    def __init__(self, size: int, timeout: float = 300.0) -> None:
+        if size < 1:
+            raise ValueError(f"a pool needs at least 1 rank; got {size}")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        self.size, self.timeout = size, timeout
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, size, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        port = self._collect([0])[0]
+        for pipe in self.pipes:
+            pipe.send(port)
+        self._collect(list(range(size)))
+
+    def run(self, function: Callable[..., Any], *arguments: Any, ranks: int | None = None) -> list[Any]:
+        """Call ``function(group, *arguments)`` on the first ``ranks`` ranks; their results in rank order."""
+        count = self.size if ranks is None else ranks
+        if not 1 <= count <= self.size:
+            raise ValueError(f"this pool has {self.size} ranks; {count} were asked for")
+        for pipe in self.pipes:
+            pipe.send((function, arguments, count))
+        return self._collect(list(range(self.size)))[:count]
+
+    def _collect(self, ranks: list[int]) -> list[Any]:
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        waiting = set(ranks)
+        while waiting:
+            ready = wait([self.pipes[r] for r in waiting], self.timeout)
+            if not ready:
+                raise RankError(f"ranks {sorted(waiting)} did not answer within {self.timeout:g} s")
+            for rank in [r for r in waiting if self.pipes[r] in ready]:
+                waiting.discard(rank)
+                try:
+                    failed, value = self.pipes[rank].recv()
+                except EOFError:
+                    raise RankError(f"rank {rank} died; the others were stopped") from None
+                (failures if failed else results)[rank] = value
+        if failures:
+            rank = min(failures)
+            raise RankError(f"rank {rank} failed ({len(failures)} in all):\n{failures[rank]}")
+        return [results[r] for r in ranks]
+
+    def close(self) -> None:
+        """Stop all ranks."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _serve(rank: int, size: int, pipe: Connection) -> None:
+    """A rank's life: join the others, then run what comes through the pipe until it closes."""
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import TCPStore
+
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    limit = timedelta(seconds=120)
+    if rank == 0:
+        store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False, timeout=limit)
+        pipe.send((False, store.port))
+        pipe.recv()
+    else:
+        store = TCPStore("127.0.0.1", pipe.recv(), size, is_master=False, timeout=limit)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+    pipe.send((False, None))
+    groups = {size: dist.group.WORLD}
+    while True:
+        try:
+            function, arguments, count = pipe.recv()
+        except EOFError:
+            return
+        if count not in groups:
+            groups[count] = dist.new_group(list(range(count)))
+        try:
+            answer = (False, function(groups[count], *arguments) if rank < count else None)
+        except Exception:  # whatever it is, the parent raises it with this traceback
+            answer = (True, traceback.format_exc())
+        pipe.send(answer)

@@ -1,0 +1,201 @@
+"""Verify: run a plan on real ranks, forward and backward, against dense float64 attention on one.
+
+Every rank makes the same random stream from the seed, runs its share under the plan, and gathers results in stream order. Rank 0 compares
+them with attention computed pair by pair in float64, by the rule every kernel is held to: for float64 an error of at most 1e-10, for lower
+precisions at most twice the reference kernel's own error in that dtype plus one rounding. Bytes are counted where they leave.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flexcp.executor import kernels
+from flexcp.executor.kernels import Settings, reference
+from flexcp.executor.op import attention
+from flexcp.executor.step import bind
+from flexcp.masks import shift
+from flexcp.plan import Plan
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+LARGEST_DENSE = 16_384
+
+
+@dataclass(frozen=True)
+class Options:
+    """Extras of an attention call to verify with."""
+
+    seed: int = 0
+    softcap: float | None = None
+    sinks: bool = False
+    lse_gradient: bool = False
+    kernel: str = "cpu"
+    mask: int = 0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Errors of each result, what each may be, and whether bytes on the wire were the plan's."""
+
+    errors: dict[str, float]
+    allowed: dict[str, float]
+    bytes_match: bool
+
+    @property
+    def passed(self) -> bool:
+        return self.bytes_match and all(self.errors[n] <= self.allowed[n] for n in self.errors)
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """Random inputs of a whole batch, and the gradients that come back."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    dlse: Tensor
+    sinks: Tensor | None
+
+
+def verify_on(group: dist.ProcessGroup, plan: Plan, options: Options) -> Verdict | None:
+    """Collective over ``group``: the verdict on rank 0, None elsewhere."""
+    dtype = getattr(torch, plan.shape.dtype)
+    stream = _stream(plan, options, dtype)
+    step = bind(plan, group)
+    results = _under_plan(step, stream, options)
+    sent = [step.sent_bytes[d] for d in ("forward", "backward")]
+    everyone: list[Any] = [None] * plan.ranks
+    dist.all_gather_object(everyone, sent, group=group)
+    if step.rank:
+        return None
+    match = all(
+        [everyone[r][d] for r in range(plan.ranks)] == plan.bytes(bool(d), options.mask).tolist() for d in (0, 1)
+    )
+    exact = _dense(plan, _converted(stream, torch.float64), options, torch.float64)
+    errors = {n: _error(results[n], exact[n]) for n in results}
+    allowed = dict.fromkeys(errors, 1e-10)
+    if dtype != torch.float64:
+        rounded = _dense(plan, stream, options, dtype)
+        eps = torch.finfo(dtype).eps
+        allowed = {n: 2 * _error(rounded[n], exact[n]) + eps for n in errors}
+    return Verdict(errors, allowed, match)
+
+
+def _stream(plan: Plan, options: Options, dtype: torch.dtype) -> _Stream:
+    generator = torch.Generator().manual_seed(options.seed)
+    shape, tokens = plan.shape, plan.batch.tokens
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator, dtype=torch.float64).to(dtype)
+
+    return _Stream(
+        normal(tokens, shape.heads, shape.head_dim),
+        normal(tokens, shape.kv_heads, shape.head_dim),
+        normal(tokens, shape.kv_heads, shape.v_head_dim),
+        normal(tokens, shape.heads, shape.v_head_dim),
+        normal(tokens, shape.heads).to(kernels.accumulator_dtype(dtype)),
+        normal(shape.heads) if options.sinks else None,
+    )
+
+
+def _converted(stream: _Stream, dtype: torch.dtype) -> _Stream:
+    parts = (stream.q, stream.k, stream.v, stream.do, stream.dlse, stream.sinks)
+    return _Stream(*(None if x is None else x.to(dtype) for x in parts))  # type: ignore[arg-type]
+
+
+def _under_plan(step: Any, stream: _Stream, options: Options) -> dict[str, Tensor]:
+    q, k, v = (step.shard(x).requires_grad_() for x in (stream.q, stream.k, stream.v))
+    sinks = None if stream.sinks is None else stream.sinks.clone().requires_grad_()
+    name = step.plan.batch.masks[options.mask].name
+    out, lse = attention(
+        q, k, v, step, mask=name, softcap=options.softcap, sinks=sinks, return_lse=True, kernel=options.kernel
+    )
+    outputs, grads = [out], [step.shard(stream.do)]
+    if options.lse_gradient:
+        outputs.append(lse)
+        grads.append(step.shard(stream.dlse))
+    torch.autograd.backward(outputs, grads)
+    found = dict(zip(NAMES, (out, lse, q.grad, k.grad, v.grad), strict=True))
+    results = {n: step.gather(x.detach()) for n, x in found.items()}
+    if sinks is not None:
+        assert sinks.grad is not None
+        total = sinks.grad.double()
+        if step.group is not None:
+            dist.all_reduce(total, group=step.group)
+        results["dsinks"] = total
+    return results
+
+
+def _dense(plan: Plan, stream: _Stream, options: Options, dtype: torch.dtype) -> dict[str, Tensor]:
+    """All results on one rank, document by document, by the reference kernel."""
+    batch, shape = plan.batch, plan.shape
+    accumulator = kernels.accumulator_dtype(dtype)
+    settings = Settings(shape.head_dim**-0.5, options.softcap)
+    tokens = batch.tokens
+    out = torch.zeros(tokens, shape.heads, shape.v_head_dim, dtype=accumulator)
+    lse = torch.full((tokens, shape.heads), -torch.inf, dtype=accumulator)
+    dq, dk, dv = (torch.zeros(x.shape, dtype=accumulator) for x in (stream.q, stream.k, stream.v))
+    pieces = list(_documents(plan, options))
+    for at, slices in pieces:
+        reference.forward(stream.q[at], stream.k[at], stream.v[at], slices, settings, out[at], lse[at])
+    if stream.sinks is not None:
+        total = torch.logaddexp(lse, stream.sinks.to(accumulator).expand_as(lse))
+        out *= torch.exp(lse - total)[..., None]
+        lse = total
+    out = out.to(dtype)
+    delta = (stream.do.to(accumulator) * out.to(accumulator)).sum(-1)
+    if options.lse_gradient:
+        delta -= stream.dlse.to(accumulator)
+    for at, slices in pieces:
+        reference.backward(
+            stream.q[at],
+            stream.k[at],
+            stream.v[at],
+            stream.do[at],
+            lse[at],
+            delta[at],
+            slices,
+            settings,
+            dq[at],
+            dk[at],
+            dv[at],
+        )
+    found = dict(zip(NAMES, (out, lse, dq.to(dtype), dk.to(dtype), dv.to(dtype)), strict=True))
+    if stream.sinks is not None:
+        found["dsinks"] = -(torch.exp(stream.sinks.to(accumulator) - lse) * delta).sum(0)
+    return found
+
+
+def _documents(plan: Plan, options: Options) -> Any:
+    """(stream rows, slices) in pieces small enough for a dense matrix; many short documents share one."""
+    batch, mask = plan.batch, plan.batch.masks[options.mask]
+    first = 0
+    while first < batch.documents:
+        last = first + 1
+        while last < batch.documents and batch.starts[last + 1] - batch.starts[first] <= 512:
+            last += 1
+        begin, end = int(batch.starts[first]), int(batch.starts[last])
+        if end - begin > LARGEST_DENSE:
+            raise ValueError(
+                f"verification is dense, up to {LARGEST_DENSE} tokens a document; got {end - begin}. Verify shorter lengths"
+            )
+        counts = mask.first[first + 1 : last + 1] - mask.first[first:last]
+        offset = (batch.starts[first:last] - begin).repeat(counts)
+        yield slice(begin, end), shift(mask.slices[mask.first[first] : mask.first[last]], offset, offset)
+        first = last
+
+
+def _error(found: Tensor, exact: Tensor) -> float:
+    """max |x - ref| / max(1, max |ref|); -inf must meet -inf, and NaN is infinitely wrong."""
+    x, ref = found.double(), exact.double()
+    empty = ref == -torch.inf
+    if not torch.equal(x == -torch.inf, empty):
+        return float("inf")
+    x, ref = x.masked_fill(empty, 0.0), ref.masked_fill(empty, 0.0)
+    error = float((x - ref).abs().max() / max(1.0, float(ref.abs().max()))) if ref.numel() else 0.0
+    return error if error == error else float("inf")

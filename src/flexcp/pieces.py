@@ -1,0 +1,91 @@
+"""Pieces: what moves between ranks, and exactly how many bytes it is.
+
+A piece is a run of tokens of the rank that keeps them (its *owner*), a range of heads, and a kind. Inputs travel from the owner
+to where work is done, outputs travel back and are reduced on the way:
+
+    forward    q, kv  ->  compute  ->  o (with its LSE)
+    backward   q, do (with LSE and delta), kv  ->  compute  ->  dq, dkv
+
+Query-sided kinds count query heads, key-sided kinds KV heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class Kind(IntEnum):
+    """What a piece holds."""
+
+    Q = 0
+    KV = 1
+    O = 2  # noqa: E741 - the field's name for the attention output
+    DO = 3
+    DQ = 4
+    DKV = 5
+
+
+QUERY_SIDED = (Kind.Q, Kind.O, Kind.DO, Kind.DQ)
+OUTPUTS = (Kind.O, Kind.DQ, Kind.DKV)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The attention layer: query heads, KV heads, sizes of a key and of a value head, dtype of activations."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "kv_heads", "head_dim", "v_head_dim"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1; got {value!r}")
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"heads must be a multiple of kv_heads; got {self.heads} heads and {self.kv_heads} KV heads"
+            )
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}; got {self.dtype!r}")
+
+    @property
+    def queries_per_key(self) -> int:
+        """Query heads that share one KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def element_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def accumulator_bytes(self) -> int:
+        """Bytes of an element of a partial result, an LSE or a delta."""
+        return 8 if self.dtype == "float64" else 4
+
+    def kv_range(self, h0: Ints, h1: Ints) -> tuple[Ints, Ints]:
+        """The KV heads that the query heads ``h0 <= h < h1`` read."""
+        return h0 // self.queries_per_key, -(-h1 // self.queries_per_key)
+
+    def bytes_per_token_head(self) -> Ints:
+        """``[kind, partial]`` bytes of one token and one head of a piece."""
+        e, acc = self.element_bytes, self.accumulator_bytes
+        d, dv = self.head_dim, self.v_head_dim
+        table = np.zeros((len(Kind), 2), np.int64)
+        table[Kind.Q] = e * d
+        table[Kind.KV] = e * (d + dv)
+        table[Kind.O] = e * dv + acc, acc * dv + acc
+        table[Kind.DO] = e * dv + 2 * acc
+        table[Kind.DQ] = e * d, acc * d
+        table[Kind.DKV] = e * (d + dv), acc * (d + dv)
+        return table

@@ -1,0 +1,124 @@
+"""Planner: the front door of planning. Made once per training run, called once per batch; pure integers, no torch, no clock."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flexcp.batch import MaskLike, make_batch
+from flexcp.clusters import Cluster, cluster
+from flexcp.cost import CostModel
+from flexcp.masks import causal
+from flexcp.pieces import Shape
+from flexcp.plan import Plan
+from flexcp.planners import find_strategy
+from flexcp.planners.layouts import user_layout
+from flexcp.planners.request import Request
+from flexcp.schedule import make_plan
+
+
+class Planner:
+    """Plans batches for one attention shape on one cluster.
+
+    ``strategy`` is a name of ``flexcp.planners.STRATEGIES``, with a degree where it takes one (``"zigzag:4"``). Tolerances bound how far
+    a rank's compute and tokens may exceed the mean (0.05 is 5 %); without them counts differ as far as the step's time profits.
+    ``max_tokens_per_rank`` is a hard cap on what a rank keeps.
+
+    >>> planner = Planner(heads=8, kv_heads=2, head_dim=64, cluster=cluster("h100", ranks_per_node=4))
+    >>> planner(lengths=[1000, 30, 1]).ranks
+    4
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        kv_heads: int | None = None,
+        head_dim: int = 128,
+        v_head_dim: int | None = None,
+        dtype: str = "bfloat16",
+        cluster: Cluster = cluster(),  # noqa: B008 - immutable
+        cost: CostModel | None = None,
+        strategy: str = "blocks",
+        compute_tolerance: float | None = None,
+        token_tolerance: float | None = None,
+        max_tokens_per_rank: int | None = None,
+    ) -> None:
+        self.shape = Shape(
+            heads,
+            heads if kv_heads is None else kv_heads,
+            head_dim,
+            head_dim if v_head_dim is None else v_head_dim,
+            str(dtype).removeprefix("torch."),
+        )
+        self.cluster = cluster
+        self.cost = cost or CostModel()
+        self.strategy = strategy
+        self.place, self.argument = find_strategy(strategy)
+        self.compute_tolerance = _checked_tolerance("compute_tolerance", compute_tolerance)
+        self.token_tolerance = _checked_tolerance("token_tolerance", token_tolerance)
+        if max_tokens_per_rank is not None and max_tokens_per_rank < 1:
+            raise ValueError(f"max_tokens_per_rank must be at least 1; got {max_tokens_per_rank}")
+        self.max_tokens_per_rank = max_tokens_per_rank
+
+    def __call__(
+        self,
+        lengths: Sequence[int] | Any,
+        mask: MaskLike | None = None,
+        *,
+        masks: Mapping[str, tuple[MaskLike, int]] | None = None,
+        layout: str | Sequence[Sequence[int]] = "free",
+        tokens: str = "priced",
+        pad_to: int | None = None,
+    ) -> Plan:
+        """The plan of one batch.
+
+        ``mask`` is one for all documents or one per document (causal when neither it nor ``masks`` is given); ``masks`` names several with
+        their layer counts. ``layout`` keeps tokens where the user has them (``"contiguous"``, ``"zigzag"``, or an index array per rank).
+        ``tokens="equal"`` gives every rank the same count, rounded up to a multiple of ``pad_to`` with pads.
+        """
+        if mask is None and masks is None:
+            mask = causal()
+        batch = make_batch(lengths, mask, masks)
+        maps = user_layout(layout, batch.tokens, self.cluster.ranks)
+        equal = _checked_tokens(tokens, pad_to, maps is not None)
+        if (equal or maps is not None) and self.token_tolerance is not None:
+            raise ValueError(
+                "token_tolerance applies only where the planner chooses token counts; drop it with tokens='equal' or a fixed layout"
+            )
+        cap = self.max_tokens_per_rank
+        if cap is not None and batch.tokens > cap * self.cluster.ranks:
+            raise ValueError(
+                f"{batch.tokens} tokens do not fit {self.cluster.ranks} ranks of max_tokens_per_rank={cap}: "
+                f"at least {math.ceil(batch.tokens / self.cluster.ranks)} a rank are needed; cut the batch into micro-batches"
+            )
+        request = Request(
+            batch,
+            self.shape,
+            self.cluster,
+            self.cost,
+            self.argument,
+            maps,
+            equal,
+            pad_to or 1,
+            self.compute_tolerance,
+            self.token_tolerance,
+            cap,
+        )
+        return make_plan(self.place(request), self.shape, self.cluster, self.cost, self.strategy)
+
+
+def _checked_tolerance(name: str, value: float | None) -> float | None:
+    if value is not None and not (value >= 0 and math.isfinite(value)):
+        raise ValueError(f"{name} must be 0 or more, or None for no limit; got {value}")
+    return value
+
+
+def _checked_tokens(tokens: str, pad_to: int | None, fixed: bool) -> bool:
+    if tokens not in ("priced", "equal"):
+        raise ValueError(f"tokens must be 'priced' or 'equal'; got {tokens!r}")
+    if pad_to is not None and (tokens != "equal" or pad_to < 1):
+        raise ValueError(f"pad_to={pad_to} needs tokens='equal' and a multiple of at least 1")
+    if tokens == "equal" and fixed:
+        raise ValueError("a fixed layout decides token counts itself; drop tokens='equal' or the layout")
+    return tokens == "equal"

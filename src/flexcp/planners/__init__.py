@@ -1,0 +1,31 @@
+"""Strategies: named planners. A strategy is a function from a :class:`Request` to a :class:`~flexcp.plan.Placement`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+
+from flexcp.plan import Placement
+from flexcp.planners import static
+from flexcp.planners.blocks import blocks
+from flexcp.planners.request import Request
+
+STRATEGIES: dict[str, Callable[[Request], Placement]] = {
+    "dp": static.dp,
+    "ring": static.ring,
+    "zigzag": static.zigzag,
+    "allgather": static.allgather,
+    "ulysses": static.ulysses,
+    "usp": static.usp,
+    "blocks": blocks,
+}
+
+
+def find_strategy(text: str) -> tuple[Callable[[Request], Placement], str]:
+    """The planner of ``name`` or ``name:argument``, and the argument."""
+    name, _, argument = text.partition(":")
+    if name not in STRATEGIES:
+        close = difflib.get_close_matches(name, STRATEGIES, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise ValueError(f"unknown strategy {text!r}: {hint}known strategies are {', '.join(STRATEGIES)}")
+    return STRATEGIES[name], argument

@@ -1,0 +1,118 @@
+"""Layouts: who keeps which tokens, as runs; and the regions of "rows are computed where they are kept".
+
+A planner thinks in stream ranges per rank. The functions here turn such ranges into :class:`~flexcp.plan.Runs`, even out counts with
+pads when equal tokens are asked for, and read the layouts a user may already have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.batch import Batch
+from flexcp.intervals import offsets, united
+from flexcp.plan import Regions, Runs
+
+Ints = NDArray[np.int64]
+SCATTERED_RUN = 32
+"""Own tokens whose runs are shorter than this on average are put in stream order together with received ones."""
+
+
+def even_borders(size: int, parts: int) -> Ints:
+    """Borders of ``tensor_split``: the first ``size % parts`` parts are one longer."""
+    each, extra = divmod(size, parts)
+    return offsets(np.where(np.arange(parts) < extra, each + 1, each))
+
+
+def user_layout(layout: str | Sequence[Sequence[int]], tokens: int, ranks: int) -> tuple[Ints, ...] | None:
+    """The index map of a layout's name or of the user's own arrays; None for ``"free"``."""
+    if isinstance(layout, str):
+        if layout == "free":
+            return None
+        stream = np.arange(tokens, dtype=np.int64)
+        if layout == "contiguous":
+            return tuple(np.array_split(stream, ranks))
+        if layout == "zigzag":
+            parts = np.array_split(stream, 2 * ranks)
+            return tuple(np.concatenate([parts[i], parts[2 * ranks - 1 - i]]) for i in range(ranks))
+        raise ValueError(f"unknown layout {layout!r}; use 'free', 'contiguous', 'zigzag' or one index array per rank")
+    maps = tuple(np.asarray(m, dtype=np.int64).reshape(-1) for m in layout)
+    if len(maps) != ranks:
+        raise ValueError(
+            f"layout= has {len(maps)} index arrays for {ranks} ranks; give one per rank (empty ones are fine)"
+        )
+    flat = np.concatenate(maps)
+    outside = flat[(flat < 0) | (flat >= tokens)]
+    if len(outside):
+        raise ValueError(f"layout= names token {int(outside[0])}, but the stream has tokens 0..{tokens - 1}")
+    counts = np.bincount(flat, minlength=tokens)
+    if np.any(counts != 1):
+        wrong = int(np.flatnonzero(counts != 1)[0])
+        raise ValueError(
+            f"layout= keeps token {wrong} {int(counts[wrong])} times; every token belongs to exactly one rank"
+        )
+    return maps
+
+
+def runs_of_maps(maps: Sequence[Ints]) -> Runs:
+    """Runs of index maps, in the maps' own order."""
+    ranks, starts, stops = [], [], []
+    for rank, index in enumerate(maps):
+        if len(index) == 0:
+            continue
+        first = np.concatenate([[True], np.diff(index) != 1])
+        last = np.concatenate([first[1:], [True]])
+        ranks.append(np.full(int(first.sum()), rank, np.int64))
+        starts.append(index[first])
+        stops.append(index[last] + 1)
+    return Runs(np.concatenate(ranks), np.concatenate(starts), np.concatenate(stops))
+
+
+def is_scattered(runs: Runs) -> bool:
+    """Whether runs are so short that work on own tokens alone would be in crumbs."""
+    return bool((runs.stop - runs.start).sum() < SCATTERED_RUN * len(runs) and len(runs) > 4 * (runs.rank.max() + 1))
+
+
+def runs_of_ranges(rank: Ints, start: Ints, stop: Ints) -> Runs:
+    """Runs of free stream ranges: each rank's, in stream order, merged where they touch."""
+    return Runs(*united(rank, start, stop))
+
+
+def equalised(runs: Runs, ranks: int, tokens: int, pad_to: int) -> tuple[Runs, int]:
+    """The runs with pads so that every rank keeps the largest count, rounded up to ``pad_to``; and how many pads that took.
+
+    Pads follow the documents in the stream and a rank's documents in its local order.
+    """
+    counts = np.zeros(ranks, np.int64)
+    np.add.at(counts, runs.rank, runs.stop - runs.start)
+    target = -(-int(counts.max()) // pad_to) * pad_to
+    borders = tokens + offsets(target - counts)
+    short = np.flatnonzero(target > counts)
+    pads = Runs(short, borders[short], borders[short + 1])
+    return Runs.join([runs, pads]).sorted_by("rank", "start"), int(borders[-1] - tokens)
+
+
+def row_regions(batch: Batch, heads: int, rank: Ints, start: Ints, stop: Ints) -> Regions:
+    """All keys and heads of the rows in the given stream ranges, computed by the given ranks."""
+    return head_regions(batch, rank, start, stop, np.zeros(len(rank), np.int64), np.full(len(rank), heads, np.int64))
+
+
+def head_regions(batch: Batch, rank: Ints, start: Ints, stop: Ints, h0: Ints, h1: Ints) -> Regions:
+    """All keys of the rows in the given stream ranges, for the given query heads; neighbours are joined."""
+    wide = int(h1.max()) + 1 if len(h1) else 1
+    label, start, stop = united((rank * wide + h0) * wide + h1, start, stop)
+    rank, h0, h1 = label // wide // wide, label // wide % wide, label % wide
+    index, document, q0, q1 = batch.split_by_document(start, stop)
+    return Regions.make(
+        len(index),
+        rank=rank[index],
+        document=document,
+        q0=q0,
+        q1=q1,
+        k0=0,
+        k1=batch.lengths[document],
+        h0=h0[index],
+        h1=h1[index],
+    )

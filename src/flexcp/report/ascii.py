@@ -1,0 +1,107 @@
+"""A plan as text: who keeps and computes what, with work and bytes per rank. What ``print(plan)`` shows."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.plan import Plan, imbalance
+
+Ints = NDArray[np.int64]
+DIGITS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+WIDTH = 64
+MANY = "*"
+
+
+def picture(plan: Plan) -> str:
+    """The batch as a strip of owners, the longest document's rows by who computes them, a line per rank."""
+    parts = [_title(plan), "", *_strip(plan), "", *_rows(plan), "", *_table(plan)]
+    return "\n".join(parts)
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            break
+        count /= 1000
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+
+
+def _title(plan: Plan) -> str:
+    batch = plan.batch
+    masks = ", ".join(f"{m.name}: {m.rules[0] if len(m.rules) == 1 else 'one per document'}" for m in batch.masks)
+    return (
+        f"plan {plan.hash[:12]}: {plan.strategy} on {plan.cluster}; {batch.documents} documents, {batch.tokens} tokens"
+        f"{f' and {plan.placement.pads} pads' if plan.placement.pads else ''}; {masks}"
+    )
+
+
+def _letter(ranks: Ints) -> str:
+    unique = np.unique(ranks)
+    return "." if len(unique) == 0 else MANY if len(unique) > 1 else DIGITS[int(unique[0]) % len(DIGITS)]
+
+
+def _strip(plan: Plan) -> list[str]:
+    """Who keeps the stream, left to right, and where documents begin."""
+    kept, stream = plan.placement.kept, plan.placement.stream
+    columns = min(WIDTH, stream)
+    edges = np.arange(columns + 1) * stream // columns
+    owners = [
+        _letter(kept.rank[np.searchsorted(kept.stop, a, "right") : np.searchsorted(kept.start, b, "left")])
+        for a, b in pairwise(edges)
+    ]
+    inside = np.diff(np.searchsorted(plan.batch.starts[:-1], edges))
+    borders = ["|" if n == 1 else " " if n == 0 else ":" for n in inside]
+    return ["documents  " + "".join(borders), "kept by    " + "".join(owners)]
+
+
+def _rows(plan: Plan) -> list[str]:
+    """The attention matrix of the longest document, each cell by who computes it (first mask, first head)."""
+    document = int(np.argmax(plan.batch.lengths))
+    length = int(plan.batch.lengths[document])
+    cells = min(24, length)
+    edges = np.arange(cells + 1) * length // cells
+    regions = plan.placement.regions[0]
+    regions = regions.take((regions.document == document) & (regions.h0 == 0))
+    mask = plan.batch.masks[0]
+    lines = [f"document {document} ({length} tokens), rows down, keys right, by who computes them:"]
+    for a, b in pairwise(edges):
+        line = ""
+        for c, d in pairwise(edges):
+            near = regions.take((regions.q0 < b) & (regions.q1 > a) & (regions.k0 < d) & (regions.k1 > c))
+            bound = [np.full(len(near), x) for x in (a, b, c, d)]
+            index, _ = mask.cuts(
+                near.document,
+                np.maximum(near.q0, bound[0]),
+                np.minimum(near.q1, bound[1]),
+                np.maximum(near.k0, bound[2]),
+                np.minimum(near.k1, bound[3]),
+            )
+            line += " " + _letter(near.rank[index])
+        lines.append("  " + line)
+    return lines
+
+
+def _table(plan: Plan) -> list[str]:
+    work, tokens = plan.work(), plan.placement.tokens
+    forward, backward = plan.bytes(), plan.bytes(backward=True)
+    mean = max(1.0, float(work.mean()))
+    lines = ["rank    tokens   work/mean   sent fwd   received fwd   sent bwd   received bwd"]
+    shown = range(plan.ranks) if plan.ranks <= 32 else [*range(16), *range(plan.ranks - 16, plan.ranks)]
+    last = -1
+    for r in shown:
+        if r != last + 1:
+            lines.append(f"  ... {r - last - 1} more ...")
+        last = r
+        lines.append(
+            f"{DIGITS[r % len(DIGITS)]} {r:>3} {int(tokens[r]):>8} {work[r] / mean:>11.3f} {size(forward[r].sum()):>10} "
+            f"{size(forward[:, r].sum()):>14} {size(backward[r].sum()):>10} {size(backward[:, r].sum()):>14}"
+        )
+    lines.append(
+        f"all   {int(tokens.sum()):>8}   imbalance: compute {imbalance(work):.3f}, tokens {imbalance(tokens):.3f}; "
+        f"forward {size(forward.sum())} ({size(plan.inter_node_bytes())} between nodes), backward {size(backward.sum())}"
+    )
+    return lines
