@@ -1,0 +1,1 @@
+"""The command ``flexcp``: thin commands over the library, one file each."""

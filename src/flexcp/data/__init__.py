@@ -1,0 +1,1 @@
+"""Data: where lengths come from."""

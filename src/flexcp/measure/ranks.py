@@ -13,10 +13,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from types import TracebackType
+from types import GeneratorType, TracebackType
 from typing import Any, Self
 
 PRELOAD = ["torch", "torch.distributed", "flexcp.executor.op", "flexcp.planner"]
@@ -49,16 +49,26 @@ class RankPool:
             pipe.send(port)
         self._collect(list(range(size)))
 
-    def run(self, function: Callable[..., Any], *arguments: Any, ranks: int | None = None) -> list[Any]:
-        """Call ``function(group, *arguments)`` on the first ``ranks`` ranks; their results in rank order."""
+    def run(
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        ranks: int | None = None,
+        on_item: Callable[[Any], None] | None = None,
+    ) -> list[Any]:
+        """Call ``function(group, *arguments)`` on the first ``ranks`` ranks; their results in rank order.
+
+        A function that is a generator reports progress: what rank 0 yields is handed to ``on_item`` as it comes, and the
+        generator's return value is its result.
+        """
         count = self.size if ranks is None else ranks
         if not 1 <= count <= self.size:
             raise ValueError(f"this pool has {self.size} ranks; {count} were asked for")
         for pipe in self.pipes:
             pipe.send((function, arguments, count))
-        return self._collect(list(range(self.size)))[:count]
+        return self._collect(list(range(self.size)), on_item)[:count]
 
-    def _collect(self, ranks: list[int]) -> list[Any]:
+    def _collect(self, ranks: list[int], on_item: Callable[[Any], None] | None = None) -> list[Any]:
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
         waiting = set(ranks)
@@ -67,12 +77,17 @@ class RankPool:
             if not ready:
                 raise RankError(f"ranks {sorted(waiting)} did not answer within {self.timeout:g} s")
             for rank in [r for r in waiting if self.pipes[r] in ready]:
-                waiting.discard(rank)
                 try:
-                    failed, value = self.pipes[rank].recv()
+                    what, value = self.pipes[rank].recv()
                 except EOFError:
+                    self.close()
                     raise RankError(f"rank {rank} died; the others were stopped") from None
-                (failures if failed else results)[rank] = value
+                if what == "item":
+                    if rank == 0 and on_item is not None:
+                        on_item(value)
+                    continue
+                waiting.discard(rank)
+                (failures if what == "failed" else results)[rank] = value
         if failures:
             rank = min(failures)
             raise RankError(f"rank {rank} failed ({len(failures)} in all):\n{failures[rank]}")
@@ -105,12 +120,12 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
     limit = timedelta(seconds=120)
     if rank == 0:
         store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False, timeout=limit)
-        pipe.send((False, store.port))
+        pipe.send(("done", store.port))
         pipe.recv()
     else:
         store = TCPStore("127.0.0.1", pipe.recv(), size, is_master=False, timeout=limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
-    pipe.send((False, None))
+    pipe.send(("done", None))
     groups = {size: dist.group.WORLD}
     while True:
         try:
@@ -120,7 +135,19 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
         if count not in groups:
             groups[count] = dist.new_group(list(range(count)))
         try:
-            answer = (False, function(groups[count], *arguments) if rank < count else None)
+            value = function(groups[count], *arguments) if rank < count else None
+            if isinstance(value, GeneratorType):
+                value = _drained(value, pipe)
+            answer = ("done", value)
         except Exception:  # whatever it is, the parent raises it with this traceback
-            answer = (True, traceback.format_exc())
+            answer = ("failed", traceback.format_exc())
         pipe.send(answer)
+
+
+def _drained(items: Generator[Any, None, Any], pipe: Connection) -> Any:
+    """Send on what a generator yields; its return value."""
+    while True:
+        try:
+            pipe.send(("item", next(items)))
+        except StopIteration as end:
+            return end.value

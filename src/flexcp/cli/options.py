@@ -1,0 +1,103 @@
+"""Options that commands share; they carry the names of ``Planner``'s arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from flexcp.clusters import Cluster
+    from flexcp.plan import Plan
+    from flexcp.planner import Planner
+
+Lengths = Annotated[str, typer.Option(help="4096,800,1 or 64x2048 or @file or NAME:TOKENS:SEED (web:131072:0).")]
+MaskText = Annotated[
+    str,
+    typer.Option(
+        "--mask",
+        help="causal, full, window:W, lambda:S,W, shared-question:N,SHARE, blockwise:B,L, prefix:P, @mask.json.",
+    ),
+]
+ClusterText = Annotated[str | None, typer.Option("--cluster", help="Preset and shape, as in h100:4x8.")]
+Nodes = Annotated[int | None, typer.Option(help="Number of nodes.")]
+RanksPerNode = Annotated[int | None, typer.Option(help="Ranks on each node.")]
+Ranks = Annotated[int | None, typer.Option(help="One node of this many ranks.")]
+Heads = Annotated[int, typer.Option(help="Query heads.")]
+KvHeads = Annotated[int | None, typer.Option(help="KV heads; as many as query heads by default.")]
+HeadDim = Annotated[int, typer.Option(help="Size of a query and key head.")]
+VHeadDim = Annotated[int | None, typer.Option(help="Size of a value head; head-dim by default.")]
+Dtype = Annotated[str, typer.Option(help="bfloat16, float16, float32 or float64.")]
+Strategy = Annotated[str, typer.Option(help="A strategy, with its degree: blocks, zigzag:4, usp:4,2, ...")]
+ComputeTolerance = Annotated[float | None, typer.Option(help="Compute over the mean a rank may have: 0.05 is 5 %.")]
+TokenTolerance = Annotated[float | None, typer.Option(help="Tokens over the mean a rank may keep.")]
+MaxTokens = Annotated[int | None, typer.Option("--max-tokens-per-rank", help="Hard cap on the tokens a rank keeps.")]
+Tokens = Annotated[str, typer.Option(help="priced, or equal for the same count on every rank.")]
+PadTo = Annotated[int | None, typer.Option(help="With --tokens equal: round counts up to a multiple.")]
+Layout = Annotated[str, typer.Option(help="free, contiguous or zigzag.")]
+Json = Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")]
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Everything that decides a plan, as given on the command line."""
+
+    lengths: str
+    mask: str
+    cluster: str | None
+    nodes: int | None
+    ranks_per_node: int | None
+    ranks: int | None
+    heads: int
+    kv_heads: int | None
+    head_dim: int
+    v_head_dim: int | None
+    dtype: str
+    strategy: str
+    compute_tolerance: float | None
+    token_tolerance: float | None
+    max_tokens_per_rank: int | None
+    tokens: str
+    pad_to: int | None
+    layout: str
+
+    def planner(self) -> Planner:
+        """The planner these options describe."""
+        from flexcp.planner import Planner
+
+        return Planner(
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            v_head_dim=self.v_head_dim,
+            dtype=self.dtype,
+            cluster=self._cluster(),
+            strategy=self.strategy,
+            compute_tolerance=self.compute_tolerance,
+            token_tolerance=self.token_tolerance,
+            max_tokens_per_rank=self.max_tokens_per_rank,
+        )
+
+    def plan(self, planner: Planner, lengths: list[int]) -> Plan:
+        """One uncached call of the planner."""
+        from flexcp.masks import parse_mask
+
+        return planner(lengths, parse_mask(self.mask), layout=self.layout, tokens=self.tokens, pad_to=self.pad_to)
+
+    def _cluster(self) -> Cluster:
+        from flexcp.clusters import parse_cluster
+
+        shape = {"nodes": self.nodes, "ranks_per_node": self.ranks_per_node}
+        if self.ranks is not None:
+            if self.cluster or any(shape.values()):
+                raise ValueError("--ranks R is one node of R; drop it, or drop --cluster, --nodes and --ranks-per-node")
+            shape = {"nodes": 1, "ranks_per_node": self.ranks}
+        found = parse_cluster(self.cluster or "h100")
+        if self.cluster and ":" in self.cluster and any(shape.values()):
+            raise ValueError(f"--cluster {self.cluster} already gives the shape; drop --nodes and --ranks-per-node")
+        return replace(
+            found,
+            nodes=shape["nodes"] or found.nodes,
+            ranks_per_node=shape["ranks_per_node"] or found.ranks_per_node,
+        )

@@ -1,0 +1,1 @@
+"""Training with flexcp: a small GPT and the demo."""
