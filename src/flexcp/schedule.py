@@ -13,6 +13,8 @@ it holds that piece.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,21 +25,19 @@ from flexcp.intervals import covered_once, overlaps, spread, united
 from flexcp.masks import K0, K1, Q0, Q1
 from flexcp.pieces import Kind, Shape
 from flexcp.plan import Placement, Plan, Program, Regions, Transfers
+from flexcp.tables import Table
 
 Ints = NDArray[np.int64]
 
 
 def make_plan(placement: Placement, shape: Shape, cluster: Cluster, cost: CostModel, strategy: str) -> Plan:
     """The plan of a placement: transfers for every mask, forward and backward."""
-    programs = []
+    programs: list[tuple[Program, Program]] = []
     for mask, regions in zip(placement.batch.masks, placement.regions, strict=True):
-        pair = []
-        for backward in (False, True):
-            if placement.traffic.kind == "needed":
-                pair.append(_needed_program(placement, shape, mask, regions, backward))
-            else:
-                pair.append(_static_program(placement, shape, backward))
-        programs.append((pair[0], pair[1]))
+        if placement.traffic.kind == "needed":
+            programs.append(_needed_programs(placement, needed_pieces(placement, shape, mask, regions)))
+        else:
+            programs.append((_static_program(placement, shape, False), _static_program(placement, shape, True)))
     return Plan(shape, cluster, cost, strategy, placement, tuple(programs))
 
 
@@ -52,18 +52,20 @@ def _program(parts: list[Transfers], own_stage: int) -> Program:
 # --- exactly what is needed -------------------------------------------------------------------------------------------
 
 
-def _needed_program(placement: Placement, shape: Shape, mask: LayerMask, regions: Regions, backward: bool) -> Program:
+def needed_pieces(placement: Placement, shape: Shape, mask: LayerMask, regions: Regions) -> tuple[Pieces, Pieces]:
+    """The query and the key pieces that ranks read from others (their own too when those are assembled)."""
     rows, keys = _reads(placement, shape, mask, regions)
+    return _pieces(placement, rows), _pieces(placement, keys)
+
+
+def _needed_programs(placement: Placement, pieces: tuple[Pieces, Pieces]) -> tuple[Program, Program]:
+    q, kv = pieces
     own_stage = 1 if placement.assemble_own else 0
-    q = _pieces(placement, rows, split=True)
-    kv = _pieces(placement, keys, split=backward)
     home = 3  # slots 0 and 1 compute; what slot 1 completed may travel in stage 3
-    parts = [_inputs(q, Kind.Q), _inputs(kv, Kind.KV)]
-    if backward:
-        parts += [_inputs(q, Kind.DO), _outputs(q, Kind.DQ, home), _outputs(kv, Kind.DKV, home)]
-    else:
-        parts += [_outputs(q, Kind.O, home)]
-    return _program(parts, own_stage)
+    inputs = [_inputs(q, Kind.Q), _inputs(kv, Kind.KV)]
+    forward = [*inputs, _outputs(q, Kind.O, home)]
+    backward = [*inputs, _inputs(q, Kind.DO), _outputs(q, Kind.DQ, home), _outputs(kv, Kind.DKV, home)]
+    return _program(forward, own_stage), _program(backward, own_stage)
 
 
 class _Reads:
@@ -92,23 +94,30 @@ def _reads(placement: Placement, shape: Shape, mask: LayerMask, regions: Regions
     return sides[0], sides[1]
 
 
-class _Pieces:
-    """Pieces a rank reads: reader, owner, start and stop in kept order, head range, and whether others contribute to them too."""
+@dataclass(frozen=True, eq=False)
+class Pieces(Table):
+    """What ranks read of others' tokens.
 
-    def __init__(self, columns: Ints) -> None:
-        self.rank, self.owner, self.start, self.stop, self.h0, self.h1, self.partial = columns
+    ``partial`` says that several ranks read these tokens and heads, so that each one's results for them are a part of the sum.
+    """
+
+    rank: Ints
+    owner: Ints
+    start: Ints
+    stop: Ints
+    h0: Ints
+    h1: Ints
+    partial: Ints
 
 
-def _pieces(placement: Placement, reads: _Reads, split: bool) -> _Pieces:
-    """The reads as pieces; with ``split``, cut where the number of ranks that contribute changes between one and several."""
-    rank, head, start, stop = reads.rank, reads.head, reads.start, reads.stop
-    partial = np.zeros(len(rank), np.int64)
-    if split:
-        label, first, last, once = covered_once(head, start, stop)
-        span = placement.stream + 1
-        index, at = overlaps(head * span + start, head * span + stop, label * span + first, label * span + last)
-        start, stop = np.maximum(start[index], first[at]), np.minimum(stop[index], last[at])
-        rank, head, partial = rank[index], head[index], 1 - once[at].astype(np.int64)
+def _pieces(placement: Placement, reads: _Reads) -> Pieces:
+    """The reads as pieces, cut where the number of ranks that read changes between one and several."""
+    label, first, last, once = covered_once(reads.head, reads.start, reads.stop)
+    span = placement.stream + 1
+    base = reads.head * span
+    index, at = overlaps(base + reads.start, base + reads.stop, label * span + first, label * span + last)
+    start, stop = np.maximum(reads.start[index], first[at]), np.minimum(reads.stop[index], last[at])
+    rank, head, partial = reads.rank[index], reads.head[index], 1 - once[at].astype(np.int64)
     index, owner, start, stop = placement.owned_parts(start, stop)
     rank, head, partial = rank[index], head[index], partial[index]
     if not placement.assemble_own:
@@ -119,7 +128,7 @@ def _pieces(placement: Placement, reads: _Reads, split: bool) -> _Pieces:
     label, start, stop = united(label, start, stop)
     partial, owner = label % 2, label // 2 % reads.ranks
     rank, head = label // 2 // reads.ranks // heads, label // 2 // reads.ranks % heads
-    return _Pieces(_join_heads(rank, owner, start, stop, head, partial, reads.borders))
+    return Pieces(*_join_heads(rank, owner, start, stop, head, partial, reads.borders))
 
 
 def _join_heads(rank: Ints, owner: Ints, start: Ints, stop: Ints, head: Ints, partial: Ints, borders: Ints) -> Ints:
@@ -134,15 +143,15 @@ def _join_heads(rank: Ints, owner: Ints, start: Ints, stop: Ints, head: Ints, pa
     return np.stack([*found[:4], borders[found[4]], borders[columns[4, last] + 1], found[5]])
 
 
-def _inputs(pieces: _Pieces, kind: Kind) -> Transfers:
+def _inputs(pieces: Pieces, kind: Kind) -> Transfers:
     return _moves(pieces, kind, 1, pieces.owner, pieces.rank, np.zeros_like(pieces.partial))
 
 
-def _outputs(pieces: _Pieces, kind: Kind, stage: int) -> Transfers:
+def _outputs(pieces: Pieces, kind: Kind, stage: int) -> Transfers:
     return _moves(pieces, kind, stage, pieces.rank, pieces.owner, pieces.partial)
 
 
-def _moves(pieces: _Pieces, kind: Kind, stage: int, source: Ints, target: Ints, partial: Ints) -> Transfers:
+def _moves(pieces: Pieces, kind: Kind, stage: int, source: Ints, target: Ints, partial: Ints) -> Transfers:
     return Transfers.make(
         len(pieces.rank),
         stage=stage,
