@@ -113,7 +113,7 @@ class Placement:
     """Runs of the stream (documents, then ``pads``) and regions for each mask of the batch.
 
     ``assemble_own``: the tokens of a rank are so scattered over the stream that its own work waits for the others' tokens, so that
-    keys can be put in stream order first.
+    keys can be put in stream order first. ``note`` is what the planner has to say about its choice.
     """
 
     batch: Batch
@@ -123,6 +123,7 @@ class Placement:
     regions: tuple[Regions, ...]
     traffic: Traffic = Traffic()
     assemble_own: bool = False
+    note: str = ""
 
     @property
     def stream(self) -> int:

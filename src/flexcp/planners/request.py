@@ -22,6 +22,7 @@ class Request:
     ``argument`` is what follows the colon of a strategy's name (``zigzag:4``). ``layout`` holds one index map per rank when the
     tokens are already placed, None when the planner places them too. ``equal_tokens`` asks for the same count on every rank,
     rounded up to a multiple of ``pad_to``. Tolerances are fractions over the mean, or None for "as time profits".
+    ``effort`` is a count of evaluated candidates, None for the strategy's own choice.
     """
 
     batch: Batch
@@ -35,6 +36,7 @@ class Request:
     compute_tolerance: float | None = None
     token_tolerance: float | None = None
     max_tokens_per_rank: int | None = None
+    effort: int | None = None
 
     @property
     def ranks(self) -> int:
