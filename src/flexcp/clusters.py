@@ -1,13 +1,19 @@
-"""Clusters: nodes x ranks per node, how fast a rank computes and what its links carry.
+"""Clusters: nodes x ranks per node, how fast each rank computes and what its links carry.
 
-Speeds are integers (GFLOP/s, MB/s, nanoseconds), because planners compare costs exactly. Ranks are numbered node by node.
+Speeds are integers (GFLOP/s, MB/s, nanoseconds, per mille), because planners compare costs exactly. Ranks are numbered node by node.
+Identical devices are not equally fast (Libra saw 7 % on the same input), so a rank may have a speed factor of its own. A user writes
+factors as fractions of the preset's speed, ``speeds=[1.0, 0.93, ...]``; inside they are per mille.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+NOMINAL_SPEED = 1000
 
 
 @dataclass(frozen=True)
@@ -15,7 +21,8 @@ class Cluster:
     """A machine to plan for.
 
     ``gflops`` is a rank's dense bf16 peak; ``intra_mbps`` and ``inter_mbps`` are megabytes per second one rank can send (and at
-    the same time receive) inside its node and across nodes; ``latency_ns`` is the start-up cost of one transfer.
+    the same time receive) inside its node and across nodes; ``latency_ns`` is the start-up cost of one transfer. ``speeds`` is each
+    rank's compute speed in per mille of ``gflops``, empty when all are nominal.
     """
 
     name: str
@@ -25,16 +32,39 @@ class Cluster:
     intra_mbps: int
     inter_mbps: int
     latency_ns: int
+    speeds: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for field in ("nodes", "ranks_per_node"):
+        for field, least in (
+            ("nodes", 1),
+            ("ranks_per_node", 1),
+            ("gflops", 1),
+            ("intra_mbps", 1),
+            ("inter_mbps", 1),
+            ("latency_ns", 0),
+        ):
             value = getattr(self, field)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"a cluster needs {field} of at least 1; got {value!r}")
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(
+                    f"a cluster needs {field} of at least {least}; got {value!r} ({self.nodes} nodes of {self.ranks_per_node} ranks)"
+                )
+        if self.speeds and len(self.speeds) != self.ranks:
+            raise ValueError(
+                f"{len(self.speeds)} speed factors for {self.nodes} nodes x {self.ranks_per_node} ranks = {self.ranks} ranks; "
+                "give one per rank, or none"
+            )
+        for rank, speed in enumerate(self.speeds):
+            if not isinstance(speed, int) or speed < 1:
+                raise ValueError(f"rank {rank} has speed {speed!r}; it is a whole number of per mille, at least 1")
 
     @property
     def ranks(self) -> int:
         return self.nodes * self.ranks_per_node
+
+    @property
+    def rank_speeds(self) -> tuple[int, ...]:
+        """Compute speed of every rank, in per mille of ``gflops``."""
+        return self.speeds or (NOMINAL_SPEED,) * self.ranks
 
     def node_of(self, rank: int) -> int:
         """The node a rank runs on."""
@@ -44,29 +74,68 @@ class Cluster:
         return f"{self.name}:{self.nodes}x{self.ranks_per_node}"
 
 
-# name: (bf16 TFLOP/s dense, GB/s inside the node, GB/s a rank across nodes, microseconds per transfer)
-_PRESETS: dict[str, tuple[float, float, float, float]] = {
-    "a100": (312, 300, 6.25, 10),  # NVIDIA A100 data sheet; DCP's setting: 4 x 100 Gb/s shared by the 8 of a node
-    "h100": (989, 450, 50, 10),  # NVIDIA H100 SXM data sheet; 400 Gb/s a GPU
-    "h200": (989, 450, 50, 10),  # NVIDIA H200 data sheet; 400 Gb/s a GPU
-    "cpu": (0.03, 1, 1, 50),  # one core and loopback sockets, the order of magnitude of a laptop
+@dataclass(frozen=True)
+class _Preset:
+    """Dense bf16 TFLOP/s, GB/s one way inside the node, GB/s one way across nodes, microseconds per transfer; per rank."""
+
+    tflops: float
+    intra: float
+    inter: float
+    latency: float
+    ranks_per_node: int = 8
+
+
+# Latencies are our own estimate of a grouped point-to-point call, not a published figure.
+_PRESETS: dict[str, _Preset] = {
+    # NVIDIA A100 80GB SXM data sheet: 312 TFLOP/s, NVLink 600 GB/s both ways. DCP's setting: 4 x 100 Gb/s shared by the 8 of a node.
+    "a100": _Preset(312, 300, 6.25, 10),
+    # NVIDIA H100 SXM data sheet: 989 TFLOP/s, NVLink 900 GB/s both ways. DGX H100: one 400 Gb/s ConnectX-7 a GPU.
+    "h100": _Preset(989, 450, 50, 10),
+    # NVIDIA H200 SXM data sheet: compute and links of an H100.
+    "h200": _Preset(989, 450, 50, 10),
+    # NVIDIA H20 data sheet: 148 TFLOP/s, NVLink 900 GB/s both ways. 200 Gb/s a GPU: the link of block-level FCP's H20 setting.
+    "h20": _Preset(148, 450, 25, 10),
+    # NVIDIA GB200 NVL72 data sheet: 180 PFLOP/s dense bf16 and 130 TB/s of NVLink (both ways) for 72 GPUs; 400 Gb/s a GPU between
+    # racks. Here a node is one NVLink domain.
+    "gb200": _Preset(2500, 900, 50, 10, ranks_per_node=72),
+    # Like Huawei's Ascend 910B (flexible groups' setting; no public data sheet): about 320 TFLOP/s fp16, seven HCCS links of
+    # 56 GB/s both ways inside the node of 8, one 200 Gb/s RoCE port each.
+    "ascend910b": _Preset(320, 196, 25, 15),
+    # One core and loopback sockets: the order of magnitude of a laptop.
+    "cpu": _Preset(0.03, 1, 1, 50),
 }
 
 
-def cluster(name: str = "h100", nodes: int = 1, ranks_per_node: int = 8) -> Cluster:
-    """A named cluster of the given shape, for example ``cluster("h100", nodes=4, ranks_per_node=8)``."""
+def cluster(
+    name: str = "h100",
+    nodes: int = 1,
+    ranks_per_node: int | None = None,
+    speeds: Sequence[float] | None = None,
+) -> Cluster:
+    """A named cluster of the given shape, for example ``cluster("h100", nodes=4, ranks_per_node=8)``.
+
+    A node has the preset's own number of ranks unless told: 8, or the 72 of a GB200 rack. ``speeds`` is one factor per rank, 1.0 being the
+    preset's speed.
+    """
     if name not in _PRESETS:
         close = difflib.get_close_matches(name, _PRESETS, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise ValueError(f"unknown cluster {name!r}: {hint}known presets are {', '.join(_PRESETS)}")
-    tflops, intra, inter, latency = _PRESETS[name]
+    preset = _PRESETS[name]
     return Cluster(
-        name, nodes, ranks_per_node, int(tflops * 1000), int(intra * 1000), int(inter * 1000), int(latency * 1000)
+        name,
+        nodes,
+        preset.ranks_per_node if ranks_per_node is None else ranks_per_node,
+        gflops=round(preset.tflops * 1000),
+        intra_mbps=round(preset.intra * 1000),
+        inter_mbps=round(preset.inter * 1000),
+        latency_ns=round(preset.latency * 1000),
+        speeds=() if speeds is None else _per_mille(speeds),
     )
 
 
 def parse_cluster(text: str) -> Cluster:
-    """``h100:4x8`` is 4 nodes of 8 ranks with the preset's speeds; ``h100`` alone is one node of 8."""
+    """``h100:4x8`` is 4 nodes of 8 ranks with the preset's speeds; ``h100`` alone is one node."""
     name, _, shape = text.partition(":")
     base = cluster(name)
     if not shape:
@@ -75,3 +144,17 @@ def parse_cluster(text: str) -> Cluster:
     if not match:
         raise ValueError(f"cluster {text!r}: after the colon comes NODESxRANKS, as in h100:4x8")
     return replace(base, nodes=int(match[1]), ranks_per_node=int(match[2]))
+
+
+def _per_mille(speeds: Sequence[float]) -> tuple[int, ...]:
+    """Speed factors as integers; refuses what no machine has."""
+    found = []
+    for rank, factor in enumerate(speeds):
+        if not math.isfinite(factor) or round(factor * NOMINAL_SPEED) < 1:
+            raise ValueError(
+                f"speed factor of rank {rank} is {factor}; it must be a finite number of at least 0.001, where 1.0 is the preset's speed"
+            )
+        found.append(round(factor * NOMINAL_SPEED))
+    if not found:
+        raise ValueError("speeds= is empty; give one factor per rank, or leave it out")
+    return tuple(found)

@@ -1,114 +1,321 @@
 """blocks: short and long documents packed together, moving only what is needed.
 
-Rows with all their keys are packed first over nodes, then over the ranks of each node (:mod:`flexcp.planners.pack`), under a compute
-and a token tolerance where the user gives them. Without a compute tolerance a row costs its attention *and* its share of the rest of the
-layer, so that the step's time is balanced and not only attention's.
+Rows with all their keys are packed (:mod:`flexcp.planners.pack`) first over nodes, held close to their mean, then over the ranks of each node.
+Inside a node there is a choice of *teams* of G ranks, G a divisor of the KV heads: a team takes items as one bin, and splits those too large for one
+of its ranks by heads. A split item's keys reach the team once, and its rows may be kept by any of the team, which levels tokens for free. Each node
+takes the team size that moves the fewest bytes.
 
-Tokens live where their rows are computed, unless counts must be evened out: then the ranks with too many keep computing some rows that
-others keep. With a fixed layout the tokens stay put and only work moves.
+Tolerances hold by construction: what packing leaves over a limit is levelled row by row, work and tokens apart. Without a compute tolerance a
+row's load is its attention *and* its share of the rest of the layer, so that the step's time is balanced and not only attention's.
+
+With a fixed layout the tokens stay put and only work moves.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcp.plan import Placement, Regions, Runs
+from flexcp.pieces import Kind
+from flexcp.plan import Placement, Regions
 from flexcp.planners.layouts import (
     equalised,
     even_borders,
     is_scattered,
-    row_regions,
     runs_of_maps,
     runs_of_ranges,
 )
-from flexcp.planners.pack import Bin, Item, Limits, RowLoads, level, pack
+from flexcp.planners.level import level_rows, level_work
+from flexcp.planners.pack import Field, Limits, Packed, make_field, pack
 from flexcp.planners.request import Request
 
 Ints = NDArray[np.int64]
 DEFAULT_TOLERANCE = 0.02
+NODE_TOLERANCE = 0.008
 SLACK_USED = 0.8
+UNLIMITED = 1 << 40
+
+
+@dataclass
+class Shares:
+    """The placement in the making: rows of whole items by rank, of split items by team, and who keeps which rows.
+
+    Rows are ``[n, 4]``: rank or team, document, first, last. A team is its first rank; ``team_size`` says how many follow.
+    """
+
+    whole: list[Ints] = field(default_factory=list)
+    split: list[tuple[Ints, int]] = field(default_factory=list)
+    kept: list[Ints] = field(default_factory=list)
 
 
 def blocks(request: Request) -> Placement:
     """Place a batch by packing row ranges."""
     if request.argument:
         raise ValueError(f"blocks takes no degree; got 'blocks:{request.argument}'")
-    if request.layout is not None:
-        return _fixed(request)
-    batch, ranks = request.batch, request.ranks
-    loads = RowLoads(batch, _row_price(request))
-    limit = _load_limit(request, loads)
+    return _free(request) if request.layout is None else _fixed(request)
+
+
+def _free(request: Request) -> Placement:
     rows = _row_limit(request)
-    bins = _two_levels(request, loads, limit, rows)
-    level(bins, loads, limit, _nodes(request))
-    rank, start, stop = _ranges(request, bins)
-    regions = row_regions(batch, request.shape.heads, rank, start, stop)
+    loads = make_field(request.batch, _grain(request), _row_price(request), split_thin=True)
+    limit, aim = _load_limits(request, loads)
+    limits = Limits(limit, np.full(request.ranks, UNLIMITED if rows is None else rows), aim)
+    shares = Shares()
+    for node, items in enumerate(_over_nodes(request, loads, limits)):
+        _node(request, loads, items, limits, node, shares)
+    whole = np.concatenate([np.zeros((0, 4), np.int64), *shares.whole])
+    kept = np.concatenate([np.zeros((0, 4), np.int64), *shares.kept])
+    whole = level_work(loads, whole, _split_loads(request, loads, shares), limit, _nodes(request))
+    rank, start, stop = _stream(request, kept)
     if rows is not None:
-        rank, start, stop = _evened(rank, start, stop, _row_limits(request, rows), _nodes(request))
+        rank, start, stop = level_rows(rank, start, stop, _rows_allowed(request, rows), _nodes(request))
     runs, pads = runs_of_ranges(rank, start, stop), 0
     if request.equal_tokens:
-        runs, pads = equalised(runs, ranks, batch.tokens, request.pad_to)
-    return _placement(request, pads, runs, regions)
+        runs, pads = equalised(runs, request.ranks, request.batch.tokens, request.pad_to)
+    regions = tuple(_regions(request, whole, shares.split, thin) for thin in loads.thin)
+    return Placement(request.batch, request.ranks, pads, runs, regions)
+
+
+def _over_nodes(request: Request, loads: Field, limits: Limits) -> list[Ints]:
+    """Each node's items."""
+    batch, nodes = request.batch, request.cluster.nodes
+    everything = np.stack([np.arange(batch.documents), np.zeros(batch.documents, np.int64), batch.lengths], axis=1)
+    if nodes == 1:
+        return [everything]
+    load = limits.load.reshape(nodes, -1).sum(axis=1)
+    mean = np.array([int(x) * loads.total // max(1, int(load.sum())) for x in load])
+    tight = np.minimum(load, mean + (mean * NODE_TOLERANCE).astype(np.int64))
+    rows = limits.rows.reshape(nodes, -1).sum(axis=1)
+    if rows[0] < UNLIMITED:
+        share = -(-batch.tokens // nodes)
+        rows = np.minimum(rows, share + (rows - share) // 2)
+    found = pack(loads, everything, Limits(tight, rows, tight))
+    return [found.items[found.bins == n] for n in range(nodes)]
+
+
+def _node(request: Request, loads: Field, items: Ints, limits: Limits, node: int, shares: Shares) -> None:
+    """The node's items to its ranks, by the team size that moves least."""
+    size = request.cluster.ranks_per_node
+    first = node * size
+    mine = Limits(*(x[first : first + size] for x in (limits.load, limits.rows, limits.aim)))
+    options = [_teams(request, loads, items, mine, team) for team in _team_sizes(request)]
+    # A violation is levelled later; until then it weighs as in packing.
+    best = min(options, key=lambda o: o.keys + o.violation * 8 * int(request.batch.lengths.max()) // 1_000_000)
+    for rank, part in enumerate(best.whole):
+        shares.whole.append(_with_first(part, first + rank))
+        shares.kept.append(_with_first(part, first + rank))
+    for start, team, part, owners in best.split:
+        shares.split.append((_with_first(part, first + start), team))
+        shares.kept += [_with_first(rows, first + start + i) for i, rows in enumerate(owners)]
+
+
+@dataclass(frozen=True)
+class _Option:
+    """A node's placement: whole items per rank; (first rank, team size, split items, rows kept by each) per team; its cost."""
+
+    whole: list[Ints]
+    split: list[tuple[int, int, Ints, list[Ints]]]
+    keys: int
+    violation: int
+
+
+def _teams(request: Request, loads: Field, items: Ints, limits: Limits, team: int) -> _Option:
+    """Items over teams of ``team`` ranks, then inside each team."""
+    size = len(limits.load)
+    if team == 1:
+        found = pack(loads, items, limits)
+        return _Option([found.items[found.bins == r] for r in range(size)], [], found.keys, found.violation)
+    count = size // team
+    joint = Limits(*(x.reshape(count, team).sum(axis=1) for x in (limits.load, limits.rows, limits.aim)))
+    over = pack(loads, items, joint) if count > 1 else Packed(items, np.zeros(len(items), np.int64), 0, 0)
+    whole: list[Ints] = []
+    split, keys, violation = [], 0, 0
+    for t in range(count):
+        part = slice(t * team, (t + 1) * team)
+        own = Limits(limits.load[part], limits.rows[part], limits.aim[part])
+        inside, parted, owners, cost, over_by = _inside_team(request, loads, over.items[over.bins == t], own)
+        whole += inside
+        if len(parted):
+            split.append((t * team, team, parted, owners))
+        keys, violation = keys + cost, max(violation, over_by)
+    return _Option(whole, split, keys, violation)
+
+
+def _inside_team(
+    request: Request, loads: Field, items: Ints, limits: Limits
+) -> tuple[list[Ints], Ints, list[Ints], int, int]:
+    """Whole items per rank, items split by heads, the rows of those each rank keeps, key equivalents moved, violation."""
+    from flexcp.planners import loops
+
+    team = len(limits.load)
+    load = loads.load(items[:, 0], items[:, 1], items[:, 2])
+    exchange = _exchange_keys(request, items[:, 2] - items[:, 1], team)
+    costly = loops.keys_alone(items, loads.slices, loads.slice_first) > exchange
+    parted = np.zeros(len(items), bool)
+    while True:
+        while True:
+            share = int(load[parted].sum()) // team
+            # Too large for one rank; or the team fetches the keys anyway and exchanging the rows' heads is cheaper.
+            more = ~parted & ((load > int(limits.aim.min()) - share) | (costly & np.isin(items[:, 0], items[parted, 0])))
+            if not more.any():
+                break
+            parted |= more
+        rest = np.flatnonzero(~parted)
+        room = Limits(limits.load - share, limits.rows, np.maximum(limits.aim - share, 1))
+        found = pack(loads, items[rest], room)
+        totals = np.zeros(team, np.int64)
+        np.add.at(totals, found.bins, loads.load(*found.items.T))
+        if (totals <= room.load).all() or not len(rest):
+            break
+        # A rank is over: the largest item it got from outside the split ones joins them.
+        worst = found.items[found.bins == int(np.argmax(totals - room.load))]
+        heaviest = worst[int(np.argmax(loads.load(*worst.T)))]
+        parted |= (items[:, 0] == heaviest[0]) & (items[:, 1] <= heaviest[1]) & (items[:, 2] >= heaviest[2])
+    whole = [found.items[found.bins == r] for r in range(team)]
+    kept = np.array([int((w[:, 2] - w[:, 1]).sum()) for w in whole])
+    owners = _dealt_rows(items[parted], _water(kept, int((items[parted, 2] - items[parted, 1]).sum())))
+    keys = found.keys + _team_keys(request, loads, items[parted], team)
+    rows = kept + np.array([int((o[:, 2] - o[:, 1]).sum()) for o in owners])
+    over = max((totals - room.load).max() / limits.aim.mean(), (rows - limits.rows).max() / max(1.0, rows.mean()), 0.0)
+    return whole, items[parted], owners, keys, int(over * 1_000_000)
+
+
+def _team_keys(request: Request, loads: Field, items: Ints, team: int) -> int:
+    """What splitting ``items`` by heads moves, as an equivalent number of keys: their keys once, and their rows' exchange."""
+    if not len(items):
+        return 0
+    from flexcp.planners import loops
+
+    table = np.zeros((len(items), 5), np.int64)
+    table[:, :3] = items
+    keys = int(loops.total_cost(table, len(items), 1, loads.slices, loads.slice_first))
+    return keys + int(_exchange_keys(request, items[:, 2] - items[:, 1], team).sum())
+
+
+def _exchange_keys(request: Request, rows: Ints, team: int) -> Ints:
+    """What exchanging the heads of ``rows`` inside a team moves (q, kv out, o back), as an equivalent number of keys."""
+    shape = request.shape
+    each = shape.bytes_per_token_head()[:, 0]
+    row = int((each[Kind.Q] + each[Kind.O]) * shape.heads + each[Kind.KV] * shape.kv_heads)
+    return rows * row * (team - 1) // (team * int(each[Kind.KV]) * shape.kv_heads)
+
+
+def _water(kept: Ints, rows: int) -> Ints:
+    """How many of ``rows`` each rank takes so that counts end up as level as possible."""
+    order = np.argsort(kept, kind="stable")
+    level = kept[order]
+    for count in range(len(kept), 0, -1):
+        surface = (rows + int(level[:count].sum())) // count
+        if surface >= level[count - 1]:
+            break
+    added = np.zeros(len(kept), np.int64)
+    added[order[:count]] = surface - level[:count]
+    added[order[: rows - int(added.sum())]] += 1
+    return added
+
+
+def _dealt_rows(items: Ints, counts: Ints) -> list[Ints]:
+    """The items' rows, in order, cut so that rank i gets ``counts[i]``."""
+    before = np.cumsum(items[:, 2] - items[:, 1]) - (items[:, 2] - items[:, 1])
+    found, low = [], 0
+    for count in counts:
+        a = np.maximum(items[:, 1], items[:, 1] + low - before)
+        b = np.minimum(items[:, 2], items[:, 1] + low + int(count) - before)
+        found.append(np.stack([items[:, 0], a, b], axis=1)[a < b])
+        low += int(count)
+    return found
+
+
+def _team_sizes(request: Request) -> list[int]:
+    """1, and the largest team that both the KV heads and the ranks of a node divide into."""
+    largest = math.gcd(request.shape.kv_heads, request.cluster.ranks_per_node)
+    return sorted({1, largest})
+
+
+def _split_loads(request: Request, loads: Field, shares: Shares) -> Ints:
+    """Load that split items put on each rank."""
+    total = np.zeros(request.ranks, np.int64)
+    for items, team in shares.split:
+        total[items[0, 0] : items[0, 0] + team] += int(loads.load(*items[:, 1:].T).sum()) // team
+    return total
 
 
 def _fixed(request: Request) -> Placement:
     """Tokens stay where they are; rows leave the ranks that have too much work."""
     assert request.layout is not None
     runs = runs_of_maps(request.layout)
-    loads = RowLoads(request.batch, 0)
-    limit = _load_limit(request, loads)
+    loads = make_field(request.batch, _grain(request), 0, split_thin=False)
+    limit, aim = _load_limits(request, loads)
     scattered = is_scattered(runs)
     if scattered:
         # Rows of scattered tokens are nobody's neighbours: place the work as if the layout were free.
-        bins = _two_levels(request, loads, limit, None)
+        limits = Limits(limit, np.full(request.ranks, UNLIMITED), aim)
+        nodes = _over_nodes(request, loads, limits)
+        size, parts = request.cluster.ranks_per_node, []
+        for node, items in enumerate(nodes):
+            span = slice(node * size, (node + 1) * size)
+            found = pack(loads, items, Limits(limit[span], limits.rows[span], aim[span]))
+            parts.append(np.concatenate([found.bins[:, None] + node * size, found.items], axis=1))
+        whole = np.concatenate(parts)
     else:
-        bins = [Bin() for _ in range(request.ranks)]
         index, document, q0, q1 = request.batch.split_by_document(runs.start, runs.stop)
-        for i, d, a, b in zip(index, document, q0, q1, strict=True):
-            item = Item(int(d), int(a), int(b))
-            bins[int(runs.rank[i])].add(item, loads.of(item))
-    level(bins, loads, limit, _nodes(request))
-    regions = row_regions(request.batch, request.shape.heads, *_ranges(request, bins))
-    return _placement(request, 0, runs, regions, scattered)
+        whole = np.stack([runs.rank[index], document, q0, q1], axis=1)
+    whole = level_work(loads, whole, np.zeros(request.ranks, np.int64), limit, _nodes(request))
+    regions = _regions(request, whole, [], request.batch.lengths)
+    return Placement(request.batch, request.ranks, 0, runs, (regions,) * len(request.batch.masks), assemble_own=scattered)
 
 
-def _two_levels(request: Request, loads: RowLoads, limit: int, rows: int | None) -> list[Bin]:
-    """Items over nodes, then each node's items over its ranks."""
-    cluster = request.cluster
-    items = [Item(d, 0, int(n)) for d, n in enumerate(request.batch.lengths)]
-    slack = limit - loads.total // request.ranks
-    aim = loads.total // request.ranks + int(SLACK_USED * slack)
-    per_node = cluster.ranks_per_node
-    # Nodes are held closer to their mean than ranks, so that ranks keep their own slack.
-    node_aim = loads.total // cluster.nodes + slack * per_node // 8
-    node_limits = Limits(node_aim, rows and rows * per_node, node_aim)
-    nodes = pack(items, loads, cluster.nodes, node_limits) if cluster.nodes > 1 else [Bin(items)]
-    if cluster.nodes > 1:
-        level(nodes, loads, node_aim, [0] * cluster.nodes)
-    bins: list[Bin] = []
-    for node in nodes:
-        bins += pack(node.items, loads, per_node, Limits(limit, rows, aim))
-    return bins
+def _regions(request: Request, whole: Ints, split: list[tuple[Ints, int]], thin: Ints) -> Regions:
+    """Rows with all their keys, by rank or by the heads of a team; thin rows by the keys each part holds."""
+    heads = request.shape.heads
+    parts = [(whole, 0, heads)]
+    for items, team in split:
+        for i in range(team):
+            part = items.copy()
+            part[:, 0] += i
+            parts.append((part, i * heads // team, (i + 1) * heads // team))
+    tables = []
+    for part, h0, h1 in parts:
+        rank, document, lo, hi = part.T
+        length, begin = request.batch.lengths[document], thin[document]
+        common = {"document": document, "rank": rank, "h0": h0, "h1": h1}
+        tables.append(Regions.make(len(part), q0=lo, q1=np.minimum(hi, begin), k0=0, k1=length, **common))
+        if (begin < length).any():
+            tables.append(Regions.make(len(part), q0=begin, q1=length, k0=lo, k1=hi, **common))
+    found = Regions.join(tables)
+    return found.take(found.q0 < found.q1)
+
+
+def _grain(request: Request) -> int:
+    """Rows per cut: a power of two well below what a tolerance of a rank's rows is."""
+    rows = request.batch.tokens // request.ranks
+    return 1 << min(6, max(0, (rows // 80).bit_length() - 1))
 
 
 def _row_price(request: Request) -> int:
     """Load of a row besides its attention: nothing when the user balances compute and tokens apart."""
     if request.compute_tolerance is not None or request.equal_tokens:
         return 0
-    return request.cost.pairs_per_token(request.shape) * sum(m.layers for m in request.batch.masks)
+    return request.cost.pairs_per_token(request.shape)
 
 
-def _load_limit(request: Request, loads: RowLoads) -> int:
+def _load_limits(request: Request, loads: Field) -> tuple[Ints, Ints]:
+    """(most load, load to aim for) of each rank, by its speed."""
     tolerance = DEFAULT_TOLERANCE if request.compute_tolerance is None else request.compute_tolerance
-    return max(math.ceil(loads.total / request.ranks), math.floor(loads.total * (1 + tolerance) / request.ranks))
+    speeds = np.array(getattr(request.cluster, "speeds", ()) or [1000] * request.ranks, np.int64)
+    whole = int(speeds.sum())
+    mean = [-(-loads.total * int(s) // whole) for s in speeds]
+    most = [m + int(tolerance * m) for m in mean]
+    aim = [m + int(SLACK_USED * tolerance * m) for m in mean]
+    return np.array(most, np.int64), np.array(aim, np.int64)
 
 
 def _row_limit(request: Request) -> int | None:
     """The most rows a rank may keep, or None."""
-    mean = math.ceil(request.batch.tokens / request.ranks)
+    mean = -(-request.batch.tokens // request.ranks)
     if request.equal_tokens:
         return mean
     limits = []
@@ -119,46 +326,21 @@ def _row_limit(request: Request) -> int | None:
     return min(limits) if limits else None
 
 
-def _row_limits(request: Request, rows: int) -> Ints:
+def _rows_allowed(request: Request, rows: int) -> Ints:
     """Rows each rank may keep: exactly even counts for equal tokens, the limit otherwise."""
     if request.equal_tokens:
         return np.diff(even_borders(request.batch.tokens, request.ranks))
     return np.full(request.ranks, rows, np.int64)
 
 
-def _nodes(request: Request) -> list[int]:
-    return [request.cluster.node_of(r) for r in range(request.ranks)]
+def _nodes(request: Request) -> Ints:
+    return np.arange(request.ranks) // request.cluster.ranks_per_node
 
 
-def _ranges(request: Request, bins: list[Bin]) -> tuple[Ints, Ints, Ints]:
-    """The bins' items as (rank, start, stop) on the stream."""
-    rows = [(r, i.document, i.first, i.last) for r, b in enumerate(bins) for i in b.items]
-    rank, document, first, last = np.array(rows, np.int64).reshape(-1, 4).T
-    begin = request.batch.starts[document]
-    return rank, begin + first, begin + last
+def _with_first(items: Ints, value: int) -> Ints:
+    return np.concatenate([np.full((len(items), 1), value, np.int64), items], axis=1)
 
 
-def _evened(rank: Ints, start: Ints, stop: Ints, limits: Ints, nodes: list[int]) -> tuple[Ints, Ints, Ints]:
-    """Ownership moved, token by token, from ranks over their limit to ranks under it, inside the node first."""
-    ranges = [
-        [(int(a), int(b)) for r, a, b in zip(rank, start, stop, strict=True) if r == i] for i in range(len(limits))
-    ]
-    room = [int(m) - sum(b - a for a, b in mine) for m, mine in zip(limits, ranges, strict=True)]
-    while min(room) < 0:
-        donor = min(range(len(room)), key=lambda i: (room[i], i))
-        taker = min((i for i in range(len(room)) if room[i] > 0), key=lambda i: (nodes[i] != nodes[donor], -room[i], i))
-        a, b = max(ranges[donor], key=lambda r: (r[1] - r[0], -r[0]))
-        amount = min(-room[donor], room[taker], b - a)
-        ranges[donor].remove((a, b))
-        if a + amount < b:
-            ranges[donor].append((a + amount, b))
-        ranges[taker].append((a, a + amount))
-        room[donor] += amount
-        room[taker] -= amount
-    flat = np.array([(r, a, b) for r, mine in enumerate(ranges) for a, b in mine], np.int64).reshape(-1, 3)
-    return flat[:, 0], flat[:, 1], flat[:, 2]
-
-
-def _placement(request: Request, pads: int, runs: Runs, regions: Regions, scattered: bool = False) -> Placement:
-    masks = request.batch.masks
-    return Placement(request.batch, request.ranks, pads, runs, (regions,) * len(masks), assemble_own=scattered)
+def _stream(request: Request, kept: Ints) -> tuple[Ints, Ints, Ints]:
+    begin = request.batch.starts[kept[:, 1]]
+    return kept[:, 0], begin + kept[:, 2], begin + kept[:, 3]

@@ -1,183 +1,185 @@
-"""Pack: documents as row ranges into bins with two limits, compute and tokens. The step that planners share.
+"""Pack: documents as row ranges into bins with two limits, load and rows. The step that planners share.
 
 An *item* is a range of a document's rows with all their keys, so whoever takes it computes final outputs. Three moves:
 
-- *peel*: while the largest item exceeds a bin, open a bin and give it the item's last rows. What remains of a causal document is just a
-  shorter document that needs nothing from outside, so cuts are few.
-- *pack*: the rest, longest first, whole into the bin that fills least (in the worse of its two limits).
-- *level*: what still exceeds a limit moves row by row, from full bins to empty ones. This step makes a limit hold by construction, up to
-  one row.
+- *peel*: while the largest item exceeds a bin, open a bin for its last rows and fill the bin's tokens with light items. What remains of a
+  causal document is just a shorter document that needs nothing from outside, and a cut at row x costs exactly x keys, so cuts are few.
+- *deal*: the rest, largest first, whole into the bin that is then fullest least in the worse of its two limits.
+- *repair*: move, cut or swap items out of the worst bin while violation, weighed against the keys it fetches, falls.
 
-Loads are exact integers. Rows are cut at multiples of ``GRAIN`` except when levelling.
+*Thin rows.* A few rows that see a whole document (causal blockwise's last block) would make their rank fetch all keys. Instead every owner of
+keys computes those rows against its own keys. So the load of a row is its own attention, unless it is thin, plus what thin rows do with its
+key: the thin slices, transposed. Everything else here does not know the difference.
+
+Loads are exact integers, scaled down (by a power of two) until their products fit 64 bits.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcp.batch import Batch
+from flexcp.batch import Batch, LayerMask
+from flexcp.intervals import offsets, spread
+from flexcp.masks import HI, K0, K1, LO, Q0, Q1, cut, is_empty, rows_area
 
 Ints = NDArray[np.int64]
-GRAIN = 64
+THIN = 12
+"""A slice with this many times more keys than rows, most of them seen, is thin."""
+REPAIR_MOVES = 64
 
 
-@dataclass(frozen=True)
-class Item:
-    """Rows ``first <= row < last`` of a document."""
+@dataclass(frozen=True, eq=False)
+class Field:
+    """What a batch's rows cost, ready for the compiled loops.
 
-    document: int
-    first: int
-    last: int
+    ``prefix[first[d] + i]`` is the load of document d before row ``i * grain``; ``slices`` are what rows read (of the mask with the most
+    work, thin rows left out), with those of document d at ``slice_first[d]``; ``thin[m][d]`` is the row at which mask m's thin rows begin.
+    """
+
+    batch: Batch
+    grain: int
+    prefix: Ints
+    first: Ints
+    slices: Ints
+    slice_first: Ints
+    thin: tuple[Ints, ...]
+    row_price: int
+    areas: tuple[tuple[int, Ints, Ints], ...]
+    """(layers, first, slices): the terms of a row's load besides its price."""
+    shift: int
 
     @property
-    def rows(self) -> int:
-        return self.last - self.first
+    def total(self) -> int:
+        """Load of all documents."""
+        return int((self.prefix[self.first[1:] - 1] - self.prefix[self.first[:-1]]).sum())
+
+    def load(self, document: Ints, lo: Ints, hi: Ints) -> Ints:
+        """Load of row ranges cut at the grain."""
+        base = self.first[document]
+        return np.asarray(self.prefix[base - (-hi // self.grain)] - self.prefix[base - (-lo // self.grain)])
 
 
-class RowLoads:
-    """What rows cost: attention pairs (each mask as often as layers use it) plus a price per row."""
-
-    def __init__(self, batch: Batch, price: int) -> None:
-        self.batch, self.price = batch, price
-        self._prefix: dict[int, Ints] = {}
-        documents = np.arange(batch.documents, dtype=np.int64)
-        whole = batch.weighted_rows_area(documents, np.zeros_like(documents), batch.lengths) + price * batch.lengths
-        self.documents = [int(x) for x in whole]
-        self.total = int(whole.sum())
-
-    def of(self, item: Item) -> int:
-        """The item's load."""
-        if item.first == 0 and item.last == int(self.batch.lengths[item.document]):
-            return self.documents[item.document]
-        return self.before(item.document, item.last) - self.before(item.document, item.first)
-
-    def before(self, document: int, row: int) -> int:
-        """Load of the rows before ``row``."""
-        prefix, near = self._prefix_of(document), row // GRAIN
-        value = int(prefix[near])
-        return value if row % GRAIN == 0 else value + int(self._fine(document, near * GRAIN, row))
-
-    def first_row_reaching(self, document: int, load: int) -> int:
-        """The smallest row before which at least ``load`` lies (the document's length at most)."""
-        prefix = self._prefix_of(document)
-        length = int(self.batch.lengths[document])
-        near = max(int(np.searchsorted(prefix, load, side="left")) - 1, 0)
-        low, high = near * GRAIN, min((near + 1) * GRAIN, length)
-        rows = np.arange(low, high + 1, dtype=np.int64)
-        many = np.full(len(rows), document, np.int64)
-        fine = int(prefix[near]) + self.batch.weighted_rows_area(many, np.full_like(rows, low), rows)
-        fine = fine + self.price * (rows - low)
-        return min(low + int(np.searchsorted(fine, load, side="left")), length)
-
-    def _fine(self, document: int, low: int, high: int) -> int:
-        one = np.array([document], np.int64)
-        return int(self.batch.weighted_rows_area(one, np.array([low]), np.array([high]))[0]) + self.price * (high - low)
-
-    def _prefix_of(self, document: int) -> Ints:
-        if document not in self._prefix:
-            rows = np.arange(0, int(self.batch.lengths[document]) + GRAIN, GRAIN, dtype=np.int64)
-            many = np.full(len(rows), document, np.int64)
-            areas = self.batch.weighted_rows_area(many, np.zeros_like(rows), rows)
-            self._prefix[document] = areas + self.price * np.minimum(rows, self.batch.lengths[document])
-        return self._prefix[document]
+    def before(self, document: int, rows: Ints) -> Ints:
+        """Load before each of some rows of a document, exact at any row."""
+        where = np.full(len(rows), document, np.int64)
+        total = rows * self.row_price
+        for layers, first, slices in self.areas:
+            total = total + layers * _areas_before(slices, first, where, rows)
+        return total >> self.shift
 
 
-@dataclass
-class Bin:
-    """Items given to one node or rank, with what they add up to."""
+def make_field(batch: Batch, grain: int, price: int, split_thin: bool) -> Field:
+    """The field of a batch; ``price`` is the load of a row besides its attention, per layer."""
+    counts = -(-batch.lengths // grain) + 1
+    first = offsets(counts)
+    document, within = spread(counts)
+    rows = np.minimum(within * grain, batch.lengths[document])
+    row_price = price * sum(m.layers for m in batch.masks)
+    loads = rows * row_price
+    thin, terms, heaviest = [], [], (-1, batch.masks[0].first, batch.masks[0].slices)
+    for mask in batch.masks:
+        begin = _thin_rows(mask, batch.lengths) if split_thin else batch.lengths
+        thin.append(begin)
+        owner = np.repeat(np.arange(batch.documents), np.diff(mask.first))
+        wide = cut(mask.slices, 0, begin[owner], 0, batch.lengths[owner])
+        narrow = cut(mask.slices, begin[owner], batch.lengths[owner], 0, batch.lengths[owner])
+        mine = [(mask.layers, mask.first, wide)]
+        if not is_empty(narrow).all():
+            mine.append((mask.layers, mask.first, _transposed(narrow)))
+        work = sum(layers * _areas_before(slices, start, document, rows) for layers, start, slices in mine)
+        loads = loads + work
+        terms += mine
+        if int(work[first[1:] - 1].sum()) > heaviest[0]:
+            heaviest = (int(work[first[1:] - 1].sum()), mask.first, wide)
+    total = int(loads[first[1:] - 1].sum())
+    shift = max(0, total.bit_length() - 40)
+    return Field(batch, grain, loads >> shift, first, heaviest[2], heaviest[1], tuple(thin), row_price, tuple(terms), shift)
 
-    items: list[Item] = field(default_factory=list)
-    load: int = 0
-    rows: int = 0
 
-    def add(self, item: Item, load: int) -> None:
-        self.items.append(item)
-        self.load += load
-        self.rows += item.rows
+def _areas_before(slices: Ints, first: Ints, document: Ints, rows: Ints) -> Ints:
+    """Pairs before each row of each listed document."""
+    index, within = spread(first[document + 1] - first[document])
+    areas = rows_area(slices[first[document][index] + within], 0, rows[index])
+    total = np.zeros(len(rows), np.int64)
+    np.add.at(total, index, areas)
+    return total
 
 
-@dataclass(frozen=True)
+def _transposed(slices: Ints) -> Ints:
+    """Keys as rows and rows as keys."""
+    out = slices[:, [K0, K1, Q0, Q1, LO, HI]]
+    out[:, LO], out[:, HI] = -slices[:, HI], -slices[:, LO]
+    return out
+
+
+def _thin_rows(mask: LayerMask, lengths: Ints) -> Ints:
+    """The row at which each document's thin last rows begin, its length when it has none."""
+    begin = lengths.copy()
+    owner = np.repeat(np.arange(len(lengths)), np.diff(mask.first))
+    s = mask.slices
+    height, width = s[:, Q1] - s[:, Q0], s[:, K1] - s[:, K0]
+    seen = rows_area(s, s[:, Q0], s[:, Q1])
+    found = (width >= THIN * height) & (2 * seen >= width * height) & (s[:, Q1] == lengths[owner])
+    np.minimum.at(begin, owner[found], s[found, Q0])
+    return begin
+
+
+@dataclass(frozen=True, eq=False)
 class Limits:
-    """What a bin should hold (``load``, ``rows``) and may hold at most; None is no limit on rows."""
+    """What each bin may hold of load and rows, and the load a peeled bin aims for."""
 
-    load: int
-    rows: int | None
-    aim: int
-    """Load a peeled bin is filled to: the mean plus most of the tolerance, because every cut avoided is bytes avoided."""
-
-
-def pack(items: list[Item], loads: RowLoads, count: int, limits: Limits) -> list[Bin]:
-    """Peel and pack ``items`` into ``count`` bins; limits may still be exceeded where no whole item fits."""
-    bins = [Bin() for _ in range(count)]
-    waiting = sorted(items, key=lambda i: (-loads.of(i), i.document, i.first))
-    opened = 0
-    while waiting and opened < count - 1 and loads.of(waiting[0]) > limits.aim:
-        item = waiting.pop(0)
-        tail = _tail(item, loads, limits)
-        bins[opened].add(tail, loads.of(tail))
-        opened += 1
-        rest = Item(item.document, item.first, tail.first)
-        if rest.rows:
-            waiting.append(rest)
-            waiting.sort(key=lambda i: (-loads.of(i), i.document, i.first))
-    mean_rows = max(1, sum(b.rows for b in bins) + sum(i.rows for i in waiting)) / count
-    mean_load = max(1, sum(b.load for b in bins) + sum(loads.of(i) for i in waiting)) / count
-    for item in waiting:
-        _place(item, loads, bins, limits, mean_load, mean_rows)
-    return bins
+    load: Ints
+    rows: Ints
+    aim: Ints
 
 
-def _tail(item: Item, loads: RowLoads, limits: Limits) -> Item:
-    """The item's last rows that fill one bin."""
-    wanted = loads.before(item.document, item.last) - limits.aim
-    first = loads.first_row_reaching(item.document, wanted)
-    first = -(-first // GRAIN) * GRAIN  # round toward fewer rows, never over the limit
-    if limits.rows is not None:
-        first = max(first, item.last - limits.rows)
-    return Item(item.document, min(max(first, item.first), item.last - 1), item.last)
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """Items in bins: columns of ``[items, 3]`` (document, first, last row), their bins; keys fetched; worst violation."""
+
+    items: Ints
+    bins: Ints
+    keys: int
+    violation: int
 
 
-def _place(item: Item, loads: RowLoads, bins: list[Bin], limits: Limits, mean_load: float, mean_rows: float) -> None:
-    """The whole item into the bin that is fullest least; a bin over its limits is taken only when all are."""
-    load = loads.of(item)
-
-    def fullness(b: Bin) -> tuple[bool, float, bool]:
-        over = b.load + load > limits.load or (limits.rows is not None and b.rows + item.rows > limits.rows)
-        worst = (b.load + load) / mean_load
-        if limits.rows is not None:
-            worst = max(worst, (b.rows + item.rows) / mean_rows)
-        # A bin that has rows of this document already holds some of its keys.
-        return over, round(worst, 6), all(i.document != item.document for i in b.items)
-
-    best = min(range(len(bins)), key=lambda i: (fullness(bins[i]), i))
-    bins[best].add(item, load)
+def pack(field: Field, items: Ints, limits: Limits, moves: int = REPAIR_MOVES) -> Packed:
+    """Items ``[n, 3]`` into bins: peel (with and without filling tails' tokens), deal, repair; the better of the two."""
+    best: Packed | None = None
+    for fill in (True, False):
+        found = _pack_once(field, items, limits, fill, moves)
+        if best is None or (found.violation, found.keys) < (best.violation, best.keys):
+            best = found
+        if not len(items) or (fill and found.keys == 0 and found.violation == 0):
+            break
+    assert best is not None
+    return best
 
 
-def level(bins: list[Bin], loads: RowLoads, limit: int, nodes: list[int]) -> None:
-    """Move rows from bins over ``limit`` into bins under it until none is over, up to one row; same node first."""
-    while True:
-        donor = max(range(len(bins)), key=lambda i: (bins[i].load, -i))
-        excess = bins[donor].load - limit
-        takers = [i for i in range(len(bins)) if i != donor and bins[i].load < limit]
-        if excess <= 0 or not takers:
-            return
-        taker = min(takers, key=lambda i: (nodes[i] != nodes[donor], bins[i].load, i))
-        # The heaviest item gives its last rows: they carry the most load per row moved.
-        at = max(range(len(bins[donor].items)), key=lambda i: (loads.of(bins[donor].items[i]), -i))
-        item = bins[donor].items[at]
-        amount = min(excess, limit - bins[taker].load)
-        border = loads.first_row_reaching(item.document, loads.before(item.document, item.last) - amount)
-        border = max(border, item.first)
-        if border >= item.last:  # one row is more than what is left to move
-            border = item.last - 1
-            if loads.of(Item(item.document, border, item.last)) + bins[taker].load >= bins[donor].load:
-                return
-        moved, rest = Item(item.document, border, item.last), Item(item.document, item.first, border)
-        load = loads.of(moved)
-        bins[taker].add(moved, load)
-        bins[donor].load -= load
-        bins[donor].rows -= moved.rows
-        bins[donor].items[at : at + 1] = [rest] if rest.rows else []
+def _pack_once(field: Field, items: Ints, limits: Limits, fill: bool, moves: int) -> Packed:
+    from flexcp.planners import loops
+
+    bins, n = len(limits.load), len(items)
+    table = np.zeros((n + 4 * bins + moves + 16, 5), np.int64)
+    table[:n, :3] = items
+    table[:n, loops.LOAD] = field.load(items[:, 0], items[:, 1], items[:, 2])
+    table[:n, loops.BIN] = -1
+    mean_load = max(1, int(limits.aim.sum()) // bins)
+    mean_rows = max(1, int((items[:, 2] - items[:, 1]).sum()) // bins)
+    cap_load, cap_rows = np.maximum(limits.load, 1), np.maximum(limits.rows, 1)
+    longest = int(field.batch.lengths.max())
+    where = (field.prefix, field.first, field.grain)
+    n, _ = loops.peel(table, n, bins, *where, cap_load, limits.aim, cap_rows, 0, fill)
+    loops.deal(table, n, bins, cap_load, cap_rows, mean_load, mean_rows)
+    caps = (cap_load, cap_rows, mean_load, mean_rows)
+    n = loops.repair(table, n, bins, *where, *caps, field.slices, field.slice_first, 8 * longest, moves)
+    keys = loops.total_cost(table, n, bins, field.slices, field.slice_first)
+    table = table[:n]
+    load, rows = np.zeros(bins, np.int64), np.zeros(bins, np.int64)
+    np.add.at(load, table[:, loops.BIN], table[:, loops.LOAD])
+    np.add.at(rows, table[:, loops.BIN], table[:, 2] - table[:, 1])
+    over = max(int((load - limits.load).max()) / mean_load, int((rows - limits.rows).max()) / mean_rows, 0.0)
+    return Packed(table[:, :3], table[:, loops.BIN], int(keys), int(over * 1_000_000))

@@ -1,0 +1,204 @@
+"""Proves the lengths: every text form of ``--lengths``, its refusals, and that named distributions are what they are documented to be."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flexcp.data.lengths import DISTRIBUTIONS, draw_lengths, parse_lengths
+
+# The documented range of a document before the last is cut to fill the budget; web is cut at a quarter of the budget too.
+BOUNDS = {
+    "web": (1, 196_608),
+    "wikipedia": (2, 255_988),
+    "libra256k": (1, 262_144),
+    "libra1m": (1, 1_048_576),
+    "lognormal16k": (1_024, 524_288),
+    "bimodal": (1_024, 524_288),
+    "longalign": (8_192, 65_536),
+    "longtail": (64, 131_072),
+    "video": (2_048, 131_072),
+    "images": (256, 4_096),
+    "equal": (8_192, 8_192),
+}
+
+
+def many(name: str, count: int = 30_000) -> np.ndarray:
+    """Lengths of ``count`` documents, none of them cut by a budget."""
+    rng = np.random.default_rng(7)
+    return np.array([DISTRIBUTIONS[name](rng, 1 << 40) for _ in range(count)])
+
+
+def test_every_distribution_has_documented_bounds() -> None:
+    assert set(BOUNDS) == set(DISTRIBUTIONS)
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.parametrize("tokens", [1, 1_000, 131_072, 1_000_003])
+def test_a_batch_is_exactly_the_budget(name: str, tokens: int) -> None:
+    for seed in range(3):
+        found = draw_lengths(name, tokens, seed)
+        assert sum(found) == tokens
+        assert min(found) >= 1
+        assert all(type(n) is int for n in found)
+        low, high = BOUNDS[name]
+        assert max(found) <= high
+        assert all(n >= low for n in found[:-1]) or name == "web"
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_a_seed_is_a_batch(name: str) -> None:
+    batches = [draw_lengths(name, 2_000_000, seed) for seed in range(3)]
+    assert batches == [draw_lengths(name, 2_000_000, seed) for seed in range(3)]
+    if name != "equal":
+        assert all(a != b for a, b in itertools.combinations(batches, 2))
+    assert draw_lengths(name, 2_000_000) == batches[0]
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_documents_stay_within_the_documented_bounds_and_use_them(name: str) -> None:
+    found = many(name)
+    low, high = BOUNDS[name]
+    assert found.min() >= low
+    assert found.max() <= high
+    assert found.max() > high / 3, "the longest documents are missing"
+
+
+def test_web_documents_are_cut_at_a_quarter_of_the_budget() -> None:
+    cut = [n for seed in range(40) for n in draw_lengths("web", 8_192, seed)]
+    assert max(cut) == 2_048
+    assert max(draw_lengths("web", 3, 0)) == 1
+
+
+def test_web_follows_the_published_bins() -> None:
+    found = many("web", 60_000)
+    total = 13_463_214
+    for longest, below in ((50, 421_442), (500, 6_293_530), (1_024, 9_610_315), (4_096, 12_705_406), (32_768, 13_403_989)):
+        assert np.mean(found <= longest) == pytest.approx(below / total, abs=0.01)
+    assert np.mean(found > 32_768) == pytest.approx(59_225 / total, rel=0.25)
+
+
+def test_wikipedia_follows_the_published_percentiles() -> None:
+    found = many("wikipedia")
+    for share, length in ((25, 146), (50, 350), (75, 868), (90, 2_146), (99, 11_050)):
+        assert np.percentile(found, share) == pytest.approx(length, rel=0.08)
+
+
+@pytest.mark.parametrize(
+    ("name", "published"), [("libra256k", (607, 1_313, 33_330)), ("libra1m", (644, 1_432, 71_006))]
+)
+def test_libra_follows_the_published_percentiles(name: str, published: tuple[int, ...]) -> None:
+    found = np.percentile(many(name, 60_000), [50, 75, 99])
+    assert found == pytest.approx(published, rel=0.12)
+
+
+@pytest.mark.parametrize(
+    ("name", "mean"), [("lognormal16k", 16_384), ("bimodal", 40_960), ("longalign", 20_000), ("images", 1_024)]
+)
+def test_lognormal_sets_have_their_mean(name: str, mean: int) -> None:
+    assert many(name, 10_000).mean() == pytest.approx(mean, rel=0.08)
+
+
+def test_bimodal_has_two_modes() -> None:
+    found = many("bimodal", 10_000)
+    near, between, far = (np.mean((found > a) & (found < b)) for a, b in ((9e3, 2e4), (2.6e4, 3.7e4), (4.5e4, 9e4)))
+    assert near > between < far
+    assert near == pytest.approx(0.33, abs=0.08)
+
+
+def test_equal_is_the_control() -> None:
+    assert draw_lengths("equal", 20_000) == [8_192, 8_192, 3_616]
+
+
+# --- text forms ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("7", [7]),
+        ("4096,800,1", [4096, 800, 1]),
+        (" 5 , 6", [5, 6]),
+        ("3x20", [20, 20, 20]),
+        ("2x5,7,1x3", [5, 5, 7, 3]),
+        ("64x2048", [2048] * 64),
+        ("equal:10000:4", [8192, 1808]),
+        ("equal:100", [100]),
+    ],
+)
+def test_text_forms(text: str, expected: list[int]) -> None:
+    assert parse_lengths(text) == expected
+
+
+def test_a_long_list_is_a_list() -> None:
+    """Longer than any file name may be."""
+    lengths = list(range(1, 400))
+    assert parse_lengths(",".join(map(str, lengths))) == lengths
+
+
+def test_a_named_distribution_is_drawn() -> None:
+    assert parse_lengths("web:8192:3") == draw_lengths("web", 8192, 3)
+    assert parse_lengths("web:8192") == draw_lengths("web", 8192, 0)
+
+
+def test_files_by_sign_and_by_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lengths.txt").write_text("12\n7\n\n  3\n")
+    for text in (f"@{tmp_path}/lengths.txt", f"{tmp_path}/lengths.txt"):
+        assert parse_lengths(text) == [12, 7, 3]
+    monkeypatch.chdir(tmp_path)
+    assert parse_lengths("lengths.txt") == [12, 7, 3]
+    (tmp_path / "42").write_text("1")
+    assert parse_lengths("42") == [42], "a number is a length, whatever files there are"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ["''", "is not a length", "64x2048"]),
+        ("5,,6", ["''", "'5,,6'"]),
+        ("ten", ["'ten'", "web:131072:0"]),
+        ("5;6", ["'5;6'"]),
+        ("2x", ["'2x'"]),
+        ("axb", ["'axb'"]),
+        ("1.5", ["'1.5'"]),
+        ("web:many:0", ["'web:many:0'", "token budget and a seed"]),
+        ("web:100:x", ["'web:100:x'", "token budget and a seed"]),
+        ("web:100:0:7", ["'web:100:0:7'"]),
+        ("web:100:-1", ["-1"]),
+        ("wep:100:0", ["'wep'", "did you mean 'web'?"]),
+        ("zzzz:100:0", ["'zzzz'", ", ".join(DISTRIBUTIONS)]),
+        ("web:0:0", ["at least 1 token", "got 0"]),
+        ("web:-8:0", ["at least 1 token", "got -8"]),
+        ("@/no/such/file", ["/no/such/file", "No such file"]),
+    ],
+)
+def test_wrong_text_is_refused(text: str, words: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        parse_lengths(text)
+    assert not [w for w in words if w not in str(caught.value)], str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", ["holds no lengths", "one number a line"]),
+        (b" \n\n", ["holds no lengths"]),
+        (b"12\nabc\n", ["entry 2", "'abc'", "one number a line"]),
+        (b"1.5\n", ["entry 1", "'1.5'"]),
+        (b"\xff\xfe\x00\x81", ["not a text file"]),
+    ],
+)
+def test_wrong_files_are_refused(tmp_path: Path, content: bytes, words: list[str]) -> None:
+    path = tmp_path / "lengths"
+    path.write_bytes(content)
+    with pytest.raises(ValueError) as caught:
+        parse_lengths(f"@{path}")
+    assert not [w for w in (str(path), *words) if w not in str(caught.value)], str(caught.value)
+
+
+def test_a_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"cannot read lengths.*directory"):
+        parse_lengths(f"@{tmp_path}")
