@@ -1,12 +1,13 @@
 """blocks: short and long documents packed together, moving only what is needed.
 
-Rows with all their keys are packed (:mod:`flexcp.planners.pack`) first over nodes, held close to their mean, then over the ranks of each node.
-Inside a node there is a choice of *teams* of G ranks, G a divisor of the KV heads: a team takes items as one bin, and splits those too large for one
-of its ranks by heads. A split item's keys reach the team once, and its rows may be kept by any of the team, which levels tokens for free. Each node
-takes the team size that moves the fewest bytes.
+Rows with all their keys are packed (:mod:`flexcp.planners.pack`) first over nodes, held close to their mean, then over the
+ranks of each node. Inside a node there is a choice of *teams* of G ranks, G a divisor of the KV heads: a team takes items as one
+bin, and splits those too large for one of its ranks by heads. A split item's keys reach the team once, and its rows may be kept by
+any of the team, which levels tokens for free. Each node takes the team size that moves the fewest bytes.
 
-Tolerances hold by construction: what packing leaves over a limit is levelled row by row, work and tokens apart. Without a compute tolerance a
-row's load is its attention *and* its share of the rest of the layer, so that the step's time is balanced and not only attention's.
+Tolerances hold by construction: what packing leaves over a limit is levelled row by row, work and tokens apart. Without a compute
+tolerance a row's load is its attention *and* its share of the rest of the layer, so that the step's time is balanced and not only
+attention's.
 
 With a fixed layout the tokens stay put and only work moves.
 """
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from flexcp.intervals import spread
 from flexcp.pieces import Kind
 from flexcp.plan import Placement, Regions
 from flexcp.planners.layouts import (
@@ -34,20 +36,22 @@ from flexcp.planners.request import Request
 
 Ints = NDArray[np.int64]
 DEFAULT_TOLERANCE = 0.02
-NODE_TOLERANCE = 0.008
+NODE_TOLERANCES = (0.008, 0.02, 0.04)
+DEFAULT_EFFORT = 12
+"""Placements of a node that are tried in all; more nodes get fewer each."""
 SLACK_USED = 0.8
 UNLIMITED = 1 << 40
 
 
 @dataclass
 class Shares:
-    """The placement in the making: rows of whole items by rank, of split items by team, and who keeps which rows.
+    """The placement in the making.
 
-    Rows are ``[n, 4]``: rank or team, document, first, last. A team is its first rank; ``team_size`` says how many follow.
+    ``work`` rows are (first rank, team size, document, first, last): a team of one computes whole items, a larger one splits them by
+    heads. ``kept`` rows are (rank, document, first, last).
     """
 
-    whole: list[Ints] = field(default_factory=list)
-    split: list[tuple[Ints, int]] = field(default_factory=list)
+    work: list[Ints] = field(default_factory=list)
     kept: list[Ints] = field(default_factory=list)
 
 
@@ -63,31 +67,53 @@ def _free(request: Request) -> Placement:
     loads = make_field(request.batch, _grain(request), _row_price(request), split_thin=True)
     limit, aim = _load_limits(request, loads)
     limits = Limits(limit, np.full(request.ranks, UNLIMITED if rows is None else rows), aim)
-    shares = Shares()
-    for node, items in enumerate(_over_nodes(request, loads, limits)):
-        _node(request, loads, items, limits, node, shares)
-    whole = np.concatenate([np.zeros((0, 4), np.int64), *shares.whole])
-    kept = np.concatenate([np.zeros((0, 4), np.int64), *shares.kept])
-    whole = level_work(loads, whole, _split_loads(request, loads, shares), limit, _nodes(request))
-    rank, start, stop = _stream(request, kept)
+    shares = _best_shares(request, loads, limits)
+    work = level_work(loads, np.concatenate(shares.work), limit, _nodes(request))
+    rank, start, stop = _stream(request, np.concatenate(shares.kept))
     if rows is not None:
         rank, start, stop = level_rows(rank, start, stop, _rows_allowed(request, rows), _nodes(request))
     runs, pads = runs_of_ranges(rank, start, stop), 0
     if request.equal_tokens:
         runs, pads = equalised(runs, request.ranks, request.batch.tokens, request.pad_to)
-    regions = tuple(_regions(request, whole, shares.split, thin) for thin in loads.thin)
+    regions = tuple(_regions(request, work, thin) for thin in loads.thin)
     return Placement(request.batch, request.ranks, pads, runs, regions)
 
 
-def _over_nodes(request: Request, loads: Field, limits: Limits) -> list[Ints]:
-    """Each node's items."""
+def _best_shares(request: Request, loads: Field, limits: Limits) -> Shares:
+    """Over nodes with a few tolerances, then inside each; the one that moves least."""
+    nodes = request.cluster.nodes
+    effort = DEFAULT_EFFORT if request.effort is None else request.effort
+    tries = 1 if nodes == 1 else max(1, min(len(NODE_TOLERANCES), effort // nodes))
+    best: tuple[int, list[_Option]] | None = None
+    for tolerance in NODE_TOLERANCES[:tries]:
+        options = [
+            _node(request, loads, items, limits, node)
+            for node, items in enumerate(_over_nodes(request, loads, limits, tolerance))
+        ]
+        score = sum(_score(request, o.keys, o.violation) for o in options)
+        if best is None or score < best[0]:
+            best = (score, options)
+    assert best is not None
+    shares, size = Shares(), request.cluster.ranks_per_node
+    for node, option in enumerate(best[1]):
+        for rank, part in enumerate(option.whole, node * size):
+            shares.work.append(_led_by(part, rank, 1))
+            shares.kept.append(_led_by(part, rank))
+        for start, team, part, owners in option.split:
+            shares.work.append(_led_by(part, node * size + start, team))
+            shares.kept += [_led_by(rows, node * size + start + i) for i, rows in enumerate(owners)]
+    return shares
+
+
+def _over_nodes(request: Request, loads: Field, limits: Limits, tolerance: float) -> list[Ints]:
+    """Each node's items, its load within ``tolerance`` of the mean so that its ranks keep their own slack."""
     batch, nodes = request.batch, request.cluster.nodes
     everything = np.stack([np.arange(batch.documents), np.zeros(batch.documents, np.int64), batch.lengths], axis=1)
     if nodes == 1:
         return [everything]
     load = limits.load.reshape(nodes, -1).sum(axis=1)
     mean = np.array([int(x) * loads.total // max(1, int(load.sum())) for x in load])
-    tight = np.minimum(load, mean + (mean * NODE_TOLERANCE).astype(np.int64))
+    tight = np.minimum(load, mean + (mean * tolerance).astype(np.int64))
     rows = limits.rows.reshape(nodes, -1).sum(axis=1)
     if rows[0] < UNLIMITED:
         share = -(-batch.tokens // nodes)
@@ -96,20 +122,13 @@ def _over_nodes(request: Request, loads: Field, limits: Limits) -> list[Ints]:
     return [found.items[found.bins == n] for n in range(nodes)]
 
 
-def _node(request: Request, loads: Field, items: Ints, limits: Limits, node: int, shares: Shares) -> None:
+def _node(request: Request, loads: Field, items: Ints, limits: Limits, node: int) -> _Option:
     """The node's items to its ranks, by the team size that moves least."""
     size = request.cluster.ranks_per_node
-    first = node * size
-    mine = Limits(*(x[first : first + size] for x in (limits.load, limits.rows, limits.aim)))
+    span = slice(node * size, (node + 1) * size)
+    mine = Limits(limits.load[span], limits.rows[span], limits.aim[span])
     options = [_teams(request, loads, items, mine, team) for team in _team_sizes(request)]
-    # A violation is levelled later; until then it weighs as in packing.
-    best = min(options, key=lambda o: o.keys + o.violation * 8 * int(request.batch.lengths.max()) // 1_000_000)
-    for rank, part in enumerate(best.whole):
-        shares.whole.append(_with_first(part, first + rank))
-        shares.kept.append(_with_first(part, first + rank))
-    for start, team, part, owners in best.split:
-        shares.split.append((_with_first(part, first + start), team))
-        shares.kept += [_with_first(rows, first + start + i) for i, rows in enumerate(owners)]
+    return min(options, key=lambda o: _score(request, o.keys, o.violation))
 
 
 @dataclass(frozen=True)
@@ -144,6 +163,11 @@ def _teams(request: Request, loads: Field, items: Ints, limits: Limits, team: in
     return _Option(whole, split, keys, violation)
 
 
+def _score(request: Request, keys: int, violation: int) -> int:
+    """Keys moved, and a violation weighed as in packing: it will be levelled."""
+    return keys + violation * 8 * int(request.batch.lengths.max()) // 1_000_000
+
+
 def _inside_team(
     request: Request, loads: Field, items: Ints, limits: Limits
 ) -> tuple[list[Ints], Ints, list[Ints], int, int]:
@@ -154,15 +178,11 @@ def _inside_team(
     load = loads.load(items[:, 0], items[:, 1], items[:, 2])
     exchange = _exchange_keys(request, items[:, 2] - items[:, 1], team)
     costly = loops.keys_alone(items, loads.slices, loads.slice_first) > exchange
-    parted = np.zeros(len(items), bool)
+    parted = load > int(limits.aim.min())
     while True:
-        while True:
-            share = int(load[parted].sum()) // team
-            # Too large for one rank; or the team fetches the keys anyway and exchanging the rows' heads is cheaper.
-            more = ~parted & ((load > int(limits.aim.min()) - share) | (costly & np.isin(items[:, 0], items[parted, 0])))
-            if not more.any():
-                break
-            parted |= more
+        # The team fetches the keys of a split document anyway: exchanging other rows' heads may be cheaper than their keys.
+        parted |= costly & np.isin(items[:, 0], items[parted, 0])
+        share = int(load[parted].sum()) // team
         rest = np.flatnonzero(~parted)
         room = Limits(limits.load - share, limits.rows, np.maximum(limits.aim - share, 1))
         found = pack(loads, items[rest], room)
@@ -230,17 +250,9 @@ def _dealt_rows(items: Ints, counts: Ints) -> list[Ints]:
 
 
 def _team_sizes(request: Request) -> list[int]:
-    """1, and the largest team that both the KV heads and the ranks of a node divide into."""
+    """Teams that both the KV heads and the ranks of a node divide into."""
     largest = math.gcd(request.shape.kv_heads, request.cluster.ranks_per_node)
     return sorted({1, largest})
-
-
-def _split_loads(request: Request, loads: Field, shares: Shares) -> Ints:
-    """Load that split items put on each rank."""
-    total = np.zeros(request.ranks, np.int64)
-    for items, team in shares.split:
-        total[items[0, 0] : items[0, 0] + team] += int(loads.load(*items[:, 1:].T).sum()) // team
-    return total
 
 
 def _fixed(request: Request) -> Placement:
@@ -253,39 +265,40 @@ def _fixed(request: Request) -> Placement:
     if scattered:
         # Rows of scattered tokens are nobody's neighbours: place the work as if the layout were free.
         limits = Limits(limit, np.full(request.ranks, UNLIMITED), aim)
-        nodes = _over_nodes(request, loads, limits)
+        nodes = _over_nodes(request, loads, limits, NODE_TOLERANCES[0])
         size, parts = request.cluster.ranks_per_node, []
         for node, items in enumerate(nodes):
             span = slice(node * size, (node + 1) * size)
             found = pack(loads, items, Limits(limit[span], limits.rows[span], aim[span]))
-            parts.append(np.concatenate([found.bins[:, None] + node * size, found.items], axis=1))
-        whole = np.concatenate(parts)
+            team = np.ones((len(found.bins), 1), np.int64)
+            parts.append(np.concatenate([found.bins[:, None] + node * size, team, found.items], axis=1))
+        work = np.concatenate(parts)
     else:
         index, document, q0, q1 = request.batch.split_by_document(runs.start, runs.stop)
-        whole = np.stack([runs.rank[index], document, q0, q1], axis=1)
-    whole = level_work(loads, whole, np.zeros(request.ranks, np.int64), limit, _nodes(request))
-    regions = _regions(request, whole, [], request.batch.lengths)
-    return Placement(request.batch, request.ranks, 0, runs, (regions,) * len(request.batch.masks), assemble_own=scattered)
+        work = np.stack([runs.rank[index], np.ones(len(index), np.int64), document, q0, q1], axis=1)
+    work = level_work(loads, work, limit, _nodes(request))
+    regions = _regions(request, work, request.batch.lengths)
+    return Placement(
+        request.batch, request.ranks, 0, runs, (regions,) * len(request.batch.masks), assemble_own=scattered
+    )
 
 
-def _regions(request: Request, whole: Ints, split: list[tuple[Ints, int]], thin: Ints) -> Regions:
-    """Rows with all their keys, by rank or by the heads of a team; thin rows by the keys each part holds."""
+def _regions(request: Request, work: Ints, thin: Ints) -> Regions:
+    """Rows with all their keys, each rank of a team its share of the heads; thin rows by the keys each part holds."""
     heads = request.shape.heads
-    parts = [(whole, 0, heads)]
-    for items, team in split:
-        for i in range(team):
-            part = items.copy()
-            part[:, 0] += i
-            parts.append((part, i * heads // team, (i + 1) * heads // team))
-    tables = []
-    for part, h0, h1 in parts:
-        rank, document, lo, hi = part.T
-        length, begin = request.batch.lengths[document], thin[document]
-        common = {"document": document, "rank": rank, "h0": h0, "h1": h1}
-        tables.append(Regions.make(len(part), q0=lo, q1=np.minimum(hi, begin), k0=0, k1=length, **common))
-        if (begin < length).any():
-            tables.append(Regions.make(len(part), q0=begin, q1=length, k0=lo, k1=hi, **common))
-    found = Regions.join(tables)
+    item, member = spread(work[:, 1])
+    rank, team, document, lo, hi = work[item].T
+    length, begin = request.batch.lengths[document], thin[document]
+    common = {
+        "document": document,
+        "rank": rank + member,
+        "h0": member * heads // team,
+        "h1": (member + 1) * heads // team,
+    }
+    found = Regions.make(len(item), q0=lo, q1=np.minimum(hi, begin), k0=0, k1=length, **common)
+    if (begin < length).any():
+        by_keys = Regions.make(len(item), q0=begin, q1=length, k0=lo, k1=hi, **common)
+        found = Regions.join([found, by_keys])
     return found.take(found.q0 < found.q1)
 
 
@@ -337,8 +350,9 @@ def _nodes(request: Request) -> Ints:
     return np.arange(request.ranks) // request.cluster.ranks_per_node
 
 
-def _with_first(items: Ints, value: int) -> Ints:
-    return np.concatenate([np.full((len(items), 1), value, np.int64), items], axis=1)
+def _led_by(items: Ints, *values: int) -> Ints:
+    """The items' columns behind constant ones."""
+    return np.concatenate([np.full((len(items), len(values)), values, np.int64), items], axis=1)
 
 
 def _stream(request: Request, kept: Ints) -> tuple[Ints, Ints, Ints]:

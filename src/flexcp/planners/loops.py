@@ -1,28 +1,42 @@
 """All compiled loops of planning, in one file.
 
-Numba's disk cache does not notice changes in other files, so every compiled function lives here. Everything is 64-bit integers: the same
-result on every machine. ``pack.py`` says what the steps mean; this file is how they run fast.
+Numba's disk cache does not notice changes in other files, so every compiled function lives here. Everything is 64-bit integers:
+the same result on every machine. ``pack.py`` says what the steps mean; this file is how they run fast.
 
-Rows are cut at multiples of ``grain``. ``prefix[first[d] + i]`` is the load of document d's rows before ``min(i * grain, length)``. Items are
-columns of one array (``DOC LO HI LOAD BIN``); a bin's items are found by scanning, which is cheap at the few hundred items of a batch or node.
+Rows are cut at multiples of ``grain``, or where a slice begins. ``prefix[first[d] + i]`` is the load of document d's rows before
+``min(i * grain, length)``. Items are rows of one array with the columns ``DOC LO HI LOAD BIN``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 from numba import njit
+
+Compiled = Callable[..., Any]
+
+
+def compiled(function: Compiled) -> Compiled:
+    """Compile on first use and keep the result on disk; where no folder can be written, in this process only."""
+    try:
+        return njit(cache=True)(function)
+    except RuntimeError:
+        return njit(function)
+
 
 DOC, LO, HI, LOAD, BIN = range(5)
 MILLION = 1_000_000
 HUGE = 1 << 62
 
 
-@njit(cache=True)
+@compiled
 def load_of(prefix, first, grain, d, lo, hi):
     return prefix[first[d] + (hi + grain - 1) // grain] - prefix[first[d] + (lo + grain - 1) // grain]
 
 
-@njit(cache=True)
+@compiled
 def tail_within(prefix, first, grain, d, lo, hi, load):
     """Smallest cut x in [lo, hi] such that rows x..hi carry at most ``load``."""
     base = first[d]
@@ -38,7 +52,7 @@ def tail_within(prefix, first, grain, d, lo, hi, load):
     return min(max(low * grain, lo), hi)
 
 
-@njit(cache=True)
+@compiled
 def head_within(prefix, first, grain, d, lo, hi, load):
     """Largest cut x in [lo, hi] such that rows lo..x carry at most ``load``."""
     base = first[d]
@@ -54,7 +68,18 @@ def head_within(prefix, first, grain, d, lo, hi, load):
     return min(low * grain, hi)
 
 
-@njit(cache=True)
+@compiled
+def snapped(cut, lo, hi, slices, s0, s1):
+    """A cut moved to where a slice begins a little later, if one does: rows before it are then of no use to rows behind it."""
+    reach = cut + (hi - cut) // 4
+    best = cut
+    for s in range(s0, s1):
+        if cut < slices[s, 0] <= reach and slices[s, 2] > lo:
+            best = slices[s, 0]
+    return best
+
+
+@compiled
 def outside(ranges, count, slices, s0, s1, spans):
     """Keys that the row ``ranges[:count]`` of a document read and that are not among those rows themselves."""
     found = 0
@@ -88,7 +113,7 @@ def outside(ranges, count, slices, s0, s1, spans):
     return total
 
 
-@njit(cache=True)
+@compiled
 def bin_cost(items, chain, b, d, skip, lo1, hi1, slices, sfirst, ranges, spans):
     """Keys bin ``b`` fetches for document ``d`` without item ``skip`` and with rows lo1..hi1 (when not empty)."""
     count = 0
@@ -104,7 +129,7 @@ def bin_cost(items, chain, b, d, skip, lo1, hi1, slices, sfirst, ranges, spans):
     return outside(ranges, count, slices, sfirst[d], sfirst[d + 1], spans)
 
 
-@njit(cache=True)
+@compiled
 def chains(items, n, documents):
     """Items of each document as a chain: ``chain[0, d]`` is the first, ``chain[1, i]`` the one after i, -1 the end."""
     chain = np.full((2, max(documents, len(items))), -1, np.int64)
@@ -114,7 +139,7 @@ def chains(items, n, documents):
     return chain
 
 
-@njit(cache=True)
+@compiled
 def violation(load, rows, cap_load, cap_rows, mean_load, mean_rows):
     """How far a bin is over its limits, in millionths of the mean, linear plus ten times quadratic."""
     x = max(load - cap_load, 0) * MILLION // mean_load
@@ -123,12 +148,12 @@ def violation(load, rows, cap_load, cap_rows, mean_load, mean_rows):
     return x + x * x // 100_000 + y + y * y // 100_000
 
 
-@njit(cache=True)
-def peel(items, n, bins, prefix, first, grain, cap_load, aim_load, cap_rows, price, fill):
+@compiled
+def peel(items, n, bins, prefix, first, grain, aim_load, cap_rows, slices, sfirst, fill):
     """Open bins for the tails of items that exceed one; returns (item count, bins opened).
 
-    A tail bin is filled up to its share of rows with the lightest whole items, then with the first rows of the item itself: dense late rows and
-    light early ones together meet both limits, and the early rows are keys the tail needs anyway.
+    A tail bin is filled up to its share of rows with the lightest whole items, then with the first rows of the item itself:
+    dense late rows and light early ones together meet both limits, and the early rows are keys the tail needs anyway.
     """
     opened = 0
     order = np.zeros(len(items), np.int64)
@@ -183,9 +208,16 @@ def peel(items, n, bins, prefix, first, grain, cap_load, aim_load, cap_rows, pri
                 extra = load_of(prefix, first, grain, d, lo, stop)
                 if stop > lo:
                     cut = tail_within(prefix, first, grain, d, stop, hi, aim - load - extra)
-                    items[n, DOC], items[n, LO], items[n, HI], items[n, LOAD], items[n, BIN] = d, lo, stop, extra, opened
+                    items[n, DOC], items[n, LO], items[n, HI], items[n, LOAD], items[n, BIN] = (
+                        d,
+                        lo,
+                        stop,
+                        extra,
+                        opened,
+                    )
                     n += 1
                     lo = stop
+        cut = snapped(cut, lo, hi, slices, sfirst[d], sfirst[d + 1])
         if cut >= hi:
             cut = max(lo, hi - grain)
         items[n, DOC], items[n, LO], items[n, HI], items[n, BIN] = d, cut, hi, opened
@@ -200,7 +232,7 @@ def peel(items, n, bins, prefix, first, grain, cap_load, aim_load, cap_rows, pri
     return n, opened
 
 
-@njit(cache=True)
+@compiled
 def deal(items, n, bins, cap_load, cap_rows, mean_load, mean_rows):
     """The items not yet in a bin, largest first, each whole into the bin that is then fullest least."""
     load, rows = np.zeros(bins, np.int64), np.zeros(bins, np.int64)
@@ -226,8 +258,10 @@ def deal(items, n, bins, cap_load, cap_rows, mean_load, mean_rows):
         rows[best] += length
 
 
-@njit(cache=True)
-def repair(items, n, bins, prefix, first, grain, cap_load, cap_rows, mean_load, mean_rows, slices, sfirst, weight, moves):
+@compiled
+def repair(
+    items, n, bins, prefix, first, grain, cap_load, cap_rows, mean_load, mean_rows, slices, sfirst, weight, moves
+):
     """Move, cut and swap items out of the worst bin while that lowers violation x weight + keys fetched; returns the item count."""
     load, rows = np.zeros(bins, np.int64), np.zeros(bins, np.int64)
     for i in range(n):
@@ -288,7 +322,9 @@ def repair(items, n, bins, prefix, first, grain, cap_load, cap_rows, mean_load, 
                         continue
                     part = load_of(prefix, first, grain, d, x, y)
                     after = violation(load[w] - part, rows[w] - (y - x), cap_load[w], cap_rows[w], mean_load, mean_rows)
-                    after += violation(load[b] + part, rows[b] + (y - x), cap_load[b], cap_rows[b], mean_load, mean_rows)
+                    after += violation(
+                        load[b] + part, rows[b] + (y - x), cap_load[b], cap_rows[b], mean_load, mean_rows
+                    )
                     if after >= before:
                         continue
                     if there < 0:
@@ -359,7 +395,7 @@ def repair(items, n, bins, prefix, first, grain, cap_load, cap_rows, mean_load, 
     return n
 
 
-@njit(cache=True)
+@compiled
 def keys_alone(items, slices, sfirst):
     """Keys each item would fetch if it were alone on a rank."""
     most = 1
@@ -375,7 +411,7 @@ def keys_alone(items, slices, sfirst):
     return found
 
 
-@njit(cache=True)
+@compiled
 def total_cost(items, n, bins, slices, sfirst):
     """Keys that all bins fetch."""
     most = 1
@@ -393,3 +429,130 @@ def total_cost(items, n, bins, slices, sfirst):
         if j < 0:
             total += bin_cost(items, chain, items[i, BIN], items[i, DOC], -1, 0, 0, slices, sfirst, ranges, spans)
     return total
+
+
+@compiled
+def pack(items, prefix, first, grain, cap_load, cap_rows, aim, slices, sfirst, weight, moves, fills, aims):
+    """Peel, deal and repair once for each variant; (best table, keys it fetches, worst violation in millionths)."""
+    bins, count = len(cap_load), len(items)
+    mean_load, mean_rows = 1, 0
+    for b in range(bins):
+        mean_load += aim[b]
+    for i in range(count):
+        mean_rows += items[i, HI] - items[i, LO]
+    mean_load, mean_rows = max(1, mean_load // bins), max(1, mean_rows // bins)
+    caps, row_caps = np.maximum(cap_load, 1), np.maximum(cap_rows, 1)
+    best = np.zeros((0, 5), np.int64)
+    best_keys, best_over = HUGE, HUGE
+    for variant in range(len(fills)):
+        table = np.zeros((count + 4 * bins + moves + 16, 5), np.int64)
+        for i in range(count):
+            d, lo, hi = items[i, DOC], items[i, LO], items[i, HI]
+            table[i, DOC], table[i, LO], table[i, HI], table[i, BIN] = d, lo, hi, -1
+            table[i, LOAD] = load_of(prefix, first, grain, d, lo, hi)
+        used = aim + (cap_load - aim) * aims[variant] // 100
+        n, _ = peel(table, count, bins, prefix, first, grain, used, row_caps, slices, sfirst, fills[variant])
+        deal(table, n, bins, caps, row_caps, mean_load, mean_rows)
+        n = repair(
+            table, n, bins, prefix, first, grain, caps, row_caps, mean_load, mean_rows, slices, sfirst, weight, moves
+        )
+        keys = total_cost(table, n, bins, slices, sfirst)
+        load, rows = np.zeros(bins, np.int64), np.zeros(bins, np.int64)
+        for i in range(n):
+            load[table[i, BIN]] += table[i, LOAD]
+            rows[table[i, BIN]] += table[i, HI] - table[i, LO]
+        over = 0
+        for b in range(bins):
+            over = max(over, (load[b] - cap_load[b]) * MILLION // mean_load)
+            over = max(over, (rows[b] - cap_rows[b]) * MILLION // mean_rows)
+        if over < best_over or (over == best_over and keys < best_keys):
+            best, best_keys, best_over = table[:n], keys, over
+        if keys == 0 and over == 0:
+            break
+    return best, best_keys, best_over
+
+
+@compiled
+def ramp(x, width):
+    x = max(x, 0)
+    inside = min(x, width + 1)
+    return inside * (inside - 1) // 2 + (x - inside) * width
+
+
+@compiled
+def exact_before(d, row, price, layers, sfirst, slices, shift):
+    """Load of document ``d`` before ``row``, exact at any row: the closed form of :func:`flexcp.masks.rows_area`."""
+    total = row * price
+    for s in range(sfirst[d], sfirst[d + 1]):
+        q0, q1, k0, k1, lo, hi = slices[s]
+        b = min(max(row, q0), q1)
+        width = max(k1 - k0, 0)
+        upper = ramp(b + hi + 1 - k0, width) - ramp(q0 + hi + 1 - k0, width)
+        lower = ramp(b + lo - k0, width) - ramp(q0 + lo - k0, width)
+        total += layers[s] * (upper - lower)
+    return total >> shift
+
+
+@compiled
+def level(work, n, limit, nodes, price, layers, sfirst, slices, shift):
+    """Move rows from ranks over ``limit`` to ranks under it, same node first, until none is over by more than a row.
+
+    ``work`` rows are (first rank, team size, document, first row, last row); a team's rows load each of its ranks with their
+    share. What moves becomes a whole item of the rank that takes it. Returns the row count.
+    """
+    ranks = len(limit)
+    total = np.zeros(ranks, np.int64)
+    load = np.zeros(len(work), np.int64)
+    for i in range(n):
+        d = work[i, 2]
+        load[i] = exact_before(d, work[i, 4], price, layers, sfirst, slices, shift)
+        load[i] -= exact_before(d, work[i, 3], price, layers, sfirst, slices, shift)
+        for r in range(work[i, 0], work[i, 0] + work[i, 1]):
+            total[r] += load[i] // work[i, 1]
+    while n < len(work):
+        donor, taker = 0, -1
+        for r in range(ranks):
+            if total[r] - limit[r] > total[donor] - limit[donor]:
+                donor = r
+        if total[donor] <= limit[donor]:
+            break
+        at = -1
+        for i in range(n):
+            here = work[i, 0] <= donor < work[i, 0] + work[i, 1] and work[i, 3] < work[i, 4]
+            if here and (at < 0 or load[i] // work[i, 1] > load[at] // work[at, 1]):
+                at = i
+        if at < 0:
+            break
+        first, team, d = work[at, 0], work[at, 1], work[at, 2]
+        for r in range(ranks):
+            if first <= r < first + team or total[r] >= limit[r]:
+                continue
+            if taker < 0:
+                taker = r
+                continue
+            near, best = nodes[r] == nodes[donor], nodes[taker] == nodes[donor]
+            if (near and not best) or (near == best and limit[r] - total[r] > limit[taker] - total[taker]):
+                taker = r
+        if taker < 0:
+            break
+        amount = min((total[donor] - limit[donor]) * team, limit[taker] - total[taker])
+        end = exact_before(d, work[at, 4], price, layers, sfirst, slices, shift)
+        low, high = work[at, 3], work[at, 4] - 1
+        while low < high:
+            middle = (low + high) // 2
+            if end - exact_before(d, middle, price, layers, sfirst, slices, shift) <= amount:
+                high = middle
+            else:
+                low = middle + 1
+        moved = end - exact_before(d, high, price, layers, sfirst, slices, shift)
+        if total[taker] + moved >= total[donor]:
+            break  # one row is more than what is left to move
+        work[n, 0], work[n, 1], work[n, 2], work[n, 3], work[n, 4] = taker, 1, d, high, work[at, 4]
+        load[n] = moved
+        n += 1
+        work[at, 4] = high
+        load[at] -= moved
+        for r in range(first, first + team):
+            total[r] -= moved // team
+        total[taker] += moved
+    return n

@@ -7,9 +7,9 @@ An *item* is a range of a document's rows with all their keys, so whoever takes 
 - *deal*: the rest, largest first, whole into the bin that is then fullest least in the worse of its two limits.
 - *repair*: move, cut or swap items out of the worst bin while violation, weighed against the keys it fetches, falls.
 
-*Thin rows.* A few rows that see a whole document (causal blockwise's last block) would make their rank fetch all keys. Instead every owner of
-keys computes those rows against its own keys. So the load of a row is its own attention, unless it is thin, plus what thin rows do with its
-key: the thin slices, transposed. Everything else here does not know the difference.
+*Thin rows.* A few rows that see a whole document (causal blockwise's last block) would make their rank fetch all keys. Instead
+every owner of keys computes those rows against its own keys. So the load of a row is its own attention, unless it is thin, plus
+what thin rows do with its key: the thin slices, transposed. Everything else here does not know the difference.
 
 Loads are exact integers, scaled down (by a power of two) until their products fit 64 bits.
 """
@@ -29,6 +29,10 @@ Ints = NDArray[np.int64]
 THIN = 12
 """A slice with this many times more keys than rows, most of them seen, is thin."""
 REPAIR_MOVES = 64
+VARIANTS = ((True, 0), (False, 0), (True, 100), (True, -200), (False, 100))
+"""(fill tails' tokens, per cent of the slack above the aim that peeled bins use)."""
+VIOLATION_WEIGHT = 8
+"""A bin that is over a limit by its mean weighs as much as fetching the longest document this many times."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,8 +51,10 @@ class Field:
     slice_first: Ints
     thin: tuple[Ints, ...]
     row_price: int
-    areas: tuple[tuple[int, Ints, Ints], ...]
-    """(layers, first, slices): the terms of a row's load besides its price."""
+    area_slices: Ints
+    """Slices whose rows add up to a row's load besides its price: what it reads, and transposed what thin rows read of it."""
+    area_layers: Ints
+    area_first: Ints
     shift: int
 
     @property
@@ -62,15 +68,6 @@ class Field:
         return np.asarray(self.prefix[base - (-hi // self.grain)] - self.prefix[base - (-lo // self.grain)])
 
 
-    def before(self, document: int, rows: Ints) -> Ints:
-        """Load before each of some rows of a document, exact at any row."""
-        where = np.full(len(rows), document, np.int64)
-        total = rows * self.row_price
-        for layers, first, slices in self.areas:
-            total = total + layers * _areas_before(slices, first, where, rows)
-        return total >> self.shift
-
-
 def make_field(batch: Batch, grain: int, price: int, split_thin: bool) -> Field:
     """The field of a batch; ``price`` is the load of a row besides its attention, per layer."""
     counts = -(-batch.lengths // grain) + 1
@@ -80,6 +77,7 @@ def make_field(batch: Batch, grain: int, price: int, split_thin: bool) -> Field:
     row_price = price * sum(m.layers for m in batch.masks)
     loads = rows * row_price
     thin, terms, heaviest = [], [], (-1, batch.masks[0].first, batch.masks[0].slices)
+    owners = []
     for mask in batch.masks:
         begin = _thin_rows(mask, batch.lengths) if split_thin else batch.lengths
         thin.append(begin)
@@ -92,11 +90,27 @@ def make_field(batch: Batch, grain: int, price: int, split_thin: bool) -> Field:
         work = sum(layers * _areas_before(slices, start, document, rows) for layers, start, slices in mine)
         loads = loads + work
         terms += mine
+        owners += [owner] * len(mine)
         if int(work[first[1:] - 1].sum()) > heaviest[0]:
             heaviest = (int(work[first[1:] - 1].sum()), mask.first, wide)
     total = int(loads[first[1:] - 1].sum())
     shift = max(0, total.bit_length() - 40)
-    return Field(batch, grain, loads >> shift, first, heaviest[2], heaviest[1], tuple(thin), row_price, tuple(terms), shift)
+    owner = np.concatenate(owners)
+    order = np.argsort(owner, kind="stable")
+    return Field(
+        batch,
+        grain,
+        loads >> shift,
+        first,
+        np.ascontiguousarray(heaviest[2]),
+        heaviest[1],
+        tuple(thin),
+        row_price,
+        np.concatenate([slices for _, _, slices in terms])[order],
+        np.concatenate([np.full(len(slices), layers, np.int64) for layers, _, slices in terms])[order],
+        offsets(np.bincount(owner, minlength=batch.documents)),
+        shift,
+    )
 
 
 def _areas_before(slices: Ints, first: Ints, document: Ints, rows: Ints) -> Ints:
@@ -146,40 +160,23 @@ class Packed:
     violation: int
 
 
-def pack(field: Field, items: Ints, limits: Limits, moves: int = REPAIR_MOVES) -> Packed:
-    """Items ``[n, 3]`` into bins: peel (with and without filling tails' tokens), deal, repair; the better of the two."""
-    best: Packed | None = None
-    for fill in (True, False):
-        found = _pack_once(field, items, limits, fill, moves)
-        if best is None or (found.violation, found.keys) < (best.violation, best.keys):
-            best = found
-        if not len(items) or (fill and found.keys == 0 and found.violation == 0):
-            break
-    assert best is not None
-    return best
-
-
-def _pack_once(field: Field, items: Ints, limits: Limits, fill: bool, moves: int) -> Packed:
+def pack(field: Field, items: Ints, limits: Limits) -> Packed:
+    """Items ``[n, 3]`` into bins: peel, deal, repair in a few variants; the best of them."""
     from flexcp.planners import loops
 
-    bins, n = len(limits.load), len(items)
-    table = np.zeros((n + 4 * bins + moves + 16, 5), np.int64)
-    table[:n, :3] = items
-    table[:n, loops.LOAD] = field.load(items[:, 0], items[:, 1], items[:, 2])
-    table[:n, loops.BIN] = -1
-    mean_load = max(1, int(limits.aim.sum()) // bins)
-    mean_rows = max(1, int((items[:, 2] - items[:, 1]).sum()) // bins)
-    cap_load, cap_rows = np.maximum(limits.load, 1), np.maximum(limits.rows, 1)
-    longest = int(field.batch.lengths.max())
-    where = (field.prefix, field.first, field.grain)
-    n, _ = loops.peel(table, n, bins, *where, cap_load, limits.aim, cap_rows, 0, fill)
-    loops.deal(table, n, bins, cap_load, cap_rows, mean_load, mean_rows)
-    caps = (cap_load, cap_rows, mean_load, mean_rows)
-    n = loops.repair(table, n, bins, *where, *caps, field.slices, field.slice_first, 8 * longest, moves)
-    keys = loops.total_cost(table, n, bins, field.slices, field.slice_first)
-    table = table[:n]
-    load, rows = np.zeros(bins, np.int64), np.zeros(bins, np.int64)
-    np.add.at(load, table[:, loops.BIN], table[:, loops.LOAD])
-    np.add.at(rows, table[:, loops.BIN], table[:, 2] - table[:, 1])
-    over = max(int((load - limits.load).max()) / mean_load, int((rows - limits.rows).max()) / mean_rows, 0.0)
-    return Packed(table[:, :3], table[:, loops.BIN], int(keys), int(over * 1_000_000))
+    table, keys, over = loops.pack(
+        items,
+        field.prefix,
+        field.first,
+        field.grain,
+        limits.load,
+        limits.rows,
+        limits.aim,
+        field.slices,
+        field.slice_first,
+        VIOLATION_WEIGHT * int(field.batch.lengths.max()),
+        REPAIR_MOVES,
+        np.array([fill for fill, _ in VARIANTS]),
+        np.array([aim for _, aim in VARIANTS]),
+    )
+    return Packed(table[:, :3], table[:, loops.BIN], int(keys), int(over))
