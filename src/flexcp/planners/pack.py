@@ -87,7 +87,9 @@ def make_field(batch: Batch, grain: int, price: int, split_thin: bool) -> Field:
         mine = [(mask.layers, mask.first, wide)]
         if not is_empty(narrow).all():
             mine.append((mask.layers, mask.first, _transposed(narrow)))
-        work = sum(layers * _areas_before(slices, start, document, rows) for layers, start, slices in mine)
+        work = np.zeros(len(rows), np.int64)
+        for layers, start, slices in mine:
+            work += layers * _areas_before(slices, start, document, rows)
         loads = loads + work
         terms += mine
         owners += [owner] * len(mine)
