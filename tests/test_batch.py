@@ -178,9 +178,6 @@ def test_bad_masks_are_refused(arguments: dict[str, Any], message: str) -> None:
         make_batch([4, 5, 6], **arguments)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="TypeError, AssertionError or AttributeError instead of a ValueError that names the value"
-)
 @pytest.mark.parametrize("arguments", [{"mask": 5}, {"masks": {"a": (None, 2)}}, {"masks": [(causal(), 2)]}])
 def test_what_is_no_mask_at_all_is_refused_by_name(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="mask"):

@@ -117,13 +117,13 @@ def doubled(table: AnyTable, row: int) -> AnyTable:
 
 def sample(plan: Plan, backward: bool) -> list[int]:
     """First and last transfer of each kind, dtype and (in assembled plans) of own and others' tokens."""
-    t = plan.programs[0][backward].transfers
+    return sorted({row for rows in sorts(plan.programs[0][backward].transfers) for row in (rows[0], rows[-1])})
+
+
+def sorts(t: Transfers) -> list[list[int]]:
+    """Rows by kind, dtype, and whether they stay on their rank."""
     label = (t.kind * 2 + t.partial) * 2 + (t.source == t.target)
-    rows: set[int] = set()
-    for value in np.unique(label):
-        at = np.flatnonzero(label == value)
-        rows |= {int(at[0]), int(at[-1])}
-    return sorted(rows)
+    return [np.flatnonzero(label == value).tolist() for value in np.unique(label)]
 
 
 # --- the token-by-token judge --------------------------------------------------------------------------------------------
@@ -409,7 +409,6 @@ def test_a_broken_transfer_is_caught(change: str, backward: bool) -> None:
     assert survivors(BREAKS[change], backward, lambda t, row: not own_output(t, row)) == []
 
 
-@pytest.mark.xfail(strict=True, reason="results of assembled own tokens count as home before they go there")
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("change", ["dropped", "one token short", "one token later", "one head short"])
 def test_a_broken_return_of_assembled_own_tokens_is_caught(change: str, backward: bool) -> None:
@@ -425,28 +424,20 @@ def test_a_final_output_sent_twice_is_caught(backward: bool) -> None:
     assert survivors(double, backward, lambda t, row: bool(t.is_output[row] and not t.partial[row])) == []
 
 
-@pytest.mark.xfail(strict=True, reason="arrivals of a stage are compared with earlier stages only, not with each other")
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_an_input_sent_twice_in_one_stage_is_caught(backward: bool) -> None:
     assert survivors(double, backward, lambda t, row: int(t.kind[row]) in (Kind.Q, Kind.KV)) == []
 
 
-@pytest.mark.xfail(strict=True, reason="do is compared with q as a set")
 def test_do_sent_twice_is_caught() -> None:
     assert survivors(double, True, lambda t, row: t.kind[row] == Kind.DO) == []
 
 
-@pytest.mark.xfail(
-    strict=True, reason="labels are erased by the first send, so the second carries nothing; the executor adds twice"
-)
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_a_partial_output_sent_twice_is_caught(backward: bool) -> None:
     assert survivors(double, backward, lambda t, row: bool(t.partial[row])) == []
 
 
-@pytest.mark.xfail(
-    strict=True, reason="ranks, heads and starts are not checked; negative ones wrap, large ones are an IndexError"
-)
 @pytest.mark.parametrize(
     "cells",
     [
@@ -521,9 +512,6 @@ def test_programs_in_the_wrong_order_are_caught() -> None:
         check_plan(replace(plan, programs=((backward, forward),)))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="own_stage is not compared with stages, and programs are not counted against masks"
-)
 @pytest.mark.parametrize("broken", ["own stage beyond the last", "no stage at all", "no programs", "too many programs"])
 def test_a_plan_without_room_for_its_work_is_caught(broken: str) -> None:
     plan = planned("dp")
@@ -537,9 +525,6 @@ def test_a_plan_without_room_for_its_work_is_caught(broken: str) -> None:
         check_plan(changed)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the check works on atoms; the executor finds an output's rows by its whole piece (KeyError)"
-)
 def test_an_output_that_no_rank_could_find_is_caught() -> None:
     plan = valid("ulysses:2")
     table = plan.programs[0][0].transfers
@@ -595,6 +580,16 @@ def regions_broken(plan: Plan, row: int) -> dict[str, Regions]:
     return found
 
 
+def computes_right(plan: Plan) -> bool:
+    """Another rank may happen to have all it needs."""
+    try:
+        executed(plan, False)
+        executed(plan, True)
+    except WrongError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("name", MAKERS)
 def test_broken_work_is_caught(name: str) -> None:
     plan = valid(name)
@@ -605,7 +600,8 @@ def test_broken_work_is_caught(name: str) -> None:
                 check_plan(with_placement(plan, regions=(regions,)))
             except PlanError:
                 continue
-            accepted.append(f"{how}: region {row}")
+            if how != "on another rank" or not computes_right(with_placement(plan, regions=(regions,))):
+                accepted.append(f"{how}: region {row}")
     assert accepted == []
 
 
@@ -714,7 +710,7 @@ def overwrite(plan: Plan, backward: bool, data: st.DataObject) -> Plan:
     program = plan.programs[0][backward]
     table = program.transfers
     for _ in range(data.draw(st.integers(1, 2), "cells")):
-        row = data.draw(st.integers(0, len(table) - 1), "row")
+        row = data.draw(st.sampled_from(data.draw(st.sampled_from(sorts(table)), "rows")), "row")
         name = data.draw(st.sampled_from(table.names()), "column")
         heads = plan.shape.heads if int(table.kind[row]) in QUERY_SIDED else plan.shape.kv_heads
         tokens = int(plan.placement.tokens[table.owner[row]])
@@ -731,18 +727,8 @@ def overwrite(plan: Plan, backward: bool, data: st.DataObject) -> Plan:
     return with_transfers(plan, backward, table)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name, marks=pytest.mark.xfail(strict=True, reason="returns of assembled own tokens are not checked")
-        )
-        if name == "blocks, assembled"
-        else name
-        for name in MAKERS
-    ],
-)
-@settings(max_examples=60, deadline=None, derandomize=True)
+@pytest.mark.parametrize("name", list(MAKERS))
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(data=st.data(), backward=st.booleans())
 def test_what_the_check_accepts_computes_the_right_numbers(name: str, data: st.DataObject, backward: bool) -> None:
     plan = overwrite(valid(name), backward, data)

@@ -182,7 +182,10 @@ def test_numpy_integers_are_integers() -> None:
 REFUSED_PLANNERS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no heads": ({"heads": 0}, ["heads", "got 0"]),
     "negative KV heads": ({"kv_heads": -2}, ["kv_heads", "got -2"]),
-    "heads not a multiple of KV heads": ({"heads": 6, "kv_heads": 4}, ["multiple of kv_heads", "6 heads", "4 KV heads"]),
+    "heads not a multiple of KV heads": (
+        {"heads": 6, "kv_heads": 4},
+        ["multiple of kv_heads", "6 heads", "4 KV heads"],
+    ),
     "more KV heads than heads": ({"heads": 4, "kv_heads": 8}, ["4 heads", "8 KV heads"]),
     "head_dim": ({"head_dim": 0}, ["head_dim", "got 0"]),
     "fractional head_dim": ({"head_dim": 64.5}, ["head_dim", "64.5"]),
@@ -271,7 +274,11 @@ REFUSED_CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         ["ulysses:4", "3 KV heads", "4 ranks", "usp"],
     ),
     "usp over heads": ({"strategy": "usp:4,1", "heads": 6, "kv_heads": 6}, {}, ["usp:4,1", "6 query heads"]),
-    "groups under a fixed layout": ({"strategy": "ring:2"}, {"layout": "zigzag"}, ["fixed layout", "all 4 ranks", "blocks"]),
+    "groups under a fixed layout": (
+        {"strategy": "ring:2"},
+        {"layout": "zigzag"},
+        ["fixed layout", "all 4 ranks", "blocks"],
+    ),
     "dp under a fixed layout": ({"strategy": "dp"}, {"layout": "contiguous"}, ["fixed layout", "blocks"]),
     "scattered layout": (
         {"strategy": "ring"},

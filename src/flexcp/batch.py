@@ -114,6 +114,8 @@ def make_batch(
     if (mask is None) == (masks is None):
         raise ValueError("give either mask= or masks={'name': (mask, layers), ...}")
     named = {"mask": (mask, 1)} if masks is None else masks
+    if not isinstance(named, Mapping):
+        raise ValueError(f"masks= is a mapping {{'name': (mask, layers)}}; got {masks!r}")
     if not named:
         raise ValueError("masks= is empty; give at least one {'name': (mask, layers)}")
     found = []
@@ -123,20 +125,19 @@ def make_batch(
         rule, layers = entry
         if not isinstance(layers, int) or layers < 1:
             raise ValueError(f"masks[{name!r}] needs a layer count of at least 1; got {layers!r}")
-        assert rule is not None
         found.append(_layer_mask(name, layers, rule, array))
     starts = offsets(array)
     return Batch(array, starts, tuple(found))
 
 
-def _layer_mask(name: str, layers: int, mask: MaskLike, lengths: Ints) -> LayerMask:
+def _layer_mask(name: str, layers: int, mask: MaskLike | None, lengths: Ints) -> LayerMask:
     if isinstance(mask, Mask):
         rules: tuple[Mask, ...] = (mask,)
         documents, slices = mask.slices_of(lengths)
     else:
-        rules = tuple(mask)
-        if not all(isinstance(m, Mask) for m in rules):
+        if not isinstance(mask, Sequence) or not all(isinstance(m, Mask) for m in mask):
             raise ValueError(f"a mask is made by flexcp.causal(), flexcp.window(...) and the like; got {mask!r}")
+        rules = tuple(mask)
         if len(rules) != len(lengths):
             raise ValueError(f"{len(rules)} masks for {len(lengths)} documents; give one for all, or one per document")
         documents = np.zeros(0, np.int64)

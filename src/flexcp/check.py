@@ -32,6 +32,10 @@ def check_plan(plan: Plan) -> None:
     """Raise :class:`PlanError` unless every token is kept once, every pair computed once, every result reduced once."""
     placement = plan.placement
     _check_runs(placement)
+    _require(
+        len(placement.batch.masks) == len(placement.regions) == len(plan.programs),
+        "not one program and set of regions per mask",
+    )
     for number, programs in enumerate(plan.programs):
         _check_work(plan, number)
         for backward, program in enumerate(programs):
@@ -106,7 +110,9 @@ class _Side:
     forwarded: NDArray[np.bool_]
     complete: Ints
     labels: NDArray[np.uint64]
+    home: NDArray[np.uint64]
     expected: NDArray[np.uint64]
+    sent: NDArray[np.bool_]
 
 
 class _Pass:
@@ -118,6 +124,7 @@ class _Pass:
             self.regions.document, self.regions.q0, self.regions.q1, self.regions.k0, self.regions.k1
         )
         self.region = index
+        self._require_cells()
         self._make_atoms()
         self.sides = [self._side(True), self._side(False)]
 
@@ -161,29 +168,52 @@ class _Pass:
             np.full(size, -1, np.int64),
             np.zeros(size, np.uint64),
             np.zeros(size[1:], np.uint64),
+            np.zeros(size[1:], np.uint64),
+            zeros.copy(),
         )
 
     def run(self, backward: bool) -> None:
         """Inputs arrive, work is done, outputs go home."""
         t = self.program.transfers
+        self._require(
+            0 <= self.program.own_stage < self.program.stages, "own tokens enter in a stage that does not exist"
+        )
         allowed = (Kind.Q, Kind.KV, Kind.DO, Kind.DQ, Kind.DKV) if backward else (Kind.Q, Kind.KV, Kind.O)
         self._require(np.isin(t.kind, allowed).all(), "a kind of piece that does not belong to this direction")
-        self._require(
-            (t.start < t.stop).all() and (t.stop <= self.placement.tokens[t.owner]).all(), "an impossible piece"
-        )
         self._require((t.stage >= 1).all() and (t.stage < self.program.stages).all(), "a stage that does not exist")
         self._receive([Kind.Q, Kind.KV])
         if backward:
-            q, do = (set(self._rows(kind)) for kind in (Kind.Q, Kind.DO))
-            self._require(q == do, "do does not travel with its q")
+            self._require(sorted(self._rows(Kind.Q)) == sorted(self._rows(Kind.DO)), "do does not travel with its q")
         self._compute()
         for side, kind in ((0, Kind.DQ if backward else Kind.O), *(((1, Kind.DKV),) if backward else ())):
+            self._require_known_pieces(kind, Kind.KV if side else Kind.Q)
             self._return(self.sides[side], kind)
         if self.placement.traffic.kind == "needed":
             for side in self.sides:
                 held = side.arrived < NEVER
                 held[self.owner, :, np.arange(len(self.edge))] = False
                 self._require(not (held & ~side.read & ~side.forwarded).any(), "a piece is received and never used")
+
+    def _require_cells(self) -> None:
+        """Every number of the table names something that exists."""
+        t, ranks = self.program.transfers, self.plan.ranks
+        for name in ("source", "target", "owner"):
+            column = getattr(t, name)
+            self._require(((column >= 0) & (column < ranks)).all(), f"a transfer's {name} does not exist")
+        self._require((t.start >= 0).all() and (t.start < t.stop).all(), "an impossible piece")
+        self._require((t.stop <= self.placement.tokens[t.owner]).all(), "an impossible piece")
+        heads = np.where(np.isin(t.kind, QUERY_SIDED), self.plan.shape.heads, self.plan.shape.kv_heads)
+        self._require(((t.h0 >= 0) & (t.h0 < t.h1) & (t.h1 <= heads)).all(), "a transfer's heads do not exist")
+        self._require(np.isin(t.partial, (0, 1)).all(), "a transfer is neither partial nor final")
+
+    def _require_known_pieces(self, kind: Kind, arrived_as: Kind) -> None:
+        """An output passes only through ranks that received exactly its piece, or keep it."""
+        known = {(r[2], *r[3:]) for r in self._rows(arrived_as)}
+        for _, source, target, owner, *piece in self._rows(kind):
+            for rank in (source, target):
+                missing = (rank, owner, *piece) not in known
+                at_home = rank == owner and (rank == target or not self.placement.assemble_own)
+                self._require(not missing or at_home, f"rank {rank} passes on {kind.name} of a piece it never received")
 
     def _rows(self, kind: Kind) -> list[tuple[int, ...]]:
         t = self.program.transfers
@@ -195,7 +225,7 @@ class _Pass:
             rows = sorted(self._rows(kind))
             for stage in sorted({r[0] for r in rows}):
                 now = [r for r in rows if r[0] == stage]
-                for _, source, target, owner, start, stop, h0, h1 in now:
+                for _, source, _, owner, start, stop, h0, h1 in now:
                     heads, atoms = self._heads(side, h0, h1), self._atoms(owner, start, stop)
                     if source != owner:
                         self._require(
@@ -203,12 +233,13 @@ class _Pass:
                             f"rank {source} forwards in stage {stage} what it has not received before",
                         )
                         side.forwarded[source, heads, atoms] = True
+                for _, _, target, owner, start, stop, h0, h1 in now:
+                    heads, atoms = self._heads(side, h0, h1), self._atoms(owner, start, stop)
                     self._require(
                         (side.arrived[target, heads, atoms] == NEVER).all(),
                         f"rank {target} receives a piece of rank {owner} in stage {stage} that it already has",
                     )
-                for _, _, target, owner, start, stop, h0, h1 in now:
-                    side.arrived[target, self._heads(side, h0, h1), self._atoms(owner, start, stop)] = stage
+                    side.arrived[target, heads, atoms] = stage
 
     def _compute(self) -> None:
         """Work runs in the slot where its rows and keys are there; its rows and keys are complete no later than that."""
@@ -241,6 +272,11 @@ class _Pass:
         for side in self.sides:
             side.labels[:] = np.where(side.read, labels[:, None, None], np.uint64(0))
             side.expected[:] = side.labels.sum(axis=0, dtype=np.uint64)
+            if not self.placement.assemble_own:
+                # A rank's results for its own tokens are at home where they are computed.
+                at = np.arange(len(self.edge))
+                side.home[:] = side.labels[self.owner, :, at].T
+                side.labels[self.owner, :, at] = 0
 
     def _return(self, side: _Side, kind: Kind) -> None:
         t = self.program.transfers
@@ -258,19 +294,23 @@ class _Pass:
                     and (target == owner or (side.arrived[target, heads, atoms] < NEVER).all()),
                     f"{kind.name} passes through a rank that has no rows for it",
                 )
+                self._require(
+                    not side.sent[source, heads, atoms].any(), f"rank {source} sends the same {kind.name} twice"
+                )
+                side.sent[source, heads, atoms] = True
                 value = side.labels[source, heads, atoms].copy()
                 self._require(
                     bool(partial) or (value == side.expected[heads, atoms]).all(),
                     f"rank {source} sends {kind.name} as final although others contribute",
                 )
                 side.labels[source, heads, atoms] = 0
-                carried.append((target, heads, atoms, value))
-            for target, heads, atoms, value in carried:
-                side.labels[target, heads, atoms] += value
-        at = np.arange(len(self.edge))
-        home = side.labels[self.owner, :, at].T
-        self._require((home == side.expected).all(), f"{kind.name} does not come home whole and once")
-        side.labels[self.owner, :, at] = 0
+                carried.append((target, owner, heads, atoms, value))
+            for target, owner, heads, atoms, value in carried:
+                if target == owner:
+                    side.home[heads, atoms] += value
+                else:
+                    side.labels[target, heads, atoms] += value
+        self._require((side.home == side.expected).all(), f"{kind.name} does not come home whole and once")
         self._require(not side.labels.any(), f"{kind.name} is left behind on a rank that does not keep the tokens")
 
     @staticmethod

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -191,14 +192,18 @@ def causal() -> Mask:
 
 def window(left: int | None, right: int | None = 0) -> Mask:
     """Query q sees key k when ``-left <= k - q <= right``; None is no limit on that side."""
+    sides = []
     for name, value in (("left", left), ("right", right)):
-        if value is not None and value < 0:
+        reach = UNBOUNDED if value is None else _count(value)
+        if reach < 0:
             raise ValueError(f"window {name} must be 0 or more, or None for no limit; got {value}")
-    return Mask("window", (UNBOUNDED if left is None else left, UNBOUNDED if right is None else right))
+        sides.append(reach)
+    return Mask("window", tuple(sides))
 
 
 def lambda_(sink: int = 64, window: int = 4096) -> Mask:
     """Attention sink and window: query i sees the first ``sink`` keys and the last ``window`` up to itself."""
+    sink, window = _count(sink), _count(window)
     if sink < 0 or window < 1:
         raise ValueError(f"lambda needs sink >= 0 and window >= 1; got sink {sink}, window {window}")
     return Mask("lambda", (sink, window))
@@ -210,11 +215,12 @@ def shared_question(answers: int | Sequence[int] = 4, question: float | int = 0.
     With an integer count of answers, ``question`` is the question's share of the document and the rest is cut evenly (the
     last answer takes the remainder). With a sequence of answer lengths, ``question`` is the question's length in tokens.
     """
-    if isinstance(answers, int):
+    if isinstance(answers, int | np.integer):
+        answers = int(answers)
         if answers < 1 or not 0 <= question <= 1:
             raise ValueError(f"shared_question needs answers >= 1 and 0 <= question <= 1; got {answers} and {question}")
         return Mask("shared-question", (answers, float(question)))
-    lengths = tuple(int(a) for a in answers)
+    lengths = tuple(_count(a) for a in answers)
     if not lengths or min(lengths) < 0 or int(question) != question or question < 0:
         raise ValueError(
             f"answer lengths and the question's length must be integers >= 0; got {answers} and {question}"
@@ -228,6 +234,7 @@ def shared_question(answers: int | Sequence[int] = 4, question: float | int = 0.
 
 def causal_blockwise(block: int = 256, local: int = 2) -> Mask:
     """Causal; the first and last block of ``block`` tokens as usual, the others see block 0 and ``local`` blocks back."""
+    block, local = _count(block), _count(local)
     if block < 1 or local < 0:
         raise ValueError(f"causal_blockwise needs block >= 1 and local >= 0; got block {block}, local {local}")
     return Mask("blockwise", (block, local))
@@ -235,6 +242,7 @@ def causal_blockwise(block: int = 256, local: int = 2) -> Mask:
 
 def prefix(tokens: int) -> Mask:
     """The first ``tokens`` keys are seen by all; the rest is causal."""
+    tokens = _count(tokens)
     if tokens < 0:
         raise ValueError(f"prefix needs a length of 0 or more; got {tokens}")
     return Mask("prefix", (tokens,))
@@ -249,7 +257,7 @@ def modality(spans: Iterable[tuple[int, int]], self_only: bool = False) -> Mask:
     for start, end in spans:
         if start < (flat[-1] if flat else 0) or end < start:
             raise ValueError(f"spans must be ascending, disjoint (start, end) pairs; got ({start}, {end}) after {flat}")
-        flat += [int(start), int(end)]
+        flat += [_count(start), _count(end)]
     return Mask("modality", (tuple(flat), bool(self_only)))
 
 
@@ -309,6 +317,8 @@ def from_mask_mod(mask_mod: Callable[..., Any], length: int) -> Mask:
     """
     import torch
 
+    if length < 1:
+        raise ValueError(f"a document has at least 1 token; got length {length}")
     if length > MASK_MOD_MAX_LENGTH:
         raise NotImplementedError(
             f"mask_mod is evaluated for every pair, up to {MASK_MOD_MAX_LENGTH} tokens; got {length}. "
@@ -322,7 +332,7 @@ def from_mask_mod(mask_mod: Callable[..., Any], length: int) -> Mask:
         queries = torch.arange(first, min(first + chunk, length))
         seen = mask_mod(zero, zero, queries[:, None], keys[None, :]).expand(len(queries), length).numpy()
         padded = np.zeros((len(queries), length + 2), np.int8)
-        padded[:, 1:-1] = seen
+        padded[:, 1:-1] = seen != 0
         edges = np.diff(padded, axis=1)
         for row in edges:
             rows.append(np.stack([np.flatnonzero(row == 1), np.flatnonzero(row == -1)], axis=1))
@@ -373,7 +383,9 @@ def _from_json(path: Path) -> list[Mask]:
     try:
         content = json.loads(path.read_text())
         documents = content["documents"]
-        pairs = [(int(d["length"]), d["slices"]) for d in documents]
+        pairs = [
+            (int(d["length"]), [[None if x is None else int(x) for x in row] for row in d["slices"]]) for d in documents
+        ]
     except OSError as error:
         raise ValueError(f"cannot read mask file {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
@@ -382,6 +394,14 @@ def _from_json(path: Path) -> list[Mask]:
             f'{{"documents": [{{"length": n, "slices": [[q0, q1, k0, k1, lo, hi], ...]}}, ...]}}: {error!r}'
         ) from None
     return [from_slices(n, slices) for n, slices in pairs]
+
+
+def _count(value: int) -> int:
+    """A whole number of tokens, as a plain int."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"a number of tokens must be an integer; got {value!r}") from None
 
 
 def _required(value: int | None, row: Sequence[int | None]) -> int:

@@ -64,7 +64,7 @@ def test_documents_stay_within_the_documented_bounds_and_use_them(name: str) -> 
     low, high = BOUNDS[name]
     assert found.min() >= low
     assert found.max() <= high
-    assert found.max() > high / 3, "the longest documents are missing"
+    assert found.max() > high / 4, "the longest documents are missing"
 
 
 def test_web_documents_are_cut_at_a_quarter_of_the_budget() -> None:
@@ -76,7 +76,13 @@ def test_web_documents_are_cut_at_a_quarter_of_the_budget() -> None:
 def test_web_follows_the_published_bins() -> None:
     found = many("web", 60_000)
     total = 13_463_214
-    for longest, below in ((50, 421_442), (500, 6_293_530), (1_024, 9_610_315), (4_096, 12_705_406), (32_768, 13_403_989)):
+    for longest, below in (
+        (50, 421_442),
+        (500, 6_293_530),
+        (1_024, 9_610_315),
+        (4_096, 12_705_406),
+        (32_768, 13_403_989),
+    ):
         assert np.mean(found <= longest) == pytest.approx(below / total, abs=0.01)
     assert np.mean(found > 32_768) == pytest.approx(59_225 / total, rel=0.25)
 

@@ -29,7 +29,9 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 Arrays = dict[str, np.ndarray]
 
 
-def plan_for(ranks: int, mask: MaskLike | None = None, strategy: str = "blocks", dtype: str = "float64", **more: Any) -> Plan:
+def plan_for(
+    ranks: int, mask: MaskLike | None = None, strategy: str = "blocks", dtype: str = "float64", **more: Any
+) -> Plan:
     where = flexcp.cluster("cpu", 1, ranks)
     planner = flexcp.Planner(HEADS, KV_HEADS, HEAD_DIM, V_HEAD_DIM, dtype, where, strategy=strategy)
     return planner(LENGTHS, mask, **more)
@@ -49,7 +51,9 @@ def inputs(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     return {n: torch.randn(*size, generator=generator, dtype=torch.float64).to(dtype) for n, size in sizes.items()}
 
 
-def dense(mask: Mask, *, softcap: float | None = None, sinks: bool = False, dlse: bool = True, do: bool = True) -> Arrays:
+def dense(
+    mask: Mask, *, softcap: float | None = None, sinks: bool = False, dlse: bool = True, do: bool = True
+) -> Arrays:
     """One process, plain torch, document by document, gradients by autograd."""
     given = inputs()
     q, k, v, sink = (given[n].clone().requires_grad_() for n in ("q", "k", "v", "sinks"))

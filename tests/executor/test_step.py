@@ -341,7 +341,9 @@ def test_roll_moves_rows_inside_documents_across_ranks(pool: RankPool, ranks: in
         back = shifted(stream_tensor(tokens, 2, seed=1), lengths, -shift, 0.0).numpy()
         assert np.array_equal(laid_out(parts, "rolled", tokens), rolled), name
         assert np.array_equal(laid_out(parts, "gradient", tokens), back), name
-        assert np.array_equal(laid_out(parts, "ids", tokens), shifted(token_ids(tokens), lengths, shift, -9).numpy()), name
+        assert np.array_equal(laid_out(parts, "ids", tokens), shifted(token_ids(tokens), lengths, shift, -9).numpy()), (
+            name
+        )
         for part in parts:
             pads = part["indices"] < 0
             assert np.all(part["rolled"][pads] == fill), name

@@ -24,6 +24,7 @@ from flexcp.intervals import spread
 from flexcp.pieces import Kind
 from flexcp.plan import Placement, Regions
 from flexcp.planners.layouts import (
+    check_cap,
     equalised,
     even_borders,
     is_scattered,
@@ -75,6 +76,7 @@ def _free(request: Request) -> Placement:
     runs, pads = runs_of_ranges(rank, start, stop), 0
     if request.equal_tokens:
         runs, pads = equalised(runs, request.ranks, request.batch.tokens, request.pad_to)
+    check_cap(runs, request.max_tokens_per_rank)
     regions = tuple(_regions(request, work, thin) for thin in loads.thin)
     return Placement(request.batch, request.ranks, pads, runs, regions)
 
@@ -259,6 +261,7 @@ def _fixed(request: Request) -> Placement:
     """Tokens stay where they are; rows leave the ranks that have too much work."""
     assert request.layout is not None
     runs = runs_of_maps(request.layout)
+    check_cap(runs, request.max_tokens_per_rank)
     loads = make_field(request.batch, _grain(request), 0, split_thin=False)
     limit, aim = _load_limits(request, loads)
     scattered = is_scattered(runs)

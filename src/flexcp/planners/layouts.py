@@ -94,6 +94,17 @@ def equalised(runs: Runs, ranks: int, tokens: int, pad_to: int) -> tuple[Runs, i
     return Runs.join([runs, pads]).sorted_by("rank", "start"), int(borders[-1] - tokens)
 
 
+def check_cap(runs: Runs, cap: int | None) -> None:
+    """Raise when a rank keeps more than ``max_tokens_per_rank``, pads included."""
+    tokens = np.zeros(int(runs.rank.max()) + 1, np.int64)
+    np.add.at(tokens, runs.rank, runs.stop - runs.start)
+    if cap is not None and tokens.max() > cap:
+        raise ValueError(
+            f"this strategy keeps {int(tokens.max())} tokens on rank {int(tokens.argmax())}, over max_tokens_per_rank={cap}; "
+            "raise the cap, use blocks with a free layout, or cut the batch into micro-batches"
+        )
+
+
 def row_regions(batch: Batch, heads: int, rank: Ints, start: Ints, stop: Ints) -> Regions:
     """All keys and heads of the rows in the given stream ranges, computed by the given ranks."""
     return head_regions(batch, rank, start, stop, np.zeros(len(rank), np.int64), np.full(len(rank), heads, np.int64))

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from flexcp.pieces import Shape
 from flexcp.plan import Placement, Traffic
 from flexcp.planners.layouts import (
+    check_cap,
     equalised,
     even_borders,
     head_regions,
@@ -161,7 +162,7 @@ def _placed(request: Request, grids: list[Grid], traffic: str, cutter: Cutter) -
         pads = 0
         if request.equal_tokens:
             runs, pads = equalised(runs, request.ranks, batch.tokens, request.pad_to)
-    _check_cap(request, np.bincount(runs.rank, runs.stop - runs.start, request.ranks))
+    check_cap(runs, request.max_tokens_per_rank)
     split = len(grids[0][0])
     if split == 1:
         regions = row_regions(batch, request.shape.heads, runs.rank, runs.start, runs.stop)
@@ -223,13 +224,4 @@ def _check_split(shape: Shape, split: int, name: str) -> None:
         raise ValueError(
             f"{name} splits {shape.kv_heads} KV heads over {split} ranks; one must divide the other. "
             "Use usp, or a strategy that moves keys (zigzag, blocks)"
-        )
-
-
-def _check_cap(request: Request, tokens: Ints) -> None:
-    cap = request.max_tokens_per_rank
-    if cap is not None and tokens.max() > cap:
-        raise ValueError(
-            f"this strategy keeps {int(tokens.max())} tokens on rank {int(tokens.argmax())}, over max_tokens_per_rank={cap}; "
-            "raise the cap, use blocks, or cut the batch into micro-batches"
         )
