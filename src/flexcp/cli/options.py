@@ -88,16 +88,17 @@ class PlanOptions:
     def _cluster(self) -> Cluster:
         from flexcp.clusters import parse_cluster
 
-        shape = {"nodes": self.nodes, "ranks_per_node": self.ranks_per_node}
+        nodes, per_node = self.nodes, self.ranks_per_node
+        shaped = nodes is not None or per_node is not None
         if self.ranks is not None:
-            if self.cluster or any(shape.values()):
+            if self.cluster or shaped:
                 raise ValueError("--ranks R is one node of R; drop it, or drop --cluster, --nodes and --ranks-per-node")
-            shape = {"nodes": 1, "ranks_per_node": self.ranks}
+            nodes, per_node = 1, self.ranks
         found = parse_cluster(self.cluster or "h100")
-        if self.cluster and ":" in self.cluster and any(shape.values()):
+        if self.cluster and ":" in self.cluster and shaped:
             raise ValueError(f"--cluster {self.cluster} already gives the shape; drop --nodes and --ranks-per-node")
         return replace(
             found,
-            nodes=shape["nodes"] or found.nodes,
-            ranks_per_node=shape["ranks_per_node"] or found.ranks_per_node,
+            nodes=found.nodes if nodes is None else nodes,
+            ranks_per_node=found.ranks_per_node if per_node is None else per_node,
         )

@@ -49,12 +49,12 @@ def verify(
     asked = o.PlanOptions(**{name: given[name] for name in o.PlanOptions.__dataclass_fields__})
     plan = asked.plan(asked.planner(), parse_lengths(lengths))
     plan.check()
-    from flexcp.measure.verify import Options, verify_on
+    from flexcp.measure.verify import Options, check_verifiable, verify_on
 
-    console = Console(stderr=True)
-    with console.status(f"starting {plan.ranks} ranks"), RankPool(plan.ranks) as pool:
-        console.log(f"{plan.ranks} ranks up; running {plan!r}") if not as_json else None
-        verdict = pool.run(verify_on, plan, Options(seed=seed, kernel=kernel))[0]
+    options = Options(seed=seed, kernel=kernel)
+    check_verifiable(plan, options)
+    with Console(stderr=True).status(f"running {plan!r} on real processes"), RankPool(plan.ranks) as pool:
+        verdict = pool.run(verify_on, plan, options)[0]
     result = {**verdict.errors, "bytes_match": verdict.bytes_match, "passed": verdict.passed}
     if as_json:
         typer.echo(json.dumps(result, indent=2))

@@ -152,7 +152,7 @@ def draw_lengths(name: str, tokens: int, seed: int = 0) -> list[int]:
 
 def parse_lengths(text: str) -> list[int]:
     """Document lengths from a text form (see ``FORMS``)."""
-    if text.startswith("@") or (Path(text).is_file() and not text.isdigit()):
+    if text.startswith("@") or (not text.isdigit() and _is_file(text)):
         return _read(Path(text.removeprefix("@")))
     name, _, tail = text.partition(":")
     if tail:
@@ -172,6 +172,13 @@ def parse_lengths(text: str) -> list[int]:
         except ValueError:
             raise ValueError(f"lengths {text!r}: {word!r} is not a length; write {FORMS}") from None
     return found
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except OSError:  # longer than a file name can be: a list
+        return False
 
 
 def _read(path: Path) -> list[int]:

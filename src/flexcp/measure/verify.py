@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexcp.executor import kernels
-from flexcp.executor.kernels import Settings, reference
+from flexcp.executor.kernels import Settings, find_kernel, reference
 from flexcp.executor.op import attention
 from flexcp.executor.step import bind
 from flexcp.masks import shift
@@ -84,6 +84,16 @@ def verify_on(group: dist.ProcessGroup, plan: Plan, options: Options) -> Verdict
         eps = torch.finfo(dtype).eps
         allowed = {n: 2 * _error(rounded[n], exact[n]) + eps for n in errors}
     return Verdict(errors, allowed, match)
+
+
+def check_verifiable(plan: Plan, options: Options) -> None:
+    """Raise for what cannot be verified, before any rank is started."""
+    find_kernel(options.kernel)
+    longest = int(plan.batch.lengths.max())
+    if longest > LARGEST_DENSE:
+        raise ValueError(
+            f"verification is dense, up to {LARGEST_DENSE} tokens a document; got {longest}. Verify shorter lengths"
+        )
 
 
 def _stream(plan: Plan, options: Options, dtype: torch.dtype) -> _Stream:
@@ -180,10 +190,6 @@ def _documents(plan: Plan, options: Options) -> Any:
         while last < batch.documents and batch.starts[last + 1] - batch.starts[first] <= 512:
             last += 1
         begin, end = int(batch.starts[first]), int(batch.starts[last])
-        if end - begin > LARGEST_DENSE:
-            raise ValueError(
-                f"verification is dense, up to {LARGEST_DENSE} tokens a document; got {end - begin}. Verify shorter lengths"
-            )
         counts = mask.first[first + 1 : last + 1] - mask.first[first:last]
         offset = (batch.starts[first:last] - begin).repeat(counts)
         yield slice(begin, end), shift(mask.slices[mask.first[first] : mask.first[last]], offset, offset)

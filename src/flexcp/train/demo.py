@@ -41,6 +41,13 @@ class DemoConfig:
     head_dim: int = 32
     learning_rate: float = 3e-3
 
+    def __post_init__(self) -> None:
+        for name in ("ranks", "steps", "tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"the demo needs {name} of at least 1; got {getattr(self, name)}")
+        for strategy in self.strategies:
+            make_plan(self, strategy, 0)
+
 
 @dataclass(frozen=True)
 class Result:
