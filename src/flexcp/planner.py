@@ -57,8 +57,8 @@ class Planner:
         self.place, self.argument = find_strategy(strategy)
         self.compute_tolerance = _checked_tolerance("compute_tolerance", compute_tolerance)
         self.token_tolerance = _checked_tolerance("token_tolerance", token_tolerance)
-        if max_tokens_per_rank is not None and max_tokens_per_rank < 1:
-            raise ValueError(f"max_tokens_per_rank must be at least 1; got {max_tokens_per_rank}")
+        if max_tokens_per_rank is not None and (not isinstance(max_tokens_per_rank, int) or max_tokens_per_rank < 1):
+            raise ValueError(f"max_tokens_per_rank must be an integer of at least 1; got {max_tokens_per_rank}")
         self.max_tokens_per_rank = max_tokens_per_rank
 
     def __call__(

@@ -147,8 +147,8 @@ def on_losses(group: dist.ProcessGroup, named: dict[str, Plan]) -> dict[str, Arr
 
 def on_masked_vocabulary(group: dist.ProcessGroup, plan: Plan) -> float:
     step = flexcp.bind(plan, group)
-    logits = stream_tensor(plan.batch.tokens, VOCABULARY + 1)
-    logits[:, -1] = -torch.inf
+    logits = stream_tensor(plan.batch.tokens, VOCABULARY)
+    logits = torch.cat([logits, torch.full_like(logits[:, :1], -torch.inf)], dim=1)
     return float(step.loss(step.shard(logits), step.labels(token_ids(plan.batch.tokens))))
 
 
@@ -438,6 +438,17 @@ def test_a_rank_with_another_plan_raises_on_all_ranks(pool: RankPool, other: int
         assert seconds < 10
     answers = pool.run(on_bind, [right] * 4, 60.0, ranks=4)
     assert [a[0] for a in answers] == ["bound"] * 4, "the group cannot bind any more after a disagreement"
+
+
+def test_a_rank_whose_plan_is_for_other_ranks_raises_on_all_ranks() -> None:
+    """The others must not wait for it, and its next bind must not meet their last one."""
+    held = [plan_for("blocks", 2), plan_for("blocks", 3)]
+    with RankPool(2) as own:
+        answers = own.run(on_bind, held, 6.0)
+        again = own.run(on_bind, [held[0]] * 2, 6.0)
+    assert all(kind in ("ValueError", "RuntimeError") for kind, _, _ in answers)
+    assert all(seconds < 4 for _, _, seconds in answers), "waited for a rank that had already failed"
+    assert [kind for kind, _, _ in again] == ["bound", "bound"]
 
 
 def test_a_rank_that_stays_away_is_named_within_the_timeout() -> None:

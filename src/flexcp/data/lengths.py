@@ -160,9 +160,9 @@ def parse_lengths(text: str) -> list[int]:
         try:
             tokens, seed = int(parts[0]), int(parts[1]) if len(parts) > 1 else 0
         except ValueError:
-            raise ValueError(
-                f"lengths {text!r}: after the name come a token budget and a seed, as in web:131072:0"
-            ) from None
+            parts = []
+        if not 1 <= len(parts) <= 2 or seed < 0:
+            raise ValueError(f"lengths {text!r}: after the name come a token budget and a seed, as in web:131072:0")
         return draw_lengths(name, tokens, seed)
     found: list[int] = []
     for word in text.split(","):

@@ -12,12 +12,18 @@ from datetime import timedelta
 import torch.distributed as dist
 
 
-def agree(digest: str, group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Return when every rank of ``group`` has called this with the same ``digest``; raise within ``timeout`` otherwise."""
+def agree(digest: str, group: dist.ProcessGroup, timeout: timedelta, mistake: str | None = None) -> None:
+    """Return when every rank of ``group`` has called this with the same ``digest``; raise within ``timeout`` otherwise.
+
+    A rank that already knows of a ``mistake`` raises it as ValueError, and the others hear of it instead of waiting.
+    """
     store = group.get_group_store()
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     number = store.add(f"flexcp/binds/{rank}", 1)
     key = f"flexcp/bind/{number}"
+    if mistake:
+        store.set(f"{key}/verdict", f"rank {rank} cannot bind: {mistake}")
+        raise ValueError(mistake)
     mine = f"{rank}:{digest}"
     first = store.compare_set(f"{key}/first", "", mine).decode()
     other, _, theirs = first.partition(":")

@@ -88,14 +88,19 @@ class _Attention(torch.autograd.Function):
         dq, dk, dv = (_local(x, step) for x in run_backward(program, runtime, *inputs))
         dsinks = None
         if sinks is not None:
-            dsinks = -(torch.exp(sinks.to(lse.dtype) - lse) * delta).sum(0).to(sinks.dtype)
+            dsinks = -(torch.exp(sinks.to(lse.dtype) - _finite(lse)) * delta).sum(0).to(sinks.dtype)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None, None
 
 
 def _with_sink(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """The softmax with one more logit per head that brings no value."""
     total = torch.logaddexp(lse, sinks.expand_as(lse))
-    return out * torch.exp(lse - total)[..., None], total
+    return out * torch.exp(lse - _finite(total))[..., None], total
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """An LSE to subtract: 0 for rows that see nothing, so that exp(-inf - 0) is 0 and not NaN."""
+    return torch.where(lse == -torch.inf, 0.0, lse)
 
 
 def _kept(x: Tensor, step: Step) -> Tensor:
@@ -150,6 +155,8 @@ def _check(
             )
         if x.device != q.device:
             raise ValueError(f"{name} is on {x.device} and q on {q.device}; put them on one device")
+    if sinks is not None and sinks.device != q.device:
+        raise ValueError(f"sinks is on {sinks.device} and q on {q.device}; put them on one device")
     if sinks is not None and tuple(sinks.shape) != (shape.heads,):
         raise ValueError(f"sinks holds one number per query head, shape ({shape.heads},); got {tuple(sinks.shape)}")
     if softcap is not None and not softcap > 0:

@@ -131,13 +131,15 @@ def bind(
                 f"the plan is for {plan.ranks} ranks: bind it to a process group or a DeviceMesh axis of that size"
             )
         return Step(plan, 0, None, limit)
+    if not isinstance(group, dist.ProcessGroup) and not hasattr(group, "get_group"):
+        raise ValueError(f"bind takes a ProcessGroup or a 1-D DeviceMesh axis such as mesh['cp']; got {group!r}")
     process_group = group if isinstance(group, dist.ProcessGroup) else group.get_group()
     size = dist.get_world_size(process_group)
+    mistake = None
     if size != plan.ranks:
-        raise ValueError(
-            f"the plan is for {plan.ranks} ranks but the group has {size}; plan for a cluster of {size} ranks"
-        )
-    rank = dist.get_rank(process_group)
+        mistake = f"the plan is for {plan.ranks} ranks but the group has {size}; plan for a cluster of {size} ranks"
     if size > 1:
-        agree(plan.hash, process_group, limit)
-    return Step(plan, rank, process_group if size > 1 else None, limit)
+        agree(plan.hash, process_group, limit, mistake)
+    elif mistake:
+        raise ValueError(mistake)
+    return Step(plan, dist.get_rank(process_group), process_group if size > 1 else None, limit)

@@ -64,6 +64,9 @@ class RankPool:
         count = self.size if ranks is None else ranks
         if not 1 <= count <= self.size:
             raise ValueError(f"this pool has {self.size} ranks; {count} were asked for")
+        if not all(process.is_alive() for process in self.processes):
+            self.close()
+            raise RankError("the ranks of this pool have stopped; make a new pool")
         for pipe in self.pipes:
             pipe.send((function, arguments, count))
         return self._collect(list(range(self.size)), on_item)[:count]
@@ -75,6 +78,7 @@ class RankPool:
         while waiting:
             ready = wait([self.pipes[r] for r in waiting], self.timeout)
             if not ready:
+                self.close()
                 raise RankError(f"ranks {sorted(waiting)} did not answer within {self.timeout:g} s")
             for rank in [r for r in waiting if self.pipes[r] in ready]:
                 try:

@@ -155,7 +155,7 @@ def _dense(plan: Plan, stream: _Stream, options: Options, dtype: torch.dtype) ->
         reference.forward(stream.q[at], stream.k[at], stream.v[at], slices, settings, out[at], lse[at])
     if stream.sinks is not None:
         total = torch.logaddexp(lse, stream.sinks.to(accumulator).expand_as(lse))
-        out *= torch.exp(lse - total)[..., None]
+        out *= torch.exp(lse - torch.where(total == -torch.inf, 0.0, total))[..., None]
         lse = total
     out = out.to(dtype)
     delta = (stream.do.to(accumulator) * out.to(accumulator)).sum(-1)

@@ -38,7 +38,12 @@ def user_layout(layout: str | Sequence[Sequence[int]], tokens: int, ranks: int) 
             parts = np.array_split(stream, 2 * ranks)
             return tuple(np.concatenate([parts[i], parts[2 * ranks - 1 - i]]) for i in range(ranks))
         raise ValueError(f"unknown layout {layout!r}; use 'free', 'contiguous', 'zigzag' or one index array per rank")
-    maps = tuple(np.asarray(m, dtype=np.int64).reshape(-1) for m in layout)
+    if not isinstance(layout, Sequence):
+        raise ValueError(f"layout must be 'free', 'contiguous', 'zigzag' or one index array per rank; got {layout!r}")
+    given = [np.asarray(m).reshape(-1) for m in layout]
+    if any(len(m) and not np.issubdtype(m.dtype, np.integer) for m in given):
+        raise ValueError("layout= index arrays must hold integers: the stream tokens of each rank")
+    maps = tuple(m.astype(np.int64) for m in given)
     if len(maps) != ranks:
         raise ValueError(
             f"layout= has {len(maps)} index arrays for {ranks} ranks; give one per rank (empty ones are fine)"

@@ -155,8 +155,11 @@ def peel(items, n, bins, prefix, first, grain, aim_load, cap_rows, slices, sfirs
     A tail bin is filled up to its share of rows with the lightest whole items, then with the first rows of the item itself:
     dense late rows and light early ones together meet both limits, and the early rows are keys the tail needs anyway.
     """
-    opened = 0
-    order = np.zeros(len(items), np.int64)
+    opened, lightest = 0, 0
+    density = np.zeros(n, np.int64)
+    for i in range(n):
+        density[i] = items[i, LOAD] * 64 // (items[i, HI] - items[i, LO])
+    order = np.argsort(density, kind="mergesort")
     while opened < bins - 1:
         big, left_rows = -1, 0
         for i in range(n):
@@ -173,23 +176,14 @@ def peel(items, n, bins, prefix, first, grain, aim_load, cap_rows, slices, sfirs
         cut = max(cut, hi - cap_rows[opened] // grain * grain)
         rows, load = hi - cut, 0
         if fill:
-            # The lightest items by load per row, whole, as long as they fit.
-            count = 0
-            for i in range(n):
-                if items[i, BIN] < 0 and i != big:
-                    at = count
-                    density = items[i, LOAD] * 64 // (items[i, HI] - items[i, LO])
-                    while at > 0:
-                        other = order[at - 1]
-                        if items[other, LOAD] * 64 // (items[other, HI] - items[other, LO]) <= density:
-                            break
-                        order[at] = other
-                        at -= 1
-                    order[at] = i
-                    count += 1
             own_density = items[big, LOAD] * 64 // (hi - lo)
-            for at in range(count):
+            # The lightest items by load per row, whole, as long as they fit.
+            while lightest < len(order) and items[order[lightest], BIN] >= 0:
+                lightest += 1
+            for at in range(lightest, len(order)):
                 i = order[at]
+                if items[i, BIN] >= 0 or i == big:
+                    continue
                 length = items[i, HI] - items[i, LO]
                 if rows + length > share:
                     continue

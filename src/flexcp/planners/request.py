@@ -41,3 +41,10 @@ class Request:
     @property
     def ranks(self) -> int:
         return self.cluster.ranks
+
+
+def refuse_tolerances(request: Request) -> None:
+    """For strategies that balance by a rule of their own."""
+    for name in ("compute_tolerance", "token_tolerance"):
+        if getattr(request, name) is not None:
+            raise ValueError(f"this strategy balances by its own rule and takes no {name}; drop it, or use blocks")

@@ -36,7 +36,7 @@ from flexcp.planners.layouts import (
     runs_of_maps,
     runs_of_ranges,
 )
-from flexcp.planners.request import Request
+from flexcp.planners.request import Request, refuse_tolerances
 
 Ints = NDArray[np.int64]
 Grid = tuple[tuple[int, ...], ...]
@@ -136,6 +136,7 @@ Cutter = Callable[[Ints, Ints, int], list[Ranges]]
 
 def _placed(request: Request, grids: list[Grid], traffic: str, cutter: Cutter) -> Placement:
     """Tokens of each group cut by ``cutter`` over its rows and evenly inside a row; rows computed in their row of the grid."""
+    refuse_tolerances(request)
     batch = request.batch
     if request.layout is not None:
         if len(grids) > 1 or cutter is _whole:

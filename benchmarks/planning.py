@@ -1,0 +1,190 @@
+"""Planning, measured: bytes, balance and time of planning on fixed batches. ``make planning`` writes docs/planning.md.
+
+- *yardstick*: the two batches of 131,072 tokens on which DCP's own planner was measured, four masks, 8 query / 2 KV heads of 128, one node of 8
+  and four; beside DCP's best row with a compute imbalance of at most 1.4 and what a throw-away prototype reached.
+- *web*: packs of web documents, 8,192 tokens a rank, 64 / 8 heads of 128, causal, beside ``minheap`` (MagiAttention's default dealing) on the same
+  packs; with tolerances and with equal tokens.
+- *growth*: 32K tokens a rank up to 1,024 ranks.
+
+Times are medians of warm, uncached planner calls with schedule and hash, in one process on this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+
+import flexcp
+from flexcp.data.lengths import draw_lengths
+from flexcp.plan import Plan, imbalance
+
+BATCHES = {
+    "longtail": [
+        5787,
+        4139,
+        11299,
+        5632,
+        2449,
+        7864,
+        26774,
+        16834,
+        1968,
+        948,
+        2185,
+        5186,
+        239,
+        3698,
+        972,
+        1897,
+        2422,
+        3257,
+        8392,
+        19058,
+        72,
+    ],  # fmt: skip
+    "single": [131072],
+}
+MASKS = {
+    "causal": flexcp.causal(),
+    "lambda": flexcp.lambda_(),
+    "shared question": flexcp.shared_question(),
+    "causal blockwise": flexcp.causal_blockwise(),
+}
+# (prototype MB, DCP's best MB with compute imbalance <= 1.4 or None) by mask, batch and nodes of 8.
+KNOWN: dict[tuple[str, str, int], tuple[float, float | None]] = {
+    ("causal", "longtail", 1): (86.6, None),
+    ("causal", "longtail", 4): (400, None),
+    ("causal", "single", 1): (604.8, 524.5),
+    ("causal", "single", 4): (1812, 1552),
+    ("lambda", "longtail", 1): (21.8, 22.8),
+    ("lambda", "longtail", 4): (135, None),
+    ("lambda", "single", 1): (30.3, 37.7),
+    ("lambda", "single", 4): (135.7, 165.7),
+    ("shared question", "longtail", 1): (40.1, None),
+    ("shared question", "longtail", 4): (228, None),
+    ("shared question", "single", 1): (300, 254.8),
+    ("shared question", "single", 4): (963, 957.7),
+    ("causal blockwise", "longtail", 1): (5.2, 29.7),
+    ("causal blockwise", "longtail", 4): (51.5, 116.6),
+    ("causal blockwise", "single", 1): (16.6, 69.4),
+    ("causal blockwise", "single", 4): (73.4, 231.9),
+}
+REPEATS = 9
+
+
+def main() -> None:
+    """Make the tables asked for and write them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", type=Path)
+    parser.add_argument("--only", choices=["yardstick", "web", "growth"])
+    parser.add_argument("--seeds", type=int, default=20)
+    asked = parser.parse_args()
+    tables: dict[str, Callable[[int], list[str]]] = {"yardstick": _yardstick, "web": _web, "growth": _growth}
+    lines = [
+        "# Planning, measured",
+        "",
+        f"Made by `make planning` on {date.today().isoformat()}, {platform.machine()}, one process. Placement, schedule and hash included in "
+        "times; first calls excluded.",
+        "",
+    ]
+    for name, table in tables.items():
+        if asked.only in (None, name):
+            lines += [*table(asked.seeds), ""]
+    text = "\n".join(lines)
+    Console().print(text, markup=False)
+    if asked.write:
+        asked.write.write_text(text)
+
+
+def _timed(call: Callable[[], Plan], repeats: int = REPEATS) -> tuple[Plan, float]:
+    plan = call()
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        plan = call()
+        _ = plan.hash
+        times.append((time.perf_counter() - begin) * 1000)
+    return plan, statistics.median(times)
+
+
+def _yardstick(seeds: int) -> list[str]:
+    lines = [
+        "## DCP's two batches (forward MB of one layer; both tolerances 0.05)",
+        "",
+        "| mask | batch | ranks | blocks | prototype | DCP | compute | tokens | planning ms |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for (mask, batch, nodes), (prototype, dcp) in track(KNOWN.items(), "yardstick", console=Console(stderr=True)):
+        planner = flexcp.Planner(
+            8, 2, 128, cluster=flexcp.cluster("a100", nodes, 8), strategy="blocks", compute_tolerance=0.05, token_tolerance=0.05
+        )  # fmt: skip
+        plan, ms = _timed(lambda p=planner, b=batch, m=mask: p(BATCHES[b], MASKS[m]))  # type: ignore[misc]
+        plan.check()
+        lines.append(
+            f"| {mask} | {batch} | {nodes}x8 | {plan.bytes().sum() / 1e6:.1f} | {prototype:g} | {'-' if dcp is None else f'{dcp:g}'} "
+            f"| {imbalance(plan.work()):.3f} | {imbalance(plan.placement.tokens):.3f} | {ms:.1f} |"
+        )
+    return lines
+
+
+def _web(seeds: int) -> list[str]:
+    lines = [
+        f"## Web packs (8,192 tokens a rank, 64 / 8 heads, causal, {seeds} seeds, beside minheap on the same packs)",
+        "",
+        "| ranks | tokens | compute max | tokens max | bytes / minheap's | volume | worst rank / mean | planning ms |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for equal in (False, True):
+        for ranks in (8, 16, 32, 64):
+            where = flexcp.cluster("h100", ranks // 8, 8)
+            planner = flexcp.Planner(
+                64, 8, 128, cluster=where, strategy="blocks", compute_tolerance=0.05, token_tolerance=None if equal else 0.05
+            )  # fmt: skip
+            rival = flexcp.Planner(64, 8, 128, cluster=where, strategy="minheap")
+            rows = []
+            for seed in track(range(seeds), f"web {ranks} {'equal' if equal else ''}", console=Console(stderr=True)):
+                lengths = draw_lengths("web", 8192 * ranks, seed)
+                plan, ms = _timed(
+                    lambda p=planner, x=lengths: p(x, tokens="equal" if equal else "priced"), repeats=3  # type: ignore[misc]
+                )  # fmt: skip
+                received = plan.bytes().sum(axis=0)
+                other = int(rival(lengths).bytes().sum())
+                rows.append((
+                    imbalance(plan.work()), imbalance(plan.placement.tokens), int(received.sum()), other,
+                    received.max() / max(1.0, received.mean()), ms,
+                ))  # fmt: skip
+            compute, tokens, ours, theirs, worst, times = zip(*rows, strict=True)
+            volume = statistics.mean(ours) / ranks / (8192 * ranks * 4096)
+            lines.append(
+                f"| {ranks} | {'equal' if equal else 'tolerance 0.05'} | {max(compute):.3f} | {max(tokens):.3f} "
+                f"| {sum(ours) / sum(theirs):.3f} | {volume:.4f} | {statistics.mean(worst):.2f} | {statistics.median(times):.1f} |"
+            )
+    return lines
+
+
+def _growth(seeds: int) -> list[str]:
+    lines = [
+        "## Growth (32K tokens a rank, libra256k lengths, 64 / 8 heads, causal)",
+        "",
+        "| ranks | documents | transfers | planning ms |",
+        "| --- | --- | --- | --- |",
+    ]
+    for ranks in track((8, 32, 128, 256, 512, 1024), "growth", console=Console(stderr=True)):
+        planner = flexcp.Planner(64, 8, 128, cluster=flexcp.cluster("h100", ranks // 8, 8), strategy="blocks")
+        lengths = draw_lengths("libra256k", 32_768 * ranks, 0)
+        plan, ms = _timed(lambda p=planner, x=lengths: p(x), repeats=3)  # type: ignore[misc]
+        moved = len(plan.programs[0][0].transfers) + len(plan.programs[0][1].transfers)
+        lines.append(f"| {ranks} | {len(lengths)} | {moved} | {ms:.1f} |")
+    return lines
+
+
+if __name__ == "__main__":
+    main()
