@@ -18,6 +18,7 @@ Besides nanoseconds there is one relative unit, the *pair*: the attention of one
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
@@ -34,6 +35,7 @@ TILE_ROWS = 128
 PEAK_PERMILLE = {"bfloat16": 1000, "float16": 1000, "float32": 500, "float64": 62}
 """Tensor-core peak of a dtype against bf16 (float32 as TF32), as on an A100 or H100."""
 
+LARGEST = 2**62
 FORMAT = "flexcp-cost-1"
 
 
@@ -150,11 +152,22 @@ def _times(amount: Ints, flops_each: int, efficiency: int, shape: Shape, cluster
     """Nanoseconds of each rank for its amount of work, rounded up; GFLOP/s are FLOPs per nanosecond."""
     # Efficiency, dtype and speed are per mille.
     peak = cluster.gflops * efficiency * PEAK_PERMILLE[shape.dtype]
-    return _divided_up(amount, flops_each * 10**9, peak * np.array(cluster.rank_speeds, object))
+    if len(set(cluster.rank_speeds)) == 1:
+        return _divided_up(amount, flops_each * 10**9, peak * cluster.rank_speeds[0])
+    return _exactly_divided_up(amount, flops_each * 10**9, peak * np.array(cluster.rank_speeds, object))
 
 
-def _divided_up(amount: Ints, numerator: int, denominator: Any) -> Ints:
-    """``amount * numerator / denominator`` rounded up; in Python's integers, because the product exceeds 64 bits."""
+def _divided_up(amount: Ints, numerator: int, denominator: int) -> Ints:
+    """``amount * numerator / denominator`` rounded up."""
+    common = math.gcd(numerator, denominator)
+    numerator, denominator = numerator // common, denominator // common
+    if len(amount) and int(amount.max()) * numerator > LARGEST:
+        return _exactly_divided_up(amount, numerator, denominator)
+    return np.asarray(-(-amount * numerator // denominator))
+
+
+def _exactly_divided_up(amount: Ints, numerator: int, denominator: Any) -> Ints:
+    """The same in Python's integers, for products beyond 64 bits."""
     return np.asarray(-(-amount.astype(object) * numerator // denominator)).astype(np.int64)
 
 

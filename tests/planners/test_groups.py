@@ -21,8 +21,9 @@ from flexcp.cost import CostModel, Model
 from flexcp.masks import causal, causal_blockwise, full, lambda_, prefix, shared_question, window
 from flexcp.pieces import Shape
 from flexcp.plan import Placement, Plan
-from flexcp.planners.groups import CLOSE, best_degrees, gap, groups, ranks_of_groups
+from flexcp.planners.groups import _packed, best_degrees, gap, groups, ranks_of_groups
 from flexcp.planners.request import Request
+from flexcp.planners.workload import CLOSE, make_workload
 from flexcp.schedule import make_plan
 
 Ints = NDArray[np.int64]
@@ -197,6 +198,11 @@ def test_plans_are_right_and_keep_caps_and_bounds(request: Request) -> None:
         assert len(set(tokens.tolist())) == 1
     slowest, bound = gap(request)
     assert bound <= slowest
+    if not request.equal_tokens:  # which also weighs pads
+        work = make_workload(request)
+        aim = bound + bound // CLOSE
+        one_group = _packed(work, tuple(range(request.ranks)), list(range(request.batch.documents)), aim)
+        assert slowest <= max(aim, one_group.time)
 
 
 @given(requests())
@@ -222,7 +228,7 @@ def test_compute_is_within_the_stated_gap(lengths: list[int], nodes: tuple[int, 
 
 def test_the_last_resort_is_one_group_of_all_ranks() -> None:
     """With slow links groups stay small; with fast ones the same documents share all ranks."""
-    lengths = [30_000] * 5
+    lengths = [120_000] * 5
     where = cluster("h100", 1, 7)
     slow = Cluster("slow", 1, 7, where.gflops, intra_mbps=1, inter_mbps=1, latency_ns=10**9)
     assert degrees(groups(asked(lengths, slow))) == [1] * 5

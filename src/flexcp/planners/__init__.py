@@ -6,8 +6,9 @@ import difflib
 from collections.abc import Callable
 
 from flexcp.plan import Placement
-from flexcp.planners import static
+from flexcp.planners import rivals, static
 from flexcp.planners.blocks import blocks
+from flexcp.planners.groups import groups
 from flexcp.planners.request import Request
 
 STRATEGIES: dict[str, Callable[[Request], Placement]] = {
@@ -18,6 +19,11 @@ STRATEGIES: dict[str, Callable[[Request], Placement]] = {
     "ulysses": static.ulysses,
     "usp": static.usp,
     "blocks": blocks,
+    "groups": groups,
+    "minheap": rivals.minheap,
+    "pow2": rivals.pow2,
+    "hdp": rivals.hdp,
+    "wlb": rivals.wlb,
 }
 
 

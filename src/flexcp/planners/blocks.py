@@ -37,7 +37,7 @@ from flexcp.planners.request import Request
 
 Ints = NDArray[np.int64]
 DEFAULT_TOLERANCE = 0.02
-NODE_TOLERANCES = (0.008, 0.02, 0.04)
+NODE_TOLERANCES = (0.008, 0.016, 0.02)
 DEFAULT_EFFORT = 12
 """Placements of a node that are tried in all; more nodes get fewer each."""
 SLACK_USED = 0.8
@@ -201,7 +201,11 @@ def _inside_team(
     owners = _dealt_rows(items[parted], _water(kept, int((items[parted, 2] - items[parted, 1]).sum())))
     keys = found.keys + _team_keys(request, loads, items[parted], team)
     rows = kept + np.array([int((o[:, 2] - o[:, 1]).sum()) for o in owners])
-    over = max((totals - room.load).max() / max(1.0, limits.aim.mean()), (rows - limits.rows).max() / max(1.0, rows.mean()), 0.0)
+    over = max(
+        (totals - room.load).max() / max(1.0, limits.aim.mean()),
+        (rows - limits.rows).max() / max(1.0, rows.mean()),
+        0.0,
+    )
     return whole, items[parted], owners, keys, int(over * 1_000_000)
 
 

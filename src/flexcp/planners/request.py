@@ -46,5 +46,6 @@ class Request:
 def refuse_tolerances(request: Request) -> None:
     """For strategies that balance by a rule of their own."""
     for name in ("compute_tolerance", "token_tolerance"):
-        if getattr(request, name) is not None:
-            raise ValueError(f"this strategy balances by its own rule and takes no {name}; drop it, or use blocks")
+        value = getattr(request, name)
+        if value is not None:
+            raise ValueError(f"this strategy balances by its own rule and takes no tolerances; got {name}={value}, use blocks")
