@@ -20,7 +20,10 @@ from flexcp.plan import Plan
 from flexcp.planner import Planner
 
 CLUSTERS = ((1, 1), (1, 2), (1, 3), (1, 4), (1, 5), (1, 7), (1, 8), (2, 2), (2, 3))
-STRATEGIES = ("dp", "ring", "zigzag", "allgather", "ulysses", "usp", "blocks", "grouped", "tolerant")
+OURS = ("dp", "ring", "zigzag", "allgather", "ulysses", "usp", "blocks", "grouped", "tolerant", "groups")
+RIVALS = ("minheap", "pow2", "hdp", "wlb")
+STRATEGIES = OURS + RIVALS
+PLACE_TOKENS = ("dp", "grouped", "groups", *RIVALS)
 HEADS = ("MHA", "GQA", "MQA")
 LAYOUTS = ("free", "equal", "contiguous", "zigzag", "index map")
 LOW_PRECISION = ("bfloat16", "float32", "float16")
@@ -53,12 +56,12 @@ class Case:
 
 
 def full_matrix(dtypes: tuple[str, ...]) -> Iterator[Case]:
-    """Every strategy x mask x cluster x head arrangement."""
+    """Every strategy x mask x cluster x head arrangement (rivals: one head arrangement each, cycled)."""
     number = 0
     for strategy in STRATEGIES:
         for mask in MASKS:
             for shape in CLUSTERS:
-                for heads in HEADS:
+                for heads in HEADS if strategy in OURS else HEADS[number % 3 :][:1]:
                     yield _case(number, strategy, mask, shape, heads, dtypes)
                     number += 1
 
@@ -81,7 +84,7 @@ def _case(number: int, strategy: str, mask: str, shape: tuple[int, int], heads: 
     lengths = _lengths(number, where.ranks)
     # Two layouts in five are free: most strategies place tokens themselves.
     layout = LAYOUTS[number % len(LAYOUTS)]
-    if strategy in ("dp", "grouped") and layout not in ("free", "equal"):
+    if strategy in PLACE_TOKENS and layout not in ("free", "equal"):
         layout = "free"
     if layout == "index map" and strategy not in ("blocks", "tolerant"):
         layout = "zigzag"
