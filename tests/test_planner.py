@@ -51,10 +51,17 @@ def golden_plans() -> dict[str, Plan]:
         "allgather, contiguous": planner(7, strategy="allgather")(LENGTHS, flexcp.prefix(50), layout="contiguous"),
         "ulysses, v_head_dim": planner(4, strategy="ulysses", v_head_dim=32)(LENGTHS, flexcp.causal()),
         "usp, two nodes, zigzag": planner(cluster=two_nodes, strategy="usp")(LENGTHS, layout="zigzag"),
-        "blocks, two nodes": planner(cluster=two_nodes)(LENGTHS, flexcp.causal_blockwise(64, 2)),
-        "blocks, two masks": planner(3)(LENGTHS, masks=window_and_full),
-        "blocks, slices, tolerances": planner(4, compute_tolerance=0.05, token_tolerance=0.1)(LENGTHS, slices),
-        "blocks, web:8192:0": planner(cluster=two_nodes)(parse_lengths("web:8192:0"), flexcp.shared_question(4, 0.2)),
+        "blocks, two nodes": planner(cluster=two_nodes, strategy="blocks")(LENGTHS, flexcp.causal_blockwise(64, 2)),
+        "blocks, two masks": planner(3, strategy="blocks")(LENGTHS, masks=window_and_full),
+        "blocks, slices, tolerances": planner(4, strategy="blocks", compute_tolerance=0.05, token_tolerance=0.1)(
+            LENGTHS, slices
+        ),
+        "blocks, web:65536:0": planner(cluster=two_nodes, strategy="blocks", token_tolerance=0.05)(
+            parse_lengths("web:65536:0"), flexcp.shared_question(4, 0.2)
+        ),
+        "groups, web:65536:1": planner(cluster=two_nodes, strategy="groups")(parse_lengths("web:65536:1")),
+        "minheap": planner(4, strategy="minheap:64")(LENGTHS),
+        "auto, web:65536:2": planner(cluster=two_nodes)(parse_lengths("web:65536:2")),
     }
 
 
@@ -96,7 +103,7 @@ MASKS = [flexcp.causal(), flexcp.full(), flexcp.window(7, 2), flexcp.lambda_(3, 
 @given(
     st.lists(st.integers(1, 300), min_size=1, max_size=8),
     st.sampled_from(MASKS),
-    st.sampled_from(["dp", "ring", "zigzag", "allgather", "ulysses", "usp", "blocks"]),
+    st.sampled_from(["dp", "ring", "zigzag", "allgather", "ulysses", "usp", "blocks", "auto"]),
     st.sampled_from([(1, 1), (1, 2), (1, 4), (2, 2), (2, 4)]),
     st.sampled_from(["free", "contiguous", "zigzag"]),
 )
@@ -134,6 +141,9 @@ def variations() -> dict[str, Plan]:
         "link": planner(cluster=replace(where, inter_mbps=1))(**base),
         "cost": planner(cost=CostModel(linear_efficiency=1))(**base),
         "strategy": planner(strategy="ring")(**base),
+        # A ring places the same whatever the machine costs; the hash still tells.
+        "cost of a ring": planner(strategy="ring", cost=CostModel(linear_efficiency=1))(**base),
+        "link of a ring": planner(strategy="ring", cluster=replace(where, inter_mbps=1))(**base),
         "degree": planner(strategy="ring:2")(**base),
         "order of documents": planner()(LENGTHS[::-1], flexcp.causal()),
         "pads": planner()(**base, tokens="equal", pad_to=64),
@@ -157,7 +167,7 @@ def test_different_inputs_give_different_hashes() -> None:
 def test_defaults_are_what_the_documentation_says() -> None:
     default = flexcp.Planner(8)
     plan = default([100, 20])
-    assert (plan.strategy, plan.ranks, str(plan.cluster)) == ("blocks", 8, "h100:1x8")
+    assert (plan.strategy, plan.ranks, str(plan.cluster)) == ("auto", 8, "h100:1x8")
     assert (plan.shape.heads, plan.shape.kv_heads, plan.shape.head_dim, plan.shape.v_head_dim) == (8, 8, 128, 128)
     assert plan.shape.dtype == "bfloat16"
     assert plan.cost == CostModel()

@@ -23,6 +23,7 @@ _HOMES = {
     "Cluster": "clusters",
     "cluster": "clusters",
     "CostModel": "cost",
+    "Model": "cost",
     "Mask": "masks",
     "full": "masks",
     "causal": "masks",
@@ -45,6 +46,7 @@ __all__ = [
     "Cluster",
     "CostModel",
     "Mask",
+    "Model",
     "Plan",
     "Planner",
     "Step",
@@ -67,7 +69,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from flexcp.clusters import Cluster, cluster
-    from flexcp.cost import CostModel
+    from flexcp.cost import CostModel, Model
     from flexcp.executor.op import attention
     from flexcp.executor.step import Step, bind
     from flexcp.masks import (

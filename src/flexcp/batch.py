@@ -85,6 +85,18 @@ class Batch:
             total += mask.layers * mask.rows_area(documents, q0, q1)
         return total
 
+    def take(self, documents: Sequence[int]) -> Batch:
+        """The batch of some of the documents, in the given order."""
+        index = np.asarray(documents, np.int64)
+        lengths = self.lengths[index]
+        masks = []
+        for mask in self.masks:
+            rules = mask.rules if len(mask.rules) == 1 else tuple(mask.rules[d] for d in documents)
+            position, at = mask.of_documents(index)
+            first = offsets(np.bincount(position, minlength=len(index)))
+            masks.append(LayerMask(mask.name, mask.layers, rules, first, mask.slices[at]))
+        return Batch(lengths, offsets(lengths), tuple(masks))
+
     def document_of(self, tokens: Ints) -> Ints:
         """The document of each stream token."""
         return np.searchsorted(self.starts, tokens, side="right") - 1

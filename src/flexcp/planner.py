@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from flexcp.batch import MaskLike, make_batch
+from flexcp.batch import Batch, MaskLike, make_batch
 from flexcp.clusters import Cluster, cluster
-from flexcp.cost import CostModel
+from flexcp.cost import CostModel, Model
 from flexcp.masks import causal
 from flexcp.pieces import Shape
 from flexcp.plan import Plan
 from flexcp.planners import find_strategy
 from flexcp.planners.layouts import user_layout
+from flexcp.planners.microbatch import document_loads, split
 from flexcp.planners.request import Request
 from flexcp.schedule import make_plan
 
@@ -21,9 +23,11 @@ from flexcp.schedule import make_plan
 class Planner:
     """Plans batches for one attention shape on one cluster.
 
-    ``strategy`` is a name of ``flexcp.planners.STRATEGIES``, with a degree where it takes one (``"zigzag:4"``). Tolerances bound how far
-    a rank's compute and tokens may exceed the mean (0.05 is 5 %); without them counts differ as far as the step's time profits.
-    ``max_tokens_per_rank`` is a hard cap on what a rank keeps.
+    ``strategy`` is a name of ``flexcp.planners.STRATEGIES``, with a degree where it takes one (``"zigzag:4"``); ``auto`` takes the
+    one with the least predicted step time. ``model`` says what the rest of a layer costs (by default a dense model of hidden size
+    heads x head_dim), ``effort`` how many candidates may be evaluated. Tolerances bound how far a rank's compute and tokens may
+    exceed the mean (0.05 is 5 %); without them counts differ as far as the step's time profits. ``max_tokens_per_rank`` is a hard
+    cap on what a rank keeps.
 
     >>> planner = Planner(heads=8, kv_heads=2, head_dim=64, cluster=cluster("h100", ranks_per_node=4))
     >>> planner(lengths=[1000, 30, 1]).ranks
@@ -39,7 +43,9 @@ class Planner:
         dtype: str = "bfloat16",
         cluster: Cluster = cluster(),  # noqa: B008 - immutable
         cost: CostModel | None = None,
-        strategy: str = "blocks",
+        model: Model | None = None,
+        strategy: str = "auto",
+        effort: int | None = None,
         compute_tolerance: float | None = None,
         token_tolerance: float | None = None,
         max_tokens_per_rank: int | None = None,
@@ -53,6 +59,11 @@ class Planner:
         )
         self.cluster = cluster
         self.cost = cost or CostModel()
+        if model is not None:
+            self.cost = replace(self.cost, model=model)
+        if effort is not None and (not isinstance(effort, int) or effort < 0):
+            raise ValueError(f"effort is a count of evaluated candidates, 0 or more; got {effort!r}")
+        self.effort = effort
         self.strategy = strategy
         self.place, self.argument = find_strategy(strategy)
         self.compute_tolerance = _checked_tolerance("compute_tolerance", compute_tolerance)
@@ -80,6 +91,31 @@ class Planner:
         if mask is None and masks is None:
             mask = causal()
         batch = make_batch(lengths, mask, masks)
+        return self._planned(batch, layout, tokens, pad_to)
+
+    def micro_batches(
+        self,
+        lengths: Sequence[int] | Any,
+        mask: MaskLike | None = None,
+        *,
+        masks: Mapping[str, tuple[MaskLike, int]] | None = None,
+        tokens: str = "priced",
+        pad_to: int | None = None,
+    ) -> list[tuple[list[int], Plan]]:
+        """(documents, plan) of each micro-batch of a global batch over ``max_tokens_per_rank``, balanced in predicted time.
+
+        Documents are numbers into ``lengths``, in stream order; every document is in exactly one. Each micro-batch spans all ranks.
+        """
+        if self.max_tokens_per_rank is None:
+            raise ValueError("micro_batches needs a cap: make the Planner with max_tokens_per_rank=...")
+        if mask is None and masks is None:
+            mask = causal()
+        batch = make_batch(lengths, mask, masks)
+        cap = self.max_tokens_per_rank // (pad_to or 1) * (pad_to or 1)
+        parts = split(batch.lengths, document_loads(batch, self.shape, self.cost), self.cluster.ranks, cap)
+        return [(part, self._planned(batch.take(part), "free", tokens, pad_to)) for part in parts]
+
+    def _planned(self, batch: Batch, layout: str | Sequence[Sequence[int]], tokens: str, pad_to: int | None) -> Plan:
         maps = user_layout(layout, batch.tokens, self.cluster.ranks)
         equal = _checked_tokens(tokens, pad_to, maps is not None)
         if (equal or maps is not None) and self.token_tolerance is not None:
@@ -104,6 +140,7 @@ class Planner:
             self.compute_tolerance,
             self.token_tolerance,
             cap,
+            self.effort,
         )
         return make_plan(self.place(request), self.shape, self.cluster, self.cost, self.strategy)
 

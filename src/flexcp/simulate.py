@@ -1,6 +1,6 @@
 """Simulate: how long a placement takes.
 
-:func:`predict` is the closed short form, what ``auto`` is scored by: no transfers are scheduled, everything is arithmetic on columns. It counts
+:func:`predict` is the closed short form, what ``auto`` is scored by: nothing is scheduled, everything is arithmetic on columns. It counts
 the same bytes as the plan would move (exactly, by rank, direction and level) and the same pairs (exactly, those that a rank can compute
 from its own tokens apart from the rest), and puts them together like this, for every rank:
 
@@ -8,10 +8,10 @@ from its own tokens apart from the rest), and puts them together like this, for 
     ring              head exchange + (own work, then each hop's work, against the next hop) + head exchange home
     step              sum over masks of layers x (forward + backward attention)  +  layers x linear time of its tokens
 
-The step takes as long as its slowest rank. *Exposed* is the part of attention's time in which a rank does not compute. Approximations, all
-within the cost model's stated error as far as we know: a ring's work is spread evenly over its hops after the first; every hop takes as long
-as the slowest link of its ring; an exchange takes as long as the busiest port among a rank and the ranks that send to it; ranks do not
-wait for each other's work. Everything is an integer in nanoseconds and rounded up.
+The step takes as long as its slowest rank. *Exposed* is the part of attention's time in which a rank does not compute. What is
+approximate: a ring's work is spread evenly over its hops after the first; every hop takes as long as the slowest link of its ring; an
+exchange takes as long as the busiest port among a rank and the ranks that send to it; ranks do not wait for each other's work.
+Everything is an integer in nanoseconds and rounded up.
 
 :func:`lower_bound` is the compute of the batch perfectly divided: no placement is predicted faster.
 """
@@ -90,8 +90,9 @@ def predict(placement: Placement, shape: Shape, cluster: Cluster, cost: CostMode
     total = np.zeros(placement.ranks, np.int64)
     sent, received = [], []
     for mask, regions in zip(placement.batch.masks, placement.regions, strict=True):
-        work = _work(placement, mask, regions, rings, cost)
-        for backward, moves in enumerate(_moves(placement, shape, mask, regions)):
+        pairs = _pairs(placement, mask, regions, rings)
+        work = _work(placement, regions, pairs, cost)
+        for backward, moves in enumerate(_moves(placement, shape, mask, regions, pairs)):
             own, rest = _compute_ns(work, rings, shape, cluster, cost, bool(backward))
             compute += mask.layers * (own + rest)
             total += mask.layers * _attention_ns(own, rest, moves, rings, cluster, cost)
@@ -148,15 +149,22 @@ def _rings(placement: Placement) -> _Rings:
     if placement.traffic.kind != "ring":
         return _Rings(False, np.ones_like(alone), alone, alone)
     positions, position, group = np.ones_like(alone), alone.copy(), alone.copy()
-    for grid in placement.traffic.groups:
-        ranks = np.array(grid, np.int64)
-        positions[ranks] = len(ranks)
-        position[ranks] = ranks[:, :1]
-        group[ranks] = ranks[0, 0]
+    for ranks in _grids_by_shape(placement):
+        positions[ranks] = ranks.shape[1]
+        position[ranks] = ranks[:, :, :1]
+        group[ranks] = ranks[:, :1, :1]
     return _Rings(True, positions, position, group)
 
 
 # --- work --------------------------------------------------------------------------------------------------------------
+
+
+class _Pairs(NamedTuple):
+    """Pairs of each region, those whose row and key are both kept at its ring position, and how often hops bring it more keys."""
+
+    all: Ints
+    own: Ints
+    hops: Ints
 
 
 class _Work(NamedTuple):
@@ -166,27 +174,49 @@ class _Work(NamedTuple):
     rest: Ints
 
 
-def _work(placement: Placement, mask: LayerMask, regions: Regions, rings: _Rings, cost: CostModel) -> _Work:
+def _pairs(placement: Placement, mask: LayerMask, regions: Regions, rings: _Rings) -> _Pairs:
+    first, same = _same_rows(placement, regions, rings)
+    if len(first) < len(regions):
+        return _Pairs(*(column[same] for column in _pairs_of_each(placement, mask, regions.take(first), rings)))
+    return _pairs_of_each(placement, mask, regions, rings)
+
+
+def _same_rows(placement: Placement, regions: Regions, rings: _Rings) -> tuple[Ints, Ints]:
+    """(one of each kind, kind of each region): regions of one ring position that differ only in their heads are a kind."""
+    everyone = np.arange(len(regions), dtype=np.int64)
+    if np.all(rings.position == np.arange(placement.ranks)):
+        return everyone, everyone
+    label = (
+        rings.position[regions.rank] * (placement.stream + 1) + placement.batch.starts[regions.document] + regions.q0
+    )
+    _, first, same = np.unique(label, return_index=True, return_inverse=True)
+    alike = all(np.array_equal(c, c[first][same]) for c in (regions.q1, regions.k0, regions.k1))
+    return (first, same) if alike else (everyone, everyone)
+
+
+def _pairs_of_each(placement: Placement, mask: LayerMask, regions: Regions, rings: _Rings) -> _Pairs:
     index, slices = mask.cuts(regions.document, regions.q0, regions.q1, regions.k0, regions.k1)
     begin = placement.batch.starts[regions.document[index]]
-    position = rings.position[regions.rank[index]]
     runs = united(rings.position[placement.runs.rank], placement.runs.start, placement.runs.stop)
     pairs = _sums(index, area(slices), len(regions))
-    if placement.assemble_own:
-        own = np.zeros_like(pairs)
-    else:
+    own = np.zeros_like(pairs)
+    if not placement.assemble_own:
+        position = rings.position[regions.rank[index]]
         own = _sums(index, _own_area(slices, begin, position, runs, placement.stream), len(regions))
-    # Every pass over a region pays for its row tiles: one over own keys, and one a hop that brings keys it reads.
-    passes = (pairs > own).astype(np.int64)
+    hops = (pairs > own).astype(np.int64)
     if rings.turn:
-        seen = _positions_seen(slices, begin, runs)
-        np.maximum.at(passes, index, seen - (own > 0)[index])
-        passes = np.where(pairs > own, np.minimum(passes, rings.positions[regions.rank] - 1), 0)
+        np.maximum.at(hops, index, _runs_seen(slices, begin, runs) - (own > 0)[index])
+        hops = np.where(pairs > own, np.minimum(hops, rings.positions[regions.rank] - 1), 0)
+    return _Pairs(pairs, own, hops)
+
+
+def _work(placement: Placement, regions: Regions, pairs: _Pairs, cost: CostModel) -> _Work:
+    # Every pass over a region pays for its row tiles: one over own keys, and one for each hop that brings keys it reads.
     tiles = cost.row_tiles_work(regions.q1 - regions.q0)
     heads = regions.h1 - regions.h0
-    at_once = (own + tiles * ((own > 0) | (pairs == 0))) * heads
-    later = (pairs - own + tiles * passes) * heads
-    return _Work(_sums(regions.rank, at_once, placement.ranks), _sums(regions.rank, later, placement.ranks))
+    own = (pairs.own + tiles * ((pairs.own > 0) | (pairs.all == 0))) * heads
+    rest = (pairs.all - pairs.own + tiles * pairs.hops) * heads
+    return _Work(_sums(regions.rank, own, placement.ranks), _sums(regions.rank, rest, placement.ranks))
 
 
 def _own_area(slices: Ints, begin: Ints, position: Ints, runs: tuple[Ints, Ints, Ints], stream: int) -> Ints:
@@ -203,8 +233,8 @@ def _own_area(slices: Ints, begin: Ints, position: Ints, runs: tuple[Ints, Ints,
     return _sums(item, area(both), len(slices))
 
 
-def _positions_seen(slices: Ints, begin: Ints, runs: tuple[Ints, Ints, Ints]) -> Ints:
-    """In how many runs of ring positions the keys of each slice lie: at least as many as positions that hold them."""
+def _runs_seen(slices: Ints, begin: Ints, runs: tuple[Ints, Ints, Ints]) -> Ints:
+    """In how many runs the keys of each slice lie: at least as many as ring positions that hold them."""
     start, stop = np.sort(runs[1]), np.sort(runs[2])
     return np.searchsorted(start, begin + slices[:, K1]) - np.searchsorted(stop, begin + slices[:, K0], side="right")
 
@@ -239,23 +269,33 @@ class _Moves(NamedTuple):
 
 
 def _joined(parts: Sequence[_Flows]) -> _Flows:
-    """All flows of the parts; what stays on its rank is none."""
+    """All flows of the parts; what stays on its rank is none, nor is one without bytes."""
     columns = [np.concatenate([getattr(p, f) for p in parts] or [np.zeros(0, np.int64)]) for f in _Flows._fields]
-    away = columns[0] != columns[1]
-    return _Flows(*(c[away] for c in columns))
+    moves = (columns[0] != columns[1]) & (columns[2] > 0)
+    return _Flows(*(c[moves] for c in columns))
 
 
-def _moves(placement: Placement, shape: Shape, mask: LayerMask, regions: Regions) -> tuple[_Moves, _Moves]:
+def _moves(
+    placement: Placement, shape: Shape, mask: LayerMask, regions: Regions, pairs: _Pairs
+) -> tuple[_Moves, _Moves]:
     """Forward and backward, the same bytes as the plan's transfers."""
     if placement.traffic.kind == "needed":
-        return _needed(placement, shape, mask, regions)
+        return _needed(placement, shape, mask, regions, pairs)
     if placement.traffic.kind == "gather":
         return _gathered(placement, shape)
     return _passed_round(placement, shape)
 
 
-def _needed(placement: Placement, shape: Shape, mask: LayerMask, regions: Regions) -> tuple[_Moves, _Moves]:
-    q, kv = needed_pieces(placement, shape, mask, regions)
+def _needed(
+    placement: Placement, shape: Shape, mask: LayerMask, regions: Regions, pairs: _Pairs
+) -> tuple[_Moves, _Moves]:
+    # A document whose regions all find their rows and keys at home moves nothing, and most are like that.
+    travels = np.zeros(placement.batch.documents, bool)
+    travels[regions.document[pairs.all > pairs.own]] = True
+    if not travels.any():
+        still = _Moves(*[_joined([])] * 4)
+        return still, still
+    q, kv = needed_pieces(placement, shape, mask, regions.take(travels[regions.document]))
     each = shape.bytes_per_token_head()
     none = _joined([])
 
@@ -293,33 +333,39 @@ def _passed_round(placement: Placement, shape: Shape) -> tuple[_Moves, _Moves]:
     each = shape.bytes_per_token_head()
     forward: list[_Moves] = []
     backward: list[_Moves] = []
-    for grid in placement.traffic.groups:
-        ranks = np.array(grid, np.int64)
-        positions, split = ranks.shape
+    for ranks in _grids_by_shape(placement):
+        split = ranks.shape[2]
         borders = np.arange(split + 1) * shape.heads // split
         low, high = shape.kv_range(borders[:-1], borders[1:])
         heads, kv_heads = np.diff(borders), high - low
         # A KV head that several head groups read gets its gradient from all of them.
         shared = int(split > shape.kv_heads)
-        # [position, owner, worker]: an owner's tokens and the heads of the rank that works on them.
-        owner = np.repeat(ranks, split, axis=1).reshape(-1)
-        worker = np.tile(ranks, (1, split)).reshape(-1)
-        of_heads, of_kv = (placement.tokens[owner] * np.tile(count, positions * split) for count in (heads, kv_heads))
+        # [group, position, owner, worker]: an owner's tokens and the heads of the rank that works on them.
+        owner = np.repeat(ranks, split, axis=2).reshape(-1)
+        worker = np.tile(ranks, (1, 1, split)).reshape(-1)
+        of_heads, of_kv = (placement.tokens[owner] * np.tile(count, ranks.size) for count in (heads, kv_heads))
         there = _Flows(owner, worker, of_heads * each[Kind.Q, 0] + of_kv * each[Kind.KV, 0])
         there_again = _Flows(owner, worker, there.size + of_heads * each[Kind.DO, 0])
         home = _Flows(worker, owner, of_heads * each[Kind.O, 0])
         home_again = _Flows(worker, owner, of_heads * each[Kind.DQ, 0] + of_kv * each[Kind.DKV, shared])
         # A link into a position carries the keys of all positions but that one; dkv of all but the sender's.
-        before = np.roll(ranks, 1, axis=0)
-        others = placement.tokens[ranks].sum() - placement.tokens[ranks].sum(axis=1, keepdims=True)
+        links = np.roll(ranks, 1, axis=1).reshape(-1), ranks.reshape(-1)
+        at = placement.tokens[ranks].sum(axis=2, keepdims=True)
+        others = at.sum(axis=1, keepdims=True) - at
         keys = (others * kv_heads * each[Kind.KV, 0]).reshape(-1)
-        grads = (np.roll(others, 1, axis=0) * kv_heads * each[Kind.DKV, 1]).reshape(-1)
-        links = before.reshape(-1), ranks.reshape(-1)
-        none = _joined([])
-        forward.append(_Moves(there, _Flows(*links, keys), none, home))
+        grads = (np.roll(others, 1, axis=1) * kv_heads * each[Kind.DKV, 1]).reshape(-1)
+        forward.append(_Moves(there, _Flows(*links, keys), _joined([]), home))
         backward.append(_Moves(there_again, _Flows(*links, keys), _Flows(*links, grads), home_again))
     both = [_Moves(*(_joined(parts) for parts in zip(*moves, strict=True))) for moves in (forward, backward)]
     return both[0], both[1]
+
+
+def _grids_by_shape(placement: Placement) -> list[Ints]:
+    """The groups' grids as arrays ``[group, ring position, head group]``, one for each shape there is."""
+    found: dict[tuple[int, int], list[tuple[tuple[int, ...], ...]]] = {}
+    for grid in placement.traffic.groups:
+        found.setdefault((len(grid), len(grid[0])), []).append(grid)
+    return [np.array(grids, np.int64) for grids in found.values()]
 
 
 class _Ports(NamedTuple):

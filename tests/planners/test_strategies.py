@@ -96,7 +96,7 @@ def mask_for(draw: st.DrawFn, lengths: list[int]) -> MaskLike:
             named,
             st.just(modality([(n // 4, n // 2), (n // 2, n)])),
             st.just(modality([(n // 3, n)], self_only=True)),
-            st.just(from_slices(n, [(n // 2, n, 0, n // 2, None, None)])),
+            st.just(from_slices(n, [(n // 2, n, 0, (n + 1) // 2, None, None)])),
         )
         for n in lengths
     ]
@@ -211,11 +211,14 @@ def wire_bytes(plan: Plan, backward: bool, mask: int = 0) -> Ints:
 # --- every strategy on everything ----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=120, deadline=None)
+@pytest.mark.parametrize("family", ["any", "blocks"])
+@settings(max_examples=70, deadline=None)
 @given(data=st.data(), machine=machines, heads=st.sampled_from(HEADS), lengths=many_lengths)
-def test_every_plan_is_right(data: st.DataObject, machine: Cluster, heads: tuple[int, int], lengths: list[int]) -> None:
+def test_every_plan_is_right(
+    family: str, data: st.DataObject, machine: Cluster, heads: tuple[int, int], lengths: list[int]
+) -> None:
     tokens, ranks = sum(lengths), machine.ranks
-    strategy = data.draw(st.sampled_from(strategies_for(machine, *heads)), "strategy")
+    strategy = data.draw(st.sampled_from(strategies_for(machine, *heads)), "strategy") if family == "any" else family
     fixable = strategy in ("blocks", "ring", "zigzag", "allgather", "ulysses", "usp")
     kinds = ["free", "equal", *(["contiguous", "zigzag", "map"] if fixable else [])]
     kind = data.draw(st.sampled_from(kinds), "layout")
@@ -243,6 +246,25 @@ def test_every_plan_is_right(data: st.DataObject, machine: Cluster, heads: tuple
     if strategy in ("dp", "blocks"):
         assert_only_needed_pieces_move(plan, False)
         assert_only_needed_pieces_move(plan, True)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "call"),
+    [
+        *((s, {}, {}) for s in ("dp", "ring", "zigzag", "allgather", "ulysses", "usp", "blocks")),
+        *((s, {}, {"tokens": "equal"}) for s in ("dp", "ring", "usp")),
+        *((s, {}, {"layout": "contiguous"}) for s in ("ring", "usp", "blocks")),
+        ("blocks", {}, {"tokens": "equal"}),
+        ("blocks", {"compute_tolerance": 0.05}, {}),
+    ],
+)
+def test_a_batch_without_a_single_pair_is_planned(strategy: str, options: dict[str, Any], call: dict[str, Any]) -> None:
+    planner = Planner(8, 2, 8, cluster=cluster("h100", 1, 4), strategy=strategy, **options)
+    plan = planner([5, 9], [from_slices(5, []), from_slices(9, [])], **call)
+    plan.check()
+    assert_every_token_kept_once(plan)
+    assert plan.work().tolist() == [0] * 4
+    assert plan.bytes().sum() == 0 or strategy != "blocks", "nobody reads anything"
 
 
 @settings(max_examples=25, deadline=None)

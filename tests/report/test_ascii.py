@@ -15,6 +15,7 @@ from flexcp.report.ascii import picture, size
 def plan_for(lengths: list[int], ranks: int, mask: flexcp.Mask | None = None, **options: Any) -> Plan:
     call = {name: options.pop(name) for name in ("layout", "tokens", "pad_to", "masks") if name in options}
     where = options.pop("cluster", None) or flexcp.cluster("h100", 1, ranks)
+    options.setdefault("strategy", "blocks")
     return flexcp.Planner(2, 2, 8, cluster=where, **options)(lengths, mask, **call)
 
 

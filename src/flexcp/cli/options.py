@@ -30,6 +30,7 @@ HeadDim = Annotated[int, typer.Option(help="Size of a query and key head.")]
 VHeadDim = Annotated[int | None, typer.Option(help="Size of a value head; head-dim by default.")]
 Dtype = Annotated[str, typer.Option(help="bfloat16, float16, float32 or float64.")]
 Strategy = Annotated[str, typer.Option(help="A strategy, with its degree: blocks, zigzag:4, usp:4,2, ...")]
+Effort = Annotated[int | None, typer.Option(help="Candidates that may be evaluated; a count, never a clock.")]
 ComputeTolerance = Annotated[float | None, typer.Option(help="Compute over the mean a rank may have: 0.05 is 5 %.")]
 TokenTolerance = Annotated[float | None, typer.Option(help="Tokens over the mean a rank may keep.")]
 MaxTokens = Annotated[int | None, typer.Option("--max-tokens-per-rank", help="Hard cap on the tokens a rank keeps.")]
@@ -55,6 +56,7 @@ class PlanOptions:
     v_head_dim: int | None
     dtype: str
     strategy: str
+    effort: int | None
     compute_tolerance: float | None
     token_tolerance: float | None
     max_tokens_per_rank: int | None
@@ -74,6 +76,7 @@ class PlanOptions:
             dtype=self.dtype,
             cluster=self._cluster(),
             strategy=self.strategy,
+            effort=self.effort,
             compute_tolerance=self.compute_tolerance,
             token_tolerance=self.token_tolerance,
             max_tokens_per_rank=self.max_tokens_per_rank,

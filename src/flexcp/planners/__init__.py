@@ -7,11 +7,13 @@ from collections.abc import Callable
 
 from flexcp.plan import Placement
 from flexcp.planners import rivals, static
+from flexcp.planners.auto import auto
 from flexcp.planners.blocks import blocks
 from flexcp.planners.groups import groups
 from flexcp.planners.request import Request
 
 STRATEGIES: dict[str, Callable[[Request], Placement]] = {
+    "auto": auto,
     "dp": static.dp,
     "ring": static.ring,
     "zigzag": static.zigzag,

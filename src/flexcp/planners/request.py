@@ -48,4 +48,6 @@ def refuse_tolerances(request: Request) -> None:
     for name in ("compute_tolerance", "token_tolerance"):
         value = getattr(request, name)
         if value is not None:
-            raise ValueError(f"this strategy balances by its own rule and takes no tolerances; got {name}={value}, use blocks")
+            raise ValueError(
+                f"this strategy balances by its own rule and takes no tolerances; got {name}={value}, use blocks"
+            )

@@ -17,7 +17,8 @@ MANY = "*"
 
 def picture(plan: Plan) -> str:
     """The batch as a strip of owners, the longest document's rows by who computes them, a line per rank."""
-    parts = [_title(plan), "", *_strip(plan), "", *_rows(plan), "", *_table(plan)]
+    note = [plan.placement.note] if plan.placement.note else []
+    parts = [_title(plan), *note, "", *_strip(plan), "", *_rows(plan), "", *_table(plan)]
     return "\n".join(parts)
 
 
