@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint verify-all clean
+.PHONY: demo test lint verify-all planning clean
 
 demo: .venv/ready
 	$(BIN)/flexcp demo
@@ -18,6 +18,10 @@ lint: .venv/ready
 # Every strategy x mask x number of ranks x head arrangement on real processes; writes docs/verified.md.
 verify-all: .venv/ready
 	$(BIN)/python benchmarks/verify_all.py --write docs/verified.md
+
+# Bytes, balance and planning time on fixed batches; writes docs/planning.md.
+planning: .venv/ready
+	$(BIN)/python benchmarks/planning.py --write docs/planning.md
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -1,9 +1,9 @@
 """Planning, measured: bytes, balance and time of planning on fixed batches. ``make planning`` writes docs/planning.md.
 
-- *yardstick*: the two batches of 131,072 tokens on which DCP's own planner was measured, four masks, 8 query / 2 KV heads of 128, one node of 8
-  and four; beside DCP's best row with a compute imbalance of at most 1.4 and what a throw-away prototype reached.
-- *web*: packs of web documents, 8,192 tokens a rank, 64 / 8 heads of 128, causal, beside ``minheap`` (MagiAttention's default dealing) on the same
-  packs; with tolerances and with equal tokens.
+- *yardstick*: the two batches of 131,072 tokens on which DCP's own planner was measured, four masks, 8 query / 2 KV heads of 128,
+  one node of 8 and four; beside DCP's best row with a compute imbalance of at most 1.4 and what a throw-away prototype reached.
+- *web*: packs of web documents, 8,192 tokens a rank, 64 / 8 heads of 128, causal, beside ``minheap`` (MagiAttention's default
+  dealing) on the same packs; with tolerances and with equal tokens.
 - *growth*: 32K tokens a rank up to 1,024 ranks.
 
 Times are medians of warm, uncached planner calls with schedule and hash, in one process on this machine.
@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -26,32 +27,8 @@ import flexcp
 from flexcp.data.lengths import draw_lengths
 from flexcp.plan import Plan, imbalance
 
-BATCHES = {
-    "longtail": [
-        5787,
-        4139,
-        11299,
-        5632,
-        2449,
-        7864,
-        26774,
-        16834,
-        1968,
-        948,
-        2185,
-        5186,
-        239,
-        3698,
-        972,
-        1897,
-        2422,
-        3257,
-        8392,
-        19058,
-        72,
-    ],  # fmt: skip
-    "single": [131072],
-}
+LONGTAIL = "5787 4139 11299 5632 2449 7864 26774 16834 1968 948 2185 5186 239 3698 972 1897 2422 3257 8392 19058 72"
+BATCHES = {"longtail": [int(n) for n in LONGTAIL.split()], "single": [131_072]}
 MASKS = {
     "causal": flexcp.causal(),
     "lambda": flexcp.lambda_(),
@@ -91,8 +68,8 @@ def main() -> None:
     lines = [
         "# Planning, measured",
         "",
-        f"Made by `make planning` on {date.today().isoformat()}, {platform.machine()}, one process. Placement, schedule and hash included in "
-        "times; first calls excluded.",
+        f"Made by `make planning` on {date.today().isoformat()}, {platform.machine()}, one process. Times include placement, "
+        "schedule and hash; first calls are excluded.",
         "",
     ]
     for name, table in tables.items():
@@ -123,10 +100,9 @@ def _yardstick(seeds: int) -> list[str]:
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for (mask, batch, nodes), (prototype, dcp) in track(KNOWN.items(), "yardstick", console=Console(stderr=True)):
-        planner = flexcp.Planner(
-            8, 2, 128, cluster=flexcp.cluster("a100", nodes, 8), strategy="blocks", compute_tolerance=0.05, token_tolerance=0.05
-        )  # fmt: skip
-        plan, ms = _timed(lambda p=planner, b=batch, m=mask: p(BATCHES[b], MASKS[m]))  # type: ignore[misc]
+        tolerances = {"compute_tolerance": 0.05, "token_tolerance": 0.05}
+        planner = flexcp.Planner(8, 2, 128, cluster=flexcp.cluster("a100", nodes, 8), strategy="blocks", **tolerances)
+        plan, ms = _timed(partial(planner, BATCHES[batch], MASKS[mask]))
         plan.check()
         lines.append(
             f"| {mask} | {batch} | {nodes}x8 | {plan.bytes().sum() / 1e6:.1f} | {prototype:g} | {'-' if dcp is None else f'{dcp:g}'} "
@@ -145,22 +121,19 @@ def _web(seeds: int) -> list[str]:
     for equal in (False, True):
         for ranks in (8, 16, 32, 64):
             where = flexcp.cluster("h100", ranks // 8, 8)
-            planner = flexcp.Planner(
-                64, 8, 128, cluster=where, strategy="blocks", compute_tolerance=0.05, token_tolerance=None if equal else 0.05
-            )  # fmt: skip
+            tolerances = {"compute_tolerance": 0.05, "token_tolerance": None if equal else 0.05}
+            planner = flexcp.Planner(64, 8, 128, cluster=where, strategy="blocks", **tolerances)
             rival = flexcp.Planner(64, 8, 128, cluster=where, strategy="minheap")
             rows = []
             for seed in track(range(seeds), f"web {ranks} {'equal' if equal else ''}", console=Console(stderr=True)):
                 lengths = draw_lengths("web", 8192 * ranks, seed)
-                plan, ms = _timed(
-                    lambda p=planner, x=lengths: p(x, tokens="equal" if equal else "priced"), repeats=3  # type: ignore[misc]
-                )  # fmt: skip
+                how = "equal" if equal else "priced"
+                plan, ms = _timed(partial(planner, lengths, tokens=how), repeats=3)
                 received = plan.bytes().sum(axis=0)
                 other = int(rival(lengths).bytes().sum())
-                rows.append((
-                    imbalance(plan.work()), imbalance(plan.placement.tokens), int(received.sum()), other,
-                    received.max() / max(1.0, received.mean()), ms,
-                ))  # fmt: skip
+                worst = received.max() / max(1.0, received.mean())
+                balance = (imbalance(plan.work()), imbalance(plan.placement.tokens))
+                rows.append((*balance, int(received.sum()), other, worst, ms))
             compute, tokens, ours, theirs, worst, times = zip(*rows, strict=True)
             volume = statistics.mean(ours) / ranks / (8192 * ranks * 4096)
             lines.append(
@@ -180,7 +153,7 @@ def _growth(seeds: int) -> list[str]:
     for ranks in track((8, 32, 128, 256, 512, 1024), "growth", console=Console(stderr=True)):
         planner = flexcp.Planner(64, 8, 128, cluster=flexcp.cluster("h100", ranks // 8, 8), strategy="blocks")
         lengths = draw_lengths("libra256k", 32_768 * ranks, 0)
-        plan, ms = _timed(lambda p=planner, x=lengths: p(x), repeats=3)  # type: ignore[misc]
+        plan, ms = _timed(partial(planner, lengths), repeats=3)
         moved = len(plan.programs[0][0].transfers) + len(plan.programs[0][1].transfers)
         lines.append(f"| {ranks} | {len(lengths)} | {moved} | {ms:.1f} |")
     return lines

@@ -8,6 +8,7 @@ N-th case.
 from __future__ import annotations
 
 import argparse
+import platform
 import sys
 import time
 from collections import defaultdict
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 
+import torch
 from rich.progress import Progress
 
 from flexcp.measure.matrix import CLUSTERS, LOW_PRECISION, MASKS, STRATEGIES, Case, full_matrix, verify_cases
@@ -64,7 +66,8 @@ def _table(results: list[tuple[str, Case, Verdict]], seconds: float) -> str:
     lines = [
         "# Verified",
         "",
-        f"Made by `make verify-all` on {date.today().isoformat()} in {seconds / 60:.0f} minutes: {passed} of {len(results)} cases passed. "
+        f"Made by `make verify-all` on {date.today().isoformat()} ({platform.machine()}, torch {torch.__version__}) in "
+        f"{seconds / 60:.0f} minutes: {passed} of {len(results)} cases passed. "
         "Real gloo processes, forward and backward, against dense float64 attention on one process; bytes counted where they leave "
         "equal the plan's in every passed case. A cell is the largest error of out, lse, dq, dk, dv over masks, head arrangements "
         "(MHA, GQA, MQA), lengths and layouts; float64 may be off by 1e-10.",

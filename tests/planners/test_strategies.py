@@ -691,7 +691,7 @@ def test_blocks_refuses_counts_over_the_cap(call: dict[str, Any]) -> None:
     ("strategy", "message"),
     [
         ("rign", "unknown strategy 'rign': did you mean 'ring'"),
-        ("xyz", "unknown strategy 'xyz': known strategies are dp, ring"),
+        ("xyz", "unknown strategy 'xyz': known strategies are .*dp, ring"),
         ("dp:2", "dp takes no degree"),
         ("blocks:2", "blocks takes no degree"),
         ("ring:4", r"ring:4 does not divide the 6 ranks.*\[1, 2, 3, 6\]"),
@@ -732,6 +732,12 @@ def test_kv_heads_that_do_not_split_are_refused() -> None:
 def test_a_layout_or_count_that_makes_no_sense_is_refused(call: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Planner(8, 2, 8, cluster=cluster("h100", 1, 2), strategy="blocks")([4], **call)
+
+
+@pytest.mark.xfail(strict=True, reason="a fractional pad_to is taken")
+def test_a_fractional_pad_is_refused() -> None:
+    with pytest.raises(ValueError, match="pad_to"):
+        Planner(8, 2, 8, cluster=cluster("h100", 1, 2), strategy="blocks")([4], tokens="equal", pad_to=2.5)  # type: ignore[arg-type]
 
 
 def test_token_tolerance_needs_a_choice_of_tokens() -> None:

@@ -9,6 +9,7 @@ import typer
 from flexcp.cli.demo import demo
 from flexcp.cli.plan import plan
 from flexcp.cli.verify import verify
+from flexcp.cli.warmup import warmup
 
 app = typer.Typer(
     name="flexcp",
@@ -21,6 +22,7 @@ app = typer.Typer(
 app.command()(plan)
 app.command()(verify)
 app.command()(demo)
+app.command()(warmup)
 
 
 @app.callback(invoke_without_command=True)

@@ -372,7 +372,7 @@ class StaticBounds:
     def _group_of_documents(self, count: int) -> Ints:
         if count not in self._dealt:
             group = np.zeros(self.request.batch.documents, np.int64)
-            for i, documents in enumerate(static._deal(self.request.batch.lengths, count)):
+            for i, documents in enumerate(static.deal(self.request.batch.lengths, count)):
                 group[documents] = i
             self._dealt[count] = group
         return self._dealt[count]

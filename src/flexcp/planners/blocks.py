@@ -194,6 +194,8 @@ def _inside_team(
             break
         # A rank is over: the largest item it got from outside the split ones joins them.
         worst = found.items[found.bins == int(np.argmax(totals - room.load))]
+        if not len(worst):
+            break
         heaviest = worst[int(np.argmax(loads.load(*worst.T)))]
         parted |= (items[:, 0] == heaviest[0]) & (items[:, 1] <= heaviest[1]) & (items[:, 2] >= heaviest[2])
     whole = [found.items[found.bins == r] for r in range(team)]

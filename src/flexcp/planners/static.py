@@ -152,7 +152,7 @@ def _placed(request: Request, grids: list[Grid], traffic: str, cutter: Cutter) -
             )
     else:
         ranks, starts, stops = [], [], []
-        for grid, mine in zip(grids, _deal(batch.lengths, len(grids)), strict=True):
+        for grid, mine in zip(grids, deal(batch.lengths, len(grids)), strict=True):
             rows = cutter(batch.starts[mine], batch.lengths[mine], len(grid))
             for row, ranges in zip(grid, rows, strict=True):
                 for rank, (start, stop) in zip(row, _evenly(ranges, len(row)), strict=True):
@@ -184,7 +184,7 @@ def _placed(request: Request, grids: list[Grid], traffic: str, cutter: Cutter) -
     return Placement(batch, request.ranks, pads, runs, (regions,) * len(batch.masks), route)
 
 
-def _deal(lengths: Ints, groups: int) -> list[Ints]:
+def deal(lengths: Ints, groups: int) -> list[Ints]:
     """Documents to groups, longest first to the one with the fewest tokens; each group's in stream order."""
     heap = [(0, g) for g in range(groups)]
     dealt: list[list[int]] = [[] for _ in range(groups)]
