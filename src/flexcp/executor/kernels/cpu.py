@@ -1,8 +1,9 @@
 """The CPU kernel: tiles of rows against exactly the keys they see.
 
 Each slice is cut into tiles of rows; a tile reads only the keys between its first row's first and its last row's last, and masks only
-where the band's edge crosses it. Query heads that share a KV head are stacked into one matrix product. Plain torch, so it also runs on a
-GPU, where it is correct and slow.
+where the band's edge crosses it. Query heads that share a KV head are stacked into one matrix product. A tile is computed one
+precision above its inputs (float32 in float64): CPU ranks are there to be believed. Plain torch, so it also runs on a GPU, where it
+is correct and slow.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from flexcp.executor.kernels import Ints, Settings, accumulator_dtype, merge
+from flexcp.executor.kernels import Ints, Settings, merge
 
 TILE_LOGITS = 1 << 21
 """Logits of one tile: large enough for fast matrix products, small enough for the cache's sake."""
@@ -22,15 +23,16 @@ def forward(
     q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, slices: Ints, settings: Settings, out_THV: Tensor, lse_TH: Tensor
 ) -> None:
     """Add the slices' attention to ``out`` and ``lse``."""
-    for tile in _tiles(slices, q_THD.shape[1]):
-        rows, keys, band = tile
+    work = _working_dtype(q_THD.dtype)
+    for rows, keys, band in _tiles(slices, q_THD.shape[1]):
         s_GRK, _ = _logits(q_THD[rows], k_TGD[keys], band, settings)
         top = s_GRK.amax(-1, keepdim=True)  # every row of a tile sees a key, so this is finite
         p_GRK = torch.exp(s_GRK - top)
         total = p_GRK.sum(-1, keepdim=True)
-        more = _heads_last((p_GRK @ _by_group(v_TGV[keys])) / total, q_THD.shape[1])
+        more = _heads_last((p_GRK @ _by_group(v_TGV[keys], work)) / total, q_THD.shape[1])
         more_lse = _heads_last(top + torch.log(total), q_THD.shape[1]).squeeze(-1)
-        out_THV[rows], lse_TH[rows] = merge(out_THV[rows], lse_TH[rows], more, more_lse)
+        out, lse = merge(out_THV[rows], lse_TH[rows], more, more_lse)
+        out_THV[rows], lse_TH[rows] = out.to(out_THV.dtype), lse.to(lse_TH.dtype)
 
 
 def backward(
@@ -38,17 +40,18 @@ def backward(
     settings: Settings, dq_THD: Tensor, dk_TGD: Tensor, dv_TGV: Tensor,
 ) -> None:  # fmt: skip
     """Add the slices' gradients to ``dq``, ``dk`` and ``dv``."""
-    heads, groups = q_THD.shape[1], k_TGD.shape[1]
+    heads, groups, work = q_THD.shape[1], k_TGD.shape[1], _working_dtype(q_THD.dtype)
     for rows, keys, band in _tiles(slices, heads):
         s_GRK, slope = _logits(q_THD[rows], k_TGD[keys], band, settings)
-        p_GRK = torch.exp(s_GRK - _stacked(lse_TH[rows, :, None], groups))
-        do_GRV = _stacked(do_THV[rows], groups)
-        dp_GRK = do_GRV @ _by_group(v_TGV[keys]).transpose(1, 2)
-        ds_GRK = p_GRK * (dp_GRK - _stacked(delta_TH[rows, :, None], groups)) * settings.scale
+        p_GRK = torch.exp(s_GRK - _stacked(lse_TH[rows, :, None], groups, work))
+        do_GRV = _stacked(do_THV[rows], groups, work)
+        # Rounded like delta before they are subtracted, so that a row with one key has a gradient of exactly zero.
+        dp_GRK = (do_GRV @ _by_group(v_TGV[keys], work).transpose(1, 2)).to(delta_TH.dtype)
+        ds_GRK = p_GRK * (dp_GRK - _stacked(delta_TH[rows, :, None], groups, delta_TH.dtype)) * settings.scale
         if slope is not None:
             ds_GRK = ds_GRK * slope
-        dq_THD[rows] += _heads_last(ds_GRK @ _by_group(k_TGD[keys]), heads)
-        dk_TGD[keys] += (ds_GRK.transpose(1, 2) @ _stacked(q_THD[rows], groups)).transpose(0, 1)
+        dq_THD[rows] += _heads_last(ds_GRK @ _by_group(k_TGD[keys], work), heads)
+        dk_TGD[keys] += (ds_GRK.transpose(1, 2) @ _stacked(q_THD[rows], groups, work)).transpose(0, 1)
         dv_TGV[keys] += (p_GRK.transpose(1, 2) @ do_GRV).transpose(0, 1)
 
 
@@ -67,8 +70,8 @@ def _tiles(slices: Ints, heads: int) -> Iterator[tuple[slice, slice, tuple[int, 
 
 
 def _logits(q: Tensor, k: Tensor, band: tuple[int, int] | None, settings: Settings) -> tuple[Tensor, Tensor | None]:
-    groups = k.shape[1]
-    s_GRK = _stacked(q, groups) @ _by_group(k).transpose(1, 2) * settings.scale
+    groups, work = k.shape[1], _working_dtype(k.dtype)
+    s_GRK = _stacked(q, groups, work) @ _by_group(k, work).transpose(1, 2) * settings.scale
     slope = None
     if settings.softcap is not None:
         s_GRK = settings.softcap * torch.tanh(s_GRK / settings.softcap)
@@ -80,14 +83,18 @@ def _logits(q: Tensor, k: Tensor, band: tuple[int, int] | None, settings: Settin
     return s_GRK, slope
 
 
-def _by_group(x_TGD: Tensor) -> Tensor:
-    return x_TGD.transpose(0, 1).to(accumulator_dtype(x_TGD.dtype))
+def _working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What a tile is computed in: one step above its inputs, so that its own rounding is far below theirs."""
+    return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
 
 
-def _stacked(x_THD: Tensor, groups: int) -> Tensor:
+def _by_group(x_TGD: Tensor, work: torch.dtype) -> Tensor:
+    return x_TGD.transpose(0, 1).to(work)
+
+
+def _stacked(x_THD: Tensor, groups: int, work: torch.dtype) -> Tensor:
     """``[group, head in group x row, D]``."""
-    x = x_THD.to(accumulator_dtype(x_THD.dtype))
-    split: Tensor = x.unflatten(1, (groups, -1))
+    split: Tensor = x_THD.to(work).unflatten(1, (groups, -1))
     return split.permute(1, 2, 0, 3).flatten(1, 2)
 
 
