@@ -535,9 +535,6 @@ def test_an_output_that_no_rank_could_find_is_caught() -> None:
         check_plan(with_transfers(plan, False, halves))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="only outputs are held to whole pieces; the executor looks a relay's rows up too (KeyError)"
-)
 def test_a_relay_of_half_a_piece_is_caught() -> None:
     plan = valid("ring")
     table = plan.programs[0][0].transfers

@@ -253,7 +253,6 @@ def test_a_fraction_of_a_token_is_refused(make: Callable[[], Mask]) -> None:
         make().slices(6)
 
 
-@pytest.mark.xfail(strict=True, reason="explicit masks and cumulative lengths still truncate fractions without a word")
 @pytest.mark.parametrize(
     "make", [lambda: from_slices(4, [(0, 1.7, 0, 4, None, None)]), lambda: from_cu_seqlens([0, 1.7, 3])]
 )

@@ -135,9 +135,9 @@ def make_batch(
         if not isinstance(entry, tuple) or len(entry) != 2:
             raise ValueError(f"masks[{name!r}] must be (mask, number of layers); got {entry!r}")
         rule, layers = entry
-        if not isinstance(layers, int) or layers < 1:
+        if not isinstance(layers, int | np.integer) or layers < 1:
             raise ValueError(f"masks[{name!r}] needs a layer count of at least 1; got {layers!r}")
-        found.append(_layer_mask(name, layers, rule, array))
+        found.append(_layer_mask(name, int(layers), rule, array))
     starts = offsets(array)
     return Batch(array, starts, tuple(found))
 

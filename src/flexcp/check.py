@@ -182,6 +182,7 @@ class _Pass:
         self._require(np.isin(t.kind, allowed).all(), "a kind of piece that does not belong to this direction")
         self._require((t.stage >= 1).all() and (t.stage < self.program.stages).all(), "a stage that does not exist")
         self._receive([Kind.Q, Kind.KV])
+        self._require_whole_relays()
         if backward:
             self._require(sorted(self._rows(Kind.Q)) == sorted(self._rows(Kind.DO)), "do does not travel with its q")
         self._compute()
@@ -205,6 +206,15 @@ class _Pass:
         heads = np.where(np.isin(t.kind, QUERY_SIDED), self.plan.shape.heads, self.plan.shape.kv_heads)
         self._require(((t.h0 >= 0) & (t.h0 < t.h1) & (t.h1 <= heads)).all(), "a transfer's heads do not exist")
         self._require(np.isin(t.partial, (0, 1)).all(), "a transfer is neither partial nor final")
+
+    def _require_whole_relays(self) -> None:
+        """What is forwarded is exactly a piece that arrived."""
+        for kind in (Kind.Q, Kind.KV):
+            rows = self._rows(kind)
+            known = {(r[2], *r[3:]) for r in rows}
+            for _, source, _, owner, *piece in rows:
+                known_here = source == owner or (source, owner, *piece) in known
+                self._require(known_here, f"rank {source} forwards a piece of rank {owner} that never arrived as such")
 
     def _require_known_pieces(self, kind: Kind, arrived_as: Kind) -> None:
         """An output passes only through ranks that received exactly its piece, or keep it."""

@@ -269,9 +269,9 @@ def from_slices(length: int, slices: Iterable[Sequence[int | None]]) -> Mask:
     for row in slices:
         if len(row) != 6:
             raise ValueError(f"a slice is (q0, q1, k0, k1, lo, hi); got {tuple(row)}")
-        q0, q1, k0, k1 = (int(_required(x, row)) for x in row[:4])
-        lo = -UNBOUNDED if row[4] is None else int(row[4])
-        hi = UNBOUNDED if row[5] is None else int(row[5])
+        q0, q1, k0, k1 = (_count(_required(x, row)) for x in row[:4])
+        lo = -UNBOUNDED if row[4] is None else _count(row[4])
+        hi = UNBOUNDED if row[5] is None else _count(row[5])
         if q0 > q1 or k0 > k1 or lo > hi:
             raise ValueError(f"slice {tuple(row)} needs q0 <= q1, k0 <= k1 and lo <= hi")
         if q0 < 0 or k0 < 0 or q1 > length or k1 > length:
@@ -300,7 +300,10 @@ def from_cu_seqlens(
     cu_seqlens: Sequence[int] | NDArray[np.integer], mask: Mask | None = None
 ) -> tuple[list[int], Mask]:
     """``(lengths, mask)`` from cumulative lengths that start at 0: what :class:`flexcp.Planner` takes. Causal by default."""
-    borders = np.asarray(cu_seqlens, np.int64)
+    given = np.asarray(cu_seqlens)
+    if given.size and not np.issubdtype(given.dtype, np.integer):
+        raise ValueError(f"cu_seqlens must hold integers; got {cu_seqlens!r}")
+    borders = given.astype(np.int64)
     if borders.ndim != 1 or len(borders) < 2 or borders[0] != 0:
         raise ValueError(f"cu_seqlens is a list that starts at 0 and ends at the token count; got {cu_seqlens!r}")
     lengths = np.diff(borders)
@@ -384,7 +387,7 @@ def _from_json(path: Path) -> list[Mask]:
         content = json.loads(path.read_text())
         documents = content["documents"]
         pairs = [
-            (int(d["length"]), [[None if x is None else int(x) for x in row] for row in d["slices"]]) for d in documents
+            (_count(d["length"]), [[None if x is None else _count(x) for x in row] for row in d["slices"]]) for d in documents
         ]
     except OSError as error:
         raise ValueError(f"cannot read mask file {path}: {error.strerror}") from None

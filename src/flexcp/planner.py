@@ -154,7 +154,7 @@ def _checked_tolerance(name: str, value: float | None) -> float | None:
 def _checked_tokens(tokens: str, pad_to: int | None, fixed: bool) -> bool:
     if tokens not in ("priced", "equal"):
         raise ValueError(f"tokens must be 'priced' or 'equal'; got {tokens!r}")
-    if pad_to is not None and (tokens != "equal" or pad_to < 1):
+    if pad_to is not None and (tokens != "equal" or not isinstance(pad_to, int) or pad_to < 1):
         raise ValueError(f"pad_to={pad_to} needs tokens='equal' and a multiple of at least 1")
     if tokens == "equal" and fixed:
         raise ValueError("a fixed layout decides token counts itself; drop tokens='equal' or the layout")

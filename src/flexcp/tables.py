@@ -22,10 +22,9 @@ class Table:
     def __post_init__(self) -> None:
         size = None
         for field in fields(self):
-            column = np.ascontiguousarray(getattr(self, field.name), dtype=np.int64)
-            if column.base is not None or column.flags.writeable:
-                column = column.copy() if column.base is not None else column
-                column.flags.writeable = False
+            # A view, so that the caller's own array stays writable.
+            column = np.ascontiguousarray(getattr(self, field.name), dtype=np.int64).view()
+            column.flags.writeable = False
             if size is not None and len(column) != size:
                 raise ValueError(f"column {field.name} of {type(self).__name__} has {len(column)} rows, not {size}")
             size = len(column)

@@ -734,7 +734,6 @@ def test_a_layout_or_count_that_makes_no_sense_is_refused(call: dict[str, Any], 
         Planner(8, 2, 8, cluster=cluster("h100", 1, 2), strategy="blocks")([4], **call)
 
 
-@pytest.mark.xfail(strict=True, reason="a fractional pad_to is taken")
 def test_a_fractional_pad_is_refused() -> None:
     with pytest.raises(ValueError, match="pad_to"):
         Planner(8, 2, 8, cluster=cluster("h100", 1, 2), strategy="blocks")([4], tokens="equal", pad_to=2.5)  # type: ignore[arg-type]
