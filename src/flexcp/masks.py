@@ -387,7 +387,8 @@ def _from_json(path: Path) -> list[Mask]:
         content = json.loads(path.read_text())
         documents = content["documents"]
         pairs = [
-            (_count(d["length"]), [[None if x is None else _count(x) for x in row] for row in d["slices"]]) for d in documents
+            (_count(d["length"]), [[None if x is None else _count(x) for x in row] for row in d["slices"]])
+            for d in documents
         ]
     except OSError as error:
         raise ValueError(f"cannot read mask file {path}: {error.strerror}") from None

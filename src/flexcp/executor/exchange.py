@@ -49,16 +49,20 @@ class Types:
     accumulator: torch.dtype
     device: torch.device
 
+    @property
+    def statistics(self) -> torch.dtype:
+        """What a rank keeps its own rows' LSE and delta in; they enter every probability, and on a CPU doubles cost nothing."""
+        return torch.float64 if self.device.type == "cpu" else self.accumulator
+
 
 def new_field(
-    shelf: Shelf, field: Field, shape: Shape, types: Types, precise: bool, fill: float | None = None
+    shelf: Shelf, field: Field, shape: Shape, device: torch.device, dtype: torch.dtype, fill: float | None
 ) -> Tensor:
-    """Room for a field on a shelf."""
+    """Room for a field on a shelf, filled unless ``fill`` is None."""
     size = [shelf.rows, shelf.h1 - shelf.h0] + ([getattr(shape, field.width)] if field.width else [])
-    dtype = types.accumulator if precise else types.model
     if fill is None:
-        return torch.empty(size, dtype=dtype, device=types.device)
-    return torch.full(size, fill, dtype=dtype, device=types.device)
+        return torch.empty(size, dtype=dtype, device=device)
+    return torch.full(size, fill, dtype=dtype, device=device)
 
 
 def side_fields(side: int, backward: bool) -> tuple[Kind, ...]:

@@ -34,7 +34,7 @@ class Runtime:
 
 
 def run_forward(program: RankProgram, runtime: Runtime, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """This rank's attention output and LSE (accumulator dtype) from its own tokens in stream order."""
+    """This rank's output (accumulator dtype) and LSE (statistics dtype) from its own tokens in stream order."""
     shelves = _Pass(program, runtime, backward=False).run({QUERIES: {"q": q}, KEYS: {"k": k, "v": v}})
     return shelves[QUERIES]["out"], shelves[QUERIES]["lse"]
 
@@ -80,8 +80,9 @@ class _Pass:
             return
         kind = Kind.DKV if shelf.side == KEYS else Kind.DQ if self.backward else Kind.O
         for field in FIELDS[kind]:
-            fill = -torch.inf if field.name == "lse" else 0.0
-            new = new_field(shelf, field, self.runtime.shape, self.runtime.types, True, fill)
+            types = self.runtime.types
+            dtype, fill = (types.statistics, -torch.inf) if field.name == "lse" else (types.accumulator, 0.0)
+            new = new_field(shelf, field, self.runtime.shape, types.device, dtype, fill)
             self.shelves[number][field.name] = new
 
     def _take_in(self, block: Block, fields: dict[str, Tensor]) -> None:
@@ -99,8 +100,11 @@ class _Pass:
         self.shelves[number] = {}
         for kind in side_fields(shelf.side, self.backward):
             for field in FIELDS[kind]:
-                new = new_field(shelf, field, self.runtime.shape, self.runtime.types, bool(field.precise))
-                self.shelves[number][field.name] = new
+                types = self.runtime.types
+                dtype = types.accumulator if field.precise else types.model
+                self.shelves[number][field.name] = new_field(
+                    shelf, field, self.runtime.shape, types.device, dtype, None
+                )
         self._add_accumulators(number)
 
     def _reduce(self, block: Block, fields: dict[str, Tensor]) -> None:
@@ -109,7 +113,8 @@ class _Pass:
         at = (rows, slice(block.h0, block.h1))
         if block.kind == Kind.O:
             more = fields["out"].to(self.runtime.types.accumulator)
-            shelf["out"][at], shelf["lse"][at] = merge(shelf["out"][at], shelf["lse"][at], more, fields["lse"])
+            out, lse = merge(shelf["out"][at], shelf["lse"][at], more, fields["lse"])
+            shelf["out"][at], shelf["lse"][at] = out.to(more.dtype), lse
             return
         for name, value in fields.items():
             shelf[name][at] += value.to(self.runtime.types.accumulator)

@@ -72,14 +72,14 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.step, ctx.mask, ctx.settings, ctx.kernel = step, mask, settings, kernel
         ctx.set_materialize_grads(False)
-        return out, lse
+        return out, lse.to(runtime.types.accumulator)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
         step: Step = ctx.step
         do = torch.zeros_like(out) if grads[0] is None else grads[0].to(out.dtype)
-        delta = (do.double() * out.double()).sum(-1).to(lse.dtype)
+        delta = (do.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
         if grads[1] is not None:
             delta = delta - grads[1]
         runtime = _runtime(step, q, ctx.settings, ctx.kernel, "backward")
@@ -88,8 +88,7 @@ class _Attention(torch.autograd.Function):
         dq, dk, dv = (_local(x, step) for x in run_backward(program, runtime, *inputs))
         dsinks = None
         if sinks is not None:
-            share = torch.exp(sinks.double() - _finite(lse).double())
-            dsinks = -(share * delta.double()).sum(0).to(sinks.dtype)
+            dsinks = -(torch.exp(sinks.to(lse.dtype) - _finite(lse)) * delta).sum(0).to(sinks.dtype)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None, None
 
 

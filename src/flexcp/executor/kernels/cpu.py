@@ -47,7 +47,8 @@ def backward(
         do_GRV = _stacked(do_THV[rows], groups, work)
         # Rounded like delta before they are subtracted, so that a row with one key has a gradient of exactly zero.
         dp_GRK = (do_GRV @ _by_group(v_TGV[keys], work).transpose(1, 2)).to(delta_TH.dtype)
-        ds_GRK = p_GRK * (dp_GRK - _stacked(delta_TH[rows, :, None], groups, delta_TH.dtype)) * settings.scale
+        change = (dp_GRK - _stacked(delta_TH[rows, :, None], groups, delta_TH.dtype)).to(work)
+        ds_GRK = p_GRK * change * settings.scale
         if slope is not None:
             ds_GRK = ds_GRK * slope
         dq_THD[rows] += _heads_last(ds_GRK @ _by_group(k_TGD[keys], work), heads)

@@ -34,6 +34,7 @@ def backward(
     """Add the slices' gradients to ``dq``, ``dk`` and ``dv``."""
     groups, share = k_TGD.shape[1], q_THD.shape[1] // k_TGD.shape[1]
     logits_HQK, slope_HQK = _logits(q_THD, k_TGD, slices, settings)
+    lse_TH, delta_TH = (x.to(accumulator_dtype(q_THD.dtype)) for x in (lse_TH, delta_TH))
     lse_HQ1 = lse_TH.T[..., None]
     p_HQK = torch.exp(logits_HQK - torch.where(lse_HQ1 == -torch.inf, 0.0, lse_HQ1))
     do_HQV = _by_head(do_THV)
