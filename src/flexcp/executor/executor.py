@@ -93,7 +93,8 @@ class _Pass:
             self._open(block.shelf)
         rows = block.rows if isinstance(block.rows, slice) else torch.from_numpy(block.rows)
         for name, value in fields.items():
-            self.shelves[block.shelf][name][rows, block.h0 : block.h1] = value
+            target = self.shelves[block.shelf][name]
+            target[rows, block.h0 : block.h1] = value.to(target.dtype)
 
     def _open(self, number: int) -> None:
         shelf = self.program.shelves[number]
