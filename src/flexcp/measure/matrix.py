@@ -107,7 +107,8 @@ def _case(number: int, strategy: str, mask: str, shape: tuple[int, int], heads: 
         softcap=3.0 if number % 4 == 1 else None,
         sinks=number % 7 == 3,
         lse_gradient=number % 3 == 0,
-        kernel="reference" if number % 11 == 5 else "cpu",
+        # In low precision the rule is the reference kernel's own error: it is the yardstick there, not a candidate.
+        kernel="reference" if number % 11 == 5 and kind == "float64" else "cpu",
     )
     title = f"{name} {mask} {where.nodes}x{where.ranks_per_node} {heads} {layout} {kind} {lengths}"
     return Case(title, strategy, mask, f"{where.nodes}x{where.ranks_per_node}", plan, options)

@@ -10,6 +10,7 @@ from flexcp.planners import rivals, static
 from flexcp.planners.auto import auto
 from flexcp.planners.blocks import blocks
 from flexcp.planners.groups import groups
+from flexcp.planners.hypergraph import hypergraph
 from flexcp.planners.request import Request
 
 STRATEGIES: dict[str, Callable[[Request], Placement]] = {
@@ -22,6 +23,7 @@ STRATEGIES: dict[str, Callable[[Request], Placement]] = {
     "usp": static.usp,
     "blocks": blocks,
     "groups": groups,
+    "hypergraph": hypergraph,
     "minheap": rivals.minheap,
     "pow2": rivals.pow2,
     "hdp": rivals.hdp,
