@@ -4,6 +4,7 @@ moves more bytes than ``blocks``.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from dataclasses import replace
 from typing import Any
@@ -28,12 +29,14 @@ from flexcp.masks import (
 )
 from flexcp.pieces import Shape
 from flexcp.plan import Placement, Plan, imbalance
-from flexcp.planners import hypergraph as module
 from flexcp.planners.blocks import blocks
 from flexcp.planners.hypergraph import DEFAULT_TOLERANCE, hypergraph
 from flexcp.planners.layouts import user_layout
 from flexcp.planners.request import Request
 from flexcp.schedule import make_plan
+
+# The package's name of the same is the strategy itself.
+module = importlib.import_module("flexcp.planners.hypergraph")
 
 pytest.importorskip("mtkahypar")
 
