@@ -21,7 +21,7 @@ def warmup(as_json: Json = False) -> None:
     from flexcp.planner import Planner
 
     begin = time.perf_counter()
-    with Console(stderr=True).status("compiling the planners' loops (about half a minute the first time)"):
+    with Console(stderr=True).status("compiling the planners' loops"):
         Planner(4, 2, 32, cluster=cluster("h100", 2, 2), strategy="blocks")([3000, 700, 40, 1])
     seconds = time.perf_counter() - begin
     typer.echo(json.dumps({"seconds": round(seconds, 3)}) if as_json else f"ready after {seconds:.1f} s")

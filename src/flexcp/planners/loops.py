@@ -150,7 +150,7 @@ def violation(load, rows, cap_load, cap_rows, mean_load, mean_rows):
 
 @compiled
 def peel(items, n, bins, prefix, first, grain, aim_load, cap_rows, slices, sfirst, fill):
-    """Open bins for the tails of items that exceed one; returns (item count, bins opened).
+    """Open bins for the tails of items that exceed one; returns the item count.
 
     A tail bin is filled up to its share of rows with the lightest whole items, then with the first rows of the item itself:
     dense late rows and light early ones together meet both limits, and the early rows are keys the tail needs anyway.
@@ -223,7 +223,7 @@ def peel(items, n, bins, prefix, first, grain, aim_load, cap_rows, slices, sfirs
             items[big] = items[n - 1]
             n -= 1
         opened += 1
-    return n, opened
+    return n
 
 
 @compiled
@@ -445,7 +445,7 @@ def pack(items, prefix, first, grain, cap_load, cap_rows, aim, slices, sfirst, w
             table[i, DOC], table[i, LO], table[i, HI], table[i, BIN] = d, lo, hi, -1
             table[i, LOAD] = load_of(prefix, first, grain, d, lo, hi)
         used = aim + (cap_load - aim) * aims[variant] // 100
-        n, _ = peel(table, count, bins, prefix, first, grain, used, row_caps, slices, sfirst, fills[variant])
+        n = peel(table, count, bins, prefix, first, grain, used, row_caps, slices, sfirst, fills[variant])
         deal(table, n, bins, caps, row_caps, mean_load, mean_rows)
         n = repair(
             table, n, bins, prefix, first, grain, caps, row_caps, mean_load, mean_rows, slices, sfirst, weight, moves
