@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint verify-all planning clean
+.PHONY: demo test lint verify-all planning hypergraph properties clean
 
 demo: .venv/ready
 	$(BIN)/flexcp demo
@@ -22,6 +22,14 @@ verify-all: .venv/ready
 # Bytes, balance and planning time on fixed batches; writes docs/planning.md.
 planning: .venv/ready
 	$(BIN)/python benchmarks/planning.py --write docs/planning.md
+
+# hypergraph beside blocks: bytes, balance and seconds; writes docs/planning-hypergraph.md.
+hypergraph: .venv/ready
+	$(BIN)/python benchmarks/hypergraph.py --write docs/planning-hypergraph.md
+
+# Every strategy on thousands of random batches, masks and machines, against a count by hand.
+properties: .venv/ready
+	$(BIN)/python -m pytest tests/planners/test_properties.py --hypothesis-profile=thousands --hypothesis-show-statistics
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

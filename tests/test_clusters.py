@@ -72,8 +72,8 @@ def test_factors_become_per_mille(speeds: list[float]) -> None:
     assert all(abs(f - 1000 * s) <= 0.5001 and f >= 1 for f, s in zip(found, speeds, strict=True))
 
 
-@pytest.mark.parametrize("wrong", [0, 0.0, -1.0, math.nan, math.inf, -math.inf, 0.0004])
-def test_a_rank_of_no_speed_is_refused_by_name(wrong: float) -> None:
+@pytest.mark.parametrize("wrong", [0, 0.0, -1.0, math.nan, math.inf, -math.inf, 0.0004, "1", None])
+def test_a_rank_of_no_speed_is_refused_by_name(wrong: Any) -> None:
     with pytest.raises(ValueError, match="speed factor of rank 1"):
         cluster("h100", 1, 3, speeds=[1.0, wrong, 1.0])
 

@@ -185,6 +185,9 @@ def test_numpy_integers_are_integers() -> None:
     """Lengths and mask parameters often come out of arrays."""
     masks = (flexcp.window(5, 1), flexcp.window(np.int64(5), np.int64(1)))  # type: ignore[arg-type]
     assert planner()(LENGTHS, masks[0]).hash == planner()(np.array(LENGTHS), masks[1]).hash
+    counts = {"max_tokens_per_rank": 300, "effort": 3}
+    given = {name: np.int64(value) for name, value in counts.items()}
+    assert planner(**counts)(LENGTHS).hash == planner(**given)(LENGTHS).hash
 
 
 # --- refusals: (how to ask for it, words of the message) ----------------------------------------------------------------
@@ -208,7 +211,12 @@ REFUSED_PLANNERS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "negative token tolerance": ({"token_tolerance": -1}, ["token_tolerance", "-1"]),
     "NaN tolerance": ({"compute_tolerance": float("nan")}, ["compute_tolerance", "nan"]),
     "infinite tolerance": ({"token_tolerance": float("inf")}, ["token_tolerance", "inf", "None"]),
+    "tolerance as a text": ({"compute_tolerance": "0.1"}, ["compute_tolerance", "'0.1'", "0.05 is 5 %"]),
     "cap": ({"max_tokens_per_rank": 0}, ["max_tokens_per_rank", "got 0"]),
+    "fractional cap": ({"max_tokens_per_rank": 100.5}, ["max_tokens_per_rank", "100.5"]),
+    "negative effort": ({"effort": -1}, ["effort", "got -1"]),
+    "fractional effort": ({"effort": 1.5}, ["effort", "got 1.5"]),
+    "effort as a word": ({"effort": "high"}, ["effort", "'high'"]),
 }
 
 
@@ -248,6 +256,11 @@ REFUSED_CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "tolerance with equal": ({"token_tolerance": 0.1}, {"tokens": "equal"}, ["token_tolerance", "tokens='equal'"]),
     "tolerance with layout": ({"token_tolerance": 0.1}, {"layout": "zigzag"}, ["token_tolerance", "layout"]),
     "cap below the mean": ({"max_tokens_per_rank": 271}, {}, ["1085 tokens", "=271", "272 a rank", "micro-batches"]),
+    "document over the cap": (
+        {"max_tokens_per_rank": 174},
+        {},
+        ["document 0 has 700 tokens", "4 ranks", "=174", "cut the document"],
+    ),
     "cap of a static strategy": (
         {"strategy": "dp", "max_tokens_per_rank": 400},
         {},
@@ -256,7 +269,7 @@ REFUSED_CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "cap and pads of a static strategy": (
         {"strategy": "ring", "max_tokens_per_rank": 400},
         {"tokens": "equal", "pad_to": 512},
-        ["512 tokens", "=400"],
+        ["document 0 has 700 tokens", "=400 in multiples of pad_to=512"],
     ),
     "cap and pads": ({"max_tokens_per_rank": 400}, {"tokens": "equal", "pad_to": 512}, ["512", "400"]),
     "cap and layout": (
@@ -320,6 +333,12 @@ def test_a_wrong_cluster_is_refused() -> None:
         flexcp.cluster("h100", nodes=0)
     with pytest.raises(ValueError, match=r"ranks_per_node of at least 1; got -8"):
         flexcp.cluster("h100", ranks_per_node=-8)
+    with pytest.raises(ValueError, match=r"\(4 nodes of 0 ranks\)"):
+        flexcp.cluster("h100", nodes=4, ranks_per_node=2 // 4)  # more nodes than ranks
+    with pytest.raises(ValueError, match=r"speed factor of rank 1 is nan"):
+        flexcp.cluster("h100", 1, 2, speeds=[1.0, float("nan")])
+    with pytest.raises(ValueError, match=r"3 speed factors for 1 nodes x 2 ranks"):
+        flexcp.cluster("h100", 1, 2, speeds=[1.0, 1.0, 1.0])
 
 
 @pytest.mark.parametrize("cap", [272, 300])

@@ -6,8 +6,10 @@ The judge of times is :func:`by_hand`, which counts pairs in dense masks and byt
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
@@ -213,11 +215,50 @@ def by_hand(plan: Plan, cost: CostModel) -> Ints:
                 layer = (
                     there + np.array([turned(plan, hops, r, first, then, rest, cost) for r in range(plan.ranks)]) + home
                 )
-            else:
+            elif placement.traffic.kind == "gather":
                 layer = np.maximum(first, there) + then + cost.kernel_ns * (rest > 0) + home
+            else:
+                grads = transfers.kind == Kind.DKV
+                again = (transfers.kind == Kind.KV) & (transfers.source != transfers.owner)
+                returned = grads & (transfers.target != transfers.owner)
+                times = [there] + [
+                    exchange_by_hand(plan, transfers.take(x), cost) for x in (again, grads, returned, output & ~grads)
+                ]
+                then = then + cost.kernel_ns * (rest > 0)
+                if placement.assemble_own:
+                    layer = first + then + there + times[2] + times[4]
+                else:
+                    keys = (transfers.kind == Kind.KV) & ~again
+                    reads = set(transfers.target[keys].tolist())
+                    layer = np.array(
+                        [
+                            staged(int(first[r]), int(then[r]), [int(x[r]) for x in times], r in reads, plan, cost)
+                            for r in range(plan.ranks)
+                        ]
+                    )
             total += rule.layers * layer
         total += rule.layers * cost.linear_ns(placement.tokens, plan.shape, plan.cluster)
     return total
+
+
+def staged(own: int, rest: int, times: list[int], reads_keys: bool, plan: Plan, cost: CostModel) -> int:
+    """Time of one rank, slot by slot, with the number of stages that is best; ``times`` of inputs, relays, gradients, theirs, outputs."""
+    best = 0
+    for count in range(1, 5 if reads_keys else 2):
+        start = plan.cluster.latency_ns if count > 1 else 0
+        into, again, back, returned = (math.ceil(Fraction(x, count)) + (start if x else 0) for x in times[:4])
+        part = math.ceil(Fraction(rest + (count - 1) * cost.kernel_ns, count))
+        end = back + returned + times[4] - (plan.cluster.latency_ns if back and times[4] else 0)
+        held = 1000 * end // max(1, into + again + end)
+        waits = own * held // 1000
+        travelling = [[into + again], *([into] for _ in range(count - 1)), [0], [end]]
+        for slot in range(2, count + 1):  # gradients of the stage before the last one leave under this slot's work
+            travelling[slot].append(back)
+        computing = [own - waits, *[part] * count, waits]
+        time = sum(max(work, *moving) for work, moving in zip(computing, travelling, strict=True))
+        if count == 1 or time * 1000 < best * 990:
+            best = time
+    return best
 
 
 def turned(plan: Plan, hops: Any, rank: int, first: Ints, then: Ints, rest: Ints, cost: CostModel) -> int:
@@ -363,15 +404,18 @@ def test_work_on_own_keys_hides_what_arrives() -> None:
     slow = replace(SIMPLE, gflops=1, latency_ns=3)
     found = predict(placement, ONE_HEAD, slow, PLAIN)
     # Each rank fetches 2 tokens x 8 bytes in 3 + 16 ns behind 4 pairs of own work: 16 ns forward, 40 backward.
-    # Backward sends 2 tokens x 8 bytes of partial gradients home, exposed.
-    assert found.exposed_ns.tolist() == [(19 - 16) + 0 + 19] * 2
+    # Backward sends 2 tokens x 8 bytes of partial gradients home in 19 ns: half of the own work waits to hide them.
+    assert found.exposed_ns.tolist() == [19 - 16] * 2
+    slower = predict(placement, ONE_HEAD, replace(slow, latency_ns=9), PLAIN)
+    # In one stage backward would take 25 + 40 + 25; in two, each half travels 13 + 9 ns beside 20 of work, four times.
+    assert slower.exposed_ns.tolist() == [(25 - 16) + (4 * 22 - 80)] * 2
     fast = predict(replace(placement, assemble_own=True), ONE_HEAD, slow, PLAIN)
     assert fast.exposed_ns.tolist() == [19 + 19 + 19] * 2
 
 
 def test_a_hot_sender_holds_up_those_who_wait_for_it() -> None:
     batch = make_batch([30], full())
-    machine = replace(SIMPLE, ranks_per_node=4)
+    machine = replace(SIMPLE, ranks_per_node=4, gflops=1_000_000)  # no work that could hide anything
     # Rank 0 keeps all tokens; ranks 1, 2 and 3 compute ten rows each and need all keys.
     regions = Regions(*np.array([(r, 0, 10 * r - 10, 10 * r, 0, 30, 0, 1) for r in (1, 2, 3)]).T)
     placement = Placement(batch, 4, 0, Runs(*np.array([(0, 0, 30)]).T), (regions,))

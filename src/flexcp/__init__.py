@@ -7,6 +7,8 @@ The main call is :func:`attention`; a :class:`Planner` makes the plan it runs an
     step    = flexcp.bind(plan, mesh["cp"])
     out     = flexcp.attention(q, k, v, step)
 
+On one device, without a plan, :func:`slice_attention` is the kernel alone.
+
 Names load on first use: importing flexcp imports neither torch nor NumPy.
 """
 
@@ -40,6 +42,10 @@ _HOMES = {
     "bind": "executor.step",
     "Step": "executor.step",
     "attention": "executor.op",
+    "slice_attention": "executor.slice_attention",
+    "packed_slices": "executor.slice_attention",
+    "choose_kernel": "executor.kernels.choose",
+    "fastest_kernel": "executor.kernels.fastest",
 }
 
 __all__ = [
@@ -54,7 +60,9 @@ __all__ = [
     "bind",
     "causal",
     "causal_blockwise",
+    "choose_kernel",
     "cluster",
+    "fastest_kernel",
     "from_cu_seqlens",
     "from_key_ranges",
     "from_mask_mod",
@@ -62,15 +70,20 @@ __all__ = [
     "full",
     "lambda_",
     "modality",
+    "packed_slices",
     "prefix",
     "shared_question",
+    "slice_attention",
     "window",
 ]
 
 if TYPE_CHECKING:
     from flexcp.clusters import Cluster, cluster
     from flexcp.cost import CostModel, Model
+    from flexcp.executor.kernels.choose import choose_kernel
+    from flexcp.executor.kernels.fastest import fastest_kernel
     from flexcp.executor.op import attention
+    from flexcp.executor.slice_attention import packed_slices, slice_attention
     from flexcp.executor.step import Step, bind
     from flexcp.masks import (
         Mask,

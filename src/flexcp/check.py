@@ -178,6 +178,7 @@ class _Pass:
         self._require(
             0 <= self.program.own_stage < self.program.stages, "own tokens enter in a stage that does not exist"
         )
+        self._require_home_when_held()
         allowed = (Kind.Q, Kind.KV, Kind.DO, Kind.DQ, Kind.DKV) if backward else (Kind.Q, Kind.KV, Kind.O)
         self._require(np.isin(t.kind, allowed).all(), "a kind of piece that does not belong to this direction")
         self._require((t.stage >= 1).all() and (t.stage < self.program.stages).all(), "a stage that does not exist")
@@ -194,6 +195,16 @@ class _Pass:
                 held = side.arrived < NEVER
                 held[self.owner, :, np.arange(len(self.edge))] = False
                 self._require(not (held & ~side.read & ~side.forwarded).any(), "a piece is received and never used")
+
+    def _require_home_when_held(self) -> None:
+        """Only results that stay where they are computed may wait: those of own rows and own keys, where these never travel home."""
+        held = self.program.held
+        self._require(len(held) in (0, self.plan.ranks), "not one share of held work per rank")
+        self._require(
+            all(0 <= share <= 1000 for share in held), "a share of held work is not between 0 and 1000 per mille"
+        )
+        stay = self.placement.traffic.kind == "needed" and not self.placement.assemble_own
+        self._require(stay or not any(held), "work is held whose results others wait for")
 
     def _require_cells(self) -> None:
         """Every number of the table names something that exists."""

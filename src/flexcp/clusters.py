@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 
 NOMINAL_SPEED = 1000
 
@@ -148,11 +149,11 @@ def parse_cluster(text: str) -> Cluster:
 
 def _per_mille(speeds: Sequence[float]) -> tuple[int, ...]:
     """Speed factors as integers; refuses what no machine has."""
-    found = []
+    found: list[int] = []
     for rank, factor in enumerate(speeds):
-        if not math.isfinite(factor) or round(factor * NOMINAL_SPEED) < 1:
+        if not isinstance(factor, Real) or not math.isfinite(factor) or round(factor * NOMINAL_SPEED) < 1:
             raise ValueError(
-                f"speed factor of rank {rank} is {factor}; it must be a finite number of at least 0.001, where 1.0 is the preset's speed"
+                f"speed factor of rank {rank} is {factor!r}; it must be a finite number of at least 0.001, where 1.0 is the preset's speed"
             )
         found.append(round(factor * NOMINAL_SPEED))
     if not found:

@@ -49,7 +49,7 @@ def _ramp(x: Ints, width: Ints) -> Ints:
 
 def rows_area(slices: Ints, first: Ints | int, last: Ints | int) -> Ints:
     """Pairs of each slice in the rows ``first <= q < last`` (clipped to the slice)."""
-    q0, q1, k0, k1, lo, hi = np.moveaxis(slices, -1, 0)
+    q0, q1, k0, k1, lo, hi = (slices[..., column] for column in range(6))
     a = np.clip(first, q0, q1)
     b = np.clip(last, a, q1)
     width = np.maximum(k1 - k0, 0)
@@ -76,7 +76,7 @@ def cut(slices: Ints, q0: Ints | int, q1: Ints | int, k0: Ints | int, k1: Ints |
 
 def trim(slices: Ints) -> Ints:
     """The same pairs in the smallest rectangle and the narrowest band; an empty slice becomes all zeros."""
-    q0, q1, k0, k1, lo, hi = np.moveaxis(slices, -1, 0)
+    q0, q1, k0, k1, lo, hi = (slices[..., column] for column in range(6))
     rows0 = np.maximum(q0, k0 - hi)
     rows1 = np.minimum(q1, k1 - lo)
     keys0 = np.maximum(k0, rows0 + lo)

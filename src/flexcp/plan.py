@@ -90,13 +90,14 @@ class Transfers(Table):
 class Traffic:
     """How pieces travel.
 
-    ``needed``: exactly what a rank reads, straight from its owner. The static methods keep their own: ``ring`` passes all keys
-    of a group round, after an exchange of heads inside each row of the group's grid of ranks; ``gather`` sends all keys of a group to
-    all of it. ``groups`` are grids ``[ring position][head group]`` of ranks.
+    ``needed``: exactly what a rank reads, from its owner; with ``relay`` what ranks of another node read enters that node once. The
+    static methods keep their own: ``ring`` passes all keys of a group round, after an exchange of heads inside each row of the group's
+    grid of ranks; ``gather`` sends all keys of a group to all of it. ``groups`` are grids ``[ring position][head group]`` of ranks.
     """
 
     kind: str = "needed"
     groups: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    relay: bool = True
 
 
 class Kept(NamedTuple):
@@ -133,7 +134,7 @@ class Placement:
     @cached_property
     def tokens(self) -> Ints:
         """How many tokens each rank keeps, pads included."""
-        return _sums(self.runs.rank, self.runs.stop - self.runs.start, self.ranks)
+        return sums(self.runs.rank, self.runs.stop - self.runs.start, self.ranks)
 
     @cached_property
     def kept(self) -> Kept:
@@ -173,16 +174,21 @@ class Placement:
         regions = self.regions[mask]
         index, slices = self.batch.masks[mask].cuts(regions.document, regions.q0, regions.q1, regions.k0, regions.k1)
         heads = (regions.h1 - regions.h0)[index]
-        return _sums(regions.rank[index], area(slices) * heads, self.ranks)
+        return sums(regions.rank[index], area(slices) * heads, self.ranks)
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """The transfers of one mask in one direction, sorted by stage, then source, then target."""
+    """The transfers of one mask in one direction, sorted by stage, then source, then target.
+
+    ``held[rank]`` is how much of the work on a rank's own rows and own keys, in per mille, waits until the slot after its last inputs,
+    where it hides the way home of what the rank computed for others. Without entries nothing waits.
+    """
 
     transfers: Transfers
     own_stage: int
     stages: int
+    held: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,7 +237,7 @@ class Plan:
             "pads": placement.pads,
             "traffic": asdict(placement.traffic),
             "assemble_own": placement.assemble_own,
-            "programs": [[[p.own_stage, p.stages] for p in pair] for pair in self.programs],
+            "programs": [[[p.own_stage, p.stages, list(p.held)] for p in pair] for pair in self.programs],
         }
 
     def tables(self) -> list[Table]:
@@ -256,7 +262,7 @@ class Plan:
     def bytes(self, backward: bool = False, mask: int = 0) -> Ints:
         """``[source, target]`` bytes of one layer."""
         transfers = self.programs[mask][backward].transfers
-        flat = _sums(
+        flat = sums(
             transfers.source * self.ranks + transfers.target, transfers.bytes(self.shape), self.ranks * self.ranks
         )
         return flat.reshape(self.ranks, self.ranks)
@@ -285,7 +291,8 @@ def imbalance(values: Ints) -> float:
     return float(int(values.max()) * len(values) / total) if total else 1.0
 
 
-def _sums(index: Ints, values: Ints, size: int) -> Ints:
+def sums(index: Ints, values: Ints, size: int) -> Ints:
+    """``values`` added up by ``index``."""
     total = np.zeros(size, np.int64)
     np.add.at(total, index, values)
     return total

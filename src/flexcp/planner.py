@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral, Real
 from typing import Any
 
 from flexcp.batch import Batch, MaskLike, make_batch
@@ -16,7 +17,7 @@ from flexcp.plan import Plan
 from flexcp.planners import find_strategy
 from flexcp.planners.layouts import user_layout
 from flexcp.planners.microbatch import document_loads, split
-from flexcp.planners.request import Request
+from flexcp.planners.request import Request, refuse_over_cap
 from flexcp.schedule import make_plan
 
 
@@ -61,16 +62,12 @@ class Planner:
         self.cost = cost or CostModel()
         if model is not None:
             self.cost = replace(self.cost, model=model)
-        if effort is not None and (not isinstance(effort, int) or effort < 0):
-            raise ValueError(f"effort is a count of evaluated candidates, 0 or more; got {effort!r}")
-        self.effort = effort
+        self.effort = _checked_count("effort", effort, 0, "a count of evaluated candidates")
         self.strategy = strategy
         self.place, self.argument = find_strategy(strategy)
         self.compute_tolerance = _checked_tolerance("compute_tolerance", compute_tolerance)
         self.token_tolerance = _checked_tolerance("token_tolerance", token_tolerance)
-        if max_tokens_per_rank is not None and (not isinstance(max_tokens_per_rank, int) or max_tokens_per_rank < 1):
-            raise ValueError(f"max_tokens_per_rank must be an integer of at least 1; got {max_tokens_per_rank}")
-        self.max_tokens_per_rank = max_tokens_per_rank
+        self.max_tokens_per_rank = _checked_count("max_tokens_per_rank", max_tokens_per_rank, 1, "the tokens of a rank")
 
     def __call__(
         self,
@@ -122,12 +119,6 @@ class Planner:
             raise ValueError(
                 "token_tolerance applies only where the planner chooses token counts; drop it with tokens='equal' or a fixed layout"
             )
-        cap = self.max_tokens_per_rank
-        if cap is not None and batch.tokens > cap * self.cluster.ranks:
-            raise ValueError(
-                f"{batch.tokens} tokens do not fit {self.cluster.ranks} ranks of max_tokens_per_rank={cap}: "
-                f"at least {math.ceil(batch.tokens / self.cluster.ranks)} a rank are needed; cut the batch into micro-batches"
-            )
         request = Request(
             batch,
             self.shape,
@@ -139,16 +130,27 @@ class Planner:
             pad_to or 1,
             self.compute_tolerance,
             self.token_tolerance,
-            cap,
+            self.max_tokens_per_rank,
             self.effort,
         )
+        refuse_over_cap(request)
         return make_plan(self.place(request), self.shape, self.cluster, self.cost, self.strategy)
 
 
 def _checked_tolerance(name: str, value: float | None) -> float | None:
-    if value is not None and not (value >= 0 and math.isfinite(value)):
-        raise ValueError(f"{name} must be 0 or more, or None for no limit; got {value}")
-    return value
+    if value is None:
+        return None
+    if not isinstance(value, Real) or not (value >= 0 and math.isfinite(value)):
+        raise ValueError(f"{name} must be a number of 0 or more (0.05 is 5 %), or None for no limit; got {value!r}")
+    return float(value)
+
+
+def _checked_count(name: str, value: int | None, least: int, what: str) -> int | None:
+    if value is None:
+        return None
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} is {what}, an integer of at least {least}; got {value!r}")
+    return int(value)
 
 
 def _checked_tokens(tokens: str, pad_to: int | None, fixed: bool) -> bool:

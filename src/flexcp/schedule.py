@@ -2,9 +2,10 @@
 
 For each mask and direction this writes the table of transfers. Two ways of travel:
 
-- *needed* (every planner of ours): what a rank's regions read, exact to the token and head, straight from the owner in stage 1 while
-  stage 0 computes what the rank has. Outputs go home when the last stage is done; one that a single rank computed whole travels in the
-  model's dtype, others as partials.
+- *needed* (every planner of ours): what a rank's regions read, exact to the token and head, into each node once (:mod:`flexcp.routes`) and
+  in as many stages as pay (:mod:`flexcp.stages`), forward and backward apart. Moved queries come first; gradients of keys go home as soon
+  as the work on those keys is done, results for moved queries after the last. What a single rank computed whole travels in the model's
+  dtype, others as partials.
 - *static*: the traffic users know of rings, head exchanges and gathers, needed or not.
 
 Backward inputs are the forward's plus do, LSE and delta; every output returns a piece that came in, so a rank reduces in the rows where
@@ -13,19 +14,19 @@ it holds that piece.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
 from flexcp.batch import LayerMask
 from flexcp.clusters import Cluster
 from flexcp.cost import CostModel
-from flexcp.intervals import covered_once, overlaps, spread, united
-from flexcp.masks import K0, K1, Q0, Q1
+from flexcp.flows import Needs, find_needs, moves_of
+from flexcp.intervals import spread
+from flexcp.needs import Pieces
 from flexcp.pieces import Kind, Shape
 from flexcp.plan import Placement, Plan, Program, Regions, Transfers
-from flexcp.tables import Table
+from flexcp.stages import Stages, choose_stages, cut_into_stages
+from flexcp.work import count_pairs, rank_work, rings_of, work_ns
 
 Ints = NDArray[np.int64]
 
@@ -35,123 +36,76 @@ def make_plan(placement: Placement, shape: Shape, cluster: Cluster, cost: CostMo
     programs: list[tuple[Program, Program]] = []
     for mask, regions in zip(placement.batch.masks, placement.regions, strict=True):
         if placement.traffic.kind == "needed":
-            programs.append(_needed_programs(placement, needed_pieces(placement, shape, mask, regions)))
+            programs.append(_needed_programs(placement, shape, cluster, cost, mask, regions))
         else:
             programs.append((_static_program(placement, shape, False), _static_program(placement, shape, True)))
     return Plan(shape, cluster, cost, strategy, placement, tuple(programs))
 
 
-def _program(parts: list[Transfers], own_stage: int) -> Program:
-    transfers = Transfers.join(parts)
-    transfers = transfers.take(transfers.start < transfers.stop)
+def _program(parts: list[Transfers], own_stage: int, held: tuple[int, ...] = ()) -> Program:
+    transfers = Transfers.join([part for part in parts if len(part)])
     transfers = transfers.sorted_by("stage", "source", "target", "kind", "owner", "start", "h0")
     last = int(transfers.stage.max()) if len(transfers) else own_stage
-    return Program(transfers, own_stage, max(last, own_stage) + 1)
+    return Program(transfers, own_stage, max(last, own_stage) + 1, held)
 
 
 # --- exactly what is needed -------------------------------------------------------------------------------------------
 
 
-def needed_pieces(placement: Placement, shape: Shape, mask: LayerMask, regions: Regions) -> tuple[Pieces, Pieces]:
-    """The query and the key pieces that ranks read from others (their own too when those are assembled)."""
-    rows, keys = _reads(placement, shape, mask, regions)
-    return _pieces(placement, rows), _pieces(placement, keys)
-
-
-def _needed_programs(placement: Placement, pieces: tuple[Pieces, Pieces]) -> tuple[Program, Program]:
-    q, kv = pieces
+def _needed_programs(
+    placement: Placement, shape: Shape, cluster: Cluster, cost: CostModel, mask: LayerMask, regions: Regions
+) -> tuple[Program, Program]:
+    rings = rings_of(placement)
+    pairs = count_pairs(placement, mask, regions, rings)
+    work = rank_work(placement, regions, pairs, cost)
+    needs = find_needs(placement, shape, cluster, mask, regions, pairs)
     own_stage = 1 if placement.assemble_own else 0
-    home = 3  # slots 0 and 1 compute; what slot 1 completed may travel in stage 3
-    inputs = [_inputs(q, Kind.Q), _inputs(kv, Kind.KV)]
-    forward = [*inputs, _outputs(q, Kind.O, home)]
-    backward = [*inputs, _inputs(q, Kind.DO), _outputs(q, Kind.DQ, home), _outputs(kv, Kind.DKV, home)]
-    return _program(forward, own_stage), _program(backward, own_stage)
+    programs = []
+    for backward, moves in enumerate(moves_of(placement, shape, needs)):
+        times = work_ns(work, rings, shape, cluster, cost, bool(backward))
+        chosen = choose_stages(placement, needs, times, moves, cluster, cost)
+        parts = _staged(needs, chosen, cluster, bool(backward))
+        programs.append(_program(parts, own_stage, tuple(chosen.held.tolist()) if chosen.held.any() else ()))
+    return programs[0], programs[1]
 
 
-class _Reads:
-    """Stream ranges that ranks read: rank, elementary head range number, start, stop; and the head borders."""
+def _staged(needs: Needs, chosen: Stages, cluster: Cluster, backward: bool) -> list[Transfers]:
+    """Queries in stage 1, keys in theirs, relays one later; what a slot completed leaves two stages later.
 
-    def __init__(self, rank: Ints, head: Ints, start: Ints, stop: Ints, borders: Ints, ranks: int) -> None:
-        label, self.start, self.stop = united(rank * len(borders) + head, start, stop)
-        self.rank, self.head = label // len(borders), label % len(borders)
-        self.borders = borders
-        self.ranks = ranks
-
-
-def _reads(placement: Placement, shape: Shape, mask: LayerMask, regions: Regions) -> tuple[_Reads, _Reads]:
-    """The rows and the keys that each rank's regions read."""
-    index, slices = mask.cuts(regions.document, regions.q0, regions.q1, regions.k0, regions.k1)
-    begin = placement.batch.starts[regions.document[index]]
-    rank, h0, h1 = regions.rank[index], regions.h0[index], regions.h1[index]
-    g0, g1 = shape.kv_range(h0, h1)
-    sides = []
-    for low, high, count, first, last in ((h0, h1, shape.heads, Q0, Q1), (g0, g1, shape.kv_heads, K0, K1)):
-        borders = np.unique(np.concatenate([low, high, [0, count]]))
-        from_, to = np.searchsorted(borders, low), np.searchsorted(borders, high)
-        item, within = spread(to - from_)
-        start, stop = (begin + slices[:, first])[item], (begin + slices[:, last])[item]
-        sides.append(_Reads(rank[item], from_[item] + within, start, stop, borders, placement.ranks))
-    return sides[0], sides[1]
-
-
-@dataclass(frozen=True, eq=False)
-class Pieces(Table):
-    """What ranks read of others' tokens.
-
-    ``partial`` says that several ranks read these tokens and heads, so that each one's results for them are a part of the sum.
+    As queries are there first, the work on a stage's keys is done in its own slot.
     """
-
-    rank: Ints
-    owner: Ints
-    start: Ints
-    stop: Ints
-    h0: Ints
-    h1: Ints
-    partial: Ints
-
-
-def _pieces(placement: Placement, reads: _Reads) -> Pieces:
-    """The reads as pieces, cut where the number of ranks that read changes between one and several."""
-    label, first, last, once = covered_once(reads.head, reads.start, reads.stop)
-    span = placement.stream + 1
-    base = reads.head * span
-    index, at = overlaps(base + reads.start, base + reads.stop, label * span + first, label * span + last)
-    start, stop = np.maximum(reads.start[index], first[at]), np.minimum(reads.stop[index], last[at])
-    rank, head, partial = reads.rank[index], reads.head[index], 1 - once[at].astype(np.int64)
-    index, owner, start, stop = placement.owned_parts(start, stop)
-    rank, head, partial = rank[index], head[index], partial[index]
-    if not placement.assemble_own:
-        away = rank != owner
-        rank, head, partial, owner, start, stop = (x[away] for x in (rank, head, partial, owner, start, stop))
-    heads = len(reads.borders)
-    label = ((rank * heads + head) * reads.ranks + owner) * 2 + partial
-    label, start, stop = united(label, start, stop)
-    partial, owner = label % 2, label // 2 % reads.ranks
-    rank, head = label // 2 // reads.ranks // heads, label // 2 // reads.ranks % heads
-    return Pieces(*_join_heads(rank, owner, start, stop, head, partial, reads.borders))
+    q, (first, relays) = needs.q, needs.keys
+    keys, stage, piece = cut_into_stages(first, chosen.number, cluster)
+    # Every relay passes on all parts of its piece.
+    part_of = np.argsort(piece, kind="stable")
+    begin = np.searchsorted(piece[part_of], np.arange(len(first) + 1))
+    relay, within = spread(np.diff(begin)[relays.first])
+    part = part_of[begin[relays.first[relay]] + within]
+    passed_on, reader = keys.take(part), relays.rank[relay]
+    last = np.ones(cluster.ranks, np.int64)
+    np.maximum.at(last, keys.rank, stage)
+    np.maximum.at(last, reader, stage[part] + 1)
+    inputs = [
+        _moves(q, Kind.Q, 1, q.owner, q.rank),
+        _moves(keys, Kind.KV, stage, keys.owner, keys.rank),
+        _moves(passed_on, Kind.KV, stage[part] + 1, passed_on.rank, reader),
+    ]
+    if not backward:
+        return [*inputs, _moves(q, Kind.O, last[q.rank] + 2, q.rank, q.owner, q.partial)]
+    home = stage + 2
+    home[part] = stage[part] + 4  # when what the readers return in stage + 3 is there
+    return [
+        *inputs,
+        _moves(q, Kind.DO, 1, q.owner, q.rank),
+        _moves(q, Kind.DQ, last[q.rank] + 2, q.rank, q.owner, q.partial),
+        _moves(passed_on, Kind.DKV, stage[part] + 3, reader, passed_on.rank, passed_on.partial),
+        _moves(keys, Kind.DKV, home, keys.rank, keys.owner, keys.partial),
+    ]
 
 
-def _join_heads(rank: Ints, owner: Ints, start: Ints, stop: Ints, head: Ints, partial: Ints, borders: Ints) -> Ints:
-    """Pieces of the same tokens in adjacent elementary head ranges become one."""
-    order = np.lexsort((head, partial, stop, start, owner, rank))
-    columns = np.stack([rank, owner, start, stop, head, partial])[:, order]
-    same = np.all(columns[[0, 1, 2, 3, 5], 1:] == columns[[0, 1, 2, 3, 5], :-1], axis=0)
-    same &= columns[4, 1:] == columns[4, :-1] + 1
-    first = np.concatenate([[True], ~same])[: columns.shape[1]]
-    last = np.concatenate([~same, [True]])[: columns.shape[1]]
-    found = columns[:, first]
-    return np.stack([*found[:4], borders[found[4]], borders[columns[4, last] + 1], found[5]])
-
-
-def _inputs(pieces: Pieces, kind: Kind) -> Transfers:
-    return _moves(pieces, kind, 1, pieces.owner, pieces.rank, np.zeros_like(pieces.partial))
-
-
-def _outputs(pieces: Pieces, kind: Kind, stage: int) -> Transfers:
-    return _moves(pieces, kind, stage, pieces.rank, pieces.owner, pieces.partial)
-
-
-def _moves(pieces: Pieces, kind: Kind, stage: int, source: Ints, target: Ints, partial: Ints) -> Transfers:
+def _moves(
+    pieces: Pieces, kind: Kind, stage: int | Ints, source: Ints, target: Ints, partial: int | Ints = 0
+) -> Transfers:
     return Transfers.make(
         len(pieces.rank),
         stage=stage,
@@ -180,7 +134,7 @@ class _Moves:
     def add(
         self, stage: int, source: int, target: int, kind: Kind, owner: int, heads: tuple[int, int], partial: bool
     ) -> None:
-        if source != target:
+        if source != target and self.tokens[owner]:
             row = (stage, source, target, int(kind), owner, 0, int(self.tokens[owner]), *heads, int(partial))
             self.rows.append(row)
 

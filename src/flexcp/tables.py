@@ -7,6 +7,7 @@ plain. A table is a dataclass that inherits from :class:`Table` and names its co
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, Self
 
 import numpy as np
@@ -21,19 +22,20 @@ class Table:
 
     def __post_init__(self) -> None:
         size = None
-        for field in fields(self):
+        for name in self.names():
             # A view, so that the caller's own array stays writable.
-            column = np.ascontiguousarray(getattr(self, field.name), dtype=np.int64).view()
+            column = np.ascontiguousarray(getattr(self, name), dtype=np.int64).view()
             column.flags.writeable = False
             if size is not None and len(column) != size:
-                raise ValueError(f"column {field.name} of {type(self).__name__} has {len(column)} rows, not {size}")
+                raise ValueError(f"column {name} of {type(self).__name__} has {len(column)} rows, not {size}")
             size = len(column)
-            object.__setattr__(self, field.name, column)
+            object.__setattr__(self, name, column)
 
     def __len__(self) -> int:
-        return len(getattr(self, fields(self)[0].name))
+        return len(getattr(self, self.names()[0]))
 
     @classmethod
+    @cache
     def names(cls) -> tuple[str, ...]:
         """The columns' names, in order."""
         return tuple(f.name for f in fields(cls))
@@ -41,7 +43,7 @@ class Table:
     @classmethod
     def make(cls, rows: int, **columns: Any) -> Self:
         """A table of ``rows`` rows; numbers are repeated."""
-        return cls(**{n: np.broadcast_to(np.asarray(columns[n], np.int64), (rows,)) for n in cls.names()})
+        return cls(**{n: c if isinstance(c := columns[n], np.ndarray) else np.full(rows, c, np.int64) for n in cls.names()})
 
     @classmethod
     def join(cls, parts: list[Self]) -> Self:

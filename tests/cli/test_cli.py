@@ -185,6 +185,9 @@ def test_clusters_in_every_form() -> None:
         found = plan_json(*arguments, *given)
         assert found["ranks"] == nodes * each, given
         assert found["hash"] == planned([900, 31, 1], None, nodes, each).hash, given
+    slow = plan_json(*arguments, "--ranks", "2", "--speeds", "1,0.5", "--strategy", "blocks")
+    machine = flexcp.cluster("h100", 1, 2, speeds=[1, 0.5])
+    assert slow["hash"] == flexcp.Planner(8, 2, 128, cluster=machine, strategy="blocks")([900, 31, 1]).hash
     across = plan_json(*arguments, "--cluster", "h100:2x4", "--strategy", "ring")
     assert 0 < across["forward_inter_node_bytes"] < across["forward_bytes"]
     assert (
@@ -229,6 +232,29 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "layout": ([*ASK, "--layout", "round"], ["'round'", "contiguous"]),
     "tokens": ([*ASK, "--tokens", "same"], ["'same'", "equal"]),
     "pad without equal": ([*ASK, "--pad-to", "8"], ["pad_to=8", "equal"]),
+    "document over the cap": (
+        [*ASK, "--ranks", "4", "--max-tokens-per-rank", "20"],
+        ["document 0", "100 tokens", "=20"],
+    ),
+    "batch over the cap": (
+        [*ASK, "--ranks", "4", "--max-tokens-per-rank", "26"],
+        ["107 tokens", "=26", "micro-batches"],
+    ),
+    "cap of dp": ([*ASK, "--strategy", "dp", "--max-tokens-per-rank", "90"], ["100 tokens on rank", "=90"]),
+    "cap 0": ([*ASK, "--max-tokens-per-rank", "0"], ["max_tokens_per_rank", "got 0"]),
+    "effort": ([*ASK, "--effort", "-1"], ["effort", "got -1"]),
+    "token tolerance": ([*ASK, "--token-tolerance", "-0.5"], ["token_tolerance", "-0.5"]),
+    "tolerance NaN": ([*ASK, "--compute-tolerance", "nan"], ["compute_tolerance", "nan"]),
+    "tolerance of ring": (
+        [*ASK, "--strategy", "ring", "--compute-tolerance", "0.1"],
+        ["compute_tolerance=0.1", "blocks"],
+    ),
+    "more nodes than ranks": ([*ASK, "--ranks", "2", "--nodes", "4"], ["--nodes 4", "--ranks 2", "at least one rank"]),
+    "speed 0": ([*ASK, "--ranks", "2", "--speeds", "1,0"], ["rank 1", "0.0"]),
+    "negative speed": ([*ASK, "--ranks", "2", "--speeds=-1,1"], ["rank 0", "-1.0"]),
+    "speed NaN": ([*ASK, "--ranks", "2", "--speeds", "1,nan"], ["rank 1", "nan"]),
+    "too few speeds": ([*ASK, "--ranks", "3", "--speeds", "1,1"], ["2 speed factors", "= 3 ranks"]),
+    "speeds of words": ([*ASK, "--ranks", "2", "--speeds", "fast,slow"], ["'fast,slow'", "1,0.93,1,1"]),
     "tolerance": ([*ASK, "--compute-tolerance", "-1"], ["compute_tolerance", "-1"]),
     "tolerance and equal": ([*ASK, "--token-tolerance", "0.1", "--tokens", "equal"], ["token_tolerance"]),
     "ulysses": ([*ASK, "--strategy", "ulysses", "--heads", "6", "--ranks", "4"], ["ulysses:4", "6 query heads"]),

@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import flexcp
 from flexcp.batch import MaskLike
+from flexcp.executor import step as step_module
+from flexcp.executor.kernels import Settings, cpu
 from flexcp.executor.step import Step
 from flexcp.masks import Mask
 from flexcp.measure.ranks import RankPool
@@ -334,6 +336,41 @@ def test_two_runs_are_bitwise_the_same(pool: RankPool, strategy: str, dtype: str
 def test_recomputation_gives_the_same_gradients(pool: RankPool) -> None:
     for answers in pool.run(on_ranks, plan_for(3), [{}, {"recompute": True}], ranks=3):
         assert_close(answers[1], answers[0], 0.0)
+
+
+def test_work_lists_are_made_once_for_all_layers_and_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(cpu, "prepare", lambda slices, *rest: made.append(rest) or slices)
+    step, given = one_rank()
+    for _ in range(3):
+        q = given["q"].clone().requires_grad_()
+        flexcp.attention(q, given["k"], given["v"], step).sum().backward()
+    assert made == [(HEADS, KV_HEADS, HEAD_DIM, V_HEAD_DIM, q.device)]
+
+
+def test_a_prepared_step_prepares_nothing_at_its_first_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks = {"full": (flexcp.full(), 1), "window": (flexcp.window(4), 3)}
+    step, given = one_rank(masks=masks)
+    step.prepare("cpu")
+    monkeypatch.setattr(step_module, "prepare_program", None)
+    monkeypatch.setattr(step_module, "rank_program", None)
+    for name in masks:
+        q = given["q"].clone().requires_grad_()
+        flexcp.attention(q, given["k"], given["v"], step, mask=name).sum().backward()
+
+
+def test_kernels_hear_of_determinism_and_the_sm_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = []
+    for name in ("forward", "backward"):
+        run = getattr(cpu, name)
+        monkeypatch.setattr(
+            cpu, name, lambda *x, run=run: (heard.extend(s for s in x if isinstance(s, Settings)), run(*x))
+        )
+    step, given = one_rank()
+    q = given["q"].clone().requires_grad_()
+    flexcp.attention(q, given["k"], given["v"], step, deterministic=True, sm_margin=7).sum().backward()
+    flexcp.slice_attention(q, given["k"], given["v"], flexcp.causal(), deterministic=True, sm_margin=7).sum().backward()
+    assert heard == [Settings(HEAD_DIM**-0.5, None, deterministic=True, sm_margin=7)] * 4
 
 
 @pytest.mark.parametrize("strategy", ["dp", "ring", "allgather", "usp:2,2", "blocks"])

@@ -6,8 +6,9 @@ accumulated over calls, rows without keys, and arguments that are views of a lar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexcp.executor.kernels import Settings, accumulator_dtype, cpu, find_kernel, merge, reference
+from flexcp.executor.kernels import Settings, accumulator_dtype, cpu, find_kernel, merge, reference, stock
 
 KERNELS = {"cpu": cpu, "reference": reference}
 FAR = 1 << 40
@@ -113,10 +114,12 @@ def solve(kernel: Any, problem: Problem, parts: list[np.ndarray] | None = None) 
     out = torch.zeros(p.do.shape, dtype=accumulator)
     lse = torch.full(p.dlse.shape, -torch.inf, dtype=accumulator)
     dq, dk, dv = (torch.zeros(x.shape, dtype=accumulator) for x in (p.q, p.k, p.v))
-    for part in parts or [p.slices]:
+    sizes = (p.q.shape[1], p.k.shape[1], p.q.shape[2], p.v.shape[2])
+    work = [kernel.prepare(part, *sizes, p.q.device) for part in parts or [p.slices]]
+    for part in work:
         kernel.forward(p.q, p.k, p.v, part, p.settings, out, lse)
     delta = (p.do.to(accumulator) * out).sum(-1) - p.dlse.to(accumulator)
-    for part in parts or [p.slices]:
+    for part in work:
         kernel.backward(p.q, p.k, p.v, p.do, lse, delta, part, p.settings, dq, dk, dv)
     return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
@@ -190,10 +193,11 @@ def test_views_of_heads_write_only_their_heads(kernel: str) -> None:
         if fill == 3.0:
             views[name].copy_(x)
     module = KERNELS[kernel]
-    module.forward(views["q"], views["k"], views["v"], p.slices, p.settings, views["out"], views["lse"])
+    work = module.prepare(p.slices, 2, 1, 8, 5, p.q.device)
+    module.forward(views["q"], views["k"], views["v"], work, p.settings, views["out"], views["lse"])
     delta = (views["do"] * views["out"]).sum(-1) - p.dlse
     module.backward(
-        *(views[n] for n in ("q", "k", "v", "do", "lse")), delta, p.slices, p.settings, views["dq"], views["dk"], views["dv"]
+        *(views[n] for n in ("q", "k", "v", "do", "lse")), delta, work, p.settings, views["dq"], views["dk"], views["dv"]
     )  # fmt: skip
     assert_equal(views, p.exact)
     for name, untouched in (("out", 0.0), ("lse", -torch.inf), ("dq", 0.0), ("dk", 0.0), ("dv", 0.0)):
@@ -249,8 +253,117 @@ def test_dense_mask_is_the_definition_of_a_slice() -> None:
 def test_unknown_kernel_is_refused() -> None:
     assert find_kernel("cpu") is cpu
     assert find_kernel("reference") is reference
-    with pytest.raises(ValueError, match=r"'cuda'.*known kernels are cpu, reference"):
+    with pytest.raises(ValueError, match=r"'cuda'.*known kernels are cpu, reference, triton, hopper, stock"):
         find_kernel("cuda")
+
+
+# --- stock: FlashAttention's varlen operator stood in for by its definition -------------------------------------------
+
+
+def seen_by_window(call: stock.Call, rows: int, keys: int) -> Tensor:
+    """Sequence by sequence: last row and last key aligned, ``left`` keys before and ``right`` after."""
+    seen = torch.zeros(rows, keys, dtype=torch.bool)
+    row_at, key_at = call.rows_at.tolist(), call.keys_at.tolist()
+    assert (row_at[-1], key_at[-1]) == (rows, keys)
+    assert call.longest_rows == max(b - a for a, b in pairwise(row_at))
+    assert call.longest_keys == max(b - a for a, b in pairwise(key_at))
+    left, right = (n if n >= 0 else FAR for n in call.window)
+    for (q0, k0), (q1, k1) in pairwise(zip(row_at, key_at, strict=True)):
+        ahead = (torch.arange(k0, k1) - k1)[None, :] - (torch.arange(q0, q1) - q1)[:, None]
+        seen[q0:q1, k0:k1] = (ahead >= -left) & (ahead <= right)
+    return seen
+
+
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, call: stock.Call, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse = dense(q, k, v, seen_by_window(call, len(q), len(k)), Settings(scale))
+    return out, torch.where(lse == -torch.inf, torch.inf, lse).T
+
+
+def flash_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse_HT: Tensor, call: stock.Call, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """By the rules of FlashAttention: the LSE is the caller's, delta is rowsum(do * out)."""
+    share = q.shape[1] // k.shape[1]
+    k_KHD, v_KHV = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
+    logits = torch.einsum("qhd,khd->hqk", q, k_KHD) * scale
+    seen = seen_by_window(call, len(q), len(k))
+    p = torch.exp(logits - lse_HT[..., None].to(q.dtype)).masked_fill(~seen, 0.0)
+    ds = p * (torch.einsum("qhv,khv->hqk", do, v_KHV) - (do * out).sum(-1).T[..., None]) * scale
+    dq, dk = torch.einsum("hqk,khd->qhd", ds, k_KHD), torch.einsum("hqk,qhd->khd", ds, q)
+    dv = torch.einsum("hqk,qhv->khv", p, do)
+    return dq, *(x.unflatten(1, (-1, share)).sum(2) for x in (dk, dv))
+
+
+@pytest.fixture
+def stock_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "RAGGED": "cpu",
+        "SMALLEST_CALL": 1,
+        "attend": flash_forward,
+        "attend_backward": flash_backward,
+    }.items():
+        monkeypatch.setattr(stock, name, value)
+
+
+@pytest.mark.parametrize("slices", SLICES)
+@pytest.mark.parametrize("smallest", [1, 100, 10**9])
+def test_stock_splits_slices_between_flash_and_ragged(
+    stock_on_cpu: None, monkeypatch: pytest.MonkeyPatch, slices: str, smallest: int
+) -> None:
+    monkeypatch.setattr(stock, "SMALLEST_CALL", smallest)
+    problem = make_problem(SLICES[slices], HEADS["GQA"])
+    calls, rest = stock.split(stock.prepare(problem.slices, 6, 2, 8, 8, problem.q.device).slices)
+    assert (len(calls) > 0) == (smallest == 1 and slices != "nothing") or smallest == 100
+    assert (len(rest) > 0) == (smallest == 10**9 and slices != "nothing") or smallest == 100
+    assert_equal(solve(stock, problem), problem.exact, 1e-5)  # the stand-in for the output is float32
+
+
+def test_stock_lays_documents_of_one_window_into_one_call(stock_on_cpu: None) -> None:
+    causal = [(a, b, a, b, a - b + 1, 0) for a, b in ((0, 9), (9, 20), (30, 48))]
+    calls, rest = stock.split(np.array(causal, np.int64))
+    assert len(rest) == 0
+    assert [window for window, _ in calls] == [(-1, 0)]
+    problem = make_problem(causal, HEADS["MQA"])
+    assert_equal(solve(stock, problem), problem.exact, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("slices", "calls"),
+    [
+        ([(0, 9, 0, 12, -FAR, FAR), (9, 20, 12, 20, -FAR, FAR), (30, 48, 20, 56, -FAR, FAR)], 1),
+        ([(0, 20, 0, 10, -FAR, FAR), (0, 20, 20, 30, -FAR, FAR)], 2),  # the same rows
+        ([(0, 20, 0, 10, -FAR, FAR), (20, 48, 5, 30, -FAR, FAR)], 2),  # the same keys
+        ([(0, 20, 20, 40, -FAR, FAR), (20, 48, 0, 10, -FAR, FAR)], 2),  # keys descend
+        ([(0, 20, 0, 20, -3, 0), (20, 48, 20, 48, -5, 0)], 2),  # other windows
+    ],
+)
+def test_stock_makes_as_few_calls_as_fit(stock_on_cpu: None, slices: list[tuple[int, ...]], calls: int) -> None:
+    problem = make_problem(slices, HEADS["MHA"])
+    work = stock.prepare(problem.slices, 3, 3, 8, 8, problem.q.device)
+    assert len(work.dense) == calls
+    assert_equal(solve(stock, problem), problem.exact, 1e-5)
+
+
+def test_stock_gives_softcap_and_determinism_to_the_ragged_kernel(stock_on_cpu: None) -> None:
+    problem = make_problem(SLICES["shared rows"], HEADS["GQA"], softcap=0.8)
+    assert_equal(solve(stock, problem), problem.exact)
+    problem = make_problem(SLICES["causal"], HEADS["GQA"])
+    problem.settings = replace(problem.settings, deterministic=True)
+    found = solve(stock, problem)
+    assert_equal({n: found[n] for n in ("dq", "dk", "dv")}, {n: problem.exact[n] for n in ("dq", "dk", "dv")})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_stand_in_has_the_given_delta(dtype: torch.dtype) -> None:
+    do = torch.randn(50, 3, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    do[10:20] = 0
+    delta = torch.randn(50, 3, generator=torch.Generator().manual_seed(1))
+    delta[15:20] = 0
+    changed, out = stock.stand_in(do, delta)
+    torch.testing.assert_close((changed.float() * out.float()).sum(-1), delta, atol=1e-3, rtol=4e-3)
+    assert torch.equal(changed[:10], do[:10])
+    assert torch.equal(changed[15:], do[15:])
+    assert changed[10:15].abs().max() <= 1e-3
 
 
 # --- merge ------------------------------------------------------------------------------------------------------------

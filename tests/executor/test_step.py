@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flexcp
+from flexcp.executor.fields import Types
 from flexcp.executor.step import Step
 from flexcp.measure.ranks import RankPool
 from flexcp.plan import Plan
@@ -494,3 +495,19 @@ def test_tensors_of_the_wrong_length_are_refused(pool: RankPool) -> None:
         for message in messages[2:]:
             assert f"rank {rank} keeps {rows} tokens" in message
             assert f"{rows + 2} rows" in message
+
+
+def on_cuda_tensors(group: dist.ProcessGroup, plan: Plan) -> str:
+    types = Types(torch.bfloat16, torch.float32, torch.float32, torch.device("cuda:0"))
+    try:
+        flexcp.bind(plan, group).prepared(0, False, "cpu", types)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_cuda_tensors_over_gloo_are_refused_with_the_way_out(pool: RankPool) -> None:
+    for message in pool.run(on_cuda_tensors, plan_for("ring", 2), ranks=2):
+        assert "on cuda:0" in message
+        assert "gloo" in message
+        assert "backend='nccl'" in message

@@ -339,7 +339,7 @@ def test_a_tight_cap_is_met_exactly() -> None:
         ),
         (
             {"max_tokens_per_rank": 29},
-            "60 tokens do not fit 2 ranks with max_tokens_per_rank=29; cut the batch into micro-batches",
+            "60 tokens do not fit 2 ranks with max_tokens_per_rank=29: at least 30 a rank are needed.*micro-batches",
         ),
         ({"max_tokens_per_rank": 31, "equal_tokens": True, "pad_to": 8}, "in multiples of pad_to=8"),
     ],

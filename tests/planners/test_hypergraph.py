@@ -1,42 +1,24 @@
-"""Proves ``hypergraph``: its nets weigh exactly what moves, its moves are judged exactly, and its answer keeps both balances and never
-moves more bytes than ``blocks``.
-"""
+"""Proves ``hypergraph``: its answer keeps both balances and never moves more bytes than ``blocks``, and it refuses what it cannot do."""
 
 from __future__ import annotations
 
-import importlib
 import sys
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypergraphs import forward_bytes, planned, request_for, start_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexcp.batch import make_batch
-from flexcp.clusters import cluster
-from flexcp.cost import CostModel
-from flexcp.masks import (
-    causal,
-    causal_blockwise,
-    from_slices,
-    full,
-    lambda_,
-    prefix,
-    shared_question,
-    window,
-)
+from flexcp.masks import causal, causal_blockwise, from_slices, full, lambda_, prefix, shared_question, window
 from flexcp.pieces import Shape
-from flexcp.plan import Placement, Plan, imbalance
+from flexcp.plan import Plan, imbalance
 from flexcp.planners.blocks import blocks
 from flexcp.planners.hypergraph import DEFAULT_TOLERANCE, hypergraph
-from flexcp.planners.layouts import user_layout
+from flexcp.planners.hypergraph_vcycle import partitioner
 from flexcp.planners.request import Request
-from flexcp.schedule import make_plan
-
-# The package's name of the same is the strategy itself.
-module = importlib.import_module("flexcp.planners.hypergraph")
 
 pytest.importorskip("mtkahypar")
 
@@ -57,39 +39,6 @@ MASKS = [
 ]
 
 
-def request_for(lengths: list[int], mask: Any = None, nodes: int = 1, ranks: int = 4, **others: Any) -> Request:
-    """A request with a small attention layer unless told."""
-    batch = make_batch(lengths, **(mask if isinstance(mask, dict) else {"mask": mask or causal()}))
-    layout = others.pop("layout", "free")
-    machine = cluster("h100", nodes, ranks, others.pop("speeds", None))
-    return Request(
-        batch,
-        others.pop("shape", Shape(8, 2, 16, 16)),
-        machine,
-        CostModel(),
-        layout=user_layout(layout, batch.tokens, machine.ranks),
-        **others,
-    )
-
-
-def planned(request: Request, placement: Placement) -> Plan:
-    return make_plan(placement, request.shape, request.cluster, request.cost, "hypergraph")
-
-
-def start_of(request: Request) -> Placement:
-    """What ``blocks`` does under the tolerances that ``hypergraph`` assumes."""
-    tolerances = {
-        name: DEFAULT_TOLERANCE if getattr(request, name) is None else getattr(request, name)
-        for name in ("compute_tolerance", "token_tolerance")
-    }
-    return blocks(replace(request, argument="", effort=None, **tolerances))
-
-
-def forward_bytes(plan: Plan) -> int:
-    """Of all layers."""
-    return sum(mask.layers * int(plan.bytes(mask=i).sum()) for i, mask in enumerate(plan.batch.masks))
-
-
 def work(plan: Plan) -> Any:
     """Of each rank in all layers, relative to its share by speed."""
     total = sum(mask.layers * plan.work(i) for i, mask in enumerate(plan.batch.masks))
@@ -105,7 +54,7 @@ def work(plan: Plan) -> Any:
         (LONGTAIL, causal(), 4, 0.03),
         (LONGTAIL, lambda_(), 4, 0.03),
         (LONGTAIL, shared_question(), 1, 0.0),
-        (SINGLE, causal(), 1, 0.03),
+        (SINGLE, causal(), 1, 0.01),
         (SINGLE, causal_blockwise(), 4, 0.0),
     ],
     ids=[
@@ -216,81 +165,6 @@ def test_one_rank() -> None:
     assert forward_bytes(plan) == 0
 
 
-# --- the hypergraph ------------------------------------------------------------------------------------------------------
-
-
-def shuffled(request: Request, seed: int) -> Any:
-    """The hypergraph of a request with some blocks and tiles on random ranks, and the bundles' search over it."""
-    first = module._candidate(request, start_of(request), 40)
-    partition, random = first.partition, np.random.default_rng(seed)
-    for column in (partition.owner, partition.worker):
-        away = random.random(len(column)) < 0.3
-        column[away] = random.integers(0, request.ranks, int(away.sum()))
-    partition.count()
-    limits = module._limits(replace(request, compute_tolerance=0.1, token_tolerance=0.1), first)
-    return module._Search(partition, limits)
-
-
-CASES = [
-    (request_for([600, 170, 40], causal(), nodes=2, ranks=3), 1),
-    (request_for([600, 170, 40], lambda_(10, 70), nodes=2, ranks=3), 2),
-    (request_for([500, 60], causal_blockwise(32, 2), ranks=5), 3),
-    (request_for([300, 260], {"masks": {"a": (causal(), 2), "b": (window(50), 3)}}, ranks=4), 4),
-]
-
-
-@pytest.mark.parametrize(("request_", "seed"), CASES)
-def test_nets_weigh_what_moves(request_: Request, seed: int) -> None:
-    search = shuffled(request_, seed)
-    placement = module._placement(request_, start_of(request_), search.partition, search.limits)
-    plan = planned(request_, placement)
-    plan.check()
-    assert search.partition.bytes() == forward_bytes(plan)
-    assert np.array_equal(search.partition.tokens, placement.tokens)
-    assert np.array_equal(search.partition.loads, sum(m.layers * plan.work(i) for i, m in enumerate(plan.batch.masks)))
-
-
-@pytest.mark.parametrize(("request_", "seed"), CASES)
-def test_moves_are_judged_exactly(request_: Request, seed: int) -> None:
-    search, random = shuffled(request_, seed), np.random.default_rng(seed)
-    partition = search.partition
-    for bundles in list(search._kinds(None)):
-        changes, before = search._changes(bundles), partition.bytes()
-        for i in random.integers(0, len(bundles.name), 6):
-            one, target = bundles.take(np.array([i])), int(random.integers(request_.ranks))
-            trial = partition.copy()
-            trial.owner[bundles.block_label == one.name] = target
-            trial.worker[bundles.tile_label == one.name] = target
-            trial.count()
-            assert trial.bytes() - before == changes[i, target]
-            search._move(one, target)
-            for name in ("counts", "reads", "readers", "loads", "tokens", "owner", "worker"):
-                assert np.array_equal(getattr(partition, name), getattr(trial, name)), name
-            search._move(replace(one, source=np.array([target])), int(one.source[0]))
-
-
-def test_repair_brings_ranks_back_within_limits() -> None:
-    search = shuffled(CASES[0][0], 5)
-    search.most_load = np.full_like(search.most_load, int(search.mean_load * 1.1))
-    search.most_tokens = np.full_like(search.most_tokens, int(search.mean_tokens * 1.1))
-    assert search.partition.loads.max() > search.most_load[0]
-    assert search.repair(search.partition.bytes())
-    assert search.partition.loads.max() <= search.most_load[0]
-    assert search.partition.tokens.max() <= search.most_tokens[0]
-
-
-def test_climbing_only_saves_and_keeps_limits() -> None:
-    search = shuffled(CASES[1][0], 6)
-    partition = search.partition
-    search.most_load = np.maximum(search.most_load, partition.loads)
-    search.most_tokens = np.maximum(search.most_tokens, partition.tokens)
-    before = partition.bytes()
-    search.climb()
-    assert partition.bytes() < before
-    assert (partition.loads <= search.most_load).all()
-    assert (partition.tokens <= search.most_tokens).all()
-
-
 # --- refusals ------------------------------------------------------------------------------------------------------------
 
 
@@ -307,7 +181,7 @@ def test_scattered_layout_is_refused() -> None:
 
 
 def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    module._partitioner.cache_clear()
+    partitioner.cache_clear()
     monkeypatch.setitem(sys.modules, "mtkahypar", None)
     with pytest.raises(ValueError, match=r"pip install flexcp\[hypergraph\]"):
         hypergraph(request_for([100]))

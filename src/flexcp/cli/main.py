@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 import typer
 
+from flexcp.cli import bench
 from flexcp.cli.demo import demo
 from flexcp.cli.plan import plan
 from flexcp.cli.verify import verify
 from flexcp.cli.warmup import warmup
+
+QUIET = 200_000
+"""Objects between collections: imports make many and no garbage, and looking for some is a tenth of a short command."""
 
 app = typer.Typer(
     name="flexcp",
@@ -23,6 +28,7 @@ app.command()(plan)
 app.command()(verify)
 app.command()(demo)
 app.command()(warmup)
+app.add_typer(bench.app, name="bench")
 
 
 @app.callback(invoke_without_command=True)
@@ -36,6 +42,7 @@ def version(show: bool = typer.Option(False, "--version", help="Print the versio
 
 def run() -> None:
     """``flexcp`` on the command line. Exit codes: 0 done, 1 a check failed, 2 wrong input."""
+    gc.set_threshold(QUIET)
     try:
         app()
     except (ValueError, NotImplementedError) as error:

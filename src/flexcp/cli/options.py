@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -24,6 +24,7 @@ ClusterText = Annotated[str | None, typer.Option("--cluster", help="Preset and s
 Nodes = Annotated[int | None, typer.Option(help="Number of nodes.")]
 RanksPerNode = Annotated[int | None, typer.Option(help="Ranks on each node.")]
 Ranks = Annotated[int | None, typer.Option(help="One node of this many ranks.")]
+Speeds = Annotated[str | None, typer.Option(help="Speed factor of each rank, 1 being the preset's: 1,0.93,1,1.")]
 Heads = Annotated[int, typer.Option(help="Query heads.")]
 KvHeads = Annotated[int | None, typer.Option(help="KV heads; as many as query heads by default.")]
 HeadDim = Annotated[int, typer.Option(help="Size of a query and key head.")]
@@ -50,6 +51,7 @@ class PlanOptions:
     nodes: int | None
     ranks_per_node: int | None
     ranks: int | None
+    speeds: str | None
     heads: int
     kv_heads: int | None
     head_dim: int
@@ -89,19 +91,31 @@ class PlanOptions:
         return planner(lengths, parse_mask(self.mask), layout=self.layout, tokens=self.tokens, pad_to=self.pad_to)
 
     def _cluster(self) -> Cluster:
-        from flexcp.clusters import parse_cluster
+        from flexcp.clusters import cluster, parse_cluster
 
         nodes, per_node = self.nodes, self.ranks_per_node
         shaped = nodes is not None or per_node is not None
         if self.ranks is not None:
+            if nodes is not None and nodes > self.ranks:
+                raise ValueError(f"--nodes {nodes} is more than --ranks {self.ranks}: every node has at least one rank")
             if self.cluster or shaped:
                 raise ValueError("--ranks R is one node of R; drop it, or drop --cluster, --nodes and --ranks-per-node")
             nodes, per_node = 1, self.ranks
         found = parse_cluster(self.cluster or "h100")
         if self.cluster and ":" in self.cluster and shaped:
             raise ValueError(f"--cluster {self.cluster} already gives the shape; drop --nodes and --ranks-per-node")
-        return replace(
-            found,
-            nodes=found.nodes if nodes is None else nodes,
-            ranks_per_node=found.ranks_per_node if per_node is None else per_node,
+        return cluster(
+            found.name,
+            found.nodes if nodes is None else nodes,
+            found.ranks_per_node if per_node is None else per_node,
+            None if self.speeds is None else _factors(self.speeds),
         )
+
+
+def _factors(text: str) -> list[float]:
+    try:
+        return [float(word) for word in text.split(",")]
+    except ValueError:
+        raise ValueError(
+            f"--speeds {text!r} is no list of numbers; write one factor per rank, as in 1,0.93,1,1"
+        ) from None

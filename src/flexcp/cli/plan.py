@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from flexcp.cli import options as o
+from flexcp.cli.progress import compiling
 
 if TYPE_CHECKING:
     from flexcp.plan import Plan
@@ -24,6 +25,7 @@ def plan(
     nodes: o.Nodes = None,
     ranks_per_node: o.RanksPerNode = None,
     ranks: o.Ranks = None,
+    speeds: o.Speeds = None,
     heads: o.Heads = 32,
     kv_heads: o.KvHeads = None,
     head_dim: o.HeadDim = 128,
@@ -50,11 +52,12 @@ def plan(
     numbers = parse_lengths(lengths)
     planner = asked.planner()
     times, found = [], None
-    for _ in range(1 + (REPEATS if as_json else 0)):
-        begin = time.perf_counter()
-        found = asked.plan(planner, numbers)
-        _ = found.hash
-        times.append((time.perf_counter() - begin) * 1000)
+    with compiling():
+        for _ in range(1 + (REPEATS if as_json else 0)):
+            begin = time.perf_counter()
+            found = asked.plan(planner, numbers)
+            _ = found.hash
+            times.append((time.perf_counter() - begin) * 1000)
     assert found is not None
     if as_json:
         typer.echo(json.dumps(summary(found, times), indent=2))

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from flexcp.cli import options as o
+from flexcp.cli.progress import compiling
 
 Seed = Annotated[int, typer.Option(help="Seed of the random inputs.")]
 Kernel = Annotated[str, typer.Option(help="cpu or reference.")]
@@ -20,6 +21,7 @@ def verify(
     nodes: o.Nodes = None,
     ranks_per_node: o.RanksPerNode = None,
     ranks: o.Ranks = None,
+    speeds: o.Speeds = None,
     heads: o.Heads = 4,
     kv_heads: o.KvHeads = None,
     head_dim: o.HeadDim = 32,
@@ -48,7 +50,8 @@ def verify(
 
     given = dict(locals())
     asked = o.PlanOptions(**{name: given[name] for name in o.PlanOptions.__dataclass_fields__})
-    plan = asked.plan(asked.planner(), parse_lengths(lengths))
+    with compiling():
+        plan = asked.plan(asked.planner(), parse_lengths(lengths))
     plan.check()
     from flexcp.measure.verify import Options, check_verifiable, verify_on
 

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 
 import typer
 
 from flexcp.cli.options import Json
+from flexcp.cli.progress import compiling
 
 
 def warmup(as_json: Json = False) -> None:
-    """Fill the compile cache, so that the first plan of a run takes milliseconds.
+    """Compile what planning needs and keep it, so that the first plan of a run takes milliseconds.
+
+    It is kept in NUMBA_CACHE_DIR, beside the package or in the user's cache folder, whichever can be written. Exit code 1: in none.
 
     Example: `flexcp warmup`
     """
-    from rich.console import Console
-
-    from flexcp.clusters import cluster
-    from flexcp.planner import Planner
+    from flexcp.planners.warm import warm
 
     begin = time.perf_counter()
-    with Console(stderr=True).status("compiling the planners' loops"):
-        Planner(4, 2, 32, cluster=cluster("h100", 2, 2), strategy="blocks")([3000, 700, 40, 1])
+    with compiling() as found:
+        warm()
     seconds = time.perf_counter() - begin
-    typer.echo(json.dumps({"seconds": round(seconds, 3)}) if as_json else f"ready after {seconds:.1f} s")
+    if as_json:
+        typer.echo(json.dumps({"seconds": round(seconds, 3), "compiled": found.count, "kept": not found.complaints}))
+    else:
+        typer.echo(f"ready after {seconds:.1f} s, {found.count} loops compiled")
+    if found.complaints:
+        print(f"flexcp: {found.complaints[-1]}; set NUMBA_CACHE_DIR to a folder that can be written", file=sys.stderr)
+        raise typer.Exit(1)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flexcp.batch import Batch
+from flexcp.executor.kernels import uploaded
 from flexcp.intervals import spread
 from flexcp.plan import Placement
 
@@ -32,14 +33,9 @@ def shard(full: Tensor, indices: Tensor, tokens: int, pad: float | int) -> Tenso
     """Rows ``indices`` of a stream tensor; -1 gives ``pad``."""
     if len(full) != tokens:
         raise ValueError(f"the plan's batch has {tokens} tokens, but the tensor to shard has {len(full)} rows")
-    local = full[indices.clamp(min=0).to(full.device)]
+    local = full[uploaded(indices.clamp(min=0).numpy(), full.device)]
     missing = indices < 0
-    if bool(missing.any()):
-        shape = (-1,) + (1,) * (full.dim() - 1)
-        local = torch.where(
-            missing.to(full.device).view(shape), torch.as_tensor(pad, dtype=full.dtype, device=full.device), local
-        )
-    return local
+    return _filled(local, missing.numpy(), pad) if bool(missing.any()) else local
 
 
 def gather(local: Tensor, placement: Placement, rank: int, group: dist.ProcessGroup | None) -> Tensor:
@@ -47,7 +43,7 @@ def gather(local: Tensor, placement: Placement, rank: int, group: dist.ProcessGr
     everyone: Tensor = _AllGather.apply(local, placement.tokens.tolist(), rank, group)
     source = np.concatenate([local_stream(placement, r) for r in range(placement.ranks)])
     order = np.argsort(source, kind="stable")[: placement.batch.tokens]
-    return everyone[torch.from_numpy(order).to(local.device)]
+    return everyone[uploaded(order, local.device)]
 
 
 def roll(
@@ -64,8 +60,13 @@ def roll(
         inside &= batch.document_of(safe) == batch.document_of(at)
         wanted.append(np.where(inside, source, -1))
     found = _Fetch.apply(local, _moves(placement, wanted, rank), len(wanted[rank]), group)
-    missing = torch.from_numpy(wanted[rank] < 0).to(local.device).view((-1,) + (1,) * (local.dim() - 1))
-    return torch.where(missing, torch.as_tensor(fill, dtype=local.dtype, device=local.device), found)
+    return _filled(found, wanted[rank] < 0, fill)
+
+
+def _filled(x: Tensor, rows: NDArray[np.bool_], value: float | int) -> Tensor:
+    """``x`` with the marked rows set to ``value``."""
+    marked = uploaded(rows, x.device).view((-1,) + (1,) * (x.dim() - 1))
+    return torch.where(marked, torch.full((), value, dtype=x.dtype, device=x.device), x)
 
 
 def next_tokens(tokens: Tensor, batch: Batch, ignore: int) -> Tensor:
@@ -73,7 +74,7 @@ def next_tokens(tokens: Tensor, batch: Batch, ignore: int) -> Tensor:
     if len(tokens) != batch.tokens:
         raise ValueError(f"the plan's batch has {batch.tokens} tokens, but labels were asked for {len(tokens)}")
     labels = torch.roll(tokens, -1, 0).clone()
-    labels[torch.from_numpy(batch.starts[1:] - 1).to(tokens.device)] = ignore
+    labels.index_fill_(0, uploaded(batch.starts[1:] - 1, tokens.device), ignore)
     return labels
 
 
@@ -127,7 +128,7 @@ def _exchange_rows(local: Tensor, moves: Moves, rows: int, group: dist.ProcessGr
     rank = 0 if group is None else dist.get_rank(group)
     operations, arriving = [], []
     for peer, (sent, got) in enumerate(moves):
-        sent, got = sent.to(local.device), got.to(local.device)
+        sent, got = uploaded(sent.numpy(), local.device), uploaded(got.numpy(), local.device)
         if peer == rank:
             out.index_add_(0, got, local[sent])
             continue

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexcp.executor.exchange import Types
+from flexcp.executor.ends import delta_of, sinks_gradient, with_sinks
 from flexcp.executor.executor import Runtime, run_backward, run_forward
-from flexcp.executor.kernels import Settings, accumulator_dtype, find_kernel
+from flexcp.executor.fields import types_of
+from flexcp.executor.kernels import Settings
 from flexcp.executor.step import Step
 
 
@@ -30,7 +31,9 @@ def attention(
     return_lse: bool = False,
     dropout: float = 0.0,
     bias: Tensor | None = None,
-    kernel: str = "cpu",
+    kernel: str | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of the whole batch, seen from this rank.
 
@@ -41,11 +44,15 @@ def attention(
     ``mask`` names one of the plan's masks (the first by default). ``scale`` defaults to ``head_dim ** -0.5``. ``softcap``
     bounds logits by ``softcap * tanh(logits / softcap)``. ``sinks`` holds one extra logit per query head that takes
     probability and gives no value; its gradient, like any parameter's, is this rank's share.
+
+    ``kernel`` overrides the choice of :func:`flexcp.choose_kernel`; ``step.kernels`` says which ran and why. ``deterministic``
+    makes gradients bitwise the same in every run, ``sm_margin`` leaves that many multiprocessors to communication.
     """
     _check(q, k, v, step, softcap, sinks, dropout, bias)
     number = step.plan.batch.masks.index(step.plan.batch.mask(mask))
-    settings = Settings(q.shape[-1] ** -0.5 if scale is None else float(scale), softcap)
-    out, lse = _Attention.apply(q, k, v, sinks, step, number, settings, kernel)
+    settings = Settings(q.shape[-1] ** -0.5 if scale is None else float(scale), softcap, deterministic, sm_margin)
+    name = step.choose_kernel(q.device, kernel)
+    out, lse = _Attention.apply(q, k, v, sinks, step, number, settings, name)
     return (out, lse) if return_lse else out
 
 
@@ -62,12 +69,13 @@ class _Attention(torch.autograd.Function):
         settings: Settings,
         kernel: str,
     ) -> tuple[Tensor, Tensor]:
-        runtime = _runtime(step, q, settings, kernel, "forward")
-        program = step.program(mask, backward=False)
-        out, lse = run_forward(program, runtime, *(_kept(x, step) for x in (q, k, v)))
+        runtime = _runtime(step, q, settings, "forward")
+        prepared = step.prepared(mask, False, kernel, runtime.types)
+        kept_q, kept_k, kept_v = (_kept(x, step) for x in (q, k, v))
+        out, lse = run_forward(prepared, runtime, kept_q, kept_k, kept_v, rounded=sinks is None)
         out, lse = _local(out, step), _local(lse, step)
         if sinks is not None:
-            out, lse = _with_sink(out, lse, sinks.to(lse.dtype))
+            out, lse = with_sinks(out, lse, sinks)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.step, ctx.mask, ctx.settings, ctx.kernel = step, mask, settings, kernel
@@ -79,49 +87,33 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse, sinks = ctx.saved_tensors
         step: Step = ctx.step
         do = torch.zeros_like(out) if grads[0] is None else grads[0].to(out.dtype)
-        delta = (do.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-        if grads[1] is not None:
-            delta = delta - grads[1]
-        runtime = _runtime(step, q, ctx.settings, ctx.kernel, "backward")
-        program = step.program(ctx.mask, backward=True)
+        delta = delta_of(do, out, grads[1], lse.dtype)
+        runtime = _runtime(step, q, ctx.settings, "backward")
+        prepared = step.prepared(ctx.mask, True, ctx.kernel, runtime.types)
         inputs = (_kept(x, step) for x in (q, k, v, do, lse, delta))
-        dq, dk, dv = (_local(x, step) for x in run_backward(program, runtime, *inputs))
-        dsinks = None
-        if sinks is not None:
-            dsinks = -(torch.exp(sinks.to(lse.dtype) - _finite(lse)) * delta).sum(0).to(sinks.dtype)
+        dq, dk, dv = (_local(x, step) for x in run_backward(prepared, runtime, *inputs))
+        dsinks = None if sinks is None else sinks_gradient(sinks, lse, delta)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None, None
-
-
-def _with_sink(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """The softmax with one more logit per head that brings no value."""
-    total = torch.logaddexp(lse, sinks.expand_as(lse))
-    return out * torch.exp(lse - _finite(total))[..., None], total
-
-
-def _finite(lse: Tensor) -> Tensor:
-    """An LSE to subtract: 0 for rows that see nothing, so that exp(-inf - 0) is 0 and not NaN."""
-    return torch.where(lse == -torch.inf, 0.0, lse)
 
 
 def _kept(x: Tensor, step: Step) -> Tensor:
     """Local rows in stream order."""
-    return x if step.kept_order is None else x[step.kept_order.to(x.device)]
+    order = step.kept_order_on(x.device)
+    return x if order is None else x[order]
 
 
 def _local(x: Tensor, step: Step) -> Tensor:
     """Undo :func:`_kept`."""
-    if step.kept_order is None:
+    order = step.kept_order_on(x.device)
+    if order is None:
         return x
     out = torch.empty_like(x)
-    out[step.kept_order.to(x.device)] = x
+    out[order] = x
     return out
 
 
-def _runtime(step: Step, q: Tensor, settings: Settings, kernel: str, direction: str) -> Runtime:
-    types = Types(q.dtype, accumulator_dtype(q.dtype), q.device)
-    return Runtime(
-        step.plan.shape, types, find_kernel(kernel), settings, step.group, step.sent_bytes[direction], step.timeout
-    )
+def _runtime(step: Step, q: Tensor, settings: Settings, direction: str) -> Runtime:
+    return Runtime(step.plan.shape, types_of(q), settings, step.group, step.sent_bytes[direction], step.timeout)
 
 
 def _check(
@@ -153,11 +145,16 @@ def _check(
             raise ValueError(
                 f"{name} is {x.dtype}, but the plan counts bytes of {shape.dtype}; plan with Planner(dtype=...)"
             )
-        if x.device != q.device:
+    check_call(q, {"k": k, "v": v, "sinks": sinks}, softcap)
+
+
+def check_call(q: Tensor, others: dict[str, Tensor | None], softcap: float | None) -> None:
+    """Raise for what no attention call accepts: tensors on several devices, sinks of another shape, a softcap of 0 or less."""
+    for name, x in others.items():
+        if x is not None and x.device != q.device:
             raise ValueError(f"{name} is on {x.device} and q on {q.device}; put them on one device")
-    if sinks is not None and sinks.device != q.device:
-        raise ValueError(f"sinks is on {sinks.device} and q on {q.device}; put them on one device")
-    if sinks is not None and tuple(sinks.shape) != (shape.heads,):
-        raise ValueError(f"sinks holds one number per query head, shape ({shape.heads},); got {tuple(sinks.shape)}")
+    sinks = others.get("sinks")
+    if sinks is not None and tuple(sinks.shape) != (q.shape[1],):
+        raise ValueError(f"sinks holds one number per query head, shape ({q.shape[1]},); got {tuple(sinks.shape)}")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap must be above 0, or None for none; got {softcap}")

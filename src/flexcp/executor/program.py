@@ -4,8 +4,9 @@ A rank holds tokens on *shelves*. Shelf 0 of each side (queries, keys) is its ow
 side and head range in which pieces arrive makes another shelf, its tokens in stream order too, so that tokens that came from several
 ranks or pieces lie side by side and work is in few, large slices.
 
-Work of a region is cut by shelves and runs in the slot where the later of its two shelves is filled. Results accumulate in the rows of
-the shelf that holds their queries (o, dq) or keys (dkv), and leave from there.
+Work of a region is cut by shelves and runs in the slot where the later of its two shelves is filled; a share of the work on own rows
+and own keys may be held until the slot after the last inputs, as the plan says. Results accumulate in the rows of the shelf that holds
+their queries (o, dq) or keys (dkv), and leave from there.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from flexcp.plan import Plan, Program, Transfers
 Ints = NDArray[np.int64]
 Rows = slice | Ints
 QUERIES, KEYS = 0, 1
+TILE_ROWS = 128
+"""Own work that is shared between two slots is cut at multiples of this."""
 
 
 @dataclass(frozen=True)
@@ -230,6 +233,11 @@ class _Builder:
             return
         stages = np.array([s.stage for s in self.shelves])
         slot = np.maximum(stages[q_shelf], stages[kv_shelf])
+        own = (q_shelf == QUERIES) & (kv_shelf == KEYS)
+        if self.program.held and own.any():
+            index, slices, later = _shared_out(slices, own, self.program.held[self.rank])
+            q_shelf, kv_shelf, heads = q_shelf[index], kv_shelf[index], heads[:, index]
+            slot = np.where(later, min(int(stages.max(initial=1)) + 1, len(slots) - 1), slot[index])
         keys, group = np.unique(np.stack([slot, q_shelf, kv_shelf, *heads]), axis=1, return_inverse=True)
         for i, (at, q, kv, h0, h1) in enumerate(keys.T.tolist()):
             slots[at].work.append(Work(q, kv, h0, h1, slices[group.reshape(-1) == i]))
@@ -257,6 +265,26 @@ def _cut_by(slices: Ints, segments: _Segments, first: int, last: int) -> tuple[I
     parts = masks.cut(slices[index], q0, q1, k0, k1)
     keep = ~masks.is_empty(parts)
     return parts[keep], (index[keep], seg[keep])
+
+
+def _shared_out(slices: Ints, own: NDArray[np.bool_], held: int) -> tuple[Ints, Ints, NDArray[np.bool_]]:
+    """The last ``held`` per mille of the area of the own slices apart: (slice of each part, parts, whether it waits).
+
+    One slice is cut between rows, at a whole tile; what lies before it is done first.
+    """
+    area = np.where(own, masks.area(slices), 0)
+    first = int(area.sum()) * (1000 - held) // 1000
+    before = np.cumsum(area) - area
+    row = np.where(own & (before + area > first), slices[:, Q0], slices[:, Q1])
+    for i in np.flatnonzero((before < first) & (first < before + area)):  # one at most
+        rows = np.arange(slices[i, Q0], slices[i, Q1], TILE_ROWS)
+        upto = masks.rows_area(slices[i], slices[i, Q0], rows)
+        row[i] = rows[np.searchsorted(upto, first - before[i], side="right") - 1]
+    early, late = slices.copy(), slices.copy()
+    early[:, Q1] = late[:, Q0] = row
+    parts = masks.trim(np.concatenate([early, late]))
+    keep = ~masks.is_empty(parts)
+    return np.tile(np.arange(len(slices)), 2)[keep], parts[keep], np.repeat([False, True], len(slices))[keep]
 
 
 def _rows(row: Ints, count: Ints) -> Rows:

@@ -17,6 +17,11 @@ from torch import Tensor
 
 from flexcp.executor import layout
 from flexcp.executor.agree import agree
+from flexcp.executor.fields import Types, types_of
+from flexcp.executor.kernels import uploaded
+from flexcp.executor.kernels.choose import choose_kernel
+from flexcp.executor.prepared import Prepared, WorkLists
+from flexcp.executor.prepared import prepare as prepare_program
 from flexcp.executor.program import RankProgram, rank_program
 from flexcp.plan import Plan
 
@@ -33,7 +38,13 @@ class Step:
         self.plan, self.rank, self.group, self.timeout = plan, rank, group, timeout
         self.sent_bytes = {"forward": [0] * plan.ranks, "backward": [0] * plan.ranks}
         """Bytes this rank really sent to each rank so far."""
+        self.kernels: dict[str, str] = {}
+        """Kernels this step ran with, and why each was chosen."""
         self._programs: dict[tuple[int, bool], RankProgram] = {}
+        self._prepared: dict[tuple[int, bool, str, Types], Prepared] = {}
+        self._work_lists: WorkLists = {}
+        self._chosen: dict[tuple[torch.device, str | None], str] = {}
+        self._orders: dict[torch.device, Tensor | None] = {}
 
     @property
     def cp_size(self) -> int:
@@ -68,6 +79,13 @@ class Step:
         index = layout.local_stream(self.plan.placement, self.rank)
         order = np.argsort(index, kind="stable")
         return None if np.array_equal(order, np.arange(len(order))) else torch.from_numpy(order)
+
+    def kept_order_on(self, device: torch.device) -> Tensor | None:
+        """:attr:`kept_order` on a device, copied there once."""
+        if device not in self._orders:
+            order = self.kept_order
+            self._orders[device] = None if order is None else uploaded(order.numpy(), device)
+        return self._orders[device]
 
     def shard(self, full: Tensor, pad: float | int = 0) -> Tensor:
         """This rank's rows of a stream tensor ``[tokens, ...]``; pads get the value ``pad``."""
@@ -105,6 +123,44 @@ class Step:
             self._programs[key] = rank_program(self.plan, self.rank, mask, backward)
         return self._programs[key]
 
+    def prepared(self, mask: int, backward: bool, kernel: str, types: Types) -> Prepared:
+        """The program with its work lists and index maps on the device, made on first use."""
+        key = (mask, backward, kernel, types)
+        if key not in self._prepared:
+            self._check_backend(types.device)
+            program = self.program(mask, backward)
+            self._prepared[key] = prepare_program(program, self.plan.shape, kernel, types, self._work_lists)
+        return self._prepared[key]
+
+    def prepare(self, device: torch.device | str, kernel: str | None = None) -> None:
+        """Make everything attention needs on ``device`` now, for all masks and both directions, rather than at the first layer."""
+        types = types_of(torch.empty(0, dtype=getattr(torch, self.plan.shape.dtype), device=device))
+        name = self.choose_kernel(types.device, kernel)
+        for mask in range(len(self.plan.batch.masks)):
+            for backward in (False, True):
+                self.prepared(mask, backward, name, types)
+        self.kept_order_on(types.device)
+
+    def choose_kernel(self, device: torch.device, kernel: str | None) -> str:
+        """The name of the kernel for tensors on ``device``; ``kernel`` overrides the choice. Noted in ``self.kernels``."""
+        if (device, kernel) not in self._chosen:
+            shape = self.plan.shape
+            dtype = getattr(torch, shape.dtype)
+            choice = choose_kernel(device, dtype, shape.head_dim, shape.v_head_dim, kernel)
+            self._chosen[device, kernel] = choice.kernel
+            self.kernels[choice.kernel] = choice.reason
+        return self._chosen[device, kernel]
+
+    def _check_backend(self, device: torch.device) -> None:
+        if self.group is None or device.type != "cuda":
+            return
+        backends = str(dist.get_backend_config(self.group))
+        if "nccl" not in backends:
+            raise ValueError(
+                f"the tensors are on {device}, but the group's backends are {backends}, which cannot send them from rank to rank; "
+                "make the group with backend='nccl'"
+            )
+
     def _check_rows(self, local: Tensor) -> None:
         if len(local) != self.local_tokens:
             raise ValueError(
@@ -140,6 +196,9 @@ def bind(
         mistake = f"the plan is for {plan.ranks} ranks but the group has {size}; plan for a cluster of {size} ranks"
     if size > 1:
         agree(plan.hash, process_group, limit, mistake)
+        if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(process_group)):
+            # NCCL's first call of a group needs all its ranks, which the first exchange of a plan may not have.
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=process_group)
     elif mistake:
         raise ValueError(mistake)
     return Step(plan, dist.get_rank(process_group), process_group if size > 1 else None, limit)

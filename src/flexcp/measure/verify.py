@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexcp.executor import kernels
-from flexcp.executor.kernels import Settings, find_kernel, reference
+from flexcp.executor.kernels import Settings, reference
+from flexcp.executor.kernels.choose import choose_kernel
 from flexcp.executor.op import attention
 from flexcp.executor.step import bind
 from flexcp.masks import shift
@@ -33,8 +34,9 @@ class Options:
     softcap: float | None = None
     sinks: bool = False
     lse_gradient: bool = False
-    kernel: str = "cpu"
+    kernel: str | None = "cpu"
     mask: int = 0
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -62,15 +64,16 @@ class _Stream:
     sinks: Tensor | None
 
 
-def verify_on(group: dist.ProcessGroup, plan: Plan, options: Options) -> Verdict | None:
-    """Collective over ``group``: the verdict on rank 0, None elsewhere."""
+def verify_on(group: dist.ProcessGroup | None, plan: Plan, options: Options) -> Verdict | None:
+    """Collective over ``group`` (None: one rank): the verdict on rank 0, None elsewhere."""
     dtype = getattr(torch, plan.shape.dtype)
-    stream = _stream(plan, options, dtype)
+    stream = _converted(_stream(plan, options, dtype), torch.device(options.device))
     step = bind(plan, group)
     results = _under_plan(step, stream, options)
     sent = [step.sent_bytes[d] for d in ("forward", "backward")]
-    everyone: list[Any] = [None] * plan.ranks
-    dist.all_gather_object(everyone, sent, group=group)
+    everyone: list[Any] = [sent] * plan.ranks
+    if group is not None:
+        dist.all_gather_object(everyone, sent, group=group)
     if step.rank:
         return None
     match = all(
@@ -88,7 +91,9 @@ def verify_on(group: dist.ProcessGroup, plan: Plan, options: Options) -> Verdict
 
 def check_verifiable(plan: Plan, options: Options) -> None:
     """Raise for what cannot be verified, before any rank is started."""
-    find_kernel(options.kernel)
+    choose_kernel(
+        options.device, getattr(torch, plan.shape.dtype), plan.shape.head_dim, plan.shape.v_head_dim, options.kernel
+    )
     longest = int(plan.batch.lengths.max())
     if longest > LARGEST_DENSE:
         raise ValueError(
@@ -113,9 +118,9 @@ def _stream(plan: Plan, options: Options, dtype: torch.dtype) -> _Stream:
     )
 
 
-def _converted(stream: _Stream, dtype: torch.dtype) -> _Stream:
+def _converted(stream: _Stream, to: torch.dtype | torch.device) -> _Stream:
     parts = (stream.q, stream.k, stream.v, stream.do, stream.dlse, stream.sinks)
-    return _Stream(*(None if x is None else x.to(dtype) for x in parts))  # type: ignore[arg-type]
+    return _Stream(*(None if x is None else x.to(to) for x in parts))  # type: ignore[arg-type]
 
 
 def _under_plan(step: Any, stream: _Stream, options: Options) -> dict[str, Tensor]:
@@ -146,10 +151,10 @@ def _dense(plan: Plan, stream: _Stream, options: Options, dtype: torch.dtype) ->
     batch, shape = plan.batch, plan.shape
     accumulator = kernels.accumulator_dtype(dtype)
     settings = Settings(shape.head_dim**-0.5, options.softcap)
-    tokens = batch.tokens
-    out = torch.zeros(tokens, shape.heads, shape.v_head_dim, dtype=accumulator)
-    lse = torch.full((tokens, shape.heads), -torch.inf, dtype=accumulator)
-    dq, dk, dv = (torch.zeros(x.shape, dtype=accumulator) for x in (stream.q, stream.k, stream.v))
+    tokens, device = batch.tokens, stream.q.device
+    out = torch.zeros(tokens, shape.heads, shape.v_head_dim, dtype=accumulator, device=device)
+    lse = torch.full((tokens, shape.heads), -torch.inf, dtype=accumulator, device=device)
+    dq, dk, dv = (torch.zeros(x.shape, dtype=accumulator, device=device) for x in (stream.q, stream.k, stream.v))
     pieces = list(_documents(plan, options))
     for at, slices in pieces:
         reference.forward(stream.q[at], stream.k[at], stream.v[at], slices, settings, out[at], lse[at])

@@ -10,8 +10,15 @@ from flexcp.planners import rivals, static
 from flexcp.planners.auto import auto
 from flexcp.planners.blocks import blocks
 from flexcp.planners.groups import groups
-from flexcp.planners.hypergraph import hypergraph
 from flexcp.planners.request import Request
+
+
+def _hypergraph(request: Request) -> Placement:
+    """Loaded when asked for: it is the largest strategy and the one least often used."""
+    from flexcp.planners.hypergraph import hypergraph
+
+    return hypergraph(request)
+
 
 STRATEGIES: dict[str, Callable[[Request], Placement]] = {
     "auto": auto,
@@ -23,7 +30,7 @@ STRATEGIES: dict[str, Callable[[Request], Placement]] = {
     "usp": static.usp,
     "blocks": blocks,
     "groups": groups,
-    "hypergraph": hypergraph,
+    "hypergraph": _hypergraph,
     "minheap": rivals.minheap,
     "pow2": rivals.pow2,
     "hdp": rivals.hdp,

@@ -8,7 +8,8 @@ Candidates are the static methods (every kind, in a few degrees) and the dynamic
   exception to the error, none to the promise: a static placement of more than ``LARGE`` regions is itself too slow to make, so below
   ``HIGH_EFFORT`` it is not tried once something else beats its bound.)
 - **No clock.** ``effort`` is how many candidates may be placed: 2 is ``blocks`` and the most promising static one, the default adds
-  ``groups`` and whatever static ones can still matter, ``HIGH_EFFORT`` adds ``hypergraph`` where Mt-KaHyPar is installed.
+  ``groups``, unless ``blocks`` is as good as perfect, and whatever static ones can still matter, ``HIGH_EFFORT`` adds ``hypergraph`` where
+  Mt-KaHyPar is installed.
 
 Placing a static method over many ranks is most of the work, and most of them cannot win. So each has a *bound* first, arithmetic on sums:
 its compute divided evenly inside its groups, for the average group and for the group of the heaviest document, and its own traffic hidden
@@ -39,8 +40,8 @@ from flexcp.plan import Placement
 from flexcp.planners import static
 from flexcp.planners.blocks import blocks
 from flexcp.planners.groups import groups
-from flexcp.planners.request import Request
-from flexcp.simulate import milliseconds, predict
+from flexcp.planners.request import Refused, Request
+from flexcp.simulate import lower_bound, milliseconds, predict
 
 Ints = NDArray[np.int64]
 Place = Callable[[Request], Placement]
@@ -48,6 +49,8 @@ Place = Callable[[Request], Placement]
 DEFAULT_EFFORT = 16
 LEAST_EFFORT = 2
 HIGH_EFFORT = 64
+CLOSE = 64
+"""Below high effort no other planner is asked once one is within 1/64 of perfectly divided compute."""
 LARGE = 200_000
 """Regions of a static placement beyond which it is not made below high effort, if a dynamic one already beats its bound."""
 
@@ -60,8 +63,10 @@ def auto(request: Request) -> Placement:
     if effort < 0:
         raise ValueError(f"effort must be 0 or more, a count of candidates; got {effort}")
     search = _Search(request, max(effort, LEAST_EFFORT))
+    bound = lower_bound(request.batch, request.shape, request.cluster, request.cost)
     for name, place in _dynamic_planners(request, effort):
-        search.try_dynamic(name, place)
+        if effort >= HIGH_EFFORT or not search.is_close_to(bound):
+            search.try_dynamic(name, place)
     methods = static_methods(request)
     bounds = StaticBounds(request)
     left = [m for b, m in zip(bounds.loose(methods), methods, strict=True) if not search.leaves_out(b, m)]
@@ -109,6 +114,10 @@ class _Search:
     def try_dynamic(self, name: str, place: Place) -> None:
         self.dynamic = _faster(self.dynamic, self._scored(name, place, self.request))
 
+    def is_close_to(self, bound: int) -> bool:
+        """Whether the best dynamic placement so far leaves nearly nothing to gain."""
+        return self.dynamic is not None and self.dynamic.ns * CLOSE < bound * (CLOSE + 1)
+
     def try_static(self, method: StaticMethod) -> None:
         found = self._scored(method.name, method.place, replace(self.request, argument=method.argument))
         self.static = _faster(self.static, found)
@@ -135,7 +144,7 @@ class _Search:
         fixed, free = self.static, self.dynamic
         winner = fixed or free
         if winner is None:
-            raise ValueError(f"no strategy can place this batch: {self.refusals[0]}")
+            raise Refused(f"no strategy can place this batch: {self.refusals[0]}")
         error = f"the cost model's error of {self.request.cost.error_permille / 10:g} %"
         why = "the only one that can run here"
         if fixed is not None and free is not None:
@@ -165,7 +174,7 @@ class _Search:
         try:
             placement = place(request)
             _check_tolerances(request, placement)
-        except ValueError as refusal:
+        except Refused as refusal:
             self.refusals.append(f"{name}: {refusal}")
             return None
         return _Scored(name, placement, predict(placement, request.shape, request.cluster, request.cost).total_ns)
@@ -184,13 +193,13 @@ def _check_tolerances(request: Request, placement: Placement) -> None:
     if request.token_tolerance is not None:
         most = max(math.ceil(batch.tokens / ranks), math.floor(batch.tokens * (1 + request.token_tolerance) / ranks))
         if placement.tokens.max() > most + 1:
-            raise ValueError(f"keeps {int(placement.tokens.max())} tokens on a rank; token_tolerance allows {most}")
+            raise Refused(f"keeps {int(placement.tokens.max())} tokens on a rank; token_tolerance allows {most}")
     if request.compute_tolerance is not None:
         work = sum(m.layers * placement.work(i) for i, m in enumerate(batch.masks))
         row = int(batch.lengths.max()) * request.shape.heads * sum(m.layers for m in batch.masks)
         most = math.floor(int(np.sum(work)) * (1 + request.compute_tolerance) / ranks) + row
         if np.max(work) > most:
-            raise ValueError(f"computes {int(np.max(work))} pairs x heads on a rank; compute_tolerance allows {most}")
+            raise Refused(f"computes {int(np.max(work))} pairs x heads on a rank; compute_tolerance allows {most}")
 
 
 # --- the static methods of a request ------------------------------------------------------------------------------------

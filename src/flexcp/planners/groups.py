@@ -9,10 +9,10 @@ only where they are read.
     compute        (sum of area and row tiles + linear price * tokens) / d        whole documents and shares of cut ones, levelled
     communication  keys its busiest rank reads of others (and their gradients on the way back), at the bandwidth inside the group, plus
                    a start-up; only cut documents move
-    T              compute + communication - min(attention on own tokens, keys coming in)
+    T              compute + communication - min(attention, communication)
 
-The paper lets all attention hide all communication. A plan computes on a rank's own tokens while keys arrive and sends gradients home at
-the end, so that is what overlaps here: whole documents, and one d-th of the cut ones.
+As in the paper all attention hides all communication, which is what a plan's stages do (:mod:`flexcp.stages`): keys arrive and gradients
+leave under the work on a rank's own tokens and under each other's work.
 
 *How.* Six steps, each a function:
 
@@ -28,8 +28,8 @@ the end, so that is what overlaps here: whole documents, and one d-th of the cut
    whole before. The last resort is one group of all ranks.
 6. Tidying. Ranks that got no share of a cut document leave their group, and step 3 is repeated, unless that makes anybody slower.
 
-*Gap.* No assignment is faster than :func:`lower_bound`: all load and the gradients of documents that must be cut evenly over all ranks,
-or the document that is slowest even with its best degree alone. Step 5 ends only when the slowest group takes at most 65/64 of it, or at
+*Gap.* No assignment is faster than :func:`lower_bound`: all load evenly over all ranks, or the document that is slowest even with its
+best degree alone. Step 5 ends only when the slowest group takes at most 65/64 of it, or at
 most what one group of all ranks takes. So what separates us from the optimum is at most 1.6 % (and one token, as tokens are not cut), or
 else the communication that *one* group could not hide. :func:`gap` returns both numbers. On the named length distributions (causal, 8 nodes
 of 8 H100) the slowest group takes 1.00 to 1.03 of the bound with 32K tokens a rank and 1.00 to 1.14 with 8K, where single documents are so
@@ -52,7 +52,7 @@ from numpy.typing import NDArray
 from flexcp.clusters import NOMINAL_SPEED, Cluster
 from flexcp.plan import Placement
 from flexcp.planners.layouts import equalised, row_regions, runs_of_ranges
-from flexcp.planners.request import Request, refuse_tolerances
+from flexcp.planners.request import Refused, Request, refuse_tolerances
 from flexcp.planners.shares import Group, stream_ranges
 from flexcp.planners.workload import (
     CLOSE,
@@ -92,7 +92,7 @@ def _refuse(request: Request) -> None:
     if request.argument:
         raise ValueError(f"groups finds its degrees itself; got 'groups:{request.argument}', drop the argument")
     if request.layout is not None:
-        raise ValueError("groups places tokens itself, so it cannot keep a fixed layout; use blocks, or layout='free'")
+        raise Refused("groups places tokens itself, so it cannot keep a fixed layout; use blocks, or layout='free'")
     refuse_tolerances(request)
 
 
@@ -201,7 +201,7 @@ def _grouped(work: Workload) -> list[Group]:
     if atomic:
         least = np.array([least_degree(work, documents) for documents in atomic], np.int64)
         load = sum(work.load[d] for d in filling)
-        degrees = best_degrees(group_times(work, atomic)[0], least, work.ranks, load).tolist()
+        degrees = best_degrees(group_times(work, atomic), least, work.ranks, load).tolist()
     ranks = ranks_of_groups(degrees, work.cluster)
     taken = {r for group in ranks for r in group}
     ranks += [(r,) for r in range(work.ranks) if r not in taken]
@@ -351,12 +351,10 @@ def _packed(work: Workload, ranks: tuple[int, ...], documents: list[int], aim: i
     share = packing.fill(cut)
     keys = sum(moved[len(ranks) - 1] for moved in work.moved(cut))
     fewest_local = min(Counter(work.cluster.node_of(r) for r in ranks).values())
-    arriving = work.exchange(keys, len(ranks), work.key_price(len(ranks), fewest_local))
+    moving = work.exchange(keys, len(ranks), work.key_price(len(ranks), fewest_local))
     attention = sum(work.attention[d] for d in documents)
-    cut_attention = [work.attention[d] for d in cut]
-    own = attention - sum(cut_attention) + sum(a // len(ranks) for a in cut_attention)
     compute = packing.slowest(cut, share)
-    time = max(compute, work.even(load - own, ranks) + arriving) + work.prices.gradient * arriving // 1000
+    time = max(compute, work.even(load - attention, ranks) + moving)
     return Group(ranks, documents, packing.whole, cut, share, time - compute, time)
 
 

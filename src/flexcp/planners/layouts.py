@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from flexcp.batch import Batch
 from flexcp.intervals import offsets, united
 from flexcp.plan import Regions, Runs
+from flexcp.planners.request import Refused
 
 Ints = NDArray[np.int64]
 SCATTERED_RUN = 32
@@ -100,11 +101,11 @@ def equalised(runs: Runs, ranks: int, tokens: int, pad_to: int) -> tuple[Runs, i
 
 
 def check_cap(runs: Runs, cap: int | None) -> None:
-    """Raise when a rank keeps more than ``max_tokens_per_rank``, pads included."""
+    """Refuse when a rank keeps more than ``max_tokens_per_rank``, pads included."""
     tokens = np.zeros(int(runs.rank.max()) + 1, np.int64)
     np.add.at(tokens, runs.rank, runs.stop - runs.start)
     if cap is not None and tokens.max() > cap:
-        raise ValueError(
+        raise Refused(
             f"this strategy keeps {int(tokens.max())} tokens on rank {int(tokens.argmax())}, over max_tokens_per_rank={cap}; "
             "raise the cap, use blocks with a free layout, or cut the batch into micro-batches"
         )

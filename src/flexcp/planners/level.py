@@ -1,5 +1,7 @@
 """Level: make limits hold by construction, at the price of moving rows.
 
+For equal tokens rows first move with their work (:mod:`flexcp.planners.loops_even`), which is cheap, as far as loads allow.
+
 What packing leaves over a limit is moved here, exactly: work from ranks with too much to ranks with room (the tokens stay), and
 tokens from ranks that keep too many to ranks with room (the work stays). Both go on until no rank is over by more than one row,
 same node first.
@@ -17,12 +19,20 @@ Ints = NDArray[np.int64]
 
 def level_work(loads: Field, work: Ints, limit: Ints, nodes: Ints) -> Ints:
     """Rows ``[n, 5]`` (first rank, team size, document, first, last) moved until every rank's load is within ``limit``."""
-    from flexcp.planners import loops
+    from flexcp.planners import loops_level
 
     table = np.concatenate([work, np.zeros((4 * len(limit) + 64, 5), np.int64)])
     terms = (loads.row_price, loads.area_layers, loads.area_first, loads.area_slices, loads.shift)
-    table = table[: loops.level(table, len(work), limit, nodes, *terms)]
+    table = table[: loops_level.level(table, len(work), limit, nodes, *terms)]
     return table[table[:, 3] < table[:, 4]]
+
+
+def even(loads: Field, work: Ints, targets: Ints, limit: Ints, key_bytes: int, row_bytes: int) -> tuple[Ints, Ints]:
+    """(work, kept) in which rows have moved with their work until every rank keeps its target, where that is cheap."""
+    from flexcp.planners import loops_even, loops_node
+
+    work = loops_even.even_rows(work, targets, limit, loads.ruler, key_bytes, row_bytes, loads.reads)
+    return work, loops_node.kept_rows(work, len(targets), targets)
 
 
 def level_rows(rank: Ints, start: Ints, stop: Ints, limits: Ints, nodes: Ints) -> tuple[Ints, Ints, Ints]:

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from flexcp.batch import Batch
 from flexcp.cost import CostModel
 from flexcp.pieces import Shape
+from flexcp.planners.request import Refused
 
 Ints = NDArray[np.int64]
 REPAIRS = 256
@@ -61,7 +62,7 @@ def split(lengths: Sequence[int] | Ints, loads: Sequence[int] | Ints, ranks: int
     room = cap * ranks
     for document, n in enumerate(tokens):
         if n > room:
-            raise ValueError(
+            raise Refused(
                 f"document {document} has {n} tokens, more than all {ranks} ranks hold together with max_tokens_per_rank={cap} "
                 f"({room}); raise the cap, add ranks, or cut the document"
             )

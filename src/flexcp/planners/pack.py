@@ -1,15 +1,16 @@
 """Pack: documents as row ranges into bins with two limits, load and rows. The step that planners share.
 
-An *item* is a range of a document's rows with all their keys, so whoever takes it computes final outputs. Three moves:
+An *item* is a range of a document's rows with all their keys, so whoever takes it computes final outputs. Four steps:
 
 - *peel*: while the largest item exceeds a bin, open a bin for its last rows and fill the bin's tokens with light items. What remains of a
   causal document is just a shorter document that needs nothing from outside, and a cut at row x costs exactly x keys, so cuts are few.
 - *deal*: the rest, largest first, whole into the bin that is then fullest least in the worse of its two limits.
 - *repair*: move, cut or swap items out of the worst bin while violation, weighed against the keys it fetches, falls.
+- *climb*: move or exchange rows between bins that share a document while that saves keys (:mod:`flexcp.planners.loops_climb`).
 
 *Thin rows.* A few rows that see a whole document (causal blockwise's last block) would make their rank fetch all keys. Instead
 every owner of keys computes those rows against its own keys. So the load of a row is its own attention, unless it is thin, plus
-what thin rows do with its key: the thin slices, transposed. Everything else here does not know the difference.
+what thin rows do with its key: the thin slices, transposed. And a bin with any row of such a document pays for a part of its thin rows.
 
 Loads are exact integers, scaled down (by a power of two) until their products fit 64 bits.
 """
@@ -17,20 +18,28 @@ Loads are exact integers, scaled down (by a power of two) until their products f
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flexcp.batch import Batch, LayerMask
-from flexcp.intervals import offsets, spread
+from flexcp.intervals import offsets
 from flexcp.masks import HI, K0, K1, LO, Q0, Q1, cut, is_empty, rows_area
 
 Ints = NDArray[np.int64]
 THIN = 12
 """A slice with this many times more keys than rows, most of them seen, is thin."""
 REPAIR_MOVES = 64
-VARIANTS = ((True, 0), (False, 0), (True, 100), (True, -200), (False, 100))
-"""(fill tails' tokens, per cent of the slack above the aim that peeled bins use)."""
+VARIANTS = np.array([True, True, False, True, False]), np.array([0, 100, 0, -200, 100])
+"""Variants of packing: whether tails' tokens are filled, per cent of the slack above the aim that peeled bins use."""
+VARIANTS_WITHOUT_ROW_LIMIT = np.array([False, False]), np.array([0, 100])
+UNLIMITED = 1 << 36
+"""More rows than any bin can hold; its products with a million and with the ranks of a node fit 64 bits."""
+ENOUGH = 2
+"""Variants within all limits after which no more are tried."""
+SWEEPS = 2
+"""How often climbing looks at every item."""
 VIOLATION_WEIGHT = 8
 """A bin that is over a limit by its mean weighs as much as fetching the longest document this many times."""
 
@@ -50,12 +59,28 @@ class Field:
     slices: Ints
     slice_first: Ints
     thin: tuple[Ints, ...]
+    thin_keys: Ints
+    """What the thin rows of each document (of that mask) cost every rank with rows of it, as keys."""
     row_price: int
     area_slices: Ints
     """Slices whose rows add up to a row's load besides its price: what it reads, and transposed what thin rows read of it."""
     area_layers: Ints
     area_first: Ints
     shift: int
+
+    @property
+    def ruler(self) -> Any:
+        """The loads as the compiled loops take them."""
+        from flexcp.planners.loops import Ruler
+
+        return Ruler(self.prefix, self.first, self.batch.lengths, self.grain)
+
+    @property
+    def reads(self) -> Any:
+        """What rows read as the compiled loops take it."""
+        from flexcp.planners.loops import Reads
+
+        return Reads(self.slices, self.slice_first, self.thin_keys)
 
     @property
     def total(self) -> int:
@@ -68,60 +93,53 @@ class Field:
         return np.asarray(self.prefix[base - (-hi // self.grain)] - self.prefix[base - (-lo // self.grain)])
 
 
-def make_field(batch: Batch, grain: int, price: int, split_thin: bool) -> Field:
-    """The field of a batch; ``price`` is the load of a row besides its attention, per layer."""
-    counts = -(-batch.lengths // grain) + 1
-    first = offsets(counts)
-    document, within = spread(counts)
-    rows = np.minimum(within * grain, batch.lengths[document])
-    row_price = price * sum(m.layers for m in batch.masks)
-    loads = rows * row_price
-    thin, terms, heaviest = [], [], (-1, batch.masks[0].first, batch.masks[0].slices)
-    owners = []
+def make_field(batch: Batch, grain: int, price: int, thin_price: int | None) -> Field:
+    """The field of a batch; ``price`` is the load of a row besides its attention, per layer.
+
+    ``thin_price`` is how many keys cost as much as computing a part of a thin row, None if there are to be none.
+    """
+    from flexcp.planners import loops_level
+
+    first = offsets(-(-batch.lengths // grain) + 1)
+    thin, terms, owners = [], [], []
+    heaviest, reads, thin_keys = -1, (batch.masks[0].first, batch.masks[0].slices), np.zeros_like(batch.lengths)
     for mask in batch.masks:
-        begin = _thin_rows(mask, batch.lengths) if split_thin else batch.lengths
-        thin.append(begin)
+        begin = batch.lengths if thin_price is None else _thin_rows(mask, batch.lengths)
         owner = np.repeat(np.arange(batch.documents), np.diff(mask.first))
-        wide = cut(mask.slices, 0, begin[owner], 0, batch.lengths[owner])
-        narrow = cut(mask.slices, begin[owner], batch.lengths[owner], 0, batch.lengths[owner])
-        mine = [(mask.layers, mask.first, wide)]
-        if not is_empty(narrow).all():
-            mine.append((mask.layers, mask.first, _transposed(narrow)))
-        work = np.zeros(len(rows), np.int64)
-        for layers, start, slices in mine:
-            work += layers * _areas_before(slices, start, document, rows)
-        loads = loads + work
-        terms += mine
+        length = batch.lengths[owner]
+        wide = cut(mask.slices, 0, begin[owner], 0, length)
+        narrow = cut(mask.slices, begin[owner], length, 0, length)
+        mine = [wide] if is_empty(narrow).all() else [wide, _transposed(narrow)]
+        work = mask.layers * sum(int(rows_area(slices, slices[:, Q0], slices[:, Q1]).sum()) for slices in mine)
+        if work > heaviest:
+            heaviest, reads = work, (mask.first, wide)
+            thin_keys = (batch.lengths - begin) * (thin_price or 0)
+        thin.append(begin)
         owners += [owner] * len(mine)
-        if int(work[first[1:] - 1].sum()) > heaviest[0]:
-            heaviest = (int(work[first[1:] - 1].sum()), mask.first, wide)
-    total = int(loads[first[1:] - 1].sum())
-    shift = max(0, total.bit_length() - 40)
+        terms += [(mask.layers, slices) for slices in mine]
     owner = np.concatenate(owners)
     order = np.argsort(owner, kind="stable")
+    slices = np.concatenate([slices for _, slices in terms])[order]
+    layers = np.concatenate([np.full(len(slices), layers, np.int64) for layers, slices in terms])[order]
+    slice_first = offsets(np.bincount(owner, minlength=batch.documents))
+    row_price = price * sum(m.layers for m in batch.masks)
+    loads = loops_level.loads_before(batch.lengths, first, grain, row_price, layers, slice_first, slices)
+    shift = max(0, int(loads[first[1:] - 1].sum()).bit_length() - 40)
     return Field(
         batch,
         grain,
         loads >> shift,
         first,
-        np.ascontiguousarray(heaviest[2]),
-        heaviest[1],
+        np.ascontiguousarray(reads[1]),
+        reads[0],
         tuple(thin),
+        thin_keys,
         row_price,
-        np.concatenate([slices for _, _, slices in terms])[order],
-        np.concatenate([np.full(len(slices), layers, np.int64) for layers, _, slices in terms])[order],
-        offsets(np.bincount(owner, minlength=batch.documents)),
+        slices,
+        layers,
+        slice_first,
         shift,
     )
-
-
-def _areas_before(slices: Ints, first: Ints, document: Ints, rows: Ints) -> Ints:
-    """Pairs before each row of each listed document."""
-    index, within = spread(first[document + 1] - first[document])
-    areas = rows_area(slices[first[document][index] + within], 0, rows[index])
-    total = np.zeros(len(rows), np.int64)
-    np.add.at(total, index, areas)
-    return total
 
 
 def _transposed(slices: Ints) -> Ints:
@@ -163,22 +181,34 @@ class Packed:
 
 
 def pack(field: Field, items: Ints, limits: Limits) -> Packed:
-    """Items ``[n, 3]`` into bins: peel, deal, repair in a few variants; the best of them."""
-    from flexcp.planners import loops
+    """Items ``[n, 3]`` into bins: peel, deal, repair in a few variants, and climb from the best of them."""
+    from flexcp.planners import loops_pack
 
-    table, keys, over = loops.pack(
-        items,
-        field.prefix,
-        field.first,
-        field.grain,
-        limits.load,
-        limits.rows,
-        limits.aim,
-        field.slices,
-        field.slice_first,
-        VIOLATION_WEIGHT * int(field.batch.lengths.max()),
-        REPAIR_MOVES,
-        np.array([fill for fill, _ in VARIANTS]),
-        np.array([aim for _, aim in VARIANTS]),
-    )
-    return Packed(table[:, :3], table[:, loops.BIN], int(keys), int(over))
+    table, keys, over = loops_pack.pack(*_arguments(field, items, limits))
+    return Packed(table[:, :3], table[:, loops_pack.BIN], int(keys), int(over))
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A node's items on its ranks, in the columns of :mod:`flexcp.planners.loops_node`; bytes received; worst violation."""
+
+    work: Ints
+    kept: Ints
+    bytes: int
+    violation: int
+
+
+def place_node(field: Field, items: Ints, limits: Limits, team: int, key_bytes: int, row_bytes: int) -> Placed:
+    """Items ``[n, 3]`` of a node to its ranks by teams of ``team``."""
+    from flexcp.planners import loops_node
+
+    work, kept, moved, over = loops_node.node(*_arguments(field, items, limits), team, key_bytes, row_bytes)
+    return Placed(work, kept, int(moved), int(over))
+
+
+def _arguments(field: Field, items: Ints, limits: Limits) -> tuple[Any, ...]:
+    """What the compiled loops take."""
+    weight = VIOLATION_WEIGHT * int(field.batch.lengths.max())
+    limit = (limits.load, limits.rows, limits.aim)
+    variants = VARIANTS if limits.rows[0] < UNLIMITED else VARIANTS_WITHOUT_ROW_LIMIT
+    return items, field.ruler, *limit, field.reads, weight, REPAIR_MOVES, *variants, ENOUGH, SWEEPS

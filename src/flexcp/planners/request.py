@@ -1,4 +1,4 @@
-"""Request: everything a planner is told. A planner is a pure function ``Request -> Placement``."""
+"""Request: everything a planner is told. A planner is a pure function ``Request -> Placement``, or it says why not by :class:`Refused`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,13 @@ from flexcp.cost import CostModel
 from flexcp.pieces import Shape
 
 Ints = NDArray[np.int64]
+
+
+class Refused(ValueError):  # noqa: N818 - an answer more than an error
+    """This strategy cannot serve this request: a cap, a tolerance, a fixed layout or a number of heads does not suit it. Another may.
+
+    Only a refusal: what no strategy would take (an argument that is no number, an effort below 0) is a plain ValueError.
+    """
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,12 +49,41 @@ class Request:
     def ranks(self) -> int:
         return self.cluster.ranks
 
+    @property
+    def token_cap(self) -> int | None:
+        """The most document tokens a rank may keep; with equal tokens every rank keeps a multiple of ``pad_to``."""
+        cap = self.max_tokens_per_rank
+        if cap is None or not self.equal_tokens:
+            return cap
+        return cap // self.pad_to * self.pad_to
+
+
+def refuse_over_cap(request: Request) -> None:
+    """For batches that no placement fits under the cap."""
+    if request.token_cap is None:
+        return
+    lengths, room = request.batch.lengths, request.token_cap * request.ranks
+    limit = f"max_tokens_per_rank={request.max_tokens_per_rank}"
+    if request.equal_tokens and request.pad_to > 1:
+        limit += f" in multiples of pad_to={request.pad_to}"
+    longest = int(lengths.argmax())
+    if int(lengths[longest]) > room:
+        raise Refused(
+            f"document {longest} has {int(lengths[longest])} tokens, more than {request.ranks} ranks keep together with {limit}; "
+            "raise the cap, use more ranks, or cut the document"
+        )
+    if request.batch.tokens > room:
+        raise Refused(
+            f"{request.batch.tokens} tokens do not fit {request.ranks} ranks with {limit}: at least "
+            f"{-(-request.batch.tokens // request.ranks)} a rank are needed; raise the cap, or cut the batch into micro-batches"
+        )
+
 
 def refuse_tolerances(request: Request) -> None:
     """For strategies that balance by a rule of their own."""
     for name in ("compute_tolerance", "token_tolerance"):
         value = getattr(request, name)
         if value is not None:
-            raise ValueError(
+            raise Refused(
                 f"this strategy balances by its own rule and takes no tolerances; got {name}={value}, use blocks"
             )

@@ -8,7 +8,8 @@
 | `wlb`          | WLB-LLM                  | zig-zag of each document, or of the stream if that wins  | all keys to all                  |
 
 They are the *dealing* of these systems, not their kernels, schedulers or loaders. Where a system runs several micro-batches after one
-another, one plan is one of them. None of them knows tolerances, rank speeds or nodes, and `max_tokens_per_rank` is only checked.
+another, one plan is one of them. None of them knows tolerances, rank speeds or nodes (keys come straight from their owners), and
+`max_tokens_per_rank` is only checked.
 
 - `minheap`: c is 1,024 unless given. Longest processing time by area among the ranks that still have room; counts differ by one chunk at
   most (MagiAttention pads the stream so that they do not). Chunks may span documents.
@@ -34,7 +35,7 @@ from flexcp.batch import Batch
 from flexcp.cost import TILE_ROWS
 from flexcp.plan import Placement, Regions, Traffic
 from flexcp.planners.layouts import check_cap, equalised, row_regions, runs_of_ranges
-from flexcp.planners.request import Request, refuse_tolerances
+from flexcp.planners.request import Refused, Request, refuse_tolerances
 
 Ints = NDArray[np.int64]
 Ranges = tuple[Ints, Ints, Ints]
@@ -49,7 +50,7 @@ def minheap(request: Request) -> Placement:
     start = np.arange(0, tokens, chunk, dtype=np.int64)
     stop = np.minimum(start + chunk, tokens)
     rank = _dealt_equally(_area(request.batch, start, stop), request.ranks)
-    return _placement(request, "minheap", (rank, start, stop), Traffic())
+    return _placement(request, "minheap", (rank, start, stop), Traffic(relay=False))
 
 
 def pow2(request: Request) -> Placement:
@@ -86,7 +87,7 @@ def hdp(request: Request) -> Placement:
     whole = np.flatnonzero(batch.lengths <= budget)
     rank = _dealt_whole(load[whole], ready)
     ranges.append((rank, batch.starts[whole], batch.starts[whole + 1]))
-    return _placement(request, "hdp", _joined(ranges), Traffic())
+    return _placement(request, "hdp", _joined(ranges), Traffic(relay=False))
 
 
 def wlb(request: Request) -> Placement:
@@ -135,7 +136,7 @@ def _pow2_degrees(request: Request) -> list[int]:
     for document, length in enumerate(request.batch.lengths.tolist()):
         degree = 1 << (-(-length // (budget or _mean_tokens(request))) - 1).bit_length()
         if degree > largest and budget is not None:
-            raise ValueError(
+            raise Refused(
                 f"document {document} has {length} tokens, more than the largest group of {largest} ranks holds with pow2:{budget}; "
                 "raise the budget, or drop it for the mean"
             )
@@ -180,7 +181,7 @@ def _enough(request: Request, document: int, budget: int) -> int:
     length = int(request.batch.lengths[document])
     degree = -(-length // budget)
     if degree > request.ranks:
-        raise ValueError(
+        raise Refused(
             f"document {document} has {length} tokens, more than {request.ranks} ranks of hdp:{budget}; raise the budget, "
             "or drop it for the mean"
         )
@@ -272,7 +273,7 @@ def _regions(request: Request, ranges: Ranges) -> Regions:
 def _placement(request: Request, name: str, ranges: Ranges, traffic: Traffic, note: str = "") -> Placement:
     """Rows computed where they are kept."""
     if request.layout is not None:
-        raise ValueError(f"{name} places tokens itself, so it cannot keep a fixed layout; use blocks, or layout='free'")
+        raise Refused(f"{name} places tokens itself, so it cannot keep a fixed layout; use blocks, or layout='free'")
     refuse_tolerances(request)
     runs, pads = runs_of_ranges(*ranges), 0
     if request.equal_tokens:

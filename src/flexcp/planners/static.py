@@ -36,7 +36,7 @@ from flexcp.planners.layouts import (
     runs_of_maps,
     runs_of_ranges,
 )
-from flexcp.planners.request import Request, refuse_tolerances
+from flexcp.planners.request import Refused, Request, refuse_tolerances
 
 Ints = NDArray[np.int64]
 Grid = tuple[tuple[int, ...], ...]
@@ -84,7 +84,7 @@ def usp(request: Request) -> Placement:
         u = math.gcd(request.shape.kv_heads, request.cluster.ranks_per_node)
         r = request.ranks // u
     if u < 1 or r < 1 or request.ranks % (u * r):
-        raise ValueError(
+        raise Refused(
             f"usp:{u},{r} makes groups of {u * r} ranks, which must divide the {request.ranks} ranks there are"
         )
     _check_split(request.shape, u, f"usp:{u},{r}")
@@ -140,16 +140,14 @@ def _placed(request: Request, grids: list[Grid], traffic: str, cutter: Cutter) -
     batch = request.batch
     if request.layout is not None:
         if len(grids) > 1 or cutter is _whole:
-            raise ValueError(
+            raise Refused(
                 "with a fixed layout every rank holds tokens of any document, so this strategy must span all "
                 f"{request.ranks} ranks; drop its degree, or use blocks"
             )
         runs = runs_of_maps(request.layout)
         pads = 0
         if is_scattered(runs):
-            raise ValueError(
-                "this layout scatters tokens in runs too short for a static strategy's messages; use blocks"
-            )
+            raise Refused("this layout scatters tokens in runs too short for a static strategy's messages; use blocks")
     else:
         ranks, starts, stops = [], [], []
         for grid, mine in zip(grids, deal(batch.lengths, len(grids)), strict=True):
@@ -209,20 +207,18 @@ def _degree(request: Request, name: str) -> int:
         raise ValueError(f"{name} takes a degree, as in {name}:4; got '{name}:{request.argument}'") from None
     if degree < 1 or request.ranks % degree:
         fits = [d for d in range(1, request.ranks + 1) if request.ranks % d == 0]
-        raise ValueError(
-            f"{name}:{degree} does not divide the {request.ranks} ranks into groups; degrees that do: {fits}"
-        )
+        raise Refused(f"{name}:{degree} does not divide the {request.ranks} ranks into groups; degrees that do: {fits}")
     return degree
 
 
 def _check_split(shape: Shape, split: int, name: str) -> None:
     if shape.heads % split:
-        raise ValueError(
+        raise Refused(
             f"{name} splits {shape.heads} query heads over {split} ranks, which does not divide; "
             "use a divisor of the heads, usp, or a strategy that moves keys (zigzag, blocks)"
         )
     if shape.kv_heads % split and split % shape.kv_heads:
-        raise ValueError(
+        raise Refused(
             f"{name} splits {shape.kv_heads} KV heads over {split} ranks; one must divide the other. "
             "Use usp, or a strategy that moves keys (zigzag, blocks)"
         )

@@ -19,7 +19,7 @@ from flexcp.cost import TILE_ROWS
 from flexcp.intervals import offsets
 from flexcp.masks import HI, K0, K1, LO, Q0, Q1
 from flexcp.pieces import Kind
-from flexcp.planners.request import Request
+from flexcp.planners.request import Request, refuse_over_cap
 
 Ints = NDArray[np.int64]
 Amount = TypeVar("Amount", int, Ints)
@@ -104,21 +104,24 @@ class Workload:
         return [self._moved[d] for d in documents]
 
     def key_price(self, degree: int, local: int) -> int:
-        """What a key costs a rank with ``local`` of its group's ranks in its node, times ``degree - 1``; both ports work at once."""
-        return max((degree - local) * self.prices.across, (local - 1) * self.prices.inside)
+        """What a key costs a rank with ``local`` of its group's ranks in its node, times ``degree - 1``; both ports work at once.
+
+        A key of another node enters through one of the node's ports, which share what enters, and is passed on inside.
+        """
+        entering = -(-(degree - local) * self.prices.across // self.cluster.ranks_per_node)
+        return max(entering, (degree - 1) * self.prices.inside)
 
     def exchange(self, keys: Amount, degree: Amount, key_price: Amount) -> Amount:
-        """Time to receive ``keys`` from the other ranks of the group, forward and backward."""
+        """Time to receive ``keys`` from the other ranks of the group, forward and backward, and to return their gradients."""
         peers = degree - 1
         moving = keys * key_price // (MOVE_SCALE * (peers + (peers == 0)))
         time: Amount = (moving + self.prices.start + self.prices.peer * peers) * (keys > 0)
-        return time
+        return time * (1000 + self.prices.gradient) // 1000
 
 
 def make_workload(request: Request) -> Workload:
-    batch, cap = request.batch, _token_cap(request)
-    if cap is not None:
-        _check_fits(batch.lengths, cap, request)
+    refuse_over_cap(request)
+    batch, cap = request.batch, request.token_cap
     documents = np.arange(batch.documents, dtype=np.int64)
     layers = sum(m.layers for m in batch.masks)
     area = batch.weighted_rows_area(documents, np.zeros_like(documents), batch.lengths)
@@ -137,30 +140,6 @@ def make_workload(request: Request) -> Workload:
         request.cluster.rank_speeds,
         UNLIMITED if cap is None else cap,
     )
-
-
-def _token_cap(request: Request) -> int | None:
-    """The most document tokens a rank may keep; with equal tokens every rank keeps a multiple of ``pad_to``."""
-    cap = request.max_tokens_per_rank
-    if cap is None or not request.equal_tokens:
-        return cap
-    return cap // request.pad_to * request.pad_to
-
-
-def _check_fits(lengths: Ints, cap: int, request: Request) -> None:
-    limit = f"max_tokens_per_rank={request.max_tokens_per_rank}"
-    if request.equal_tokens and request.pad_to > 1:
-        limit += f" in multiples of pad_to={request.pad_to}"
-    longest = int(lengths.argmax())
-    if int(lengths[longest]) > cap * request.ranks:
-        raise ValueError(
-            f"document {longest} has {int(lengths[longest])} tokens, more than {request.ranks} ranks keep together with "
-            f"{limit}; raise the cap, use more ranks, or cut the document"
-        )
-    if int(lengths.sum()) > cap * request.ranks:
-        raise ValueError(
-            f"{int(lengths.sum())} tokens do not fit {request.ranks} ranks with {limit}; cut the batch into micro-batches"
-        )
 
 
 def _prices(request: Request, layers: int) -> Prices:
@@ -213,11 +192,7 @@ def _moved_keys(batch: Batch, documents: Ints, ranks: int) -> Ints:
 
 
 def lower_bound(work: Workload) -> int:
-    """The smallest tau in which any assignment could be ready.
-
-    By then every document must be ready with its best degree alone, and all ranks together must have time for all load and for sending
-    home the gradients of every document that is too heavy to stay whole. (Keys that arrive may be hidden behind others' work.)
-    """
+    """The smallest tau in which any assignment could be ready: all load evenly shared, and every document with its best degree alone."""
     alone = [
         [d]
         for d, load in enumerate(work.load)
@@ -225,43 +200,28 @@ def lower_bound(work: Workload) -> int:
     ]
     if not alone:
         return work.mean
-    times, gradients = group_times(work, alone, work.fastest)
     least = np.array([least_degree(work, documents) for documents in alone], np.int64)
     degree = np.arange(1, work.ranks + 1, dtype=np.int64)
-    times = np.where(degree >= least[:, None], times, NEVER)
-    waiting = degree * gradients * min(work.speeds) // NOMINAL_SPEED
-    total = sum(work.load)
-
-    def shared(tau: int) -> int:
-        """When all ranks are ready with the load and the least waiting of documents that are ready by ``tau``."""
-        return work.even(total + int(np.where(times <= tau, waiting, NEVER).min(axis=1).sum()), range(work.ranks))
-
-    low = max(work.mean, int(times.min(axis=1).max()))
-    high = max(low, shared(low))
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if shared(middle) <= middle else (middle + 1, high)
-    return high
+    times = np.where(degree >= least[:, None], group_times(work, alone, work.fastest), NEVER)
+    return max(work.mean, int(times.min(axis=1).max()))
 
 
-def group_times(work: Workload, atomic: list[list[int]], speed: int = NOMINAL_SPEED) -> tuple[Ints, Ints]:
-    """``[group, degree - 1]`` T of atomic groups, on ranks of the given speed in as few nodes as hold them; and its part for gradients."""
+def group_times(work: Workload, atomic: list[list[int]], speed: int = NOMINAL_SPEED) -> Ints:
+    """``[group, degree - 1]`` T of atomic groups, on ranks of the given speed in as few nodes as hold them."""
     documents = [d for group in atomic for d in group]
     first = offsets(np.array([len(group) for group in atomic], np.int64))
     of_document = np.repeat(np.arange(len(atomic)), np.diff(first))
     loads = np.array([work.load[d] for d in documents], np.int64)
     load = np.add.reduceat(loads, first[:-1])[:, None]
-    attention = np.array([work.attention[d] for d in documents], np.int64)[:, None]
+    attention = np.add.reduceat(np.array([work.attention[d] for d in documents], np.int64), first[:-1])[:, None]
     degree = np.arange(1, work.ranks + 1, dtype=np.int64)
     # A document heavier than the group's mean cannot stay whole.
     cut = loads[:, None] > (-(-load // degree))[of_document]
     keys = np.add.reduceat(np.where(cut, np.array(work.moved(documents), np.int64), 0), first[:-1], axis=0)
-    arriving = work.exchange(keys, degree, work.best_key_prices)
-    own = np.add.reduceat(np.where(cut, attention // degree, attention), first[:-1], axis=0)
+    moving = work.exchange(keys, degree, work.best_key_prices)
     compute = -(-load * NOMINAL_SPEED // (degree * speed))
-    later = -(-(load - own) * NOMINAL_SPEED // (degree * speed))
-    gradients = work.prices.gradient * arriving // 1000
-    return np.maximum(compute, later + arriving) + gradients, gradients
+    later = -(-(load - attention) * NOMINAL_SPEED // (degree * speed))
+    return np.asarray(np.maximum(compute, later + moving))
 
 
 def least_degree(work: Workload, documents: list[int]) -> int:

@@ -41,8 +41,9 @@ def _title(plan: Plan) -> str:
 
 
 def _letter(ranks: Ints) -> str:
-    unique = np.unique(ranks)
-    return "." if len(unique) == 0 else MANY if len(unique) > 1 else DIGITS[int(unique[0]) % len(DIGITS)]
+    if len(ranks) == 0:
+        return "."
+    return MANY if (ranks != ranks[0]).any() else DIGITS[int(ranks[0]) % len(DIGITS)]
 
 
 def _strip(plan: Plan) -> list[str]:
@@ -67,23 +68,26 @@ def _rows(plan: Plan) -> list[str]:
     edges = np.arange(cells + 1) * length // cells
     regions = plan.placement.regions[0]
     regions = regions.take((regions.document == document) & (regions.h0 == 0))
-    mask = plan.batch.masks[0]
-    lines = [f"document {document} ({length} tokens), rows down, keys right, by who computes them:"]
-    for a, b in pairwise(edges):
-        line = ""
-        for c, d in pairwise(edges):
-            near = regions.take((regions.q0 < b) & (regions.q1 > a) & (regions.k0 < d) & (regions.k1 > c))
-            bound = [np.full(len(near), x) for x in (a, b, c, d)]
-            index, _ = mask.cuts(
-                near.document,
-                np.maximum(near.q0, bound[0]),
-                np.minimum(near.q1, bound[1]),
-                np.maximum(near.k0, bound[2]),
-                np.minimum(near.k1, bound[3]),
-            )
-            line += " " + _letter(near.rank[index])
-        lines.append("  " + line)
-    return lines
+    row, column = np.divmod(np.arange(cells * cells), cells)
+    top, bottom, left, right = edges[row], edges[row + 1], edges[column], edges[column + 1]
+    cell, region = np.nonzero(
+        (regions.q0 < bottom[:, None])
+        & (regions.q1 > top[:, None])
+        & (regions.k0 < right[:, None])
+        & (regions.k1 > left[:, None])
+    )
+    near = regions.take(region)
+    index, _ = plan.batch.masks[0].cuts(
+        near.document,
+        np.maximum(near.q0, top[cell]),
+        np.minimum(near.q1, bottom[cell]),
+        np.maximum(near.k0, left[cell]),
+        np.minimum(near.k1, right[cell]),
+    )
+    ranks = np.split(near.rank[index], np.searchsorted(cell[index], np.arange(1, cells * cells)))
+    letters = np.array([_letter(found) for found in ranks]).reshape(cells, cells)
+    title = f"document {document} ({length} tokens), rows down, keys right, by who computes them:"
+    return [title, *("   " + " ".join(line) for line in letters)]
 
 
 def _table(plan: Plan) -> list[str]:

@@ -1,18 +1,28 @@
 """Kernels: attention of a work list on one device.
 
-Every kernel has the same two functions, over *slices* in the rows of its arguments (T tokens, H query heads, G KV heads, D and V
+Every kernel is a module with the same functions, over *slices* in the rows of its arguments (T tokens, H query heads, G KV heads, D and V
 head sizes; the H / G query heads of a KV head are neighbours):
 
-    forward(q_THD, k_TGD, v_TGV, slices, settings, out_THV, lse_TH)
+    prepare(slices, heads, kv_heads, head_dim, v_head_dim, device) -> work
+        the slices ``[n, 6]`` as the kernel's own work list, on the device: made once, used by every layer and both directions
+    forward(q_THD, k_TGD, v_TGV, work, settings, out_THV, lse_TH)
         adds the slices' attention to a running output and LSE (accumulator dtype; start with zeros and -inf)
-    backward(q_THD, k_TGD, v_TGV, do_THV, lse_TH, delta_TH, slices, settings, dq_THD, dk_TGD, dv_TGV)
+    backward(q_THD, k_TGD, v_TGV, do_THV, lse_TH, delta_TH, work, settings, dq_THD, dk_TGD, dv_TGV)
         adds the slices' gradients, from the complete LSE and delta = rowsum(do * out) - dlse
+    supports(device, dtype, head_dim, v_head_dim) -> str | None
+        why the kernel cannot run such tensors, naming what it can run; None when it can
+
+Arguments may be views of some heads of larger tensors. The forward of a module whose ``FRESH`` is True also takes ``settings.fresh``:
+``out`` and ``lse`` are then empty memory to be written, not added to, and ``out`` may be in the model's dtype.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +32,9 @@ from torch import Tensor
 
 Ints = NDArray[np.int64]
 
+HOMES = {"cpu": "cpu", "reference": "reference", "triton": "triton_kernel", "hopper": "hopper_kernel", "stock": "stock"}
+"""Kernels by name, and the module of this package each lives in."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -29,13 +42,21 @@ class Settings:
 
     scale: float
     softcap: float | None = None
+    deterministic: bool = False
+    """Bitwise the same gradients in every run."""
+    sm_margin: int = 0
+    """Multiprocessors left to others (communication kernels) by kernels that would otherwise take all."""
+    fresh: bool = False
+    """Forward: results are empty memory, and the slices touch every row of them. Write, do not add."""
 
 
 class Kernel(Protocol):
-    """A module with the two functions described above."""
+    """A module with the functions described above."""
 
+    prepare: Callable[..., Any]
     forward: Callable[..., None]
     backward: Callable[..., None]
+    supports: Callable[..., str | None]
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -51,11 +72,20 @@ def merge(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> tuple
     return out * weight[..., None] + more_out * more_weight[..., None], total
 
 
-def find_kernel(name: str) -> Any:
-    """The kernel module of that name: ``"cpu"`` (tiled) or ``"reference"`` (dense)."""
-    from flexcp.executor.kernels import cpu, reference
+def uploaded(array: NDArray[Any], device: torch.device) -> Tensor:
+    """An array on the device; to a GPU through pinned memory, so that the host does not wait."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
-    kernels = {"cpu": cpu, "reference": reference}
-    if name not in kernels:
-        raise ValueError(f"unknown kernel {name!r}; known kernels are {', '.join(kernels)}")
-    return kernels[name]
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton is installed here."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def find_kernel(name: str) -> Any:
+    """The kernel module of that name."""
+    if name not in HOMES:
+        raise ValueError(f"unknown kernel {name!r}; known kernels are {', '.join(HOMES)}")
+    return importlib.import_module(f"flexcp.executor.kernels.{HOMES[name]}")

@@ -15,8 +15,19 @@ from torch import Tensor
 
 from flexcp.executor.kernels import Ints, Settings, merge
 
+FRESH = False
 TILE_LOGITS = 1 << 21
 """Logits of one tile: large enough for fast matrix products, small enough for the cache's sake."""
+
+
+def supports(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
+    """Everything, everywhere."""
+    return None
+
+
+def prepare(slices: Ints, heads: int, kv_heads: int, head_dim: int, v_head_dim: int, device: torch.device) -> Ints:
+    """The slices are the work list."""
+    return slices
 
 
 def forward(

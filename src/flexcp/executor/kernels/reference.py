@@ -11,6 +11,18 @@ from torch import Tensor
 
 from flexcp.executor.kernels import Ints, Settings, accumulator_dtype, merge
 
+FRESH = False
+
+
+def supports(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
+    """Everything, everywhere."""
+    return None
+
+
+def prepare(slices: Ints, heads: int, kv_heads: int, head_dim: int, v_head_dim: int, device: torch.device) -> Ints:
+    """The slices are the work list."""
+    return slices
+
 
 def forward(
     q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, slices: Ints, settings: Settings, out_THV: Tensor, lse_TH: Tensor

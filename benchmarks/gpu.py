@@ -1,0 +1,218 @@
+"""The GPU suite: everything that needs a GPU, in one command; writes one JSON.
+
+    python benchmarks/gpu.py --write gpu.json            all parts
+    python benchmarks/gpu.py --only cases,recompiles     some of them
+    python benchmarks/gpu.py --plans plans.npz --make-plans   on any machine: the work lists of real plans, for one without Numba
+
+Parts: ``cases`` (1,000 random cases by the error rule), ``recompiles`` (100 random batches compile nothing), ``bench`` (ours beside the
+baselines), ``plans`` (work lists of real plans against the kernel's dense rate), ``margin`` (multiprocessors left to a copy that runs
+beside attention). Each runs in processes of its own; compiling is parallel, timing is not. Needs torch, Triton and NumPy, no more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKS = 5
+RANKS_TIMED = 4
+DATA = (("web", 8), ("web", 64), ("libra256k", 8), ("libra256k", 64))
+TOKENS_PER_RANK = 8192
+
+
+def main() -> None:
+    """Run the parts asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="cases,recompiles,bench,plans,margin")
+    parser.add_argument("--write", type=Path)
+    parser.add_argument("--plans", type=Path, help="work lists made by --make-plans; planned here without it")
+    parser.add_argument("--make-plans", action="store_true")
+    parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--patience", type=int, default=280, help="seconds for each process")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--argument", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.make_plans:
+        np.savez_compressed(asked.plans, **plan_work())
+        return
+    if asked.part:
+        argument = json.loads(asked.argument)
+        print("RESULT " + json.dumps(PARTS[asked.part](argument)), flush=True)
+        return
+    found: dict[str, Any] = {}
+    for part in asked.only.split(","):
+        begin = time.perf_counter()
+        if part == "bench":
+            _in_processes("warm", [{"name": n} for n in _names()], asked.patience)
+        found[part] = _in_processes(part, _arguments(part, asked), asked.patience)
+        print(f"== {part} ({time.perf_counter() - begin:.0f} s)", flush=True)
+        for line in found[part]:
+            print(json.dumps(line), flush=True)
+        if asked.write:
+            asked.write.write_text(json.dumps(found, indent=1))
+    failed = [r for rows in found.values() for r in rows if r.get("failed")]
+    sys.exit(1 if failed else 0)
+
+
+def _arguments(part: str, asked: argparse.Namespace) -> list[Any]:
+    from flexcp.measure.kernel_cases import MODELS
+
+    if part == "cases":
+        each = -(-asked.cases // len(MODELS))
+        return [{"model": i, "first": i * each, "last": min(asked.cases, (i + 1) * each)} for i in range(len(MODELS))]
+    if part == "recompiles":
+        return [{"model": i} for i in (0, 4)]
+    if part == "plans":
+        return [{"file": str(asked.plans) if asked.plans else None}]
+    return [{}]
+
+
+def _names() -> tuple[str, ...]:
+    from flexcp.measure.kernel_work import NAMES
+
+    return NAMES
+
+
+def _in_processes(part: str, arguments: list[Any], patience: int) -> list[Any]:
+    def run(argument: Any) -> Any:
+        command = [sys.executable, __file__, "--part", part, "--argument", json.dumps(argument)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=patience, check=False)
+        except subprocess.TimeoutExpired:
+            return {"failed": f"no answer in {patience} s", "argument": argument}
+        lines = [x[7:] for x in done.stdout.splitlines() if x.startswith("RESULT ")]
+        if done.returncode or not lines:
+            return {"failed": done.stderr[-1500:], "argument": argument}
+        return json.loads(lines[-1])
+
+    with ThreadPoolExecutor(12) as pool:
+        found = list(pool.map(run, arguments))
+    return [row for answer in found for row in (answer if isinstance(answer, list) else [answer])]
+
+
+def cases(argument: Any) -> Any:
+    """Random cases of one model."""
+    from flexcp.measure.kernel_cases import MODELS, check_cases
+
+    worst = check_cases(MODELS[argument["model"]], range(argument["first"], argument["last"]))
+    return {**asdict(worst.model), "cases": worst.cases, "failed": worst.failed, "error / allowed": worst.share}
+
+
+def recompiled(argument: Any) -> Any:
+    """Variants compiled by 100 random batches."""
+    from flexcp.measure.kernel_cases import MODELS, recompiles
+
+    model = MODELS[argument["model"]]
+    first, last = recompiles(model)
+    return {"kernel": model.kernel, "variants": first, "after 100 batches": last, "failed": last - first}
+
+
+def warm(argument: Any) -> Any:
+    """Compile one workload's contenders into the caches on disk."""
+    from flexcp.measure import kernel_bench as b
+
+    b.bench([argument["name"]], 16_384, b.Heads(), [*b.OURS, *b.BASELINES], rounds=1, check=False)
+    return {}
+
+
+def bench(argument: Any) -> Any:
+    """Every workload at 16,384 tokens, the dense ones and 16 documents at 65,536."""
+    from flexcp.measure import kernel_bench as b
+    from flexcp.measure.kernel_work import NAMES
+
+    everyone = [*b.OURS, *b.BASELINES]
+    product = b.matrix_rate()
+    results = b.bench(list(NAMES), 16_384, b.Heads(), everyone, rounds=5)
+    results += b.bench(["causal", "full", "docs16"], 65_536, b.Heads(), ["hopper", "triton", "op", "cudnn"], rounds=3)
+    print(b.table(results, product), file=sys.stderr)
+    return [{"matrix product": product}, *(asdict(r) for r in results)]
+
+
+def plan_work() -> dict[str, Any]:
+    """Work lists of real plans: ``data/ranks/seed/rank/direction/number`` -> slices, with rows and heads in a second array."""
+    import flexcp
+    from flexcp.data.lengths import draw_lengths
+    from flexcp.executor.program import rank_program
+
+    made: dict[str, Any] = {}
+    for data, ranks in DATA:
+        planner = flexcp.Planner(32, 8, 128, cluster=flexcp.cluster("h100", ranks // 8, 8))
+        for seed in range(PACKS):
+            plan = planner(draw_lengths(data, TOKENS_PER_RANK * ranks, seed))
+            for rank in range(0, ranks, ranks // RANKS_TIMED):
+                for direction in (0, 1):
+                    program = rank_program(plan, rank, 0, bool(direction))
+                    work = [w for slot in program.slots for w in slot.work]
+                    for number, w in enumerate(work):
+                        key = f"{data}/{ranks}/{seed}/{rank}/{direction}/{number}"
+                        rows = (program.shelves[w.q_shelf].rows, program.shelves[w.kv_shelf].rows)
+                        made[key] = w.slices
+                        made[key + "/shape"] = np.array([*rows, w.h0, w.h1])
+    return made
+
+
+def plans(argument: Any) -> Any:
+    """TFLOP/s of a rank's stages together against the kernel's rate on one full square, and what tiles alone allow."""
+    import torch
+
+    from flexcp.executor.kernels.choose import choose_kernel
+    from flexcp.measure import kernel_bench as b
+
+    made = dict(np.load(argument["file"])) if argument["file"] else plan_work()
+    device = torch.device("cuda", 0)
+    kernel = choose_kernel(device, torch.bfloat16, 128).kernel
+    dense = b.bench(["full"], 8192, b.Heads(), [kernel], check=False)[0]
+    rows = []
+    for data, ranks in DATA:
+        samples = []
+        for seed in range(PACKS):
+            for rank in range(0, ranks, ranks // RANKS_TIMED):
+                prefix = f"{data}/{ranks}/{seed}/{rank}"
+                samples.append([b.work_rate(kernel, _lists(made, f"{prefix}/{d}/"), bool(d)) for d in (0, 1)])
+        rates = np.array([[way[0] for way in s] for s in samples])
+        tiles = np.array([[way[1] for way in s] for s in samples])
+        rows.append(
+            {
+                "data": data, "ranks": ranks, "kernel": kernel, "samples": len(samples),
+                "dense forward": dense.forward, "dense backward": dense.backward,
+                "forward": rates[:, 0].mean(), "backward": rates[:, 1].mean(),
+                "forward share": rates[:, 0].mean() / dense.forward, "backward share": rates[:, 1].mean() / dense.backward,
+                "tiles allow forward": tiles[:, 0].mean(), "tiles allow backward": tiles[:, 1].mean(),
+            }
+        )  # fmt: skip
+    return rows
+
+
+def _lists(made: dict[str, Any], prefix: str) -> list[tuple[Any, Any]]:
+    keys = sorted(
+        (k for k in made if k.startswith(prefix) and not k.endswith("/shape")), key=lambda k: int(k.split("/")[-1])
+    )
+    return [(made[k], made[k + "/shape"]) for k in keys]
+
+
+def margin(argument: Any) -> Any:
+    """Attention with multiprocessors left over, and a copy of few blocks beside it."""
+    from flexcp.measure.kernel_margin import margin_table
+
+    return margin_table()
+
+
+PARTS: dict[str, Callable[[Any], Any]] = {
+    "cases": cases, "warm": warm, "recompiles": recompiled, "bench": bench, "plans": plans, "margin": margin,
+}  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT / "src"))
+    main()

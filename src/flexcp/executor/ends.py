@@ -1,0 +1,40 @@
+"""Ends: what attention does to rows before and after its kernels, wherever the kernels ran: sinks, and delta.
+
+A sink is one more logit per head that takes probability and gives no value. It is added at home, to the finished output and LSE, and its
+gradient follows from the LSE and ``delta = rowsum(do * out) - dlse``, which also holds the gradient of the LSE itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexcp.executor.kernels import has_triton
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and LSE with one more logit per head that brings no value."""
+    total = torch.logaddexp(lse, sinks.to(lse.dtype).expand_as(lse))
+    return out * torch.exp(lse - _finite(total))[..., None], total
+
+
+def delta_of(do: Tensor, out: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """``rowsum(do * out) - dlse`` in ``dtype``."""
+    if do.device.type == "cuda" and has_triton():
+        from flexcp.executor.kernels.row_kernels import delta_rows
+
+        delta = torch.empty(out.shape[:2], dtype=dtype, device=out.device)
+        delta_rows(do, out, dlse, delta)
+        return delta
+    delta = (do.to(dtype) * out.to(dtype)).sum(-1)
+    return delta if dlse is None else delta - dlse
+
+
+def sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """Each sink's probability times its logit's gradient, over this rank's rows."""
+    return -(torch.exp(sinks.to(lse.dtype) - _finite(lse)) * delta).sum(0).to(sinks.dtype)
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """An LSE to subtract: 0 for rows that see nothing, so that exp(-inf - 0) is 0 and not NaN."""
+    return torch.where(lse == -torch.inf, 0.0, lse)

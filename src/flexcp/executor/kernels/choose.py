@@ -1,0 +1,74 @@
+"""Choose: which kernel runs, and why. A function one can read, print and override.
+
+    CPU tensors                       cpu      plain torch
+    CUDA, Hopper, where it can        hopper   Gluon: TMA and wgmma
+    CUDA from Ampere on               triton
+    any other device                  cpu      plain torch runs anywhere
+
+``stock`` and ``reference`` run only when asked for: the first is for GPUs on which torch's own kernels were measured to be faster
+(:func:`flexcp.fastest_kernel` measures), the second for tests. Where the GPU kernels cannot run, this raises and says what they can;
+nothing falls back in silence to something slow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from flexcp.executor.kernels import find_kernel, has_triton
+
+NEED_TRITON = ("triton", "hopper", "stock")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A kernel's name and why it was chosen."""
+
+    kernel: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.kernel}: {self.reason}"
+
+
+def choose_kernel(
+    device: torch.device | str,
+    dtype: torch.dtype,
+    head_dim: int,
+    v_head_dim: int | None = None,
+    kernel: str | None = None,
+) -> Choice:
+    """The kernel for such tensors; ``kernel`` overrides the choice and is checked."""
+    device = torch.device(device)
+    sizes = (head_dim, head_dim if v_head_dim is None else v_head_dim)
+    if kernel is not None:
+        refusal = why_not(kernel, device, dtype, *sizes)
+        if refusal:
+            raise NotImplementedError(f"kernel {kernel!r} cannot run this: {refusal}")
+        return Choice(kernel, "asked for by kernel=")
+    if device.type == "cpu":
+        return Choice("cpu", "the tensors are on the CPU")
+    if device.type != "cuda":
+        return Choice("cpu", f"plain torch, the only kernel that runs on {device.type}")
+    no_hopper = why_not("hopper", device, dtype, *sizes)
+    if no_hopper is None:
+        return Choice("hopper", f"{torch.cuda.get_device_name(device)} has what the Gluon kernels need")
+    no_triton = why_not("triton", device, dtype, *sizes)
+    if no_triton is None:
+        return Choice("triton", f"{torch.cuda.get_device_name(device)} runs Triton; not the hopper kernel: {no_hopper}")
+    raise NotImplementedError(
+        f"no GPU kernel can run this: {no_triton}. kernel='cpu' runs anything in plain torch on {device}, correct and slow"
+    )
+
+
+def why_not(kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
+    """Why a kernel cannot run such tensors; None when it can."""
+    if kernel in NEED_TRITON and not has_triton():
+        return "Triton is not installed (pip install triton)"
+    try:
+        module = find_kernel(kernel)
+    except ImportError as error:  # this Triton has no Gluon, or one of another age
+        return f"it cannot be imported here ({error})"
+    refusal: str | None = module.supports(device, dtype, head_dim, v_head_dim)
+    return refusal

@@ -1,0 +1,174 @@
+"""The Hopper kernel: head sizes 64 and 128 in bf16 or fp16 on sm90, in Gluon. Same interface as every kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from flexcp.executor.kernels import Ints, Settings
+from flexcp.executor.kernels.hopper_forward import forward_kernel
+from flexcp.executor.kernels.hopper_keys import keys_kernel
+from flexcp.executor.kernels.hopper_queries import queries_kernel
+from flexcp.executor.kernels.tiles import TileList, segment_list, tile_list, transposed, useful
+from flexcp.executor.kernels.triton_kernel import WorkList, aligned, base_of, check, pack_statistics, scales, strides
+
+FRESH = True
+HEAD_SIZES = (64, 128)
+DTYPES = (torch.bfloat16, torch.float16)
+TILE = 128
+"""Packed query rows of a tile: two warp groups of 64."""
+BLOCK = 128
+"""Keys of a block of the forward, and of a tile of the backward."""
+QUERIES = 64
+"""Packed queries of a block of the backward."""
+STAGES = 2
+PARTS, SHORTEST_PART = 6, 32
+"""dk and dv: split tiles of keys until a multiprocessor gets about so many, but none into parts of fewer blocks."""
+GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+
+
+def supports(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
+    """Why this kernel cannot run such tensors, naming what it can run; None when it can."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return f"the hopper kernel runs on NVIDIA GPUs of compute capability 9.0 (H100, H200); got {device}"
+    if dtype not in DTYPES:
+        return f"the hopper kernel computes {', '.join(map(str, DTYPES))}; got {dtype}"
+    for size in (head_dim, v_head_dim):
+        if size not in HEAD_SIZES:
+            return f"the hopper kernel has head sizes {', '.join(map(str, HEAD_SIZES))}; got {size}"
+    return None
+
+
+class HopperWork(WorkList):
+    """A work list that can also be walked in segments."""
+
+    @cached_property
+    def pack(self) -> int:
+        """Query heads of a KV head in one tile: the power of two in their number."""
+        return min(self.share & -self.share, TILE // 2)
+
+    @cached_property
+    def forward_segments(self) -> Segments:
+        """Tiles of packed query rows."""
+        return Segments.of(tile_list(self.slices, TILE // self.pack, BLOCK), BLOCK, self.device)
+
+    @cached_property
+    def backward_segments(self) -> Segments:
+        """Tiles of keys against blocks of packed query rows: one owner per key."""
+        return self._key_segments(None)
+
+    @cached_property
+    def split_segments(self) -> Segments:
+        """The same with long tiles split, for balance: a key's parts are added in any order."""
+        units = torch.cuda.get_device_properties(self.device).multi_processor_count
+        made = self._key_tiles
+        blocks = (made.clear_blocks + made.edge_blocks) * self.kv_heads * (self.share // self.pack)
+        return self._key_segments(max(SHORTEST_PART, blocks // (units * PARTS)))
+
+    @cached_property
+    def _key_tiles(self) -> TileList:
+        return tile_list(transposed(self.slices), BLOCK, QUERIES // self.pack, odd_clear=False)
+
+    def _key_segments(self, longest: int | None) -> Segments:
+        return Segments.of(self._key_tiles, QUERIES // self.pack, self.device, longest)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """A segment list on its device."""
+
+    count: int
+    tiles: Tensor
+    segments: Tensor
+
+    @staticmethod
+    def of(made: TileList, block: int, device: torch.device, longest: int | None = None) -> Segments:
+        cut = segment_list(made, block, longest)
+        tables = (torch.from_numpy(x.reshape(-1)).pin_memory() for x in (cut.tiles, cut.segments))
+        return Segments(len(cut.tiles), *(t.to(device, non_blocking=True) for t in tables))
+
+
+def prepare(
+    slices: Ints, heads: int, kv_heads: int, head_dim: int, v_head_dim: int, device: torch.device
+) -> HopperWork:
+    """The work list of ``slices``; reusable by every layer and by forward and backward."""
+    reason = supports(device, torch.bfloat16, head_dim, v_head_dim)
+    if reason:
+        raise NotImplementedError(reason)
+    return HopperWork(slices, heads, kv_heads, head_dim, v_head_dim, device)
+
+
+def forward(
+    q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, work: HopperWork, settings: Settings, out_THV: Tensor, lse_TH: Tensor,
+) -> None:  # fmt: skip
+    """Add the slices' attention to ``out`` and ``lse``; with ``settings.fresh`` write them."""
+    made = work.forward_segments
+    if not made.count:
+        return
+    check(work, supports, q_THD, k_TGD, v_TGV, out_THV, lse_TH)
+    q, k, v = (aligned(x) for x in (q_THD, k_TGD, v_TGV))
+    pack = work.pack
+    programs = made.count * (work.heads // pack)
+    forward_kernel[_grid(programs, settings, work)](
+        _described(q, TILE // 2 // pack, pack), _described(k, BLOCK, 1), _described(v, BLOCK, 1), out_THV, lse_TH,
+        made.tiles, made.segments, work.heads // pack, programs, *scales(settings, q.dtype), *strides(out_THV, lse_TH),
+        SHARE=work.share, PACK=pack, D=work.head_dim, V=work.v_head_dim, N=BLOCK, STAGES=STAGES,
+        SOFTCAP=settings.softcap is not None, FRESH=settings.fresh, num_warps=4,
+    )  # fmt: skip
+
+
+def backward(
+    q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, do_THV: Tensor, lse_TH: Tensor, delta_TH: Tensor, work: HopperWork,
+    settings: Settings, dq_THD: Tensor, dk_TGD: Tensor, dv_TGV: Tensor,
+) -> None:  # fmt: skip
+    """Add the slices' gradients to ``dq``, ``dk`` and ``dv``; with ``settings.deterministic`` always in the same order."""
+    made = work.backward_segments if settings.deterministic else work.split_segments
+    if not made.count:
+        return
+    check(work, supports, q_THD, k_TGD, v_TGV, do_THV, lse_TH, delta_TH, dq_THD, dk_TGD, dv_TGV)
+    q, k, v, do = (aligned(x) for x in (q_THD, k_TGD, v_TGV, do_THV))
+    pack, programs, rows = work.pack, made.count * work.kv_heads, len(q)
+    keys_kernel[_grid(programs, settings, work)](
+        _described(q, QUERIES // pack, pack), _described(k, BLOCK, 1), _described(v, BLOCK, 1),
+        _described(do, QUERIES // pack, pack), pack_statistics(lse_TH, delta_TH, pack, base_of(q.dtype)), dk_TGD, dv_TGV,
+        made.tiles, made.segments, work.kv_heads, programs, rows, work.heads, *scales(settings, q.dtype), *strides(dk_TGD, dv_TGV),
+        SHARE=work.share, PACK=pack, D=work.head_dim, V=work.v_head_dim, STAGES=STAGES,
+        SOFTCAP=settings.softcap is not None, num_warps=4,
+    )  # fmt: skip
+    made = work.forward_segments
+    programs = made.count * (work.heads // pack)
+    queries_kernel[_grid(programs, settings, work)](
+        _described(q, TILE // 2 // pack, pack), _described(k, BLOCK, 1), _described(v, BLOCK, 1),
+        _described(do, TILE // 2 // pack, pack), lse_TH, delta_TH, dq_THD,
+        made.tiles, made.segments, work.heads // pack, programs, *scales(settings, q.dtype), *strides(lse_TH, delta_TH, dq_THD),
+        SHARE=work.share, PACK=pack, D=work.head_dim, V=work.v_head_dim, N=BLOCK, STAGES=STAGES,
+        SOFTCAP=settings.softcap is not None, num_warps=4,
+    )  # fmt: skip
+
+
+def useful_share(slices: Ints, share: int, backward: bool) -> float:
+    """Pairs that attend over pairs that the tiles compute: what tiles alone allow."""
+    pack = min(share & -share, TILE // 2)
+    shares = [useful(slices, tile_list(slices, TILE // pack, BLOCK), TILE // pack * BLOCK)]
+    if not backward:
+        return shares[0]
+    rows = QUERIES // pack
+    shares.append(useful(slices, tile_list(transposed(slices), BLOCK, rows, odd_clear=False), rows * BLOCK))
+    return 7 / (3 / shares[0] + 4 / shares[1])  # three of seven products are dq's
+
+
+def _grid(programs: int, settings: Settings, work: HopperWork) -> tuple[int]:
+    """One persistent program per multiprocessor that is ours."""
+    units = torch.cuda.get_device_properties(work.device).multi_processor_count
+    return (min(programs, max(1, units - settings.sm_margin)),)
+
+
+def _described(x_THD: Tensor, rows: int, heads: int) -> TensorDescriptor:
+    shape = [rows, heads, x_THD.shape[2]]
+    layout = gl.NVMMASharedLayout.get_default_for(shape, GLUON_DTYPES[x_THD.dtype])
+    return TensorDescriptor(x_THD, list(x_THD.shape), list(x_THD.stride()), shape, layout)

@@ -1,0 +1,149 @@
+"""Row kernels: what happens to rows outside of attention on a GPU, in Triton: copies, sums, merges, and delta.
+
+The first three walk a table of runs, one program per run, over tensors taken as flat memory; a launch takes up to ``PAIRS`` pairs of a
+source and a target, and each run names its pair. Tables and addresses are all they take, so no batch compiles anything new. Bytes are
+moved as integer words; reductions are in the target's dtype.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PAIRS = 4
+LONGEST_BLOCK = 1024
+MERGE_HEADS = 8
+WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64, 16: tl.int64}
+NUMBERS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32, torch.float64: tl.float64}
+
+Pairs = list[tuple[Tensor, Tensor]]
+
+
+def copy_rows(pairs: Pairs, table_7n: Tensor, word: int, longest: int) -> None:
+    """Copy runs of words; the table's columns are pair, from, to, length, rows, step from, step to, ``longest`` the longest row."""
+    if table_7n.shape[1]:
+        kind, wide = WORDS[word], 2 if word == 16 else 1
+        block = _block(longest * wide)
+        _move[(table_7n.shape[1],)](
+            *_addresses(pairs), table_7n, kind, kind, wide, False, block, num_warps=max(1, block // 256)
+        )
+
+
+def add_rows(pairs: Pairs, table_7n: Tensor, source: torch.dtype, target: torch.dtype, longest: int, add: bool) -> None:
+    """Like :func:`copy_rows` in numbers of the given dtypes, added to what is there if ``add``."""
+    if table_7n.shape[1]:
+        block, kinds = _block(longest), (NUMBERS[source], NUMBERS[target])
+        _move[(table_7n.shape[1],)](*_addresses(pairs), table_7n, *kinds, 1, add, block, num_warps=max(1, block // 256))
+
+
+def merge_rows(
+    source: Tensor, target: Tensor, source_lse: Tensor, target_lse: Tensor, table_10n: Tensor, heads: int, width: int
+) -> None:
+    """Outputs of ``width`` numbers a head merged by their LSEs.
+
+    A run is (rows, heads, then first number and step of source, target, source LSE, target LSE); ``heads`` is the most of them.
+    """
+    if table_10n.shape[1]:
+        tile = min(MERGE_HEADS, triton.next_power_of_2(heads))
+        tensors = (source, target, source_lse, target_lse)
+        _merge[(table_10n.shape[1],)](*tensors, table_10n, width, tile, triton.next_power_of_2(width))
+
+
+def delta_rows(do_THV: Tensor, out_THV: Tensor, dlse_TH: Tensor | None, delta_TH: Tensor) -> None:
+    """``delta = rowsum(do * out) - dlse``."""
+    tokens, heads, width = out_THV.shape
+    if tokens:
+        do_THV, out_THV = (x if x.stride(2) == 1 else x.contiguous() for x in (do_THV, out_THV))
+        dlse = delta_TH if dlse_TH is None else dlse_TH
+        _delta[(tokens,)](
+            do_THV, out_THV, dlse, delta_TH, do_THV.stride(0), do_THV.stride(1), out_THV.stride(0), out_THV.stride(1),
+            dlse.stride(0), dlse.stride(1), heads, width, dlse_TH is not None, MERGE_HEADS, triton.next_power_of_2(width),
+        )  # fmt: skip
+
+
+def _block(longest: int) -> int:
+    return int(min(LONGEST_BLOCK, max(128, triton.next_power_of_2(longest))))
+
+
+def _addresses(pairs: Pairs) -> list[int]:
+    """Where the tensors begin, repeated up to ``PAIRS`` pairs. Plain numbers: tensors of every dtype share one compiled kernel."""
+    found = [x.data_ptr() for pair in pairs for x in pair]
+    return found + found[:2] * (PAIRS - len(pairs))
+
+
+@triton.jit(do_not_specialize=["s0", "t0", "s1", "t1", "s2", "t2", "s3", "t3"])
+def _move(
+    s0, t0, s1, t1, s2, t2, s3, t3, table,
+    SOURCE: tl.constexpr, TARGET: tl.constexpr, WIDE: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    run, n = table + tl.program_id(0), tl.num_programs(0)
+    pair, rows = tl.load(run), tl.load(run + 4 * n)
+    begin, to, count = tl.load(run + n) * WIDE, tl.load(run + 2 * n) * WIDE, tl.load(run + 3 * n) * WIDE
+    step_from, step_to = tl.load(run + 5 * n) * WIDE, tl.load(run + 6 * n) * WIDE
+    source = tl.where(pair == 0, s0, tl.where(pair == 1, s1, tl.where(pair == 2, s2, s3)))
+    target = tl.where(pair == 0, t0, tl.where(pair == 1, t1, tl.where(pair == 2, t2, t3)))
+    for row in range(rows):
+        here = source.to(tl.pointer_type(SOURCE)) + begin + row * step_from
+        there = target.to(tl.pointer_type(TARGET)) + to + row * step_to
+        if WIDE == 2:  # words of 16 bytes, as two of 8
+            here, there, count = tl.multiple_of(here, 16), tl.multiple_of(there, 16), tl.multiple_of(count, 2)
+        for first in range(0, count, BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            inside = at < count
+            value = tl.load(here + at, mask=inside).to(TARGET)
+            if ADD:
+                value += tl.load(there + at, mask=inside)
+            tl.store(there + at, value, mask=inside)
+
+
+@triton.jit
+def _merge(
+    source, target, source_lse, target_lse, table, WIDTH: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr
+):
+    run, n = table + tl.program_id(0), tl.num_programs(0)
+    rows, heads = tl.load(run), tl.load(run + n)
+    source += tl.load(run + 2 * n)
+    target += tl.load(run + 4 * n)
+    source_lse += tl.load(run + 6 * n)
+    target_lse += tl.load(run + 8 * n)
+    steps = tl.load(run + 3 * n), tl.load(run + 5 * n), tl.load(run + 7 * n), tl.load(run + 9 * n)
+    column = tl.arange(0, BLOCK)[None, :]
+    for row in range(rows):
+        for first in range(0, heads, HEADS):
+            head = first + tl.arange(0, HEADS)
+            there = head < heads
+            lse_at = target_lse + row * steps[3] + head
+            a = tl.load(lse_at, mask=there, other=float("-inf"))
+            b = tl.load(source_lse + row * steps[2] + head, mask=there, other=float("-inf"))
+            top = tl.maximum(a, b)
+            top = tl.where(top == float("-inf"), 0.0, top)
+            total = top + tl.log(tl.exp(a - top) + tl.exp(b - top))
+            seen = tl.where(total == float("-inf"), 0.0, total)
+            at = head[:, None] * WIDTH + column
+            inside = there[:, None] & (column < WIDTH)
+            old = tl.load(target + row * steps[1] + at, mask=inside, other=0.0)
+            new = tl.load(source + row * steps[0] + at, mask=inside, other=0.0).to(old.dtype)
+            value = old * tl.exp(a - seen)[:, None] + new * tl.exp(b - seen)[:, None]
+            tl.store(target + row * steps[1] + at, value, mask=inside)
+            tl.store(lse_at, total, mask=there)
+
+
+@triton.jit(do_not_specialize=["heads"])
+def _delta(
+    do, out, dlse, delta, do_row, do_head, out_row, out_head, dlse_row, dlse_head, heads,
+    WIDTH: tl.constexpr, LSE: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)[None, :]
+    for first in range(0, heads, HEADS):
+        head = first + tl.arange(0, HEADS)
+        inside = (head[:, None] < heads) & (column < WIDTH)
+        a = tl.load(do + row * do_row + head[:, None] * do_head + column, mask=inside, other=0.0)
+        b = tl.load(out + row * out_row + head[:, None] * out_head + column, mask=inside, other=0.0)
+        value = tl.sum(a.to(delta.dtype.element_ty) * b.to(delta.dtype.element_ty), 1)
+        if LSE:
+            value -= tl.load(dlse + row * dlse_row + head * dlse_head, mask=head < heads, other=0.0)
+        tl.store(delta + row * heads + head, value, mask=head < heads)

@@ -1,0 +1,177 @@
+"""Tiles: a kernel's work list, made from slices on the host ahead of time. Integers only; no tensor.
+
+A *tile* is a run of rows that one program computes, with all the keys its rows see: no row is in two tiles of a list, so a program owns
+its rows' results. A tile's keys are a run of *entries*, one per slice that meets it, each walked in blocks of ``block`` keys from its
+first key on:
+
+    k0 ........ full0 ........ full1 ........ k1        rows q0..q1 of the tile see key k when lo <= k - q <= hi
+      edge blocks   clear blocks   edge blocks
+
+Clear blocks are seen by every row of the tile and need no mask; edge blocks are cut by the band, by the entry's rows, or by its last
+key. Tiles come longest first, so that a launch does not end with a long one.
+
+Rows are cut where a slice begins or ends. Runs of rows shorter than a tile are joined, since a half-empty tile costs as much as a full
+one; the odd rows of a longer run make a tile of their own at the end that sees fewer keys.
+
+The list of dk and dv is the same thing seen from the keys: :func:`transposed` slices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp import masks
+from flexcp.intervals import offsets, overlaps, spread
+from flexcp.masks import HI, K0, K1, LO, Q0, Q1
+
+Ints = NDArray[np.int64]
+
+TILE_COLUMNS = 4  # first row, last row + 1, first entry, last entry + 1
+ENTRY_COLUMNS = 8  # k0, full0, full1, k1, lo, hi, q0, q1
+
+
+@dataclass(frozen=True)
+class TileList:
+    """Tiles and their entries as int32 tables, the rows they cover, and how many blocks the kernel will walk."""
+
+    tiles: NDArray[np.int32]
+    entries: NDArray[np.int32]
+    rows: int
+    clear_blocks: int
+    edge_blocks: int
+
+
+def tile_list(slices: Ints, height: int, block: int, odd_clear: bool = True) -> TileList:
+    """Tiles of at most ``height`` rows over ``slices``, keys in blocks of ``block``.
+
+    Without ``odd_clear``, tiles of fewer rows have edge blocks only: for kernels that must mask the rows that are not there.
+    """
+    slices = masks.trim(slices.reshape(-1, 6))
+    slices = slices[~masks.is_empty(slices)]
+    if len(slices) and int(slices[:, [Q1, K1]].max()) >= 1 << 31:
+        raise ValueError(f"a work list counts rows in int32; got row {int(slices[:, [Q1, K1]].max())}")
+    start, stop = _tiles(slices, height)
+    which, tile = overlaps(slices[:, Q0], slices[:, Q1], start, stop)
+    order = np.lexsort((slices[which, K0], tile))
+    which, tile = which[order], tile[order]
+    entries = _entries(slices[which], start[tile], stop[tile], block, 0 if odd_clear else height)
+    clear = (entries[:, 2] - entries[:, 1]) // block
+    edge = (entries[:, 1] - entries[:, 0]) // block - (entries[:, 2] - entries[:, 3]) // block
+    at = offsets(np.bincount(tile, minlength=len(start)).astype(np.int64))
+    blocks = np.bincount(tile, weights=clear + edge, minlength=len(start))
+    longest = np.argsort(-blocks, kind="stable")
+    tiles = np.stack([start, stop, at[:-1], at[1:]], axis=1)[longest]
+    return TileList(
+        tiles.astype(np.int32), entries.astype(np.int32), int((stop - start).sum()), int(clear.sum()), int(edge.sum())
+    )
+
+
+def useful(slices: Ints, made: TileList, pairs_per_block: int) -> float:
+    """Pairs of the slices over the pairs of all blocks that the list walks."""
+    return float(masks.area(slices).sum()) / max(1, (made.clear_blocks + made.edge_blocks) * pairs_per_block)
+
+
+def transposed(slices: Ints) -> Ints:
+    """The same pairs with queries and keys exchanged."""
+    slices = slices.reshape(-1, 6)
+    swapped = slices[:, [K0, K1, Q0, Q1, HI, LO]]
+    swapped[:, [LO, HI]] *= -1
+    return swapped
+
+
+def _tiles(slices: Ints, height: int) -> tuple[Ints, Ints]:
+    """Rows of the tiles, ascending."""
+    at = np.unique(slices[:, [Q0, Q1]])
+    # Slices that begin at each cut less those that end there: how many cover the rows from this cut to the next.
+    change = np.bincount(np.searchsorted(at, slices[:, Q0]), minlength=len(at))
+    change -= np.bincount(np.searchsorted(at, slices[:, Q1]), minlength=len(at))
+    seen = np.cumsum(change)[:-1] > 0
+    start, stop = _joined(at[:-1][seen], at[1:][seen], height)
+    # The odd rows of a run go to the end whose row sees fewer keys.
+    odd_first = (_keys_of(slices, start) < _keys_of(slices, stop - 1)) & ((stop - start) % height > 0)
+    counts = -(-(stop - start) // height)
+    run, number = spread(counts)
+    first = np.where(odd_first, stop - counts * height, start)[run] + number * height
+    return np.maximum(first, start[run]), np.minimum(first + height, stop[run])
+
+
+def _joined(start: Ints, stop: Ints, height: int) -> tuple[Ints, Ints]:
+    """Neighbouring runs joined while both are shorter than a tile and fit into one."""
+    runs: list[list[int]] = []
+    for a, b in zip(start.tolist(), stop.tolist(), strict=True):
+        if runs and runs[-1][1] == a and b - runs[-1][0] <= height:
+            runs[-1][1] = b
+        else:
+            runs.append([a, b])
+    table = np.array(runs, np.int64).reshape(-1, 2)
+    return table[:, 0], table[:, 1]
+
+
+def _keys_of(slices: Ints, rows: Ints) -> Ints:
+    """How many keys each row sees (``rows`` ascending)."""
+    which, row = overlaps(slices[:, Q0], slices[:, Q1], rows, rows + 1)
+    q, s = rows[row], slices[which]
+    keys = np.minimum(s[:, K1], q + s[:, HI] + 1) - np.maximum(s[:, K0], q + s[:, LO])
+    return np.bincount(row, weights=keys, minlength=len(rows)).astype(np.int64)
+
+
+def _entries(slices: Ints, start: Ints, stop: Ints, block: int, least: int) -> Ints:
+    """The part of each slice in the rows of its tile, as ``ENTRY_COLUMNS``; clear blocks in tiles of ``least`` rows or more."""
+    q0, q1 = np.maximum(slices[:, Q0], start), np.minimum(slices[:, Q1], stop)
+    lo, hi = slices[:, LO], slices[:, HI]
+    k0, k1 = np.maximum(slices[:, K0], q0 + lo), np.minimum(slices[:, K1], q1 + hi)
+    # Keys that the last row's lower and the first row's upper limit both allow are seen by all rows.
+    full0 = k0 - (k0 - np.maximum(k0, q1 - 1 + lo)) // block * block
+    full1 = k0 + (np.minimum(k1, q0 + hi + 1) - k0) // block * block
+    none = (full0 >= full1) | (q0 > start) | (q1 < stop) | (stop - start < least)
+    full0, full1 = np.where(none, k0, full0), np.where(none, k0, full1)
+    return np.stack([k0, full0, full1, k1, lo, hi, q0, q1], axis=1)
+
+
+@dataclass(frozen=True)
+class SegmentList:
+    """A tile list for kernels that walk a tile's blocks in one loop: entries cut into runs of blocks of one kind.
+
+    ``tiles``: first row, last row + 1, first segment, blocks of the tile. ``segments``: first key, blocks, whether they need the mask,
+    lo, hi, end of the slice's keys, q0, q1; one more row of zeros ends the table, so that reading ahead stays inside it.
+    """
+
+    tiles: NDArray[np.int32]
+    segments: NDArray[np.int32]
+
+
+def segment_list(made: TileList, block: int, longest: int | None = None) -> SegmentList:
+    """The segments of a tile list whose keys are in blocks of ``block``.
+
+    Tiles of more than ``longest`` blocks become several with the same rows: for kernels that add their results to memory.
+    """
+    k0, full0, full1, k1, lo, hi, q0, q1 = made.entries.astype(np.int64).T
+    starts = np.stack([k0, full0, full1], axis=1)
+    counts = np.stack([full0 - k0, full1 - full0, k1 - full1 + block - 1], axis=1) // block
+    masked = np.broadcast_to(np.array([1, 0, 1]), counts.shape)
+    rest = [np.broadcast_to(x[:, None], counts.shape) for x in (lo, hi, k1, q0, q1)]
+    table = np.stack([starts, counts, masked, *rest], axis=-1)[counts > 0]
+    # All blocks on one axis, in the order of the table: a tile is an interval of it, and so is a part of a tile.
+    total = offsets(counts.sum(axis=1))
+    tiles = made.tiles.astype(np.int64)
+    begin, size = total[tiles[:, 2]], total[tiles[:, 3]] - total[tiles[:, 2]]
+    parts = np.ones(len(tiles), np.int64) if longest is None else -(-size // longest)
+    tile, number = spread(parts)
+    each = -(-size // np.maximum(parts, 1))[tile]
+    first = begin[tile] + np.minimum(number * each, size[tile])
+    last = np.minimum(first + each, (begin + size)[tile])
+    order = np.argsort(first, kind="stable")
+    at = offsets(table[:, 1])
+    segment, part = overlaps(at[:-1], at[1:], first[order], last[order])
+    cut = table[segment]
+    cut[:, 0] += (np.maximum(first[order][part], at[segment]) - at[segment]) * block
+    cut[:, 1] = np.minimum(last[order][part], at[segment + 1]) - np.maximum(first[order][part], at[segment])
+    where = offsets(np.bincount(part, minlength=len(order)).astype(np.int64))[:-1]
+    rows = tiles[tile[order]]
+    out = np.stack([rows[:, 0], rows[:, 1], where, (last - first)[order]], axis=1)
+    out = out[np.argsort(-out[:, 3], kind="stable")]
+    segments = np.concatenate([cut, np.zeros((1, 8), np.int64)])
+    return SegmentList(out.astype(np.int32), segments.astype(np.int32))

@@ -1,0 +1,182 @@
+"""The forward Triton kernel: one program per tile and KV head (or a share of its query heads).
+
+The query heads of a KV head are packed into the rows of a tile: index m of ``BLOCK_M`` is row ``m // PACK`` and head ``m % PACK``, so a
+short diagonal costs less and keys are read once for all heads. A program starts its online softmax from the running output and LSE
+(maximum = LSE, sum = 1) or from nothing (``FRESH``), walks the tile's entries, and stores both back.
+
+Logits are kept in base 2, or base e where full precision counts (rounding of the factor between them would fall on every logit). The
+clear blocks of an entry take the short way; edge blocks mask, and read no key beyond the entry's last
+(what lies there may belong to nobody and hold anything).
+
+Integer arguments are never specialised: no batch compiles anything new. What is constant is the model's (dtype, head sizes, heads per
+KV head, softcap or not).
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+UNSPECIALISED = [
+    "n_tiles", "n_programs", "scale", "softcap", "sq0", "sq1", "sk0", "sk1", "sv0", "sv1", "so0", "so1", "sl0", "sl1",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def forward_kernel(
+    q, k, v, out, lse, tiles, entries, n_tiles, n_programs, scale, softcap,
+    sq0, sq1, sk0, sk1, sv0, sv1, so0, so1, sl0, sl1,
+    SHARE: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, FRESH: tl.constexpr, PRECISION: tl.constexpr,
+    PERSISTENT: tl.constexpr, EDGE_STAGES: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    # fmt: off
+    if PERSISTENT:
+        for program in range(tl.program_id(0), n_programs, tl.num_programs(0)):
+            _tile(
+                program, q, k, v, out, lse, tiles, entries, n_tiles, scale, softcap, sq0, sq1, sk0, sk1, sv0, sv1,
+                so0, so1, sl0, sl1, SHARE, PACK, D, V, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N, SOFTCAP, FRESH, PRECISION,
+                EDGE_STAGES, TMA,
+            )
+    else:
+        _tile(
+            tl.program_id(0), q, k, v, out, lse, tiles, entries, n_tiles, scale, softcap, sq0, sq1, sk0, sk1, sv0, sv1,
+            so0, so1, sl0, sl1, SHARE, PACK, D, V, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N, SOFTCAP, FRESH, PRECISION,
+            EDGE_STAGES, TMA,
+        )
+    # fmt: on
+
+
+@triton.jit
+def _tile(
+    program, q, k, v, out, lse, tiles, entries, n_tiles, scale, softcap, sq0, sq1, sk0, sk1, sv0, sv1, so0, so1, sl0, sl1,
+    SHARE: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, FRESH: tl.constexpr, PRECISION: tl.constexpr,
+    EDGE_STAGES: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    # Heads are the slow index: programs that run together read the same keys.
+    tile = program % n_tiles
+    group = program // n_tiles  # of PACK query heads
+    row0, row1 = tl.load(tiles + tile * 4), tl.load(tiles + tile * 4 + 1)
+    first, last = tl.load(tiles + tile * 4 + 2), tl.load(tiles + tile * 4 + 3)
+    # Strides come in units of 16 elements, so that the compiler knows rows to be aligned without specialising on any.
+    sq0, sq1, sk0, sk1 = sq0 * 16, sq1 * 16, sk0 * 16, sk1 * 16
+    sv0, sv1, so0, so1 = sv0 * 16, sv1 * 16, so0 * 16, so1 * 16
+
+    m = tl.arange(0, BLOCK_M)
+    row, head = m // PACK, m % PACK
+    live = row < row1 - row0
+    if PACK * (BLOCK_M // PACK) != BLOCK_M:
+        live = live & (row < BLOCK_M // PACK)
+    d, e, n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_N)
+    q += row0 * sq0.to(tl.int64) + group * PACK * sq1.to(tl.int64)
+    out += row0 * so0.to(tl.int64) + group * PACK * so1.to(tl.int64)
+    lse += row0 * sl0.to(tl.int64) + group * PACK * sl1.to(tl.int64)
+    kv_head = group * PACK // SHARE
+    d_live, e_live = (d < D)[None, :], (e < V)[None, :]
+
+    q_MD = tl.load(q + (row * sq0 + head * sq1)[:, None] + d[None, :], mask=live[:, None] & d_live, other=0.0)
+    if FRESH:
+        top_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        sum_M = tl.zeros([BLOCK_M], tl.float32)
+        acc_MV = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    else:
+        top_M = tl.load(lse + row * sl0 + head * sl1, mask=live, other=float("-inf")).to(tl.float32) * base_of(
+            PRECISION
+        )
+        sum_M = tl.where(top_M == float("-inf"), 0.0, 1.0)
+        out_MV = out + (row * so0 + head * so1)[:, None] + e[None, :]
+        # Rows that have seen no key are zero: not reading them makes a first stage as cheap as a fresh one.
+        old = live & (top_M > float("-inf"))
+        acc_MV = tl.load(out_MV, mask=old[:, None] & e_live, other=0.0).to(tl.float32)
+
+    for entry in range(first, last):
+        at = entries + entry * 8
+        k0, full0, full1, k1 = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+        lo, hi, q0, q1 = tl.load(at + 4), tl.load(at + 5), tl.load(at + 6), tl.load(at + 7)
+        for key in range(full0, full1, BLOCK_N):
+            keys_ND = load_block(k, key, kv_head, sk0, sk1, n, d, d_live, BLOCK_N, BLOCK_D, BLOCK_D == D, TMA)
+            s_MN = tl.dot(q_MD, tl.trans(keys_ND), input_precision=PRECISION)
+            s_MN, unit = _logits(s_MN, scale, softcap, SOFTCAP, PRECISION)
+            top = tl.maximum(top_M, tl.max(s_MN, 1) * unit)
+            p_MN = power(s_MN * unit - top[:, None], PRECISION)
+            decay = power(top_M - top, PRECISION)
+            values_NV = load_block(v, key, kv_head, sv0, sv1, n, e, e_live, BLOCK_N, BLOCK_V, BLOCK_V == V, TMA)
+            sum_M = sum_M * decay + tl.sum(p_MN, 1)
+            acc_MV = tl.dot(p_MN.to(values_NV.dtype), values_NV, acc_MV * decay[:, None], input_precision=PRECISION)
+            top_M = top
+        before = (full0 - k0) // BLOCK_N
+        for block in tl.range(0, before + tl.cdiv(k1 - full1, BLOCK_N), num_stages=EDGE_STAGES):
+            key = tl.where(block < before, k0 + block * BLOCK_N, full1 + (block - before) * BLOCK_N)
+            within = (key + n < k1)[:, None]
+            keys_ND = load_block(k, key, kv_head, sk0, sk1, n, d, within & d_live, BLOCK_N, BLOCK_D, False, TMA)
+            s_MN = tl.dot(q_MD, tl.trans(keys_ND), input_precision=PRECISION)
+            s_MN, unit = _logits(s_MN, scale, softcap, SOFTCAP, PRECISION)
+            query = row0 + row
+            offset = (key + n)[None, :] - query[:, None]
+            seen = (offset >= lo) & (offset <= hi) & (key + n < k1)[None, :] & ((query >= q0) & (query < q1))[:, None]
+            s_MN = tl.where(seen, s_MN, float("-inf"))
+            top = tl.maximum(top_M, tl.max(s_MN, 1) * unit)
+            base = tl.where(top == float("-inf"), 0.0, top)  # rows that have seen no key yet
+            p_MN = power(s_MN * unit - base[:, None], PRECISION)
+            decay = power(top_M - base, PRECISION)
+            values_NV = load_block(v, key, kv_head, sv0, sv1, n, e, within & e_live, BLOCK_N, BLOCK_V, False, TMA)
+            if TMA:
+                values_NV = tl.where(within, values_NV, 0.0)  # 0 * NaN is NaN
+            sum_M = sum_M * decay + tl.sum(p_MN, 1)
+            acc_MV = tl.dot(p_MN.to(values_NV.dtype), values_NV, acc_MV * decay[:, None], input_precision=PRECISION)
+            top_M = top
+
+    share_M = 1.0 / tl.where(sum_M == 0.0, 1.0, sum_M)
+    out_MV = out + (row * so0 + head * so1)[:, None] + e[None, :]
+    tl.store(out_MV, (acc_MV * share_M[:, None]).to(out.dtype.element_ty), mask=live[:, None] & e_live)
+    total_M = top_M + tl.log(sum_M) if PRECISION == "ieee" else (top_M + tl.log2(sum_M)) * LN2
+    tl.store(lse + row * sl0 + head * sl1, total_M, mask=live)
+
+
+@triton.jit
+def load_block(
+    x, row, head, s0, s1, n, d, live, N: tl.constexpr, BLOCK_D: tl.constexpr, WHOLE: tl.constexpr, TMA: tl.constexpr
+):
+    """Rows from ``row`` on of one head: through a tensor descriptor (whatever is there), or by pointers (0 where not live)."""
+    if TMA:
+        block = x.load([row, head, 0]).reshape(N, BLOCK_D)
+    else:
+        at = x + row * s0.to(tl.int64) + head * s1.to(tl.int64) + (n * s0)[:, None] + d[None, :]
+        block = tl.load(at) if WHOLE else tl.load(at, mask=live, other=0.0)
+    return block
+
+
+@triton.jit
+def _logits(s_MN, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
+    """Logits as (s, unit), meaning ``s * unit``: the product rides on the exponent's subtraction."""
+    if SOFTCAP:
+        return tanh(s_MN * scale), softcap * base_of(PRECISION)
+    return s_MN, scale
+
+
+@triton.jit
+def power(x, PRECISION: tl.constexpr):
+    """The base of the logits to the power of x."""
+    return tl.exp(x) if PRECISION == "ieee" else tl.exp2(x)
+
+
+@triton.jit
+def base_of(PRECISION: tl.constexpr):
+    """What natural logits are multiplied with."""
+    return 1.0 if PRECISION == "ieee" else LOG2E
+
+
+@triton.jit
+def tanh(x):
+    """tanh to float32 precision: a series near 0, where the closed form cancels."""
+    y = tl.minimum(tl.abs(x), 20.0)
+    far = 1.0 - 2.0 / (1.0 + tl.exp2(y * (2.0 * LOG2E)))
+    far = tl.where(x < 0, -far, far)
+    w = x * x
+    near = x * (1.0 - w * (0.33333334 - w * (0.13333334 - w * (0.053968254 - w * 0.021869488))))
+    return tl.where(y < 0.25, near, far)

@@ -1,0 +1,331 @@
+"""The Triton kernel: any slices, on any NVIDIA GPU from Ampere (sm80) on, and on the CPU through Triton's interpreter.
+
+``prepare`` makes a work list once for all layers of a step: tiles of rows for the forward and for dq, tiles of keys for dk and dv. Each
+is made when it is first needed. ``forward`` and ``backward`` only launch. Gradients are bitwise the same in every run, asked for or not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from flexcp.executor.kernels import Ints, Settings
+from flexcp.executor.kernels.tiles import TileList, tile_list, transposed, useful
+from flexcp.executor.kernels.triton_backward import keys_kernel, pack_kernel, queries_kernel
+from flexcp.executor.kernels.triton_forward import forward_kernel
+
+FRESH = True
+HEAD_SIZES = (64, 96, 128, 192, 256)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+PACK_BLOCK = 1024
+ALIGNMENT = 16
+"""Bytes the first element and elements between rows and heads must be multiples of; other inputs are copied."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Sizes of one kernel: packed queries and keys of a block, warps, pipeline depth (and of edge blocks)."""
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+    edge_stages: int = 1
+    tma: bool = False
+    """Move blocks by tensor descriptors (the copy engine of Hopper and later)."""
+
+    def pack(self, share: int) -> int:
+        """How many of the ``share`` query heads of a KV head go into one block: the most that divide them."""
+        fit = [p for p in range(1, min(share, self.m) + 1) if share % p == 0]
+        # The boxes of a tensor descriptor must fill a block exactly.
+        return max(p for p in fit if not self.tma or self.m % p == 0)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A tile list on its device."""
+
+    counts: TileList
+    tiles: Tensor
+    entries: Tensor
+
+    @staticmethod
+    def of(made: TileList, device: torch.device) -> Tiles:
+        tables = (torch.from_numpy(x.reshape(-1)) for x in (made.tiles, made.entries))
+        if device.type == "cuda":
+            return Tiles(made, *(t.pin_memory().to(device, non_blocking=True) for t in tables))
+        return Tiles(made, *tables)
+
+    def __len__(self) -> int:
+        return len(self.counts.tiles)
+
+
+class WorkList:
+    """The slices of a call as tiles, for the given heads. Forward and backward parts are made when first asked for."""
+
+    def __init__(self, slices: Ints, heads: int, kv_heads: int, head_dim: int, v_head_dim: int, device: torch.device):
+        self.slices, self.heads, self.kv_heads, self.device = slices, heads, kv_heads, device
+        self.head_dim, self.v_head_dim, self.share = head_dim, v_head_dim, heads // kv_heads
+        self.widest = max(head_dim, v_head_dim)
+
+    @cached_property
+    def copy_engine(self) -> bool:
+        """Whether the device moves blocks by tensor descriptors (Hopper, data-centre Blackwell)."""
+        return self.device.type == "cuda" and (9, 0) <= torch.cuda.get_device_capability(self.device) < (12, 0)
+
+    @cached_property
+    def _made(self) -> dict[tuple[str, int, int], Tiles]:
+        return {}
+
+    def rows(self, blocks: Blocks) -> Tiles:
+        """Tiles of packed query rows for blocks of that size."""
+        return self._tiles("rows", blocks.m // blocks.pack(self.share), blocks.n)
+
+    def keys(self, blocks: Blocks) -> Tiles:
+        """Tiles of keys against packed query rows."""
+        return self._tiles("keys", blocks.n, blocks.m // blocks.pack(self.share))
+
+    def _tiles(self, side: str, height: int, block: int) -> Tiles:
+        key = (side, height, block)
+        if key not in self._made:
+            if side == "rows":
+                made = tile_list(self.slices, height, block)
+            else:
+                made = tile_list(transposed(self.slices), height, block, odd_clear=False)
+            self._made[key] = Tiles.of(made, self.device)
+        return self._made[key]
+
+
+def prepare(slices: Ints, heads: int, kv_heads: int, head_dim: int, v_head_dim: int, device: torch.device) -> WorkList:
+    """The work list of ``slices``; reusable by every layer and by forward and backward."""
+    reason = supports(device, torch.bfloat16, head_dim, v_head_dim)
+    if reason:
+        raise NotImplementedError(reason)
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"query heads must be a multiple of KV heads; got {heads} and {kv_heads}")
+    return WorkList(slices, heads, kv_heads, head_dim, v_head_dim, device)
+
+
+def supports(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
+    """Why this kernel cannot run such tensors, naming what it can run; None when it can."""
+    for size in (head_dim, v_head_dim):
+        if size not in HEAD_SIZES:
+            return (
+                f"the triton kernel has head sizes {', '.join(map(str, HEAD_SIZES))}; got {size}. "
+                'Pad the heads with zeros to the next of these, or use kernel="cpu" (plain torch, any size, slow)'
+            )
+    if dtype not in DTYPES:
+        return f"the triton kernel computes {', '.join(map(str, DTYPES))}; got {dtype}"
+    if device.type == "cuda":
+        found = torch.cuda.get_device_capability(device)
+        if found < (8, 0):
+            return (
+                f"the triton kernel needs an NVIDIA GPU of compute capability 8.0 (Ampere) or newer; "
+                f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}"
+            )
+    elif not triton.knobs.runtime.interpret:
+        return f'the triton kernel runs on CUDA tensors; got {device}. Use kernel="cpu" there'
+    return None
+
+
+def forward(
+    q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, work: WorkList, settings: Settings, out_THV: Tensor, lse_TH: Tensor
+) -> None:
+    """Add the slices' attention to ``out`` and ``lse``; with ``settings.fresh`` overwrite the rows of the work list."""
+    blocks = forward_blocks(work, q_THD.dtype)
+    launch_forward(q_THD, k_TGD, v_TGV, work, settings, out_THV, lse_TH, blocks)
+
+
+def launch_forward(
+    q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, work: WorkList, settings: Settings, out_THV: Tensor, lse_TH: Tensor,
+    blocks: Blocks,
+) -> None:  # fmt: skip
+    """:func:`forward` with blocks of the given sizes."""
+    tiles = work.rows(blocks)
+    if not len(tiles):
+        return
+    check(work, supports, q_THD, k_TGD, v_TGV, out_THV, lse_TH)
+    q, k, v = (aligned(x) for x in (q_THD, k_TGD, v_TGV))
+    pack = blocks.pack(work.share)
+    programs = len(tiles) * (work.heads // pack)
+    k_at, v_at = (_described(x, blocks.n, 1) if blocks.tma else x for x in (k, v))
+    forward_kernel[_grid(programs, settings.sm_margin, work.device)](
+        q, k_at, v_at, out_THV, lse_TH, tiles.tiles, tiles.entries, len(tiles), programs, *scales(settings, q.dtype),
+        *strides(q, k, v, out_THV, lse_TH),
+        SHARE=work.share, PACK=pack, SOFTCAP=settings.softcap is not None, FRESH=settings.fresh,
+        **_sizes(q, work, blocks, settings),
+    )  # fmt: skip
+
+
+def backward(
+    q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, do_THV: Tensor, lse_TH: Tensor, delta_TH: Tensor, work: WorkList,
+    settings: Settings, dq_THD: Tensor, dk_TGD: Tensor, dv_TGV: Tensor,
+) -> None:  # fmt: skip
+    """Add the slices' gradients to ``dq``, ``dk`` and ``dv``, always in the same order."""
+    keys, queries = keys_blocks(work, q_THD.dtype), queries_blocks(work, q_THD.dtype)
+    inputs = (q_THD, k_TGD, v_TGV, do_THV, lse_TH, delta_TH)
+    launch_backward(*inputs, work, settings, dq_THD, dk_TGD, dv_TGV, keys, queries)
+
+
+def launch_backward(
+    q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, do_THV: Tensor, lse_TH: Tensor, delta_TH: Tensor, work: WorkList,
+    settings: Settings, dq_THD: Tensor, dk_TGD: Tensor, dv_TGV: Tensor, keys: Blocks, queries: Blocks,
+) -> None:  # fmt: skip
+    """:func:`backward` with blocks of the given sizes for dk and dv, and for dq."""
+    tiles = work.keys(keys)
+    if not len(tiles):
+        return
+    check(work, supports, q_THD, k_TGD, v_TGV, do_THV, lse_TH, delta_TH, dq_THD, dk_TGD, dv_TGV)
+    q, k, v, do = (aligned(x) for x in (q_THD, k_TGD, v_TGV, do_THV))
+    pack, programs, rows = keys.pack(work.share), len(tiles) * work.kv_heads, len(q)
+    packed = pack_statistics(lse_TH, delta_TH, pack, base_of(q.dtype))
+    q_at, do_at = (_described(x, keys.m // pack, pack) if keys.tma else x for x in (q, do))
+    keys_kernel[_grid(programs, settings.sm_margin, work.device)](
+        q_at, k, v, do_at, packed, dk_TGD, dv_TGV, tiles.tiles, tiles.entries, rows, work.heads, len(tiles), programs,
+        *scales(settings, q.dtype), *strides(q, k, v, do, dk_TGD, dv_TGV),
+        SHARE=work.share, PACK=pack, SOFTCAP=settings.softcap is not None,
+        **_sizes(q, work, keys, settings),
+    )  # fmt: skip
+    tiles, pack = work.rows(queries), queries.pack(work.share)
+    programs = len(tiles) * (work.heads // pack)
+    k_at, v_at = (_described(x, queries.n, 1) if queries.tma else x for x in (k, v))
+    queries_kernel[_grid(programs, settings.sm_margin, work.device)](
+        q, k_at, v_at, do, lse_TH, delta_TH, dq_THD, tiles.tiles, tiles.entries, len(tiles), programs, *scales(settings, q.dtype),
+        *strides(q, k, v, do, lse_TH, delta_TH, dq_THD),
+        SHARE=work.share, PACK=pack, SOFTCAP=settings.softcap is not None,
+        **_sizes(q, work, queries, settings),
+    )  # fmt: skip
+
+
+def pack_statistics(lse_TH: Tensor, delta_TH: Tensor, pack: int, base: float) -> Tensor:
+    """LSE times ``base`` and delta as ``[2, heads / pack, rows, pack]``, flat: a block of packed queries is one run.
+
+    A little longer than that, since a block may reach past the last row.
+    """
+    rows, heads = lse_TH.shape
+    packed = torch.empty(2 * rows * heads + PACK_BLOCK, dtype=torch.float32, device=lse_TH.device)
+    pack_kernel[(triton.cdiv(rows * pack, PACK_BLOCK), heads // pack)](
+        lse_TH, delta_TH, packed, rows, *strides(lse_TH, delta_TH), PACK=pack, BLOCK=PACK_BLOCK, BASE=base
+    )
+    return packed
+
+
+def forward_blocks(work: WorkList, dtype: torch.dtype) -> Blocks:
+    """Sizes of the forward kernel, by what was fastest on an H200 (docs/kernels.md) and what fits other chips' shared memory."""
+    if dtype == torch.float32:
+        return Blocks(32, 32, 8, 1) if work.widest <= 128 else Blocks(16, 32, 8, 1)
+    if work.copy_engine:
+        return Blocks(128, 64, 4, 2, 2, tma=True) if work.widest <= 128 else Blocks(128, 64, 8, 2, tma=True)
+    return Blocks(128, 64, 8, 2) if work.widest <= 128 else Blocks(64, 32, 4, 2)
+
+
+def keys_blocks(work: WorkList, dtype: torch.dtype) -> Blocks:
+    """Sizes of the dk and dv kernel."""
+    if dtype == torch.float32:
+        return Blocks(32, 32, 8, 1) if work.widest <= 128 else Blocks(16, 32, 8, 1)
+    if work.copy_engine:
+        return Blocks(64, 64, 4, 2, 2, tma=True) if work.widest <= 128 else Blocks(64, 64, 8, 1, tma=True)
+    return Blocks(64, 64, 4, 1) if work.widest <= 128 else Blocks(32, 32, 4, 1)
+
+
+def queries_blocks(work: WorkList, dtype: torch.dtype) -> Blocks:
+    """Sizes of the dq kernel."""
+    if dtype == torch.float32:
+        return Blocks(32, 32, 8, 1) if work.widest <= 128 else Blocks(16, 32, 8, 1)
+    if work.copy_engine:
+        return Blocks(64, 64, 4, 2, 2, tma=True) if work.widest <= 128 else Blocks(64, 32, 8, 2, tma=True)
+    return Blocks(64, 64, 4, 1) if work.widest <= 128 else Blocks(32, 32, 4, 1)
+
+
+def useful_share(slices: Ints, share: int, backward: bool) -> float:
+    """Pairs that attend over pairs that the tiles compute: what tiles alone allow. For bfloat16 heads of up to 128 on Hopper."""
+    forward, back = Blocks(128, 64, 4, 2, tma=True), Blocks(64, 64, 4, 2, tma=True)
+    if not backward:
+        rows = forward.m // forward.pack(share)
+        return useful(slices, tile_list(slices, rows, forward.n), rows * forward.n)
+    rows = back.m // back.pack(share)
+    queries = useful(slices, tile_list(slices, rows, back.n), rows * back.n)
+    keys = useful(slices, tile_list(transposed(slices), back.n, rows, odd_clear=False), rows * back.n)
+    return 7 / (3 / queries + 4 / keys)  # three of seven products are dq's
+
+
+def _grid(programs: int, margin: int, device: torch.device) -> tuple[int]:
+    """One block a program; with an SM margin, one per SM that is left."""
+    if margin <= 0 or device.type != "cuda":
+        return (programs,)
+    left = max(1, torch.cuda.get_device_properties(device).multi_processor_count - margin)
+    return (min(programs, left),)
+
+
+def _sizes(q: Tensor, work: WorkList, blocks: Blocks, settings: Settings) -> dict[str, Any]:
+    return {
+        "D": work.head_dim,
+        "V": work.v_head_dim,
+        "BLOCK_D": triton.next_power_of_2(work.head_dim),
+        "BLOCK_V": triton.next_power_of_2(work.v_head_dim),
+        "BLOCK_M": blocks.m,
+        "BLOCK_N": blocks.n,
+        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        "PERSISTENT": settings.sm_margin > 0,
+        "EDGE_STAGES": blocks.edge_stages,
+        "TMA": blocks.tma,
+        "num_warps": blocks.warps,
+        "num_stages": blocks.stages,
+    }
+
+
+def _described(x_THD: Tensor, rows: int, heads: int) -> TensorDescriptor:
+    """The tensor for blocks of ``rows`` rows and ``heads`` heads."""
+    size = triton.next_power_of_2(x_THD.shape[2])
+    return TensorDescriptor(x_THD, list(x_THD.shape), list(x_THD.stride()), [rows, heads, size])
+
+
+def base_of(dtype: torch.dtype) -> float:
+    """What the kernels multiply natural logits with: log2(e), or 1 where full precision counts."""
+    return 1.0 if dtype == torch.float32 else math.log2(math.e)
+
+
+def scales(settings: Settings, dtype: torch.dtype) -> tuple[float, float]:
+    """What the kernels multiply q.k with, and the softcap: logits in their base, or the argument of the softcap's tanh."""
+    if not settings.scale > 0:
+        raise ValueError(f"the scale of logits must be above 0; got {settings.scale}")
+    if settings.softcap is None:
+        return settings.scale * base_of(dtype), 0.0
+    return settings.scale / settings.softcap, settings.softcap
+
+
+def strides(*tensors: Tensor) -> list[int]:
+    """Strides of rows and heads: in units of 16 elements, except of the one number per row and head of statistics."""
+    return [s if t.dim() == 2 else s // 16 for t in tensors for s in t.stride()[:2]]
+
+
+def aligned(x: Tensor) -> Tensor:
+    """The tensor itself where the kernel's 16-byte loads fit it, else a copy."""
+    size = x.element_size()
+    fits = x.stride(2) == 1 and all(s % 16 == 0 for s in x.stride()[:2]) and x.storage_offset() * size % ALIGNMENT == 0
+    return x if fits else x.contiguous()
+
+
+def check(
+    work: WorkList, supports: Callable[..., str | None], q: Tensor, k: Tensor, v: Tensor, *others: Tensor
+) -> None:
+    for x in (q, k, v, *others):
+        if x.device != work.device:
+            raise ValueError(f"the work list was prepared for {work.device}, but a tensor is on {x.device}")
+    reason = supports(work.device, q.dtype, work.head_dim, work.v_head_dim)
+    if reason:
+        raise NotImplementedError(reason)
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v need one dtype; got {q.dtype}, {k.dtype} and {v.dtype}")
+    found = (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
+    made = (work.heads, work.kv_heads, work.head_dim, work.v_head_dim)
+    if found != made:
+        raise ValueError(f"the work list is for (heads, KV heads, head size, V head size) {made}; got {found}")

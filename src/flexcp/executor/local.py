@@ -1,0 +1,52 @@
+"""Local: attention of one work list over all rows and heads of its arguments, with nothing to exchange.
+
+What a rank does that needs nobody, and what :func:`flexcp.slice_attention` does. Inputs are used where they are; a kernel that can
+writes the output once, in the dtype it stays in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexcp.executor.fields import Types
+from flexcp.executor.kernels import Settings
+
+
+def local_forward(
+    kernel: Any,
+    work: Any,
+    whole: bool,
+    types: Types,
+    settings: Settings,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rounded: bool,
+) -> tuple[Tensor, Tensor]:
+    """Output and LSE (statistics dtype). ``whole`` says that every row sees a key.
+
+    The output is in the accumulator dtype, or in the model's where ``rounded`` allows that and the kernel can.
+    """
+    size = (*q.shape[:2], v.shape[2])
+    if whole and kernel.FRESH:
+        out = torch.empty(size, dtype=types.model if rounded else types.accumulator, device=q.device)
+        lse = torch.empty(size[:2], dtype=types.statistics, device=q.device)
+        kernel.forward(q, k, v, work, replace(settings, fresh=True), out, lse)
+        return out, lse
+    out = torch.zeros(size, dtype=types.accumulator, device=q.device)
+    lse = torch.full(size[:2], -torch.inf, dtype=types.statistics, device=q.device)
+    kernel.forward(q, k, v, work, settings, out, lse)
+    return out, lse
+
+
+def local_backward(
+    kernel: Any, work: Any, types: Types, settings: Settings, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv in the accumulator dtype."""
+    dq, dk, dv = (torch.zeros(x.shape, dtype=types.accumulator, device=x.device) for x in (q, k, v))
+    kernel.backward(q, k, v, do, lse, delta, work, settings, dq, dk, dv)
+    return dq, dk, dv

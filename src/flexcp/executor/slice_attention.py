@@ -1,0 +1,191 @@
+"""slice_attention: the kernel alone, on one device, for packed documents and structured masks.
+
+    out = flexcp.slice_attention(q, k, v, flexcp.causal(), lengths=[5000, 120, 77])
+
+No plan, no group. A mask enters as slices, six integers each, over the rows of the packed documents; :func:`packed_slices` makes them,
+once for all layers that share a mask. Both directions are registered operators with shapes torch can trace, so a compiled model has no
+graph break; there the mask must come as that tensor of slices, because a Python object would be a constant of the graph and compile anew
+for every batch. Its values never enter the graph: only the number of slices is a (dynamic) shape.
+
+Work lists are remembered by the slices' values, for the layers of a model and the backward to share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flexcp.batch import Batch, MaskLike, make_batch
+from flexcp.executor.ends import delta_of, sinks_gradient, with_sinks
+from flexcp.executor.fields import types_of
+from flexcp.executor.kernels import Ints, Settings, accumulator_dtype, find_kernel
+from flexcp.executor.kernels.choose import choose_kernel
+from flexcp.executor.local import local_backward, local_forward
+from flexcp.executor.op import check_call
+from flexcp.executor.prepared import covers
+from flexcp.masks import K1, Q1, is_empty, shift, trim
+
+REMEMBERED = 64
+"""Work lists kept: more than the masks of a model, few enough to forget old batches soon."""
+
+
+def packed_slices(lengths: Sequence[int] | Ints, mask: MaskLike) -> Tensor:
+    """The slices of documents laid end to end: int64 ``[slices, 6]`` on the CPU, for :func:`slice_attention`.
+
+    ``mask`` is one for all documents, or one for each.
+    """
+    return _slices_of(make_batch(lengths, mask))
+
+
+def slice_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: MaskLike | Batch | Tensor,
+    lengths: Sequence[int] | Ints | None = None,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    kernel: str | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of packed documents on one device.
+
+    ``q`` is ``[tokens, heads, head_dim]``; ``k`` and ``v`` have the KV heads, and ``v`` may have another head size. ``mask`` is a mask
+    for documents of the given ``lengths`` (without them: one document), a list with one mask for each, or the tensor that
+    :func:`packed_slices` made of them, which torch.compile needs. The other arguments and the result are those of
+    :func:`flexcp.attention`.
+    """
+    if isinstance(mask, Tensor):
+        slices = mask
+    elif torch.compiler.is_compiling():
+        raise ValueError(
+            "under torch.compile pass the mask as a tensor made outside: slices = flexcp.packed_slices(lengths, mask)"
+        )
+    else:
+        batch = mask if isinstance(mask, Batch) else make_batch([len(q)] if lengths is None else lengths, mask)
+        if batch.tokens != len(q):
+            raise ValueError(f"the documents have {batch.tokens} tokens in all, but q has {len(q)} rows")
+        slices = _slices_of(batch)
+    _check(q, k, v, slices, sinks, softcap)
+    numbers = (q.shape[-1] ** -0.5 if scale is None else float(scale), softcap, deterministic, sm_margin, kernel)
+    out, lse = _forward(q, k, v, sinks, slices, *numbers)
+    return (out, lse.to(accumulator_dtype(q.dtype))) if return_lse else out
+
+
+def _slices_of(batch: Batch) -> Tensor:
+    mask = batch.masks[0]
+    begin = np.repeat(batch.starts[:-1], np.diff(mask.first))
+    table = shift(mask.slices, begin, begin)
+    # Compiled graphs are made anew for sizes 0 and 1: empty slices keep them away.
+    return torch.from_numpy(np.concatenate([table, np.zeros((max(0, 2 - len(table)), 6), np.int64)]))
+
+
+@torch.library.custom_op("flexcp::slice_attention_forward", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slices: Tensor, scale: float, softcap: float | None,
+    deterministic: bool, sm_margin: int, kernel: str | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output in the model's dtype and LSE in the dtype the backward wants."""
+    module, work, whole = _work_of(q, k, v, slices, kernel)
+    settings = Settings(scale, softcap, deterministic, sm_margin)
+    out, lse = local_forward(module, work, whole, types_of(q), settings, q, k, v, rounded=sinks is None)
+    if sinks is not None:
+        out, lse = with_sinks(out, lse, sinks)
+    return out.to(q.dtype), lse
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slices: Tensor, *numbers: Any) -> tuple[Tensor, Tensor]:
+    size = (q.shape[0], q.shape[1], v.shape[2])
+    return q.new_empty(size), q.new_empty(size[:2], dtype=types_of(q).statistics)
+
+
+@torch.library.custom_op("flexcp::slice_attention_backward", mutates_args=())
+def _backward(
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slices: Tensor, out: Tensor,
+    lse: Tensor, scale: float, softcap: float | None, deterministic: bool, sm_margin: int, kernel: str | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv, dsinks (empty without sinks)."""
+    module, work, _ = _work_of(q, k, v, slices, kernel)
+    settings = Settings(scale, softcap, deterministic, sm_margin)
+    delta = delta_of(do, out, dlse, lse.dtype)
+    dq, dk, dv = local_backward(module, work, types_of(q), settings, q, k, v, do, lse, delta)
+    dsinks = q.new_empty(0) if sinks is None else sinks_gradient(sinks, lse, delta)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
+
+
+@_backward.register_fake
+def _(
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    return dq, dk, dv, dsinks
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, sinks, slices, *numbers = inputs
+    ctx.save_for_backward(q, k, v, sinks, slices, *output)
+    ctx.numbers = numbers
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, sinks, slices, out, lse = ctx.saved_tensors
+    do = torch.zeros_like(out) if do is None else do
+    dq, dk, dv, dsinks = _backward(do, dlse, q, k, v, sinks, slices, out, lse, *ctx.numbers)
+    return dq, dk, dv, None if sinks is None else dsinks, *([None] * (1 + len(ctx.numbers)))
+
+
+_forward.register_autograd(_gradients, setup_context=_save)
+
+
+def _work_of(q: Tensor, k: Tensor, v: Tensor, slices: Tensor, kernel: str | None) -> tuple[Any, Any, bool]:
+    """(kernel module, its work list, whether every row sees a key)."""
+    name = choose_kernel(q.device, q.dtype, q.shape[2], v.shape[2], kernel).kernel
+    sizes = (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
+    return _work(name, slices.numpy().tobytes(), len(q), len(k), sizes, q.device)
+
+
+@lru_cache(REMEMBERED)
+def _work(
+    name: str, slices: bytes, queries: int, keys: int, sizes: tuple[int, int, int, int], device: torch.device
+) -> tuple[Any, Any, bool]:
+    table = trim(np.frombuffer(slices, np.int64).reshape(-1, 6))
+    table = table[~is_empty(table)]
+    if len(table) and (table.min(axis=0)[:4].min() < 0 or table[:, Q1].max() > queries or table[:, K1].max() > keys):
+        wrong = table[(table[:, :4].min(axis=1) < 0) | (table[:, Q1] > queries) | (table[:, K1] > keys)][0]
+        raise ValueError(
+            f"slice {tuple(wrong.tolist())} lies outside of {queries} queries and {keys} keys; "
+            "make slices by flexcp.packed_slices from lengths that add up to them"
+        )
+    module = find_kernel(name)
+    return module, module.prepare(table, *sizes, device), covers(table, queries)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, slices: Tensor, sinks: Tensor | None, softcap: float | None) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 3:
+            raise ValueError(f"{name} is [tokens, heads, head size]; got shape {tuple(x.shape)}")
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name} is {x.dtype} and q {q.dtype}; give them one dtype")
+    if k.shape[:2] != v.shape[:2] or k.shape[2] != q.shape[2] or q.shape[1] % k.shape[1]:
+        raise ValueError(
+            "q, k, v are [tokens, heads, head_dim], [keys, KV heads, head_dim], [keys, KV heads, v_head_dim], heads a multiple of "
+            f"KV heads; got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        )
+    if slices.dtype != torch.int64 or slices.dim() != 2 or slices.shape[1] != 6 or slices.device.type != "cpu":
+        raise ValueError(
+            f"slices is an int64 tensor [slices, 6] on the CPU, made by flexcp.packed_slices; got {slices.dtype} of shape "
+            f"{tuple(slices.shape)} on {slices.device}"
+        )
+    check_call(q, {"k": k, "v": v, "sinks": sinks}, softcap)

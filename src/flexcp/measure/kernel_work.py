@@ -1,0 +1,87 @@
+"""Workloads of the kernel benchmark: a mask over one stream of tokens, as slices for us and as a ``mask_mod`` for FlexAttention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flexcp import masks
+from flexcp.masks import Mask
+
+Ints = NDArray[np.int64]
+MaskMod = Callable[[Any, Any, Any, Any], Any]
+WINDOW, SINK, BLOCK, LOCAL, ANSWERS, QUESTION = 4096, 64, 256, 2, 4, 0.2
+
+NAMES = ("causal", "full", "window", "lambda", "question", "blockwise", "docs16", "docs64")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """``lengths`` documents in one stream, each under ``mask``."""
+
+    name: str
+    lengths: tuple[int, ...]
+    mask: Mask
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    def slices(self) -> Ints:
+        """The slices of the whole stream."""
+        starts = np.cumsum((0, *self.lengths[:-1]))
+        parts = [masks.shift(self.mask.slices(n), s, s) for n, s in zip(self.lengths, starts.tolist(), strict=True)]
+        return np.concatenate(parts)
+
+    def pairs(self) -> int:
+        """(query, key) pairs that attend."""
+        return int(masks.area(self.slices()).sum())
+
+
+def workload(name: str, tokens: int, seed: int = 0) -> Workload:
+    """One of ``NAMES``; ``docsN`` is N causal documents cut at random places."""
+    named = {
+        "causal": masks.causal(),
+        "full": masks.full(),
+        "window": masks.window(WINDOW - 1, 0),
+        "lambda": masks.lambda_(SINK, WINDOW),
+        "question": masks.shared_question(ANSWERS, QUESTION),
+        "blockwise": masks.causal_blockwise(BLOCK, LOCAL),
+    }
+    if name in named:
+        return Workload(name, (tokens,), named[name])
+    if not name.startswith("docs") or not name[4:].isdigit() or not 1 <= int(name[4:]) <= tokens:
+        raise ValueError(
+            f"unknown workload {name!r}; known are {', '.join(NAMES)}, and docsN for any number of documents N"
+        )
+    cuts = np.random.default_rng(seed).choice(np.arange(1, tokens), int(name[4:]) - 1, replace=False)
+    lengths = np.diff(np.concatenate([[0], np.sort(cuts), [tokens]]))
+    return Workload(name, tuple(int(n) for n in lengths), masks.causal())
+
+
+def mask_mod(work: Workload, device: torch.device) -> MaskMod | None:
+    """The workload for FlexAttention; None is "every pair"."""
+    n = work.tokens
+    if work.name == "full":
+        return None
+    if work.name == "causal":
+        return lambda b, h, q, k: q >= k
+    if work.name == "window":
+        return lambda b, h, q, k: (q >= k) & (q - k < WINDOW)
+    if work.name == "lambda":
+        return lambda b, h, q, k: (q >= k) & ((q - k < WINDOW) | (k < SINK))
+    if work.name == "blockwise":
+        last = (n - 1) // BLOCK * BLOCK
+        return lambda b, h, q, k: (q >= k) & ((k < BLOCK) | (q >= last) | (q - k <= LOCAL * BLOCK))
+    if work.name == "question":
+        question = int(QUESTION * n)
+        part = (torch.arange(n) - question).div((n - question) // ANSWERS, rounding_mode="floor")
+        ids = part.clamp(-1, ANSWERS - 1).to(device)
+        return lambda b, h, q, k: (q >= k) & ((ids[k] < 0) | (ids[q] == ids[k]))
+    ids = torch.repeat_interleave(torch.arange(len(work.lengths)), torch.tensor(work.lengths)).to(device)
+    return lambda b, h, q, k: (q >= k) & (ids[q] == ids[k])

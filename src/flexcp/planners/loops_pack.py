@@ -1,0 +1,355 @@
+"""Loops of packing: peel, deal and repair, compiled. ``pack.py`` says what the steps mean; this file is how they run fast."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flexcp.planners.jit import compiled
+from flexcp.planners.loops import (
+    BIN,
+    DOC,
+    HI,
+    HUGE,
+    LO,
+    LOAD,
+    MILLION,
+    bin_cost,
+    chains,
+    fetched,
+    head_within,
+    load_of,
+    tail_within,
+    total_cost,
+)
+from flexcp.planners.loops_climb import climb
+
+
+@compiled
+def snapped(cut, lo, hi, slices, s0, s1):
+    """A cut moved to where a slice begins a little later, if one does: rows before it are then of no use to rows behind it."""
+    reach = cut + (hi - cut) // 4
+    best = cut
+    for s in range(s0, s1):
+        if cut < slices[s, 0] <= reach and slices[s, 2] > lo:
+            best = slices[s, 0]
+    return best
+
+
+@compiled
+def violation(load, rows, cap_load, cap_rows, mean_load, mean_rows):
+    """How far a bin is over its limits, in millionths of the mean, linear plus ten times quadratic."""
+    x = max(load - cap_load, 0) * MILLION // mean_load
+    y = max(rows - cap_rows, 0) * MILLION // mean_rows
+    x, y = min(x, 1 << 28), min(y, 1 << 28)
+    return x + x * x // 100_000 + y + y * y // 100_000
+
+
+@compiled
+def peel(items, n, bins, ruler, aim_load, cap_rows, reads, fill):
+    """Open bins for the tails of items that exceed one; returns the item count.
+
+    A tail bin is filled up to its share of rows with the lightest whole items, then with the first rows of the item itself:
+    dense late rows and light early ones together meet both limits, and the early rows are keys the tail needs anyway.
+    """
+    grain = ruler.grain
+    opened, lightest = 0, 0
+    density = np.zeros(n, np.int64)
+    for i in range(n):
+        density[i] = items[i, LOAD] * 64 // (items[i, HI] - items[i, LO])
+    order = np.argsort(density, kind="mergesort")
+    while opened < bins - 1:
+        big, left_rows = -1, 0
+        for i in range(n):
+            if items[i, BIN] < 0:
+                left_rows += items[i, HI] - items[i, LO]
+                if big < 0 or items[i, LOAD] > items[big, LOAD]:
+                    big = i
+        if big < 0 or items[big, LOAD] <= aim_load[opened] or n + 4 >= len(items):
+            break
+        d, lo, hi = items[big, DOC], items[big, LO], items[big, HI]
+        aim = aim_load[opened]
+        share = min(left_rows // (bins - opened), cap_rows[opened])
+        cut = tail_within(ruler, d, lo, hi, aim)
+        cut = max(cut, hi - cap_rows[opened] // grain * grain)
+        rows, load = hi - cut, 0
+        if fill:
+            own_density = items[big, LOAD] * 64 // (hi - lo)
+            # The lightest items by load per row, whole, as long as they fit.
+            while lightest < len(order) and items[order[lightest], BIN] >= 0:
+                lightest += 1
+            for at in range(lightest, len(order)):
+                i = order[at]
+                if items[i, BIN] >= 0 or i == big:
+                    continue
+                length = items[i, HI] - items[i, LO]
+                if rows + length > share:
+                    continue
+                if items[i, LOAD] * 64 // length >= own_density or load + items[i, LOAD] > aim // 2:
+                    break
+                items[i, BIN] = opened
+                rows += length
+                load += items[i, LOAD]
+                new = tail_within(ruler, d, lo, hi, aim - load)
+                rows += cut - new
+                cut = new
+            missing = (share - rows) // grain * grain
+            if missing > 0:
+                stop = min(lo + missing, cut)
+                stop = min(stop, head_within(ruler, d, lo, hi, (aim - load) // 2))
+                extra = load_of(ruler, d, lo, stop)
+                if stop > lo:
+                    cut = tail_within(ruler, d, stop, hi, aim - load - extra)
+                    items[n, DOC], items[n, LO], items[n, HI], items[n, LOAD], items[n, BIN] = (
+                        d,
+                        lo,
+                        stop,
+                        extra,
+                        opened,
+                    )
+                    n += 1
+                    lo = stop
+        cut = snapped(cut, lo, hi, reads.slices, reads.first[d], reads.first[d + 1])
+        if cut >= hi:
+            cut = max(lo, hi - grain)
+        items[n, DOC], items[n, LO], items[n, HI], items[n, BIN] = d, cut, hi, opened
+        items[n, LOAD] = load_of(ruler, d, cut, hi)
+        n += 1
+        items[big, LO], items[big, HI] = lo, cut
+        items[big, LOAD] = load_of(ruler, d, lo, cut)
+        if lo >= cut:
+            items[big] = items[n - 1]
+            n -= 1
+        opened += 1
+    return n
+
+
+@compiled
+def deal(items, n, bins, cap_load, cap_rows, mean_load, mean_rows):
+    """The items not yet in a bin, largest first, each whole into the bin that is then fullest least."""
+    load, rows = np.zeros(bins, np.int64), np.zeros(bins, np.int64)
+    size = np.zeros(n, np.int64)
+    for i in range(n):
+        length = items[i, HI] - items[i, LO]
+        if items[i, BIN] >= 0:
+            load[items[i, BIN]] += items[i, LOAD]
+            rows[items[i, BIN]] += length
+        size[i] = max(items[i, LOAD] * MILLION // mean_load, length * MILLION // mean_rows)
+    for i in np.argsort(-size, kind="mergesort"):
+        if items[i, BIN] >= 0:
+            continue
+        best, best_over, best_full = -1, False, 0
+        length = items[i, HI] - items[i, LO]
+        for b in range(bins):
+            over = load[b] + items[i, LOAD] > cap_load[b] or rows[b] + length > cap_rows[b]
+            full = max((load[b] + items[i, LOAD]) * MILLION // cap_load[b], (rows[b] + length) * MILLION // cap_rows[b])
+            if best < 0 or (best_over and not over) or (over == best_over and full < best_full):
+                best, best_over, best_full = b, over, full
+        items[i, BIN] = best
+        load[best] += items[i, LOAD]
+        rows[best] += length
+
+
+@compiled
+def repair(items, n, bins, ruler, cap_load, cap_rows, mean_load, mean_rows, reads, weight, moves):
+    """Move, cut and swap items out of the worst bin while that lowers violation x weight + keys fetched; returns the item count."""
+    grain = ruler.grain
+    load, rows = np.zeros(bins, np.int64), np.zeros(bins, np.int64)
+    for i in range(n):
+        load[items[i, BIN]] += items[i, LOAD]
+        rows[items[i, BIN]] += items[i, HI] - items[i, LO]
+    most = 1
+    for d in range(len(reads.thin)):
+        most = max(most, reads.first[d + 1] - reads.first[d])
+    ranges = np.zeros((len(items) + 2, 2), np.int64)
+    spans = np.zeros(((len(items) + 2) * most, 2), np.int64)
+    chain = chains(items, n, len(reads.thin))
+    holds, known = np.zeros(bins, np.int64), np.zeros((5, 4), np.int64)
+    for _ in range(moves):
+        worst, worst_value = -1, 0
+        for b in range(bins):
+            value = violation(load[b], rows[b], cap_load[b], cap_rows[b], mean_load, mean_rows)
+            if value > worst_value:
+                worst, worst_value = b, value
+        if worst < 0 or n + 2 >= len(items):
+            break
+        w = worst
+        excess_load, excess_rows = load[w] - cap_load[w], rows[w] - cap_rows[w]
+        best_score, best_item, best_bin, best_lo, best_hi, best_swap = HUGE, -1, -1, 0, 0, -1
+        holds[:] = -1
+        for i in range(n):
+            if items[i, BIN] != w:
+                continue
+            d, lo, hi = items[i, DOC], items[i, LO], items[i, HI]
+            here = bin_cost(items, chain, w, d, -1, 0, 0, 0, 0, reads, ranges, spans)
+            other = chain[0, d]
+            while other >= 0:
+                holds[items[other, BIN]] = i
+                other = chain[1, other]
+            known[:, 0] = -1
+            for b in range(bins):
+                if b == w:
+                    continue
+                room_load, room_rows = cap_load[b] - load[b], cap_rows[b] - rows[b]
+                before = worst_value + violation(load[b], rows[b], cap_load[b], cap_rows[b], mean_load, mean_rows)
+                there = -1
+                for kind in range(5):
+                    x, y = lo, hi
+                    if kind == 1 or kind == 2:
+                        if excess_load <= 0 or room_load <= 0:
+                            continue
+                        # Enough load to clear the excess, or what fits.
+                        wanted = min(excess_load, room_load)
+                        if kind == 1:
+                            x = tail_within(ruler, d, lo, hi, wanted)
+                            if excess_load <= room_load and x > lo:
+                                x = max(lo, x - grain)
+                        else:
+                            y = head_within(ruler, d, lo, hi, wanted)
+                            if excess_load <= room_load and y < hi:
+                                y = min(hi, y + grain)
+                    elif kind >= 3:
+                        if excess_rows <= 0 or room_rows <= 0:
+                            continue
+                        length = min((excess_rows + grain - 1) // grain * grain, room_rows // grain * grain)
+                        if kind == 3:
+                            x = max(lo, (hi - length + grain - 1) // grain * grain)
+                        else:
+                            y = min(hi, lo + length)
+                    if x >= y or (kind > 0 and x == lo and y == hi):
+                        continue
+                    part = load_of(ruler, d, x, y)
+                    after = violation(load[w] - part, rows[w] - (y - x), cap_load[w], cap_rows[w], mean_load, mean_rows)
+                    after += violation(
+                        load[b] + part, rows[b] + (y - x), cap_load[b], cap_rows[b], mean_load, mean_rows
+                    )
+                    if after >= before:
+                        continue
+                    if known[kind, 0] != x or known[kind, 1] != y:
+                        # The same for most bins: what w saves, and what a bin without this document fetches.
+                        r0, r1 = (lo, x) if x > lo else (y, hi)
+                        ranges[0, 0], ranges[0, 1] = x, y
+                        known[kind, 0], known[kind, 1] = x, y
+                        known[kind, 3] = reads.thin[d] + fetched(
+                            ranges, 1, ranges, 1, reads.slices, reads.first[d], reads.first[d + 1], spans
+                        )
+                        known[kind, 2] = bin_cost(items, chain, w, d, i, r0, r1, 0, 0, reads, ranges, spans) - here
+                    change = known[kind, 2]
+                    if holds[b] == i:
+                        if there < 0:
+                            there = bin_cost(items, chain, b, d, -1, 0, 0, 0, 0, reads, ranges, spans)
+                        change += bin_cost(items, chain, b, d, -1, x, y, 0, 0, reads, ranges, spans) - there
+                    else:
+                        change += known[kind, 3]
+                    score = (after - before) * weight // MILLION + change
+                    if score < best_score:
+                        best_score, best_item, best_bin, best_lo, best_hi, best_swap = score, i, b, x, y, -1
+        # Swaps only where no single item can move: they are many.
+        for i in range(n):
+            if best_item >= 0 and best_swap < 0:
+                break
+            if items[i, BIN] != w:
+                continue
+            d, lo, hi = items[i, DOC], items[i, LO], items[i, HI]
+            here = bin_cost(items, chain, w, d, -1, 0, 0, 0, 0, reads, ranges, spans)
+            for j in range(n):
+                b = items[j, BIN]
+                if b == w:
+                    continue
+                part, length = items[i, LOAD] - items[j, LOAD], (hi - lo) - (items[j, HI] - items[j, LO])
+                before = worst_value + violation(load[b], rows[b], cap_load[b], cap_rows[b], mean_load, mean_rows)
+                after = violation(load[w] - part, rows[w] - length, cap_load[w], cap_rows[w], mean_load, mean_rows)
+                after += violation(load[b] + part, rows[b] + length, cap_load[b], cap_rows[b], mean_load, mean_rows)
+                if after >= before:
+                    continue
+                e = items[j, DOC]
+                if e == d:
+                    continue
+                change = bin_cost(items, chain, w, d, i, 0, 0, 0, 0, reads, ranges, spans) - here
+                change += bin_cost(items, chain, b, d, -1, lo, hi, 0, 0, reads, ranges, spans)
+                change -= bin_cost(items, chain, b, d, -1, 0, 0, 0, 0, reads, ranges, spans)
+                change += bin_cost(items, chain, b, e, j, 0, 0, 0, 0, reads, ranges, spans)
+                change -= bin_cost(items, chain, b, e, -1, 0, 0, 0, 0, reads, ranges, spans)
+                change += bin_cost(items, chain, w, e, -1, items[j, LO], items[j, HI], 0, 0, reads, ranges, spans)
+                change -= bin_cost(items, chain, w, e, -1, 0, 0, 0, 0, reads, ranges, spans)
+                score = (after - before) * weight // MILLION + change
+                if score < best_score:
+                    best_score, best_item, best_bin, best_lo, best_hi, best_swap = score, i, b, lo, hi, j
+        if best_item < 0 or best_score >= 0:
+            break
+        i, b = best_item, best_bin
+        d, lo, hi = items[i, DOC], items[i, LO], items[i, HI]
+        if best_swap >= 0:
+            j = best_swap
+            part, length = items[i, LOAD] - items[j, LOAD], (hi - lo) - (items[j, HI] - items[j, LO])
+            items[i, BIN], items[j, BIN] = b, w
+        else:
+            part, length = load_of(ruler, d, best_lo, best_hi), best_hi - best_lo
+            if length == hi - lo:
+                items[i, BIN] = b
+            else:
+                items[n, DOC], items[n, LO], items[n, HI] = d, best_lo, best_hi
+                items[n, LOAD], items[n, BIN] = part, b
+                chain[1, n], chain[0, d] = chain[0, d], n
+                n += 1
+                if best_lo > lo:
+                    items[i, HI] = best_lo
+                else:
+                    items[i, LO] = best_hi
+                items[i, LOAD] -= part
+        load[w] -= part
+        rows[w] -= length
+        load[b] += part
+        rows[b] += length
+    return n
+
+
+@compiled
+def pack(items, ruler, cap_load, cap_rows, aim, reads, weight, moves, fills, aims, enough, sweeps):
+    """Peel, deal and repair once for each variant; (best table, keys it fetches, worst violation in millionths)."""
+    bins, count = len(cap_load), len(items)
+    if bins == 1:
+        table = np.zeros((count, 5), np.int64)
+        for i in range(count):
+            table[i, :3] = items[i, :3]
+            table[i, LOAD] = load_of(ruler, items[i, DOC], items[i, LO], items[i, HI])
+        return table, 0, 0
+    mean_load, mean_rows = 1, 0
+    for b in range(bins):
+        mean_load += aim[b]
+    for i in range(count):
+        mean_rows += items[i, HI] - items[i, LO]
+    mean_load, mean_rows = max(1, mean_load // bins), max(1, mean_rows // bins)
+    caps, row_caps = np.maximum(cap_load, 1), np.maximum(cap_rows, 1)
+    best = np.zeros((0, 5), np.int64)
+    best_keys, best_over, feasible = HUGE, HUGE, 0
+    for variant in range(len(fills)):
+        table = np.zeros((count + 4 * bins + moves + 16, 5), np.int64)
+        for i in range(count):
+            d, lo, hi = items[i, DOC], items[i, LO], items[i, HI]
+            table[i, DOC], table[i, LO], table[i, HI], table[i, BIN] = d, lo, hi, -1
+            table[i, LOAD] = load_of(ruler, d, lo, hi)
+        used = aim + (cap_load - aim) * aims[variant] // 100
+        n = peel(table, count, bins, ruler, used, row_caps, reads, fills[variant])
+        deal(table, n, bins, caps, row_caps, mean_load, mean_rows)
+        n = repair(table, n, bins, ruler, caps, row_caps, mean_load, mean_rows, reads, weight, moves)
+        keys = total_cost(table, n, bins, reads)
+        load, rows = np.zeros(bins, np.int64), np.zeros(bins, np.int64)
+        for i in range(n):
+            load[table[i, BIN]] += table[i, LOAD]
+            rows[table[i, BIN]] += table[i, HI] - table[i, LO]
+        over = 0
+        for b in range(bins):
+            over = max(over, (load[b] - cap_load[b]) * MILLION // mean_load)
+            over = max(over, (rows[b] - cap_rows[b]) * MILLION // mean_rows)
+        if over < best_over or (over == best_over and keys < best_keys):
+            best, best_keys, best_over = table[:n], keys, over
+        feasible += over == 0
+        if feasible == enough or (keys == 0 and over == 0):
+            break
+    if sweeps > 0 and best_keys > 0:
+        table = np.zeros((2 * len(best) + 4 * bins + 64, 5), np.int64)
+        n = len(best)
+        table[:n] = best
+        n = climb(table, n, bins, ruler, caps, row_caps, reads, sweeps)
+        best, best_keys = table[:n], total_cost(table, n, bins, reads)
+    return best, best_keys, best_over

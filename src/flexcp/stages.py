@@ -1,0 +1,134 @@
+"""Stages: how a rank's inputs are cut into parts that travel one behind the other, and where its local work hides them.
+
+With s stages a rank does this (inputs of the next stage and results of the last one travel under the work beside them):
+
+    slot 0        its own work, first share        | inputs 1
+    slot 1        work that inputs 1 made possible | inputs 2
+    slot 2 .. s   likewise                         | inputs 3 .. s, gradients of the keys of stage 1 .. s - 1 on their way home
+    slot s + 1    its own work, second share       | gradients of the last keys, results for moved queries
+
+The own work is shared between the two ends in proportion to what travels there. More stages hide more and start more kernels and
+messages: each rank takes the number that is fastest by the cost model. Equal parts are enough: own work evens the ends out.
+
+Parts are cut from a rank's pieces in the order of their owners' distance, inside and across nodes apart, so that in every stage both
+ports are busy and different ranks ask different owners. What is relayed inside a node (:mod:`flexcp.routes`) arrives one stage later, and
+its gradients take one stage more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.clusters import Cluster
+from flexcp.cost import CostModel
+from flexcp.flows import Moves, Needs, exchange_ns, join_flows
+from flexcp.intervals import spread
+from flexcp.needs import Pieces
+from flexcp.plan import Placement, sums
+from flexcp.work import Work
+
+Ints = NDArray[np.int64]
+MOST_STAGES = 4
+WORTH_PERMILLE = 990
+"""One more stage is taken when it cuts the time of a rank to this."""
+TILE = 128
+"""Parts of a piece are cut at multiples of this, so that kernels see few ragged tiles."""
+
+
+class Stages(NamedTuple):
+    """For each rank: input stages, per mille of its own work held until after them, predicted nanoseconds."""
+
+    number: Ints
+    held: Ints
+    ns: Ints
+
+
+class _Times(NamedTuple):
+    """Nanoseconds of each rank for a pass's exchanges: all inputs and the part that is relayed, all gradients likewise, outputs."""
+
+    there: Ints
+    relays: Ints
+    back: Ints
+    relayed: Ints
+    home: Ints
+
+
+def choose_stages(
+    placement: Placement, needs: Needs, work: Work, moves: Moves, cluster: Cluster, cost: CostModel
+) -> Stages:
+    """The fastest number of stages of each rank. ``work`` is in nanoseconds."""
+    exchanges = (
+        join_flows([moves.inputs, moves.relays]),
+        moves.relays,
+        join_flows([moves.gradients, moves.relayed]),
+        moves.relayed,
+        moves.outputs,
+    )
+    times = _Times(*(exchange_ns(flows, cluster, cost) for flows in exchanges))
+    best = _timed(1, work, times, cluster)
+    if placement.assemble_own:
+        # All work waits for the one stage in which tokens are put in order.
+        return Stages(
+            best.number, np.zeros_like(best.held), work.own + work.rest + times.there + times.back + times.home
+        )
+    # More stages help only ranks that read keys and wait for something.
+    reads = np.zeros(placement.ranks, bool)
+    reads[needs.keys.first.rank] = True
+    reads &= best.ns > work.own + work.rest
+    for number in range(2, MOST_STAGES + 1 if reads.any() else 2):
+        more = _timed(number, work, times, cluster)
+        better = reads & (more.ns * 1000 < best.ns * WORTH_PERMILLE)
+        best = Stages(*(np.where(better, new, old) for new, old in zip(more, best, strict=True)))
+    return best
+
+
+def _timed(number: int, work: Work, times: _Times, cluster: Cluster) -> Stages:
+    start = cluster.latency_ns * (number > 1)
+    into, again, out, returned = (-(-ns // number) + start * (ns > 0) for ns in times[:4])
+    each = -(-(work.rest + (number - 1) * work.again) // number)
+    # What is relayed needs one more step before the first work and after the last.
+    first = into + again
+    last = out + returned + times.home - cluster.latency_ns * ((out > 0) & (times.home > 0))  # one exchange
+    held = 1000 * last // np.maximum(first + last, 1)
+    second = work.own * held // 1000
+    ns = np.maximum(work.own - second, first)
+    for slot in range(1, number + 1):
+        under = [into] * (slot < number) + [out] * (slot > 1)
+        ns += np.maximum(each, np.maximum.reduce(under)) if under else each
+    return Stages(np.full_like(held, number), held, ns + np.maximum(second, last))
+
+
+def cut_into_stages(keys: Pieces, number: Ints, cluster: Cluster) -> tuple[Pieces, Ints, Ints]:
+    """The key pieces cut into parts, given each rank's number of stages: (parts, the stage of each, its piece)."""
+    if number.max() == 1:
+        return keys, np.ones(len(keys), np.int64), np.arange(len(keys), dtype=np.int64)
+    size = cluster.ranks_per_node
+    across = (keys.owner // size != keys.rank // size).astype(np.int64)
+    distance = (keys.owner - keys.rank) % cluster.ranks
+    order = np.lexsort((keys.h0, keys.start, distance, across, keys.rank))
+    port, keys = (2 * keys.rank + across)[order], keys.take(order)
+    amount = keys.amount
+    total = sums(port, amount, 2 * cluster.ranks)[port]
+    before = np.cumsum(amount) - amount
+    before -= before[np.searchsorted(port, port)]
+    stages = number[keys.rank]
+    first, last = before * stages // total, (before + amount - 1) * stages // total
+    piece, within = spread(last - first + 1)
+    stage = first[piece] + within
+    keys = keys.take(piece)
+    parts, total, before = stages[piece], total[piece], before[piece]
+    start, stop = (_cut_at(keys, -(-total * s // parts) - before) for s in (stage, stage + 1))
+    real = start < stop
+    return replace(keys, start=start, stop=stop).take(real), stage[real] + 1, order[piece[real]]
+
+
+def _cut_at(keys: Pieces, amount: Ints) -> Ints:
+    """The token of each piece where so many of its tokens x heads lie before, at a whole tile or an end of the piece."""
+    length = keys.stop - keys.start
+    tokens = np.clip(amount // (keys.h1 - keys.h0), 0, length)
+    whole = (tokens + TILE // 2) // TILE * TILE
+    return keys.start + np.where((tokens == 0) | (tokens == length), tokens, np.minimum(whole, length))

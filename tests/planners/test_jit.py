@@ -1,0 +1,263 @@
+"""Proves that compiled loops are kept where they can be, found wherever they are, and run in any case.
+
+A small module stands for the planners' loops; importing it again is what a new process does. Folders that cannot be written are real ones:
+a path below a file where no user could write, and a process that has become another user where rights decide.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import numba
+import numpy as np
+import pytest
+
+from flexcp.planners import jit
+
+SOURCE = """
+from flexcp.planners.jit import compiled
+
+
+@compiled
+def scaled(x, by):
+    return x * by
+
+
+@compiled
+def total(values):
+    found = scaled(values[0], 3) - scaled(values[0], 3)
+    for x in values:
+        found += scaled(x, 2) + scaled(x, len(values))
+    return found
+"""
+VALUES = np.arange(1, 5)
+TOTAL = 2 * 10 + 4 * 10
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """Folders and digests are remembered for a process; here every test is one."""
+    yield
+    jit._folders.cache_clear()
+    jit._digest.cache_clear()
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The small module, with the user's cache folder where nobody can write."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(nowhere(tmp_path)))
+    path = tmp_path / "package" / "loops_small.py"
+    path.parent.mkdir()
+    path.write_text(SOURCE)
+    return path
+
+
+def nowhere(folder: Path) -> Path:
+    """A path below a file."""
+    (folder / "file").touch()
+    return folder / "file" / "below"
+
+
+def fresh(path: Path) -> ModuleType:
+    """The module as a new process would import it."""
+    jit._folders.cache_clear()
+    jit._digest.cache_clear()
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def records(caplog: pytest.LogCaptureFixture, path: Path, values: np.ndarray = VALUES) -> list[str]:
+    """What a new process logs when it runs the loops, which must give the right sum."""
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "flexcp.compile"):
+        assert fresh(path).total(values) == TOTAL
+    return [record.getMessage() for record in caplog.records]
+
+
+BOTH = ["compiling loops_small.total", "compiling loops_small.scaled"]
+
+
+def kept(folder: Path) -> list[Path]:
+    return sorted(folder.glob("flexcp-*/*"))
+
+
+def test_compiled_once_and_found_again(source: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert records(caplog, source) == BOTH
+    assert [file.name.split("-")[0] for file in kept(source.parent / "__pycache__")] == [
+        "loops_small.scaled",
+        "loops_small.total",
+    ]
+    assert records(caplog, source) == []
+    assert records(caplog, source, VALUES.astype(np.float64)) == BOTH, "another signature"
+    assert records(caplog, source) == []
+    assert records(caplog, source, VALUES.astype(np.float64)) == []
+
+
+def test_nothing_is_printed(source: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (source.parent / "__pycache__").touch()  # no folder: so there is something to complain about
+    assert fresh(source).total(VALUES) == TOTAL
+    assert capfd.readouterr() == ("", "")
+
+
+def test_constants_are_no_types_of_their_own(source: Path) -> None:
+    module = fresh(source)
+    module.total(VALUES)
+    assert len(module.scaled.nopython_signatures) == 1
+
+
+def test_the_folder_of_numba_comes_first(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "given"))
+    records(caplog, source)
+    assert len(kept(tmp_path / "given")) == 2
+    assert not kept(source.parent / "__pycache__")
+
+
+def test_the_users_folder_comes_last(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(nowhere(tmp_path)))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    (source.parent / "__pycache__").touch()
+    records(caplog, source)
+    assert len(kept(tmp_path / "user" / "flexcp")) == 2
+    assert records(caplog, source) == []
+
+
+def test_where_nothing_can_be_written_loops_run_all_the_same(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(nowhere(tmp_path)))
+    (source.parent / "__pycache__").touch()
+    for _ in range(2):
+        said = records(caplog, source)
+        assert [s for s in said if s.startswith("compiling")] == BOTH
+        assert [s for s in said if "is lost with this process, no folder takes it" in s] == [
+            s for s in said if not s.startswith("compiling")
+        ]
+
+
+def test_a_home_that_is_nowhere_is_no_folder(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user without an entry and without HOME
+    jit._folders.cache_clear()
+    assert [folder.parent for folder in jit._folders(source)] == [source.parent / "__pycache__"]
+
+
+@pytest.mark.parametrize("content", [b"", b"half a pickle", b"\x80\x05K\x01."])
+def test_a_broken_file_is_replaced(source: Path, caplog: pytest.LogCaptureFixture, content: bytes) -> None:
+    records(caplog, source)
+    for file in kept(source.parent / "__pycache__"):
+        file.write_bytes(content)
+    assert [s for s in records(caplog, source) if s.startswith("compiling")] == BOTH
+    assert records(caplog, source) == []
+
+
+def test_a_change_in_another_file_counts(source: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Compiled code has the code of others inside."""
+    records(caplog, source)
+    (source.parent / "loops_other.py").write_text("# new\n")
+    assert records(caplog, source) == BOTH
+    (source.parent / "unrelated.py").write_text("# new\n")
+    assert records(caplog, source) == []
+
+
+# --- other users and processes --------------------------------------------------------------------------------------------
+
+PROCESS = """
+import json, logging, os, sys
+import numpy as np
+said = []
+class Keep(logging.Handler):
+    def emit(self, record):
+        said.append(record.getMessage())
+logging.getLogger("flexcp.compile").addHandler(Keep())
+logging.getLogger("flexcp.compile").setLevel(logging.INFO)
+sys.path.insert(0, sys.argv[1])
+sys.dont_write_bytecode = True
+import numba
+import flexcp.planners.jit
+numba.njit(lambda x: x + 1)(1)  # loads all that compiling needs, while it may still be read
+if sys.argv[2] == "nobody" and os.geteuid() == 0:
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+import loops_small
+values = np.arange(1, 5, dtype=sys.argv[3])
+print(json.dumps({"total": int(loops_small.total(values)), "said": said}))
+"""
+
+
+def started(source: Path, user: str = "me", dtype: str = "int64", **environment: str) -> subprocess.Popen[str]:
+    env = {**os.environ, "HOME": "/nonexistent", "XDG_CACHE_HOME": "", "NUMBA_CACHE_DIR": "", **environment}
+    command = [sys.executable, "-c", PROCESS, str(source.parent), user, dtype]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def said_by(process: subprocess.Popen[str]) -> list[str]:
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert err == ""
+    found = json.loads(out)
+    assert found["total"] == TOTAL
+    return list(found["said"])
+
+
+def open_to_all(folder: Path, root: Path) -> None:
+    """Let everybody read below ``root``."""
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    while folder != root.parent:
+        folder.chmod(folder.stat().st_mode | 0o055)
+        folder = folder.parent
+
+
+def test_what_another_user_warmed_up_is_read_where_nothing_can_be_written(source: Path, tmp_path: Path) -> None:
+    """An image: root ran ``flexcp warmup``, somebody without a home runs plans."""
+    said_by(started(source))
+    open_to_all(source.parent, tmp_path.parents[1])
+    if os.geteuid() != 0:
+        (source.parent / "__pycache__").chmod(0o555)
+    assert said_by(started(source, "nobody")) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files of another user")
+def test_files_of_another_user_are_no_obstacle(source: Path, tmp_path: Path) -> None:
+    """A shared folder in which another user's files cannot be read, nor replaced."""
+    said_by(started(source))
+    open_to_all(source.parent, tmp_path.parents[1])
+    folder = kept(source.parent / "__pycache__")[0].parent
+    for file in kept(source.parent / "__pycache__"):
+        file.chmod(0o600)
+    folder.chmod(0o1777)
+    (tmp_path / "own").mkdir(mode=0o777)
+    (tmp_path / "own").chmod(0o777)
+    said = said_by(started(source, "nobody", XDG_CACHE_HOME=str(tmp_path / "own")))
+    assert [s for s in said if s.startswith("compiling")] == BOTH
+    assert [s for s in said if "Permission denied" in s]
+    assert len(kept(tmp_path / "own" / "flexcp")) == 2
+    said = said_by(started(source, "nobody", XDG_CACHE_HOME=str(tmp_path / "own")))
+    assert not [s for s in said if s.startswith("compiling")]
+
+
+def test_processes_that_compile_at_once(source: Path, tmp_path: Path) -> None:
+    shared = str(tmp_path / "shared")
+    at_once = [started(source, dtype=dtype, NUMBA_CACHE_DIR=shared) for dtype in ("int64", "float64")]
+    for process in at_once:
+        said_by(process)
+    assert len(kept(Path(shared))) == 4, "two loops for two types, and nothing half-written"
+    for dtype in ("int64", "float64"):
+        assert said_by(started(source, dtype=dtype, NUMBA_CACHE_DIR=shared)) == []

@@ -1,0 +1,149 @@
+"""Proves what a refusal is: strategies refuse what does not suit them by ``Refused``, a user's mistake is no refusal, and ``auto`` goes on
+after a refusal but never hides a bug.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flexcp.batch import make_batch
+from flexcp.clusters import cluster
+from flexcp.cost import CostModel
+from flexcp.masks import causal
+from flexcp.pieces import Shape
+from flexcp.plan import Placement
+from flexcp.planners import STRATEGIES, find_strategy
+from flexcp.planners.microbatch import split
+from flexcp.planners.request import Refused, Request, refuse_over_cap
+
+# The package's name of the same is the strategy itself.
+AUTO = import_module("flexcp.planners.auto")
+SCATTERED = tuple(np.arange(r, 200, 4) for r in range(4))
+HALVES = tuple(np.array_split(np.arange(200), 4))
+
+
+def place(strategy: str, lengths: tuple[int, ...] = (150, 50), **options: Any) -> Placement:
+    """On 4 ranks, 8 query and 2 KV heads unless told."""
+    found, argument = find_strategy(strategy)
+    shape = options.pop("shape", Shape(8, 2, 16, 16))
+    batch = make_batch(lengths, causal())
+    return found(Request(batch, shape, cluster("h100", 1, 4), CostModel(), argument, **options))
+
+
+REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
+    # A cap: no placement fits, or this one does not.
+    **{f"{name} over the cap": ({"strategy": name, "max_tokens_per_rank": 20}, "=20") for name in STRATEGIES},
+    "dp's longest document": ({"strategy": "dp", "max_tokens_per_rank": 100}, "keeps 150 tokens on rank 0"),
+    # Tolerances of strategies that balance by a rule of their own.
+    **{
+        f"{name} with a tolerance": ({"strategy": name, "compute_tolerance": 0.1}, "takes no tolerances")
+        for name in STRATEGIES
+        if name not in ("auto", "blocks", "hypergraph")
+    },
+    # Layouts.
+    **{
+        f"{name} in a layout": ({"strategy": name, "layout": HALVES}, "fixed layout")
+        for name in ("dp", "ring:2", "groups", "minheap", "pow2", "hdp", "wlb")
+    },
+    **{
+        f"{name} scattered": ({"strategy": name, "layout": SCATTERED}, "scatters tokens")
+        for name in ("ring", "zigzag", "allgather", "ulysses", "usp", "hypergraph")
+    },
+    # Divisibility.
+    "degree": ({"strategy": "zigzag:3"}, "does not divide the 4 ranks"),
+    "usp's degrees": ({"strategy": "usp:3,2"}, "must divide the 4 ranks"),
+    "query heads": ({"strategy": "ulysses", "shape": Shape(6, 6, 16, 16)}, "6 query heads"),
+    "KV heads": ({"strategy": "ulysses", "shape": Shape(12, 3, 16, 16)}, "3 KV heads"),
+    # Budgets.
+    "pow2's budget": ({"strategy": "pow2:10"}, "raise the budget"),
+    "hdp's budget": ({"strategy": "hdp:10"}, "raise the budget"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_does_not_suit_a_strategy_is_refused(name: str) -> None:
+    options, words = REFUSALS[name]
+    if options["strategy"].startswith("hypergraph"):
+        pytest.importorskip("mtkahypar")
+    with pytest.raises(Refused) as caught:
+        place(**options)
+    assert words in str(caught.value)
+
+
+WRONG_ARGUMENTS = ["dp:2", "ring:two", "zigzag:x", "usp:4", "usp:a,b", "blocks:2", "groups:2", "hypergraph:0", "auto:2"]
+WRONG_ARGUMENTS += ["minheap:0", "pow2:x", "hdp:-1", "wlb:2"]
+
+
+@pytest.mark.parametrize("strategy", WRONG_ARGUMENTS)
+def test_a_wrong_argument_is_no_refusal(strategy: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        place(strategy)
+    assert not isinstance(caught.value, Refused)
+    assert strategy in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options", "words"),
+    [
+        ((41,), {"max_tokens_per_rank": 10}, "document 0 has 41 tokens, more than 4 ranks keep together"),
+        ((3, 41), {"max_tokens_per_rank": 10}, "document 1 has 41 tokens"),
+        (
+            (21, 20),
+            {"max_tokens_per_rank": 10},
+            "41 tokens do not fit 4 ranks with max_tokens_per_rank=10: at least 11",
+        ),
+        (
+            (40,),
+            {"max_tokens_per_rank": 15, "equal_tokens": True, "pad_to": 8},
+            "max_tokens_per_rank=15 in multiples of pad_to=8",
+        ),
+    ],
+)
+def test_a_cap_that_holds_nothing_names_what_would(lengths: Any, options: dict[str, Any], words: str) -> None:
+    request = Request(make_batch(lengths, causal()), Shape(8, 2, 16, 16), cluster("h100", 1, 4), CostModel(), **options)
+    with pytest.raises(Refused) as caught:
+        refuse_over_cap(request)
+    assert words in str(caught.value)
+
+
+def test_a_cap_that_just_fits_is_no_refusal() -> None:
+    for name in ("auto", "blocks", "groups", "ring", "minheap:1"):
+        assert place(name, (40,), max_tokens_per_rank=10).tokens.tolist() == [10] * 4
+
+
+def test_micro_batches_refuse_a_document_that_fits_none() -> None:
+    with pytest.raises(Refused, match="document 1 has 41 tokens, more than all 4 ranks hold together"):
+        split([3, 41], [1, 1], 4, 10)
+
+
+# --- auto ---------------------------------------------------------------------------------------------------------------
+
+
+def failing(error: Exception) -> Any:
+    def planner(request: Request) -> Placement:
+        raise error
+
+    return planner
+
+
+def test_auto_goes_on_after_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AUTO, "blocks", failing(Refused("not today")))
+    assert "not today" not in place("auto").note
+
+
+@pytest.mark.parametrize("error", [ValueError("max() arg is an empty sequence"), IndexError("7"), AssertionError()])
+@pytest.mark.parametrize("where", ["blocks", "groups"])
+def test_auto_hides_no_bug(where: str, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AUTO, where, failing(error))
+    with pytest.raises(type(error)) as caught:
+        place("auto")
+    assert caught.value is error
+
+
+def test_auto_names_the_first_refusal_when_all_refuse() -> None:
+    with pytest.raises(Refused, match="no strategy can place this batch: blocks: document 0 has 41 tokens"):
+        place("auto", (41,), max_tokens_per_rank=10)
