@@ -87,6 +87,15 @@ def test_bounds_hold_for_every_static_method(asked: Request) -> None:
         assert ns is None or (loose <= ns and close <= ns), method.name
 
 
+def test_the_busiest_part_is_the_same_rank_under_every_mask() -> None:
+    """A causal and a full mask have other busiest ranks: no rank has the sum of both."""
+    batch = make_batch([4741, 1061], masks={"a": (causal(), 1), "b": (full(), 1)})
+    asked = Request(batch, SHAPE, cluster("a100", 1, 2), COST)
+    methods = [m for m in static_methods(asked) if m.name == "allgather"]
+    ns = ns_of(asked, methods[0].place, methods[0].argument)
+    assert ns is not None and StaticBounds(asked).close(methods)[0] <= ns
+
+
 @settings(max_examples=60, deadline=None)
 @given(requests())
 def test_the_answer_is_that_of_trying_everything(asked: Request) -> None:

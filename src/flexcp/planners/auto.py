@@ -320,13 +320,15 @@ class StaticBounds:
         for method in methods:
             count = self.request.ranks // method.degree
             group = self._group_of_documents(count)
+            tokens = _sums(group, batch.lengths, count)
             work = [_sums(group, w, count) for w in self._work(method)]
             if self.request.layout is None and method.strategy in ("ring", "allgather"):
-                # Where rows are cut into consecutive parts, some ranks have more than their share.
-                most = self._work_of_last_parts if method.strategy == "ring" else self._most_of_packed_parts
-                busiest = [most(i, group, method.degree) * method.degree for i in range(len(batch.masks))]
-                work = [np.maximum(w, b) for w, b in zip(work, busiest, strict=True)]
-            found.append((_sums(group, batch.lengths, count), work))
+                # Where rows are cut into consecutive parts, some ranks have more than their share: as if all had what one of them has.
+                most = self._work_of_last_parts if method.strategy == "ring" else self._work_of_busiest_parts
+                tokens = np.concatenate([tokens, tokens])
+                more = most(group, method.degree)
+                work = [np.concatenate([w, b * method.degree]) for w, b in zip(work, more, strict=True)]
+            found.append((tokens, work))
         return self._bounds(methods, found)
 
     # --- what groups have to do ---------------------------------------------------------------------------------------
@@ -353,17 +355,19 @@ class StaticBounds:
             self._works[parts, positions] = [a + t * price for a, t in zip(self.areas, tiles, strict=True)]
         return self._works[parts, positions]
 
-    def _work_of_last_parts(self, mask: int, group: Ints, positions: int) -> Ints:
-        """Pairs of each group's last ring position, row tiles included: the busiest one under a causal mask."""
+    def _work_of_last_parts(self, group: Ints, positions: int) -> list[Ints]:
+        """For each mask, pairs of each group's last ring position, row tiles included: the busiest one under a causal mask."""
         lengths = self.request.batch.lengths
         first = lengths * (positions - 1) // positions
-        passes = np.where(self.sees_all_before[mask] & (lengths >= positions), positions, 1)
-        tiles = self.request.cost.row_tiles_work(lengths - first) * passes
-        area = self._rows_area(self.request.batch.masks[mask], first)
-        return _sums(group, area + tiles, self.request.ranks // positions)
+        found = []
+        for mask, sees_all in zip(self.request.batch.masks, self.sees_all_before, strict=True):
+            passes = np.where(sees_all & (lengths >= positions), positions, 1)
+            tiles = self.request.cost.row_tiles_work(lengths - first) * passes
+            found.append(_sums(group, self._rows_area(mask, first) + tiles, self.request.ranks // positions))
+        return found
 
-    def _most_of_packed_parts(self, mask: int, group: Ints, parts: int) -> Ints:
-        """Pairs of each group's busiest part when its documents are packed and cut evenly."""
+    def _work_of_busiest_parts(self, group: Ints, parts: int) -> list[Ints]:
+        """For each mask, pairs of each group's part with the most over all layers, when its documents are packed and cut evenly."""
         lengths, count = self.request.batch.lengths, self.request.ranks // parts
         order = np.argsort(group, kind="stable")
         starts = offsets(lengths[order])
@@ -375,8 +379,11 @@ class StaticBounds:
         begin, end = cuts[:-1], cuts[1:]
         at = np.searchsorted(starts, begin, side="right") - 1
         part = np.searchsorted(borders, begin, side="right") - 1
-        areas = self.request.batch.masks[mask].rows_area(order[at], begin - starts[at], end - starts[at])
-        return np.asarray(_sums(part, areas, self.request.ranks).reshape(count, parts).max(axis=1))
+        masks = self.request.batch.masks
+        areas = [m.rows_area(order[at], begin - starts[at], end - starts[at]) for m in masks]
+        of_parts = [_sums(part, a, self.request.ranks).reshape(count, parts) for a in areas]
+        busiest = np.argmax(sum(m.layers * a for m, a in zip(masks, of_parts, strict=True)), axis=1)
+        return [a[np.arange(count), busiest] for a in of_parts]
 
     def _group_of_documents(self, count: int) -> Ints:
         if count not in self._dealt:
