@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint verify-all planning hypergraph properties clean
+.PHONY: demo test lint verify-all planning auto groups hypergraph properties clean
 
 demo: .venv/ready
 	$(BIN)/flexcp demo
@@ -22,6 +22,14 @@ verify-all: .venv/ready
 # Bytes, balance and planning time on fixed batches; writes docs/planning.md.
 planning: .venv/ready
 	$(BIN)/python benchmarks/planning.py --write docs/planning.md
+
+# auto against every strategy on all distributions, masks and three clusters, simulated; writes docs/auto.md.
+auto: .venv/ready
+	$(BIN)/python benchmarks/auto.py --write docs/auto.md
+
+# groups against fixed grids of CP x DP, simulated, and its planning time; writes docs/groups.md.
+groups: .venv/ready
+	$(BIN)/python benchmarks/groups.py --write docs/groups.md
 
 # hypergraph beside blocks: bytes, balance and seconds; writes docs/planning-hypergraph.md.
 hypergraph: .venv/ready

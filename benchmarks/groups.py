@@ -136,10 +136,10 @@ def main() -> None:
             "# groups against fixed grids (simulated)",
             "",
             f"Made by `make groups` on {date.today().isoformat()}, {platform.machine()}. Predicted whole-step time (cost model "
-            f"`{COST.name}`, stated error {COST.error_permille / 10:g} %; nothing measured on GPUs), sum over {SEEDS} batches, 32 / 8 "
-            "heads of 128, causal, at most twice the mean of tokens on a rank. A fixed grid has one degree for all batches of a "
-            "distribution. System B published 1.46 (language model) and 2.24 (multimodal) over fixed degrees, measured on its own machines. *Bound* is "
-            "all compute divided perfectly.",
+            f"`{COST.name}`, stated error {COST.error_permille / 10:g} %; nothing measured on GPUs), sum over {SEEDS} batches, "
+            "32 / 8 heads of 128, causal, at most twice the mean of tokens on a rank. A fixed grid has one degree for all batches of "
+            "a distribution. System B published 1.46 (language model) and 2.24 (multimodal) over fixed degrees, measured on its own "
+            "machines. *Bound* is all compute divided perfectly.",
             "",
             *comparison(),
             "",

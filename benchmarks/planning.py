@@ -4,9 +4,11 @@
   one node of 8 and four; beside DCP's best row with a compute imbalance of at most 1.4 and what a throw-away prototype reached.
 - *web*: packs of web documents, 8,192 tokens a rank, 64 / 8 heads of 128, causal, beside ``minheap`` (MagiAttention's default
   dealing) on the same packs; with tolerances and with equal tokens.
-- *growth*: 32K tokens a rank up to 1,024 ranks.
+- *growth*: 32K tokens a rank up to 1,024 ranks, ``blocks`` and ``auto``, and the size of the plan.
+- *auto*: its planning time on the batches above.
 
-Times are medians of warm, uncached planner calls with schedule and hash, in one process on this machine.
+Bytes are what the placement needs, every piece straight from its owner, as DCP and the prototype count; beside them what crosses nodes,
+straight and with relays. Times are medians of warm, uncached planner calls with schedule and hash, in one process on this machine.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ import argparse
 import platform
 import statistics
 import time
+import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -25,7 +29,9 @@ from rich.progress import track
 
 import flexcp
 from flexcp.data.lengths import draw_lengths
-from flexcp.plan import Plan, imbalance
+from flexcp.plan import Plan, Traffic, imbalance
+from flexcp.schedule import make_plan
+from flexcp.simulate import predict
 
 LONGTAIL = "5787 4139 11299 5632 2449 7864 26774 16834 1968 948 2185 5186 239 3698 972 1897 2422 3257 8392 19058 72"
 BATCHES = {"longtail": [int(n) for n in LONGTAIL.split()], "single": [131_072]}
@@ -55,16 +61,22 @@ KNOWN: dict[tuple[str, str, int], tuple[float, float | None]] = {
     ("causal blockwise", "single", 4): (73.4, 231.9),
 }
 REPEATS = 9
+TOLERANCES = {"compute_tolerance": 0.05, "token_tolerance": 0.05}
 
 
 def main() -> None:
     """Make the tables asked for and write them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", type=Path)
-    parser.add_argument("--only", choices=["yardstick", "web", "growth"])
+    parser.add_argument("--only", choices=["yardstick", "web", "growth", "auto"])
     parser.add_argument("--seeds", type=int, default=20)
     asked = parser.parse_args()
-    tables: dict[str, Callable[[int], list[str]]] = {"yardstick": _yardstick, "web": _web, "growth": _growth}
+    tables: dict[str, Callable[[int], list[str]]] = {
+        "yardstick": _yardstick,
+        "web": _web,
+        "growth": _growth,
+        "auto": _auto,
+    }
     lines = [
         "# Planning, measured",
         "",
@@ -92,20 +104,27 @@ def _timed(call: Callable[[], Plan], repeats: int = REPEATS) -> tuple[Plan, floa
     return plan, statistics.median(times)
 
 
+def _straight(plan: Plan) -> Plan:
+    """The same placement without relays."""
+    placement = replace(plan.placement, traffic=Traffic(relay=False))
+    return make_plan(placement, plan.shape, plan.cluster, plan.cost, plan.strategy)
+
+
 def _yardstick(seeds: int) -> list[str]:
     lines = [
         "## DCP's two batches (forward MB of one layer; both tolerances 0.05)",
         "",
-        "| mask | batch | ranks | blocks | prototype | DCP | compute | tokens | planning ms |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| mask | batch | ranks | blocks | prototype | DCP | across nodes | with relays | compute | tokens | planning ms |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for (mask, batch, nodes), (prototype, dcp) in track(KNOWN.items(), "yardstick", console=Console(stderr=True)):
-        tolerances = {"compute_tolerance": 0.05, "token_tolerance": 0.05}
-        planner = flexcp.Planner(8, 2, 128, cluster=flexcp.cluster("a100", nodes, 8), strategy="blocks", **tolerances)
+        planner = flexcp.Planner(8, 2, 128, cluster=flexcp.cluster("a100", nodes, 8), strategy="blocks", **TOLERANCES)
         plan, ms = _timed(partial(planner, BATCHES[batch], MASKS[mask]))
         plan.check()
+        straight = _straight(plan)
         lines.append(
-            f"| {mask} | {batch} | {nodes}x8 | {plan.bytes().sum() / 1e6:.1f} | {prototype:g} | {'-' if dcp is None else f'{dcp:g}'} "
+            f"| {mask} | {batch} | {nodes}x8 | {straight.bytes().sum() / 1e6:.1f} | {prototype:g} | {'-' if dcp is None else f'{dcp:g}'} "
+            f"| {straight.inter_node_bytes() / 1e6:.1f} | {plan.inter_node_bytes() / 1e6:.1f} "
             f"| {imbalance(plan.work()):.3f} | {imbalance(plan.placement.tokens):.3f} | {ms:.1f} |"
         )
     return lines
@@ -115,8 +134,11 @@ def _web(seeds: int) -> list[str]:
     lines = [
         f"## Web packs (8,192 tokens a rank, 64 / 8 heads, causal, {seeds} seeds, beside minheap on the same packs)",
         "",
-        "| ranks | tokens | compute max | tokens max | bytes / minheap's | volume | worst rank / mean | planning ms |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "*Exposed* is the predicted share of the step in which the slowest rank waits for communication: what levelling the worst "
+        "rank's bytes could gain at most.",
+        "",
+        "| ranks | tokens | compute max | tokens max | bytes / minheap's | volume | worst rank / mean | exposed % | planning ms |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for equal in (False, True):
         for ranks in (8, 16, 32, 64):
@@ -129,16 +151,19 @@ def _web(seeds: int) -> list[str]:
                 lengths = draw_lengths("web", 8192 * ranks, seed)
                 how = "equal" if equal else "priced"
                 plan, ms = _timed(partial(planner, lengths, tokens=how), repeats=3)
-                received = plan.bytes().sum(axis=0)
+                received = _straight(plan).bytes().sum(axis=0)
                 other = int(rival(lengths).bytes().sum())
                 worst = received.max() / max(1.0, received.mean())
+                found = predict(plan.placement, plan.shape, plan.cluster, plan.cost)
+                exposed = 100 * found.breakdown["exposed"] / found.total_ns
                 balance = (imbalance(plan.work()), imbalance(plan.placement.tokens))
-                rows.append((*balance, int(received.sum()), other, worst, ms))
-            compute, tokens, ours, theirs, worst, times = zip(*rows, strict=True)
+                rows.append((*balance, int(received.sum()), other, worst, exposed, ms))
+            compute, tokens, ours, theirs, worst, exposed, times = zip(*rows, strict=True)
             volume = statistics.mean(ours) / ranks / (8192 * ranks * 4096)
             lines.append(
                 f"| {ranks} | {'equal' if equal else 'tolerance 0.05'} | {max(compute):.3f} | {max(tokens):.3f} "
-                f"| {sum(ours) / sum(theirs):.3f} | {volume:.4f} | {statistics.mean(worst):.2f} | {statistics.median(times):.1f} |"
+                f"| {sum(ours) / sum(theirs):.3f} | {volume:.4f} | {statistics.mean(worst):.2f} | {statistics.mean(exposed):.2f} "
+                f"| {statistics.median(times):.1f} |"
             )
     return lines
 
@@ -147,15 +172,34 @@ def _growth(seeds: int) -> list[str]:
     lines = [
         "## Growth (32K tokens a rank, libra256k lengths, 64 / 8 heads, causal)",
         "",
-        "| ranks | documents | transfers | planning ms |",
-        "| --- | --- | --- | --- |",
+        "| ranks | documents | transfers | blocks ms | auto ms | auto's plan, KB of tables | compressed |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for ranks in track((8, 32, 128, 256, 512, 1024), "growth", console=Console(stderr=True)):
-        planner = flexcp.Planner(64, 8, 128, cluster=flexcp.cluster("h100", ranks // 8, 8), strategy="blocks")
         lengths = draw_lengths("libra256k", 32_768 * ranks, 0)
-        plan, ms = _timed(partial(planner, lengths), repeats=3)
+        where = flexcp.cluster("h100", ranks // 8, 8)
+        _, blocks_ms = _timed(partial(flexcp.Planner(64, 8, 128, cluster=where, strategy="blocks"), lengths), repeats=3)
+        plan, auto_ms = _timed(partial(flexcp.Planner(64, 8, 128, cluster=where), lengths), repeats=3)
         moved = len(plan.programs[0][0].transfers) + len(plan.programs[0][1].transfers)
-        lines.append(f"| {ranks} | {len(lengths)} | {moved} | {ms:.1f} |")
+        tables = b"".join(table.matrix().tobytes() for table in plan.tables())
+        lines.append(
+            f"| {ranks} | {len(lengths)} | {moved} | {blocks_ms:.1f} | {auto_ms:.1f} | {len(tables) / 1e3:.0f} "
+            f"| {len(zlib.compress(tables)) / 1e3:.0f} |"
+        )
+    return lines
+
+
+def _auto(seeds: int) -> list[str]:
+    lines = ["## auto's planning time", "", "| batch | ranks | ms | limit |", "| --- | --- | --- | --- |"]
+    for nodes, limit in ((1, 30), (4, 100)):
+        planner = flexcp.Planner(8, 2, 128, cluster=flexcp.cluster("a100", nodes, 8), **TOLERANCES)
+        times = [_timed(partial(planner, b, m), repeats=3)[1] for b in BATCHES.values() for m in MASKS.values()]
+        lines.append(f"| DCP's batches x 4 masks, slowest | {nodes}x8 | {max(times):.1f} | {limit} |")
+    for ranks, limit in ((8, 12), (16, 24), (32, 50), (64, 100)):
+        planner = flexcp.Planner(64, 8, 128, cluster=flexcp.cluster("h100", ranks // 8, 8))
+        packs = [draw_lengths("web", 8192 * ranks, seed) for seed in range(seeds)]
+        times = [_timed(partial(planner, pack), repeats=3)[1] for pack in packs]
+        lines.append(f"| web packs, median | {ranks} | {statistics.median(times):.1f} | {limit} |")
     return lines
 
 

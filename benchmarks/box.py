@@ -1,0 +1,136 @@
+"""A cluster in a box, measured: step time of attention over slow links, beside compute and communication of the same plan alone.
+
+    sudo python benchmarks/box.py --nodes 2 --ranks 2 --mbit 400 --gflops 20       # every rank a device paced at 20 GFLOP/s
+    sudo python benchmarks/box.py --nodes 2 --ranks 2 --mbit 100 --real            # real kernels on this machine's cores
+
+Nodes are network namespaces, a node's link carries ``--mbit`` each way, messages are real TCP (flexcp/measure/box.py). By default compute
+is paced, because ranks that share two cores wait for each other as devices of a cluster do not; ``--real`` runs the CPU kernel, calibrates
+the planner on it, and compares results. A row marked "no relays" is the placement of ``auto`` with every key straight from its owner.
+
+Columns: MB between nodes and step, as planned and as the links counted (headers included); milliseconds of the slowest rank in the fastest
+of ``--repeats``: compute alone, communication alone, the step; the step over the longer of the two; the step over that of ``auto``. Needs
+root and iproute2; without them it says so and ends with exit code 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NoReturn
+
+from flexcp.clusters import Cluster, cluster
+from flexcp.cost import PEAK_PERMILLE, CostModel, Model
+from flexcp.data.lengths import parse_lengths
+from flexcp.masks import causal
+from flexcp.measure.box import Box, why_not
+from flexcp.measure.step_time import Arrays, Part, difference, slowest_ms, time_steps
+from flexcp.plan import Plan
+from flexcp.planner import Planner
+from flexcp.schedule import make_plan
+
+DTYPE = "float32"
+# Only attention is timed, so a token costs nothing else; a pass through Python and gloo starts in a fraction of a millisecond.
+COST = CostModel(
+    "box", 1000, 1000, 1000, link_efficiency=950, row_tile_pairs=0, kernel_ns=300_000, message_ns=100_000,
+    model=Model("attention only", hidden=1, layers=1, feed_forward=1),
+)  # fmt: skip
+PARTS: tuple[Part, ...] = ("compute", "communication", "whole")
+
+
+def main() -> None:
+    """Measure what is asked for and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=2, help="ranks of a node")
+    parser.add_argument("--mbit", type=int, default=400, help="megabits a second of a node's link, each way")
+    parser.add_argument("--gflops", type=float, default=20.0, help="speed of a paced device")
+    parser.add_argument("--real", action="store_true", help="compute with the CPU kernel instead")
+    parser.add_argument("--lengths", default="8192,1024,2048,512,700,300,1500,96,2000")
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--strategies", default="auto,ring,zigzag,allgather")
+    parser.add_argument("--repeats", type=int, default=3)
+    asked = parser.parse_args()
+    missing = why_not()
+    if missing:
+        print(f"skipped: {missing}")
+        return
+    signal.signal(signal.SIGTERM, _end)  # so that the box is taken down
+    with Box(asked.nodes, asked.ranks) as box:
+        gflops = _real_gflops(box, asked) if asked.real else asked.gflops
+        machine = Cluster(
+            "box", asked.nodes, asked.ranks, round(gflops * 1000 / PEAK_PERMILLE[DTYPE]) or 1,
+            intra_mbps=1000, inter_mbps=max(1, asked.mbit // 8 // asked.ranks), latency_ns=500_000,
+        )  # fmt: skip
+        print(
+            f"{machine}, {asked.mbit} Mbit/s a node, {gflops:.1f} GFLOP/s a rank ({'real' if asked.real else 'paced'})"
+        )
+        print(
+            "| plan | stages | MB planned | MB counted | compute | communication | step | step / longer | step / auto's |"
+        )
+        print("| --- " * 9 + "|")
+        box.network.limit(asked.mbit)
+        first: float | None = None
+        exact: Arrays | None = None
+        for name, plan in _plans(asked, machine):
+            row, step, results = _measured(box, plan, asked)
+            first = step if first is None else first
+            print(f"| {name} | {row} | {step / first:.2f} |", flush=True)
+            if results is not None:
+                exact = exact or results
+                print(f"  results differ from the first row's by {difference(results, exact):.1e}", flush=True)
+
+
+def _plans(asked: argparse.Namespace, machine: Cluster) -> Iterator[tuple[str, Plan]]:
+    lengths = parse_lengths(asked.lengths)
+    for strategy in asked.strategies.split(","):
+        plan = _planner(asked, machine, strategy)(lengths, causal())
+        yield strategy, plan
+        traffic = plan.placement.traffic
+        if strategy == "auto" and traffic.kind == "needed" and traffic.relay:
+            placement = replace(plan.placement, traffic=replace(traffic, relay=False))
+            yield "auto, no relays", make_plan(placement, plan.shape, machine, COST, "auto")
+
+
+def _planner(asked: argparse.Namespace, machine: Cluster, strategy: str) -> Planner:
+    return Planner(
+        asked.heads, asked.kv_heads, asked.head_dim, dtype=DTYPE, cluster=machine, cost=COST, strategy=strategy
+    )
+
+
+def _measured(box: Box, plan: Plan, asked: argparse.Namespace) -> tuple[str, float, Arrays | None]:
+    """A row of the table without its ends, the step's milliseconds, and results where they are real."""
+    gflops = None if asked.real else asked.gflops
+    ms = {}
+    for part in PARTS:
+        before = sum(box.network.sent_bytes())
+        ranks = box.run(time_steps, plan, part, asked.repeats, gflops, asked.real and part == "whole")
+        crossed = sum(box.network.sent_bytes()) - before
+        ms[part] = slowest_ms(ranks)
+        if part == "communication":
+            counted = crossed / (asked.repeats + 1)
+    planned = plan.inter_node_bytes() + plan.inter_node_bytes(backward=True)
+    longer = max(ms["compute"], ms["communication"])
+    stages = "/".join(str(program.stages) for program in plan.programs[0])
+    cells = [stages, f"{planned / 1e6:.2f}", f"{counted / 1e6:.2f}", *(f"{ms[part]:.0f}" for part in PARTS)]
+    return " | ".join([*cells, f"{ms['whole'] / longer:.2f}"]), ms["whole"], ranks[0].results
+
+
+def _real_gflops(box: Box, asked: argparse.Namespace) -> float:
+    """What the CPU kernel does on one rank while all are busy: forward and backward of one document each."""
+    machine = cluster("cpu", asked.nodes, asked.ranks)
+    plan = _planner(asked, machine, "dp")([2048] * machine.ranks, causal())
+    work = int(plan.work().max()) * 7 * 2 * asked.head_dim
+    return work / slowest_ms(box.run(time_steps, plan, "compute", asked.repeats)) / 1e6
+
+
+def _end(*_: object) -> NoReturn:
+    sys.exit(143)
+
+
+if __name__ == "__main__":
+    main()
