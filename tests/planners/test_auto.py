@@ -156,6 +156,11 @@ def test_a_fixed_layout_stays_where_it_is() -> None:
     assert {m.degree for m in static_methods(replace(asked, layout=maps))} == {8}
 
 
+def test_a_static_method_within_the_tolerances_may_win() -> None:
+    asked = request([2048] * 16, causal(), compute_tolerance=0.05, token_tolerance=0.05)
+    assert auto(asked).note.startswith("dp: ")
+
+
 def test_tolerances_are_kept_by_whatever_wins() -> None:
     for tolerance, mask in product((0.05, 0.3), (causal(), lambda_(16, 512))):
         asked = request([20_000, 9000, *[350] * 40], mask, compute_tolerance=tolerance, token_tolerance=tolerance)

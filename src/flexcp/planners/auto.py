@@ -40,6 +40,7 @@ from flexcp.plan import Placement
 from flexcp.planners import static
 from flexcp.planners.blocks import blocks
 from flexcp.planners.groups import groups
+from flexcp.planners.layouts import check_tolerances
 from flexcp.planners.request import Refused, Request
 from flexcp.simulate import lower_bound, milliseconds, predict
 
@@ -49,6 +50,8 @@ Place = Callable[[Request], Placement]
 DEFAULT_EFFORT = 16
 LEAST_EFFORT = 2
 HIGH_EFFORT = 64
+TOLERANT = ("blocks", "hypergraph")
+"""Planners that keep tolerances."""
 CLOSE = 64
 """Below high effort no other planner is asked once one is within 1/64 of perfectly divided compute."""
 LARGE = 200_000
@@ -104,6 +107,8 @@ class _Search:
 
     def __init__(self, request: Request, effort: int) -> None:
         self.request = request
+        # Most strategies balance by their own rule: they are asked without tolerances, and judged by them.
+        self.without_tolerances = replace(request, compute_tolerance=None, token_tolerance=None)
         self.left = effort
         self.high = effort >= HIGH_EFFORT
         self.dynamic: _Scored | None = None
@@ -112,14 +117,15 @@ class _Search:
         self.refusals: list[str] = []
 
     def try_dynamic(self, name: str, place: Place) -> None:
-        self.dynamic = _faster(self.dynamic, self._scored(name, place, self.request))
+        request = self.request if name in TOLERANT else self.without_tolerances
+        self.dynamic = _faster(self.dynamic, self._scored(name, place, request))
 
     def is_close_to(self, bound: int) -> bool:
         """Whether the best dynamic placement so far leaves nearly nothing to gain."""
         return self.dynamic is not None and self.dynamic.ns * CLOSE < bound * (CLOSE + 1)
 
     def try_static(self, method: StaticMethod) -> None:
-        found = self._scored(method.name, method.place, replace(self.request, argument=method.argument))
+        found = self._scored(method.name, method.place, replace(self.without_tolerances, argument=method.argument))
         self.static = _faster(self.static, found)
 
     def leaves_out(self, bound: int, method: StaticMethod) -> bool:
@@ -173,7 +179,7 @@ class _Search:
         self.left -= 1
         try:
             placement = place(request)
-            _check_tolerances(request, placement)
+            check_tolerances(self.request, placement)
         except Refused as refusal:
             self.refusals.append(f"{name}: {refusal}")
             return None
@@ -185,21 +191,6 @@ def _faster(best: _Scored | None, other: _Scored | None) -> _Scored | None:
     if best is None or other is None:
         return best or other
     return other if other.ns < best.ns else best
-
-
-def _check_tolerances(request: Request, placement: Placement) -> None:
-    """Refuses a placement beyond the user's tolerances by more than a token or a row of the longest document."""
-    batch, ranks = request.batch, request.ranks
-    if request.token_tolerance is not None:
-        most = max(math.ceil(batch.tokens / ranks), math.floor(batch.tokens * (1 + request.token_tolerance) / ranks))
-        if placement.tokens.max() > most + 1:
-            raise Refused(f"keeps {int(placement.tokens.max())} tokens on a rank; token_tolerance allows {most}")
-    if request.compute_tolerance is not None:
-        work = sum(m.layers * placement.work(i) for i, m in enumerate(batch.masks))
-        row = int(batch.lengths.max()) * request.shape.heads * sum(m.layers for m in batch.masks)
-        most = math.floor(int(np.sum(work)) * (1 + request.compute_tolerance) / ranks) + row
-        if np.max(work) > most:
-            raise Refused(f"computes {int(np.max(work))} pairs x heads on a rank; compute_tolerance allows {most}")
 
 
 # --- the static methods of a request ------------------------------------------------------------------------------------

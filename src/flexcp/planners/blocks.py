@@ -25,6 +25,7 @@ from flexcp.pieces import Kind
 from flexcp.plan import Placement, Regions
 from flexcp.planners.layouts import (
     check_cap,
+    check_tolerances,
     equalised,
     even_borders,
     is_scattered,
@@ -50,7 +51,9 @@ def blocks(request: Request) -> Placement:
     if request.argument:
         raise ValueError(f"blocks takes no degree; got 'blocks:{request.argument}'")
     refuse_over_cap(request)
-    return _free(request) if request.layout is None else _fixed(request)
+    placement = _free(request) if request.layout is None else _fixed(request)
+    check_tolerances(request, placement)
+    return placement
 
 
 def _free(request: Request) -> Placement:

@@ -6,6 +6,7 @@ pads when equal tokens are asked for, and read the layouts a user may already ha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,8 +14,8 @@ from numpy.typing import NDArray
 
 from flexcp.batch import Batch
 from flexcp.intervals import offsets, united
-from flexcp.plan import Regions, Runs
-from flexcp.planners.request import Refused
+from flexcp.plan import Placement, Regions, Runs
+from flexcp.planners.request import Refused, Request
 
 Ints = NDArray[np.int64]
 SCATTERED_RUN = 32
@@ -109,6 +110,34 @@ def check_cap(runs: Runs, cap: int | None) -> None:
             f"this strategy keeps {int(tokens.max())} tokens on rank {int(tokens.argmax())}, over max_tokens_per_rank={cap}; "
             "raise the cap, use blocks with a free layout, or cut the batch into micro-batches"
         )
+
+
+def check_tolerances(request: Request, placement: Placement) -> None:
+    """Refuse a placement beyond the user's tolerances by more than a token or a row of the longest document.
+
+    Ranks of different speeds are to have work in proportion. Where the token counts are given, only the work is judged.
+    """
+    batch, ranks = request.batch, request.ranks
+    if request.token_tolerance is not None and request.layout is None and not request.equal_tokens:
+        most = max(math.ceil(batch.tokens / ranks), math.floor(batch.tokens * (1 + request.token_tolerance) / ranks))
+        if placement.tokens.max() > most + 1:
+            raise Refused(
+                f"keeps {int(placement.tokens.max())} tokens on rank {int(placement.tokens.argmax())}, but token_tolerance="
+                f"{request.token_tolerance:g} allows {most}; raise it"
+            )
+    if request.compute_tolerance is not None:
+        layers = sum(m.layers for m in batch.masks)
+        work = np.array([m.layers * placement.work(i) for i, m in enumerate(batch.masks)]).sum(axis=0)
+        total, speeds = int(work.sum()), request.cluster.rank_speeds
+        row = int(batch.lengths.max()) * request.shape.heads * layers
+        allowed = [math.floor(total * s * (1 + request.compute_tolerance) / sum(speeds)) + row for s in speeds]
+        over = work - np.array(allowed)
+        if over.max() > 0:
+            worst = int(over.argmax())
+            raise Refused(
+                f"computes {int(work[worst])} pairs x heads on rank {worst}, but compute_tolerance={request.compute_tolerance:g} allows "
+                f"{allowed[worst]}; raise it"
+            )
 
 
 def row_regions(batch: Batch, heads: int, rank: Ints, start: Ints, stop: Ints) -> Regions:
