@@ -43,7 +43,9 @@ class Table:
     @classmethod
     def make(cls, rows: int, **columns: Any) -> Self:
         """A table of ``rows`` rows; numbers are repeated."""
-        return cls(**{n: c if isinstance(c := columns[n], np.ndarray) else np.full(rows, c, np.int64) for n in cls.names()})
+        return cls(
+            **{n: c if isinstance(c := columns[n], np.ndarray) else np.full(rows, c, np.int64) for n in cls.names()}
+        )
 
     @classmethod
     def join(cls, parts: list[Self]) -> Self:

@@ -19,7 +19,7 @@ from flexcp.data.lengths import draw_lengths
 from flexcp.pieces import Kind
 from flexcp.plan import Plan, imbalance
 from flexcp.planners import loops_climb, loops_even, loops_node
-from flexcp.planners.loops import BIN, HI, LO, LOAD, Reads, Ruler, load_of, total_cost
+from flexcp.planners.loops import BIN, HI, LO, LOAD, SHORT_RUN, Reads, Ruler, load_of, stable_order, total_cost
 from flexcp.planners.pack import Limits, make_field, pack, place_node
 
 Ints = NDArray[np.int64]
@@ -240,3 +240,10 @@ def test_packing_balances_both() -> None:
     np.add.at(rows, found.bins, found.items[:, 2] - found.items[:, 1])
     assert rows.max() <= 8600 and rows.sum() == 65_536
     assert imbalance(rows) < 1.06
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, SHORT_RUN, SHORT_RUN + 1, 5 * SHORT_RUN - 1, 1000])
+@pytest.mark.parametrize("values", [1, 7, 10**9])
+def test_stable_order(count: int, values: int) -> None:
+    keys = np.random.default_rng(count).integers(-values, values, count)
+    assert stable_order(keys).tolist() == np.argsort(keys, kind="stable").tolist()

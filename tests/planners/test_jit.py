@@ -12,7 +12,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -173,6 +173,75 @@ def test_a_change_in_another_file_counts(source: Path, caplog: pytest.LogCapture
     assert records(caplog, source) == BOTH
     (source.parent / "unrelated.py").write_text("# new\n")
     assert records(caplog, source) == []
+
+
+def test_loops_of_the_whole_package_count(source: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A loop may call others from a folder above or below its own."""
+    (source.parent / "__init__.py").touch()
+    inner = source.parent / "inner" / "loops_small.py"
+    inner.parent.mkdir()
+    inner.write_text(SOURCE)
+    said = [s.replace("loops_small", "inner.loops_small") for s in BOTH]
+    assert records(caplog, inner) == said
+    assert records(caplog, source) == BOTH, "of the same name, in another folder"
+    assert records(caplog, inner) == records(caplog, source) == []
+    source.write_text(SOURCE + "# new\n")
+    assert records(caplog, inner) == said
+
+
+# --- other versions of Numba ---------------------------------------------------------------------------------------------
+
+
+def absent(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """Take a name out of Numba."""
+    monkeypatch.delattr(place)
+
+
+def different(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """Make a name of Numba something that is called in another way."""
+    monkeypatch.setattr(place, lambda: None)
+
+
+SAVING = ["numba.core.compiler.CompileResult._reduce", "numba.core.serialize.dumps"]
+LOADING = ["numba.core.compiler.CompileResult._rebuild", "numba.core.runtime.nrt.rtsys"]
+BOTH_WAYS = ["numba.core.codegen.CPUCodegen.magic_tuple"]
+
+
+@pytest.mark.parametrize("change", [absent, different])
+@pytest.mark.parametrize("place", SAVING + LOADING + BOTH_WAYS)
+def test_a_numba_without_the_names_that_keeping_needs(
+    source: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    place: str,
+    change: Callable[..., None],
+) -> None:
+    """Loops run, compiled in this process, and a warning says so."""
+    if place in LOADING:
+        records(caplog, source)  # there must be something to load
+    change(monkeypatch, place)
+    said = records(caplog, source)
+    assert [s for s in said if s.startswith("compiling")] == BOTH
+    warned = "cannot read compiled" if place in LOADING else "is lost with this process"
+    assert any(warned in s for s in said)
+
+
+class Other:
+    """A compiled function of a Numba that has none of the names: it can only be called."""
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        self.function = function
+
+    def __call__(self, *args: object) -> object:
+        return self.function(*args)
+
+
+def test_a_numba_without_a_place_for_a_cache(
+    source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(numba, "njit", Other)
+    said = records(caplog, source)
+    assert said and all("no place for a cache" in s for s in said)
 
 
 # --- other users and processes --------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Exchange: messages between ranks, as bytes. What is in them is :mod:`flexcp.executor.packing`'s job.
 
-Sends and receives of a stage are posted together and never wait for each other, so no order of arrival can deadlock. On NCCL nothing
+Receives and sends of a stage are posted together and never wait for each other, so no order of arrival can deadlock. Receives come first:
+on gloo two ranks that send to each other get only half of a link otherwise (measured, benchmarks/box.py). On NCCL nothing
 here waits on the host: a handle's ``wait()`` only orders the current stream after the transfer (with a time limit it would block), and
 memory is kept until then, so the allocator may reuse it in stream order.
 """
@@ -45,19 +46,20 @@ class Exchange:
 
     def post(self, stage: int, sends: Buffers, receives: Buffers) -> None:
         """Start all transfers of a stage."""
-        operations = []
+        operations = [
+            dist.P2POp(dist.irecv, message, group=self.group, tag=stage, group_peer=peer)
+            for peer, message in receives.messages
+        ]
         for peer, message in sends.messages:
             self.sent[peer] += message.numel()
             operations.append(dist.P2POp(dist.isend, message, group=self.group, tag=stage, group_peer=peer))
-        for peer, message in receives.messages:
-            operations.append(dist.P2POp(dist.irecv, message, group=self.group, tag=stage, group_peer=peer))
         self._arriving = receives
         if operations:
             works = dist.batch_isend_irecv(operations)
             # NCCL answers a whole batch with one handle, gloo with one for each operation.
-            each = len(works) == len(operations)
-            self._receiving = works[len(sends.messages) :] if each else works
-            self._sending += [(work, sends.memory) for work in (works[: len(sends.messages)] if each else works)]
+            each, first = len(works) == len(operations), len(receives.messages)
+            self._receiving = works[:first] if each else works
+            self._sending += [(work, sends.memory) for work in (works[first:] if each else works)]
 
     def arrived(self) -> Buffers | None:
         """Wait for the stage posted last; its messages, peer by peer in a fixed order."""

@@ -11,12 +11,15 @@ refuses ends the plan. So results are kept here, as Numba serialises them:
 - written under another name and renamed, so that readers see all of it or nothing, whoever writes at the same time;
 - what fails is logged and no more: then the loop is compiled in this process only.
 
+Keeping rests on names inside Numba that another version may lack or change. They are used in three places, each of which does without.
+
 Nothing is printed. Every compilation is a record of the logger ``flexcp.compile``, at level INFO; trouble with folders is at WARNING.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import logging
 import os
 import pickle
@@ -28,11 +31,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import numba
-from numba.core import types
-from numba.core.caching import NullCache
-from numba.core.compiler import CompileResult
-from numba.core.runtime.nrt import rtsys
-from numba.core.serialize import dumps
 
 Loop = Callable[..., Any]
 LOGGER = logging.getLogger("flexcp.compile")
@@ -42,24 +40,36 @@ LOGGER.addHandler(logging.NullHandler())  # silent unless the application listen
 def compiled(function: Loop) -> Loop:
     """The function, compiled on first use; on disk afterwards, where a folder can be written."""
     loop: Any = numba.njit(function)
-    if hasattr(loop, "get_call_template"):  # not under NUMBA_DISABLE_JIT
-        loop._cache = _Kept(function)
-        loop.get_call_template = partial(_of_plain_types, loop.get_call_template)
+    if loop is not function:  # it is under NUMBA_DISABLE_JIT
+        _keep(loop, function)
     return cast(Loop, loop)
+
+
+def _keep(loop: Any, function: Loop) -> None:
+    if hasattr(loop, "_cache"):
+        loop._cache = _Kept(function)
+    else:
+        LOGGER.warning(
+            "compiled loops are lost with this process: Numba %s has no place for a cache", numba.__version__
+        )
+    template = getattr(loop, "get_call_template", None)
+    if template is not None and list(inspect.signature(template).parameters) == ["args", "kws"]:
+        loop.get_call_template = partial(_of_plain_types, template)
 
 
 def _of_plain_types(get_call_template: Loop, args: Any, kws: Any) -> Any:
     """Called from another loop with constants, a function would be compiled anew for every constant; here it is once for all numbers."""
-    plain = {name: types.unliteral(each) for name, each in kws.items()}
-    return get_call_template([types.unliteral(each) for each in args], plain)
+    plain = {name: numba.types.unliteral(each) for name, each in kws.items()}
+    return get_call_template([numba.types.unliteral(each) for each in args], plain)
 
 
-class _Kept(NullCache):
+class _Kept:
     """A function's compiled signatures on disk, in the place of Numba's own cache."""
 
     def __init__(self, function: Loop) -> None:
         self.source = Path(function.__code__.co_filename)
-        self.name = f"{self.source.stem}.{function.__qualname__}"
+        module = self.source.relative_to(_package(self.source)).with_suffix("")
+        self.name = ".".join([*module.parts, function.__qualname__])
 
     @property
     def cache_path(self) -> str:
@@ -71,26 +81,32 @@ class _Kept(NullCache):
 
         Numba would first load all it needs to compile, which is most of a warm start; kept code needs only the runtime.
         """
-        key = _key(sig, target_context.codegen())
         for folder in _folders(self.source):
             try:
+                key = _key(sig, target_context.codegen())
                 kept, payload = pickle.loads((folder / self._file(key)).read_bytes())
                 if kept == key:
-                    rtsys.initialize(target_context)
-                    return CompileResult._rebuild(target_context, *payload)
+                    return _rebuilt(target_context, payload)
             except (FileNotFoundError, NotADirectoryError):
                 continue
-            except Exception as error:  # no rights, or half a file: what a broken pickle raises has no common name
+            except Exception as error:  # no rights, half a file, another Numba: what these raise has no common name
                 LOGGER.warning("cannot read compiled %s from %s: %s", self.name, folder, error)
         LOGGER.info("compiling %s", self.name)
         return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Keep a compilation, in the first folder that takes it."""
-        if data.lifted or data.library.has_dynamic_globals:
+        try:
+            if data.lifted or data.library.has_dynamic_globals:
+                return
+            key = _key(sig, data.codegen)
+            content = _serialised(key, data)
+        except Exception as error:  # another Numba
+            version = numba.__version__
+            LOGGER.warning(
+                "compiled %s is lost with this process, Numba %s does not hand it out: %s", self.name, version, error
+            )
             return
-        key = _key(sig, data.codegen)
-        content = dumps((key, data._reduce()))
         refused = []
         for folder in _folders(self.source):
             try:
@@ -100,8 +116,31 @@ class _Kept(NullCache):
                 refused.append(str(error))
         LOGGER.warning("compiled %s is lost with this process, no folder takes it: %s", self.name, "; ".join(refused))
 
+    def enable(self) -> None:
+        """Numba asks for this where a cache is switched on; this one always is."""
+
+    def disable(self) -> None:
+        """See :meth:`enable`."""
+
+    def flush(self) -> None:
+        """Numba asks for this before it compiles all anew; files are replaced then."""
+
     def _file(self, key: str) -> str:
         return f"{self.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.nbc"
+
+
+def _rebuilt(target_context: Any, payload: Any) -> Any:
+    from numba.core.compiler import CompileResult
+    from numba.core.runtime.nrt import rtsys
+
+    rtsys.initialize(target_context)
+    return CompileResult._rebuild(target_context, *payload)
+
+
+def _serialised(key: str, data: Any) -> bytes:
+    from numba.core.serialize import dumps
+
+    return bytes(dumps((key, data._reduce())))
 
 
 def _key(signature: Any, codegen: Any) -> str:
@@ -136,7 +175,15 @@ def _folders(source: Path) -> tuple[Path, ...]:
 
 @cache
 def _digest(source: Path) -> str:
-    """Changes with any loop beside this source, Python and Numba: compiled code has others' code inside."""
+    """Changes with any loop of the package, Python and Numba: compiled code has others' code inside."""
     versions = f"{sys.implementation.cache_tag} {numba.__version__}"
-    files = sorted({source, *source.parent.glob("loops*.py")})
+    files = sorted({source, *_package(source).rglob("loops*.py")})
     return hashlib.sha256(versions.encode() + b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+def _package(source: Path) -> Path:
+    """The folder of the outermost package that a source belongs to."""
+    folder = source.parent
+    while (folder.parent / "__init__.py").is_file():
+        folder = folder.parent
+    return folder

@@ -1,6 +1,9 @@
 """Loops: what the compiled loops of packing share: loads of rows, items, and the keys that rows read.
 
 Everything is 64-bit integers: the same result on every machine. Items are rows of one array with the columns ``DOC LO HI LOAD BIN``.
+
+Compiling them must not take long. So loops go over elements, as operations on whole arrays bring Numba's wording of their errors along; and
+sorting is our own, as ``np.argsort`` is large. A loop has all that it calls compiled into it once more: the large ones are called from few.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from flexcp.planners.jit import compiled
 DOC, LO, HI, LOAD, BIN = range(5)
 MILLION = 1_000_000
 HUGE = 1 << 62
+SHORT_RUN = 16
 
 
 class Ruler(NamedTuple):
@@ -32,6 +36,53 @@ class Reads(NamedTuple):
     slices: Any
     first: Any
     thin: Any
+
+
+@compiled
+def put(items, i, d, lo, hi, load, b):
+    """Write item ``i``."""
+    items[i, DOC] = d
+    items[i, LO] = lo
+    items[i, HI] = hi
+    items[i, LOAD] = load
+    items[i, BIN] = b
+
+
+@compiled
+def stable_order(keys):
+    """Where the keys are from the smallest on, equal ones in their order: short runs by insertion, merged two by two."""
+    n = len(keys)
+    order, merged = np.empty(n, np.int64), np.empty(n, np.int64)
+    for i in range(n):
+        at = i
+        while at % SHORT_RUN > 0 and keys[order[at - 1]] > keys[i]:
+            order[at] = order[at - 1]
+            at -= 1
+        order[at] = i
+    width = SHORT_RUN
+    while width < n:
+        for lo in range(0, n, 2 * width):
+            middle, hi = min(lo + width, n), min(lo + 2 * width, n)
+            a, b = lo, middle
+            for at in range(lo, hi):
+                if a < middle and (b >= hi or keys[order[a]] <= keys[order[b]]):
+                    merged[at] = order[a]
+                    a += 1
+                else:
+                    merged[at] = order[b]
+                    b += 1
+        order, merged = merged, order
+        width *= 2
+    return order
+
+
+@compiled
+def most_slices(reads):
+    """The most slices that a document has, at least 1."""
+    most = 1
+    for d in range(len(reads.thin)):
+        most = max(most, reads.first[d + 1] - reads.first[d])
+    return most
 
 
 @compiled
@@ -148,11 +199,16 @@ def bin_cost(items, chain, b, d, skip, x0, x1, y0, y1, reads, ranges, spans):
 
 
 @compiled
+def cost_change(items, chain, b, d, skip, x0, x1, reads, ranges, spans):
+    """What :func:`bin_cost` becomes without item ``skip`` and with the rows x0..x1, against what it is."""
+    change = -bin_cost(items, chain, b, d, -1, 0, 0, 0, 0, reads, ranges, spans)
+    return change + bin_cost(items, chain, b, d, skip, x0, x1, 0, 0, reads, ranges, spans)
+
+
+@compiled
 def total_cost(items, n, bins, reads):
     """Keys that all bins fetch."""
-    most = 1
-    for d in range(len(reads.thin)):
-        most = max(most, reads.first[d + 1] - reads.first[d])
+    most = most_slices(reads)
     ranges = np.zeros((n + 2, 2), np.int64)
     spans = np.zeros(((n + 2) * most, 2), np.int64)
     total = 0

@@ -19,8 +19,11 @@ from flexcp.planners.loops import (
     LOAD,
     bin_cost,
     chains,
+    cost_change,
     head_within,
     load_of,
+    most_slices,
+    put,
     tail_within,
 )
 
@@ -35,7 +38,7 @@ def detach(items, n, chain, lists, i, x, y, part):
         else:
             items[i, LO] = y
         items[i, LOAD] -= part
-        items[n, DOC], items[n, LO], items[n, HI], items[n, LOAD], items[n, BIN] = d, x, y, part, -1
+        put(items, n, d, x, y, part, -1)
         chain[1, n], chain[0, d] = chain[0, d], n
         return n, n + 1
     j, before = lists[0, a], -1
@@ -83,7 +86,7 @@ def joined(items, n, documents):
     kept = 0
     for i in range(n):
         if items[i, LO] < items[i, HI]:
-            items[kept] = items[i]
+            put(items, kept, items[i, DOC], items[i, LO], items[i, HI], items[i, LOAD], items[i, BIN])
             kept += 1
     return kept
 
@@ -99,9 +102,7 @@ def climb(items, n, bins, ruler, cap_load, cap_rows, reads, sweeps):
     for i in range(n):
         load[items[i, BIN]] += items[i, LOAD]
         rows[items[i, BIN]] += items[i, HI] - items[i, LO]
-    most = 1
-    for d in range(len(reads.thin)):
-        most = max(most, reads.first[d + 1] - reads.first[d])
+    most = most_slices(reads)
     ranges = np.zeros((len(items) + 3, 2), np.int64)
     spans = np.zeros(((len(items) + 3) * most, 2), np.int64)
     changed, ends = np.zeros(bins, np.int64), np.zeros(2, np.int64)
@@ -223,12 +224,10 @@ def climb(items, n, bins, ruler, cap_load, cap_rows, reads, sweeps):
                                 change += bin_cost(items, chain, b, d, -1, x, y, 0, 0, reads, ranges, spans) - there
                             if change >= 0 and kind > 0:
                                 continue
-                            change += bin_cost(items, chain, b, e, j, s0, s1, 0, 0, reads, ranges, spans)
-                            change -= bin_cost(items, chain, b, e, -1, 0, 0, 0, 0, reads, ranges, spans)
+                            change += cost_change(items, chain, b, e, j, s0, s1, reads, ranges, spans)
                             if change >= best:
                                 continue
-                            change += bin_cost(items, chain, a, e, -1, u, v, 0, 0, reads, ranges, spans)
-                            change -= bin_cost(items, chain, a, e, -1, 0, 0, 0, 0, reads, ranges, spans)
+                            change += cost_change(items, chain, a, e, -1, u, v, reads, ranges, spans)
                         if change < best:
                             best, best_b, best_x, best_y, best_j, best_u, best_v = change, b, x, y, j, u, v
                     j = lists[1, j]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from flexcp.planners.jit import compiled
-from flexcp.planners.loops import BIN, DOC, HI, HUGE, LO, LOAD, bin_cost, chains, fetched, load_of
+from flexcp.planners.loops import BIN, DOC, HI, HUGE, LO, LOAD, bin_cost, chains, fetched, load_of, most_slices, put
 from flexcp.planners.loops_climb import attach, detach
 
 
@@ -24,7 +24,8 @@ def even_rows(work, targets, limit, ruler, kv, row, reads):
     unit, team = np.arange(ranks), np.ones(ranks, np.int64)
     for i in range(len(work)):
         if work[i, 1] > 1:
-            unit[work[i, 0] : work[i, 0] + work[i, 1]] = work[i, 0]
+            for r in range(work[i, 0], work[i, 0] + work[i, 1]):
+                unit[r] = work[i, 0]
             team[work[i, 0]] = work[i, 1]
     room, excess = np.full(ranks, HUGE, np.int64), np.zeros(ranks, np.int64)
     whole = limit.copy()
@@ -40,13 +41,7 @@ def even_rows(work, targets, limit, ruler, kv, row, reads):
         if fixed[i]:
             whole[r] -= load
             continue
-        items[n, DOC], items[n, LO], items[n, HI], items[n, LOAD], items[n, BIN] = (
-            work[i, 2],
-            work[i, 3],
-            work[i, 4],
-            load,
-            u,
-        )
+        put(items, n, work[i, 2], work[i, 3], work[i, 4], load, u)
         n += 1
     for r in range(ranks):
         room[unit[r]] = min(room[unit[r]], whole[r])
@@ -55,9 +50,7 @@ def even_rows(work, targets, limit, ruler, kv, row, reads):
         room[u] *= team[u]
     for i in range(n):
         room[items[i, BIN]] -= items[i, LOAD]
-    most = 1
-    for d in range(len(reads.thin)):
-        most = max(most, reads.first[d + 1] - reads.first[d])
+    most = most_slices(reads)
     ranges, spans = np.zeros((len(items) + 3, 2), np.int64), np.zeros(((len(items) + 3) * most, 2), np.int64)
     chain = chains(items, n, len(reads.thin))
     lists = np.full((2, max(ranks, len(items))), -1, np.int64)
@@ -99,11 +92,12 @@ def even_rows(work, targets, limit, ruler, kv, row, reads):
     found, count = np.zeros((len(work) + n, 5), np.int64), 0
     for i in range(len(work)):
         if fixed[i]:
-            found[count] = work[i]
+            put(found, count, work[i, 0], work[i, 1], work[i, 2], work[i, 3], work[i, 4])
             count += 1
     for i in range(n):
         if items[i, LO] < items[i, HI]:
-            found[count, 0], found[count, 1], found[count, 2:] = items[i, BIN], team[items[i, BIN]], items[i, :3]
+            u = items[i, BIN]
+            put(found, count, u, team[u], items[i, DOC], items[i, LO], items[i, HI])
             count += 1
     return found[:count]
 

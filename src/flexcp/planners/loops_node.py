@@ -9,131 +9,185 @@ from __future__ import annotations
 import numpy as np
 
 from flexcp.planners.jit import compiled
-from flexcp.planners.loops import BIN, DOC, HI, LO, LOAD, MILLION, fetched, load_of
+from flexcp.planners.loops import (
+    BIN,
+    DOC,
+    HI,
+    HUGE,
+    LO,
+    LOAD,
+    MILLION,
+    fetched,
+    load_of,
+    most_slices,
+    put,
+    stable_order,
+)
 from flexcp.planners.loops_pack import pack
 
 
 @compiled
 def node(items, ruler, cap_load, cap_rows, aim, reads, weight, moves, fills, aims, enough, sweeps, team, kv, row):
-    """Items over teams of ``team`` ranks, then inside each team; (work, kept, bytes received, worst violation in millionths)."""
-    size = len(cap_load)
-    if team == 1:
-        table, _, _ = pack(items, ruler, cap_load, cap_rows, aim, reads, weight, moves, fills, aims, enough, sweeps)
-        work = as_work(table, 0)
-    else:
-        teams = size // team
-        loads, rows, aimed = np.zeros(teams, np.int64), np.zeros(teams, np.int64), np.zeros(teams, np.int64)
-        for r in range(teams * team):
-            loads[r // team] += cap_load[r]
-            rows[r // team] += cap_rows[r]
-            aimed[r // team] += aim[r]
-        table, _, _ = pack(items, ruler, loads, rows, aimed, reads, weight, moves, fills, aims, enough, sweeps)
-        work = np.zeros((0, 5), np.int64)
-        for t in range(teams):
+    """Items over teams of ``team`` ranks, then inside each team; (work, kept, bytes received, worst violation in millionths).
+
+    Inside a team, items are split by heads or packed over its ranks; where that leaves a rank over its limit, another item is split and the
+    others are packed again. All of it packs in one place, as packing is large.
+    """
+    size, teams = len(cap_load), len(cap_load) // team
+    mine, parted, costly = items, np.zeros(len(items), np.bool_), np.zeros(len(items), np.bool_)
+    most_load, most_rows, aimed = sums(cap_load, team), sums(cap_rows, team), sums(aim, team)
+    table, work = items, np.zeros((0, 5), np.int64)
+    for t in range(-1, teams):  # -1: over the teams
+        if t >= 0:
             a, b = t * team, (t + 1) * team
-            mine = inside_team(
-                table[table[:, BIN] == t],
-                ruler,
-                cap_load[a:b],
-                cap_rows[a:b],
-                aim[a:b],
-                reads,
-                weight,
-                moves,
-                fills,
-                aims,
-                enough,
-                sweeps,
-                kv,
-                row,
-            )
-            mine[:, 0] += a
-            work = np.concatenate((work, mine))
+            mine = in_bin(table, t)
+            most_load, most_rows, aimed = cap_load[a:b], cap_rows[a:b], aim[a:b]
+            parted, costly = too_large(mine, aimed), dear_to_fetch(mine, team, reads, kv, row)
+        again = True
+        while again:
+            share = share_of_parted(mine, parted, costly) // team
+            whole, room = unparted(mine, parted), less(most_load, share, -HUGE)
+            target = less(aimed, share, 1 if t >= 0 else -HUGE)
+            rest = whole
+            if len(whole) > 0:
+                rest, _, _ = pack(
+                    whole, ruler, room, most_rows, target, reads, weight, moves, fills, aims, enough, sweeps
+                )
+            again = t >= 0 and len(whole) > 0 and part_another(mine, parted, rest, room)
+        if t < 0:
+            table = rest
+        if t >= 0 or team == 1:
+            work = with_work(work, max(t, 0) * team, team, mine, parted, rest)
+        if team == 1:
+            break
     kept = kept_rows(work, size, np.zeros(0, np.int64))
     over = violations(work, kept, ruler, cap_load, cap_rows)
     return work, kept, received(work, kept, size, kv, row, reads), over
 
 
 @compiled
-def as_work(table, start):
-    """Packed items as work of single ranks from ``start`` on."""
-    work = np.ones((len(table), 5), np.int64)
-    for i in range(len(table)):
-        work[i, 0] = start + table[i, BIN]
-        work[i, 2:] = table[i, :3]
-    return work
+def sums(limits, team):
+    """Limits of teams."""
+    found = np.zeros(len(limits) // team, np.int64)
+    for r in range(len(found) * team):
+        found[r // team] += limits[r]
+    return found
 
 
 @compiled
-def inside_team(items, ruler, cap_load, cap_rows, aim, reads, weight, moves, fills, aims, enough, sweeps, kv, row):
-    """A team's items: those split by heads, and the others over its ranks."""
-    team, count = len(cap_load), len(items)
-    parted, costly = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
-    most = 1
-    for d in range(len(reads.thin)):
-        most = max(most, reads.first[d + 1] - reads.first[d])
-    alone, spans = np.zeros((1, 2), np.int64), np.zeros((most, 2), np.int64)
-    largest = 0
-    for i in range(count):
+def less(limits, share, least):
+    """What of each limit is left, at least ``least``."""
+    left = np.empty(len(limits), np.int64)
+    for r in range(len(limits)):
+        left[r] = max(limits[r] - share, least)
+    return left
+
+
+@compiled
+def in_bin(table, b):
+    """The items of bin ``b``."""
+    found, n = np.empty((len(table), 5), np.int64), 0
+    for i in range(len(table)):
+        if table[i, BIN] == b:
+            put(found, n, table[i, DOC], table[i, LO], table[i, HI], table[i, LOAD], b)
+            n += 1
+    return found[:n]
+
+
+@compiled
+def unparted(items, parted):
+    """The rows of items that are not split, as items in no bin."""
+    found, n = np.empty((len(items), 5), np.int64), 0
+    for i in range(len(items)):
+        if not parted[i]:
+            put(found, n, items[i, DOC], items[i, LO], items[i, HI], 0, -1)
+            n += 1
+    return found[:n]
+
+
+@compiled
+def with_work(work, start, team, items, parted, rest):
+    """``work`` and that of the team from rank ``start`` on: the split items, and the others where they are packed."""
+    found, n = np.empty((len(work) + len(items) + len(rest), 5), np.int64), len(work)
+    for i in range(n):
+        put(found, i, work[i, 0], work[i, 1], work[i, 2], work[i, 3], work[i, 4])
+    for i in range(len(items)):
+        if parted[i]:
+            put(found, n, start, team, items[i, DOC], items[i, LO], items[i, HI])
+            n += 1
+    for i in range(len(rest)):
+        put(found, n, start + rest[i, BIN], 1, rest[i, DOC], rest[i, LO], rest[i, HI])
+        n += 1
+    return found[:n]
+
+
+@compiled
+def too_large(items, aim):
+    """Which items no rank of the team can take."""
+    least, found = aim[0], np.zeros(len(items), np.bool_)
+    for r in range(len(aim)):
+        least = min(least, aim[r])
+    for i in range(len(items)):
+        found[i] = items[i, LOAD] > least
+    return found
+
+
+@compiled
+def dear_to_fetch(items, team, reads, kv, row):
+    """Which items' keys cost more than splitting them, which exchanges q, o and kv of the rows that other ranks of the team keep."""
+    costly = np.zeros(len(items), np.bool_)
+    alone, spans = np.zeros((1, 2), np.int64), np.zeros((most_slices(reads), 2), np.int64)
+    for i in range(len(items)):
         d = items[i, DOC]
         alone[0, 0], alone[0, 1] = items[i, LO], items[i, HI]
         keys = fetched(alone, 1, alone, 1, reads.slices, reads.first[d], reads.first[d + 1], spans)
-        # Splitting exchanges q, o and kv of the rows that other ranks of the team keep.
         costly[i] = keys * kv > (items[i, HI] - items[i, LO]) * (row + kv) * (team - 1) // team
-        parted[i] = items[i, LOAD] > aim.min()
-        largest = max(largest, d + 1)
-    fetches = np.zeros(largest, np.bool_)
-    rest = np.zeros((0, 5), np.int64)
-    while True:
-        # The team fetches the keys of a split document anyway: exchanging other rows' heads may be cheaper than their keys.
-        for i in range(count):
-            if parted[i]:
-                fetches[items[i, DOC]] = True
-        share = 0
-        for i in range(count):
-            parted[i] |= costly[i] and fetches[items[i, DOC]]
-            if parted[i]:
-                share += items[i, LOAD]
-        share //= team
-        if parted.all():
-            rest = np.zeros((0, 5), np.int64)
-            break
-        rest, _, _ = pack(
-            items[~parted],
-            ruler,
-            cap_load - share,
-            cap_rows,
-            np.maximum(aim - share, 1),
-            reads,
-            weight,
-            moves,
-            fills,
-            aims,
-            enough,
-            sweeps,
-        )
-        load = np.zeros(team, np.int64)
-        for i in range(len(rest)):
-            load[rest[i, BIN]] += rest[i, LOAD]
-        over = load + share - cap_load
-        if over.max() <= 0:
-            break
-        # A rank is over: the largest item it got joins the split ones.
-        worst, heaviest = over.argmax(), -1
-        for i in range(len(rest)):
-            if rest[i, BIN] == worst and (heaviest < 0 or rest[i, LOAD] > rest[heaviest, LOAD]):
-                heaviest = i
-        if heaviest < 0:
-            break
-        for i in range(count):
-            if items[i, DOC] == rest[heaviest, DOC] and items[i, LO] < rest[heaviest, HI]:
-                parted[i] |= rest[heaviest, LO] < items[i, HI]
-    split = items[parted]
-    work = np.zeros((len(split) + len(rest), 5), np.int64)
-    work[: len(split), 1] = team
-    work[: len(split), 2:] = split[:, :3]
-    work[len(split) :] = as_work(rest, 0)
-    return work
+    return costly
+
+
+@compiled
+def share_of_parted(items, parted, costly):
+    """Split what is cheaper split once others of its document are; the load of all split items.
+
+    The team fetches the keys of a split document anyway: exchanging other rows' heads may be cheaper than their keys.
+    """
+    documents = 0
+    for i in range(len(items)):
+        documents = max(documents, items[i, DOC] + 1)
+    fetches = np.zeros(documents, np.bool_)
+    for i in range(len(items)):
+        if parted[i]:
+            fetches[items[i, DOC]] = True
+    load = 0
+    for i in range(len(items)):
+        parted[i] |= costly[i] and fetches[items[i, DOC]]
+        if parted[i]:
+            load += items[i, LOAD]
+    return load
+
+
+@compiled
+def part_another(items, parted, rest, cap_load):
+    """Where a rank is over its limit, the largest item it got joins the split ones; whether one did."""
+    over = np.zeros(len(cap_load), np.int64)
+    for i in range(len(rest)):
+        over[rest[i, BIN]] += rest[i, LOAD]
+    worst, heaviest = 0, -1
+    for r in range(len(cap_load)):
+        over[r] -= cap_load[r]
+        if over[r] > over[worst]:
+            worst = r
+    if over[worst] <= 0:
+        return False
+    for i in range(len(rest)):
+        if rest[i, BIN] == worst and (heaviest < 0 or rest[i, LOAD] > rest[heaviest, LOAD]):
+            heaviest = i
+    if heaviest < 0:
+        return False
+    for i in range(len(items)):
+        if items[i, DOC] == rest[heaviest, DOC] and items[i, LO] < rest[heaviest, HI]:
+            parted[i] |= rest[heaviest, LO] < items[i, HI]
+    return True
 
 
 @compiled
@@ -144,7 +198,7 @@ def kept_rows(work, ranks, targets):
     counts, n = np.zeros(ranks, np.int64), 0
     for i in range(len(work)):
         if work[i, 1] == 1:
-            kept[n, 0], kept[n, 1:] = work[i, 0], work[i, 2:]
+            kept[n, 0], kept[n, 1], kept[n, 2], kept[n, 3] = work[i, 0], work[i, 2], work[i, 3], work[i, 4]
             counts[work[i, 0]] += work[i, 4] - work[i, 3]
             n += 1
     done = np.zeros(ranks, np.bool_)
@@ -159,9 +213,13 @@ def kept_rows(work, ranks, targets):
                 rows += work[j, 4] - work[j, 3]
         given = water(counts[start : start + team], rows)
         if len(targets):
-            missing = targets[start : start + team] - counts[start : start + team]
-            if missing.min() >= 0 and missing.sum() == rows:
-                given = missing
+            missing, least = rows, 0
+            for r in range(start, start + team):
+                missing -= targets[r] - counts[r]
+                least = min(least, targets[r] - counts[r])
+            if missing == 0 and least == 0:
+                for r in range(start, start + team):
+                    given[r - start] = targets[r] - counts[r]
         rank = start
         for j in range(i, len(work)):
             if work[j, 0] != start or work[j, 1] != team:
@@ -181,7 +239,7 @@ def kept_rows(work, ranks, targets):
 @compiled
 def water(counts, rows):
     """How many of ``rows`` each gets so that counts end up as level as possible."""
-    order = np.argsort(counts, kind="mergesort")
+    order = stable_order(counts)
     held, wet = 0, 0
     while wet < len(counts) and counts[order[wet]] * wet <= rows + held:
         held += counts[order[wet]]
@@ -205,19 +263,21 @@ def violations(work, kept, ruler, cap_load, cap_rows):
             load[r] += share
     for i in range(len(kept)):
         rows[kept[i, 0]] += kept[i, 3] - kept[i, 2]
-    mean_load, mean_rows = max(1, load.sum() // ranks), max(1, rows.sum() // ranks)
-    over = 0
+    all_load, all_rows, over = 0, 0, 0
     for r in range(ranks):
-        over = max(over, (load[r] - cap_load[r]) * MILLION // mean_load, (rows[r] - cap_rows[r]) * MILLION // mean_rows)
+        all_load += load[r]
+        all_rows += rows[r]
+    mean_load, mean_rows = max(1, all_load // ranks), max(1, all_rows // ranks)
+    for r in range(ranks):
+        over = max(over, (load[r] - cap_load[r]) * MILLION // mean_load)
+        over = max(over, (rows[r] - cap_rows[r]) * MILLION // mean_rows)
     return over
 
 
 @compiled
 def received(work, kept, ranks, kv, row, reads):
     """Bytes that all ranks receive: ``kv`` for a key with all heads, ``row`` for a row's q and o with all heads."""
-    most = 1
-    for d in range(len(reads.thin)):
-        most = max(most, reads.first[d + 1] - reads.first[d])
+    most = most_slices(reads)
     rows, owned = np.zeros((len(work), 2), np.int64), np.zeros((len(kept), 2), np.int64)
     spans = np.zeros((len(work) * most, 2), np.int64)
     total = 0

@@ -15,9 +15,13 @@ from flexcp.planners.loops import (
     MILLION,
     bin_cost,
     chains,
+    cost_change,
     fetched,
     head_within,
     load_of,
+    most_slices,
+    put,
+    stable_order,
     tail_within,
     total_cost,
 )
@@ -56,7 +60,7 @@ def peel(items, n, bins, ruler, aim_load, cap_rows, reads, fill):
     density = np.zeros(n, np.int64)
     for i in range(n):
         density[i] = items[i, LOAD] * 64 // (items[i, HI] - items[i, LO])
-    order = np.argsort(density, kind="mergesort")
+    order = stable_order(density)
     while opened < bins - 1:
         big, left_rows = -1, 0
         for i in range(n):
@@ -99,26 +103,19 @@ def peel(items, n, bins, ruler, aim_load, cap_rows, reads, fill):
                 extra = load_of(ruler, d, lo, stop)
                 if stop > lo:
                     cut = tail_within(ruler, d, stop, hi, aim - load - extra)
-                    items[n, DOC], items[n, LO], items[n, HI], items[n, LOAD], items[n, BIN] = (
-                        d,
-                        lo,
-                        stop,
-                        extra,
-                        opened,
-                    )
+                    put(items, n, d, lo, stop, extra, opened)
                     n += 1
                     lo = stop
         cut = snapped(cut, lo, hi, reads.slices, reads.first[d], reads.first[d + 1])
         if cut >= hi:
             cut = max(lo, hi - grain)
-        items[n, DOC], items[n, LO], items[n, HI], items[n, BIN] = d, cut, hi, opened
-        items[n, LOAD] = load_of(ruler, d, cut, hi)
-        n += 1
-        items[big, LO], items[big, HI] = lo, cut
-        items[big, LOAD] = load_of(ruler, d, lo, cut)
-        if lo >= cut:
-            items[big] = items[n - 1]
-            n -= 1
+        tail = load_of(ruler, d, cut, hi)
+        if lo < cut:
+            put(items, big, d, lo, cut, load_of(ruler, d, lo, cut), -1)
+            put(items, n, d, cut, hi, tail, opened)
+            n += 1
+        else:
+            put(items, big, d, cut, hi, tail, opened)
         opened += 1
     return n
 
@@ -133,8 +130,8 @@ def deal(items, n, bins, cap_load, cap_rows, mean_load, mean_rows):
         if items[i, BIN] >= 0:
             load[items[i, BIN]] += items[i, LOAD]
             rows[items[i, BIN]] += length
-        size[i] = max(items[i, LOAD] * MILLION // mean_load, length * MILLION // mean_rows)
-    for i in np.argsort(-size, kind="mergesort"):
+        size[i] = -max(items[i, LOAD] * MILLION // mean_load, length * MILLION // mean_rows)
+    for i in stable_order(size):
         if items[i, BIN] >= 0:
             continue
         best, best_over, best_full = -1, False, 0
@@ -157,9 +154,7 @@ def repair(items, n, bins, ruler, cap_load, cap_rows, mean_load, mean_rows, read
     for i in range(n):
         load[items[i, BIN]] += items[i, LOAD]
         rows[items[i, BIN]] += items[i, HI] - items[i, LO]
-    most = 1
-    for d in range(len(reads.thin)):
-        most = max(most, reads.first[d + 1] - reads.first[d])
+    most = most_slices(reads)
     ranges = np.zeros((len(items) + 2, 2), np.int64)
     spans = np.zeros(((len(items) + 2) * most, 2), np.int64)
     chain = chains(items, n, len(reads.thin))
@@ -175,7 +170,8 @@ def repair(items, n, bins, ruler, cap_load, cap_rows, mean_load, mean_rows, read
         w = worst
         excess_load, excess_rows = load[w] - cap_load[w], rows[w] - cap_rows[w]
         best_score, best_item, best_bin, best_lo, best_hi, best_swap = HUGE, -1, -1, 0, 0, -1
-        holds[:] = -1
+        for b in range(bins):
+            holds[b] = -1
         for i in range(n):
             if items[i, BIN] != w:
                 continue
@@ -185,7 +181,8 @@ def repair(items, n, bins, ruler, cap_load, cap_rows, mean_load, mean_rows, read
             while other >= 0:
                 holds[items[other, BIN]] = i
                 other = chain[1, other]
-            known[:, 0] = -1
+            for kind in range(5):
+                known[kind, 0] = -1
             for b in range(bins):
                 if b == w:
                     continue
@@ -265,12 +262,9 @@ def repair(items, n, bins, ruler, cap_load, cap_rows, mean_load, mean_rows, read
                 if e == d:
                     continue
                 change = bin_cost(items, chain, w, d, i, 0, 0, 0, 0, reads, ranges, spans) - here
-                change += bin_cost(items, chain, b, d, -1, lo, hi, 0, 0, reads, ranges, spans)
-                change -= bin_cost(items, chain, b, d, -1, 0, 0, 0, 0, reads, ranges, spans)
-                change += bin_cost(items, chain, b, e, j, 0, 0, 0, 0, reads, ranges, spans)
-                change -= bin_cost(items, chain, b, e, -1, 0, 0, 0, 0, reads, ranges, spans)
-                change += bin_cost(items, chain, w, e, -1, items[j, LO], items[j, HI], 0, 0, reads, ranges, spans)
-                change -= bin_cost(items, chain, w, e, -1, 0, 0, 0, 0, reads, ranges, spans)
+                change += cost_change(items, chain, b, d, -1, lo, hi, reads, ranges, spans)
+                change += cost_change(items, chain, b, e, j, 0, 0, reads, ranges, spans)
+                change += cost_change(items, chain, w, e, -1, items[j, LO], items[j, HI], reads, ranges, spans)
                 score = (after - before) * weight // MILLION + change
                 if score < best_score:
                     best_score, best_item, best_bin, best_lo, best_hi, best_swap = score, i, b, lo, hi, j
@@ -287,8 +281,7 @@ def repair(items, n, bins, ruler, cap_load, cap_rows, mean_load, mean_rows, read
             if length == hi - lo:
                 items[i, BIN] = b
             else:
-                items[n, DOC], items[n, LO], items[n, HI] = d, best_lo, best_hi
-                items[n, LOAD], items[n, BIN] = part, b
+                put(items, n, d, best_lo, best_hi, part, b)
                 chain[1, n], chain[0, d] = chain[0, d], n
                 n += 1
                 if best_lo > lo:
@@ -304,36 +297,54 @@ def repair(items, n, bins, ruler, cap_load, cap_rows, mean_load, mean_rows, read
 
 
 @compiled
+def at_least_one(caps):
+    """Limits that can be divided by."""
+    found = np.empty(len(caps), np.int64)
+    for b in range(len(caps)):
+        found[b] = max(caps[b], 1)
+    return found
+
+
+@compiled
+def with_room(items, count):
+    """The items in a table of ``count`` rows."""
+    table = np.zeros((count, 5), np.int64)
+    for i in range(len(items)):
+        put(table, i, items[i, DOC], items[i, LO], items[i, HI], items[i, LOAD], items[i, BIN])
+    return table
+
+
+@compiled
 def pack(items, ruler, cap_load, cap_rows, aim, reads, weight, moves, fills, aims, enough, sweeps):
-    """Peel, deal and repair once for each variant; (best table, keys it fetches, worst violation in millionths)."""
+    """Peel, deal and repair once for each variant, climb from the best; (table, keys it fetches, worst violation in millionths)."""
     bins, count = len(cap_load), len(items)
+    best = np.zeros((count, 5), np.int64)
     if bins == 1:
-        table = np.zeros((count, 5), np.int64)
         for i in range(count):
-            table[i, :3] = items[i, :3]
-            table[i, LOAD] = load_of(ruler, items[i, DOC], items[i, LO], items[i, HI])
-        return table, 0, 0
+            d, lo, hi = items[i, DOC], items[i, LO], items[i, HI]
+            put(best, i, d, lo, hi, load_of(ruler, d, lo, hi), 0)
+        return best, 0, 0
     mean_load, mean_rows = 1, 0
     for b in range(bins):
         mean_load += aim[b]
     for i in range(count):
         mean_rows += items[i, HI] - items[i, LO]
     mean_load, mean_rows = max(1, mean_load // bins), max(1, mean_rows // bins)
-    caps, row_caps = np.maximum(cap_load, 1), np.maximum(cap_rows, 1)
-    best = np.zeros((0, 5), np.int64)
+    used, load, rows = np.zeros(bins, np.int64), np.zeros(bins, np.int64), np.zeros(bins, np.int64)
+    caps, row_caps = at_least_one(cap_load), at_least_one(cap_rows)
     best_keys, best_over, feasible = HUGE, HUGE, 0
     for variant in range(len(fills)):
         table = np.zeros((count + 4 * bins + moves + 16, 5), np.int64)
         for i in range(count):
             d, lo, hi = items[i, DOC], items[i, LO], items[i, HI]
-            table[i, DOC], table[i, LO], table[i, HI], table[i, BIN] = d, lo, hi, -1
-            table[i, LOAD] = load_of(ruler, d, lo, hi)
-        used = aim + (cap_load - aim) * aims[variant] // 100
+            put(table, i, d, lo, hi, load_of(ruler, d, lo, hi), -1)
+        for b in range(bins):
+            used[b] = aim[b] + (cap_load[b] - aim[b]) * aims[variant] // 100
+            load[b], rows[b] = 0, 0
         n = peel(table, count, bins, ruler, used, row_caps, reads, fills[variant])
         deal(table, n, bins, caps, row_caps, mean_load, mean_rows)
         n = repair(table, n, bins, ruler, caps, row_caps, mean_load, mean_rows, reads, weight, moves)
         keys = total_cost(table, n, bins, reads)
-        load, rows = np.zeros(bins, np.int64), np.zeros(bins, np.int64)
         for i in range(n):
             load[table[i, BIN]] += table[i, LOAD]
             rows[table[i, BIN]] += table[i, HI] - table[i, LO]
@@ -347,9 +358,8 @@ def pack(items, ruler, cap_load, cap_rows, aim, reads, weight, moves, fills, aim
         if feasible == enough or (keys == 0 and over == 0):
             break
     if sweeps > 0 and best_keys > 0:
-        table = np.zeros((2 * len(best) + 4 * bins + 64, 5), np.int64)
         n = len(best)
-        table[:n] = best
-        n = climb(table, n, bins, ruler, caps, row_caps, reads, sweeps)
-        best, best_keys = table[:n], total_cost(table, n, bins, reads)
+        best = with_room(best, 2 * n + 4 * bins + 64)
+        n = climb(best, n, bins, ruler, caps, row_caps, reads, sweeps)
+        best, best_keys = best[:n], total_cost(best, n, bins, reads)
     return best, best_keys, best_over

@@ -1,7 +1,7 @@
 """Warm: small plans that between them need every compiled loop with every kind of argument, so that later ones find all of them kept.
 
 What a loop is compiled for depends on how it is reached: one node or several, a free layout, a fixed one or scattered tokens, equal tokens,
-tolerances, several masks. The test beside it plans at large and finds nothing left to compile.
+tolerances, several masks; rounds in addition to a plan. The test beside it plans at large and finds nothing left to compile.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from flexcp.clusters import cluster
 from flexcp.masks import causal, causal_blockwise, window
 from flexcp.planner import Planner
+from flexcp.rounds import plan_rounds
 
 LENGTHS = [3000, 700, 40, 1]
 
@@ -18,7 +19,9 @@ def warm() -> None:
     for nodes in (1, 2):
         where = cluster("h100", nodes, 2)
         planner = Planner(4, 2, 32, cluster=where, strategy="blocks", compute_tolerance=0.05, token_tolerance=0.05)
-        planner(LENGTHS)
+        plan = planner(LENGTHS)
+        for program in plan.programs[0]:
+            plan_rounds(program, plan.shape, where)
         planner = Planner(4, 2, 32, cluster=where, strategy="blocks")
         planner(LENGTHS, causal_blockwise(64, 2))
         planner(LENGTHS, masks={"near": (window(100, 0), 3), "all": (causal(), 1)})

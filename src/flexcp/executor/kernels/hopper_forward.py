@@ -30,6 +30,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
 ROWS = gl.constexpr(64)  # of one warp group
+# A box of a tensor through the copy engine: Triton 3.6 and 3.9 have two names for it.
+load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
 @gluon.jit(do_not_specialize=["groups", "n_programs", "scale", "softcap", "so0", "so1", "sl0", "sl1"])
@@ -95,16 +97,16 @@ def _load(
         mbarrier.wait(q_bars.index(1), q_phase)
         q_phase ^= 1
         mbarrier.expect(q_bars.index(0), 2 * ROWS * D * size)
-        tma.async_copy_global_to_shared(q, [row0, group * PACK, 0], q_bars.index(0), q_smem.index(0))
-        tma.async_copy_global_to_shared(q, [row0 + ROWS // PACK, group * PACK, 0], q_bars.index(0), q_smem.index(1))
+        load_box(q, [row0, group * PACK, 0], q_bars.index(0), q_smem.index(0))
+        load_box(q, [row0 + ROWS // PACK, group * PACK, 0], q_bars.index(0), q_smem.index(1))
         head = group * PACK // SHARE
         for _ in range(blocks):
             mbarrier.wait(k_bars.index(STAGES + stage), phase)
             mbarrier.expect(k_bars.index(stage), N * D * size)
-            tma.async_copy_global_to_shared(k, [key, head, 0], k_bars.index(stage), k_smem.index(stage))
+            load_box(k, [key, head, 0], k_bars.index(stage), k_smem.index(stage))
             mbarrier.wait(v_bars.index(STAGES + stage), phase)
             mbarrier.expect(v_bars.index(stage), N * V * size)
-            tma.async_copy_global_to_shared(v, [key, head, 0], v_bars.index(stage), v_smem.index(stage))
+            load_box(v, [key, head, 0], v_bars.index(stage), v_smem.index(stage))
             stage += 1
             if stage == STAGES:
                 stage = 0
@@ -167,7 +169,7 @@ def _compute(
             before = lse_base + m // PACK * sl0 + m % PACK * sl1
             top = gl.load(before, mask=row < row1, other=float("-inf")) * LOG2E
             total = gl.where(top == float("-inf"), 0.0, 1.0)
-            # Rows that have seen no key are zero: not reading them makes a first stage as cheap as a fresh one.
+            # Rows that have seen no key are zero: a first stage need not read them.
             old = live & (gl.convert_layout(top, o_rows) > float("-inf"))
             at = (mo // PACK * so0 + mo % PACK * so1)[:, None] + e[None, :]
             acc = gl.load(out_base + at, mask=old[:, None], other=0.0).to(gl.float32)

@@ -110,8 +110,8 @@ def forward(
     made = work.forward_segments
     if not made.count:
         return
-    check(work, supports, q_THD, k_TGD, v_TGV, out_THV, lse_TH)
     q, k, v = (aligned(x) for x in (q_THD, k_TGD, v_TGV))
+    check(work, supports, q, k, v, out_THV, lse_TH)
     pack = work.pack
     programs = made.count * (work.heads // pack)
     forward_kernel[_grid(programs, settings, work)](
@@ -130,8 +130,8 @@ def backward(
     made = work.backward_segments if settings.deterministic else work.split_segments
     if not made.count:
         return
-    check(work, supports, q_THD, k_TGD, v_TGV, do_THV, lse_TH, delta_TH, dq_THD, dk_TGD, dv_TGV)
     q, k, v, do = (aligned(x) for x in (q_THD, k_TGD, v_TGV, do_THV))
+    check(work, supports, q, k, v, do, lse_TH, delta_TH, dq_THD, dk_TGD, dv_TGV)
     pack, programs, rows = work.pack, made.count * work.kv_heads, len(q)
     keys_kernel[_grid(programs, settings, work)](
         _described(q, QUERIES // pack, pack), _described(k, BLOCK, 1), _described(v, BLOCK, 1),

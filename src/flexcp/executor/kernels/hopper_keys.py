@@ -22,13 +22,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from flexcp.executor.kernels.hopper_forward import LOG2E, seen, tanh, zero_tail
+from flexcp.executor.kernels.hopper_forward import LOG2E, load_box, seen, tanh, zero_tail
 
+# Numbers to shared memory, asynchronously: Triton 3.6 and 3.9 have two names for it.
+load_numbers = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 KEYS = gl.constexpr(128)  # of a tile
 HALF = gl.constexpr(64)  # of one warp group
 M = gl.constexpr(64)  # packed queries of a block
@@ -95,8 +96,8 @@ def _load(
         mbarrier.wait(kv_bars.index(1), kv_phase)
         kv_phase ^= 1
         mbarrier.expect(kv_bars.index(0), KEYS * (D + V) * size)
-        tma.async_copy_global_to_shared(k, [key0, group, 0], kv_bars.index(0), k_smem.index(0))
-        tma.async_copy_global_to_shared(v, [key0, group, 0], kv_bars.index(0), v_smem.index(0))
+        load_box(k, [key0, group, 0], kv_bars.index(0), k_smem.index(0))
+        load_box(v, [key0, group, 0], kv_bars.index(0), v_smem.index(0))
         for chunk in range(CHUNKS):
             number = group * CHUNKS + chunk
             segment = begin
@@ -106,14 +107,14 @@ def _load(
                 mbarrier.wait(q_bars.index(2 * STAGES + stage), phase)
                 lse_at = statistics + (number * rows.to(gl.int64) + query) * PACK
                 delta_at = lse_at + heads * rows.to(gl.int64)
-                async_copy.async_copy_global_to_shared(stat_smem.index(stage), lse_at + m)
-                async_copy.async_copy_global_to_shared(stat_smem.index(STAGES + stage), delta_at + m)
+                load_numbers(stat_smem.index(stage), lse_at + m)
+                load_numbers(stat_smem.index(STAGES + stage), delta_at + m)
                 async_copy.mbarrier_arrive(q_bars.index(stage))
                 mbarrier.expect(q_bars.index(stage), M * D * size)
-                tma.async_copy_global_to_shared(q, [query, number * PACK, 0], q_bars.index(stage), q_smem.index(stage))
+                load_box(q, [query, number * PACK, 0], q_bars.index(stage), q_smem.index(stage))
                 full = q_bars.index(STAGES + stage)
                 mbarrier.expect(full, M * V * size)
-                tma.async_copy_global_to_shared(do, [query, number * PACK, 0], full, do_smem.index(stage))
+                load_box(do, [query, number * PACK, 0], full, do_smem.index(stage))
                 stage += 1
                 if stage == STAGES:
                     stage = 0

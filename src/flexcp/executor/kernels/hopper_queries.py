@@ -13,12 +13,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from flexcp.executor.kernels.hopper_forward import LOG2E, ROWS, seen, tanh, zero_tail
+from flexcp.executor.kernels.hopper_forward import LOG2E, ROWS, load_box, seen, tanh, zero_tail
 
 
 @gluon.jit(do_not_specialize=["groups", "n_programs", "scale", "softcap", "sl0", "sl1", "sd0", "sd1", "sdq0", "sdq1"])
@@ -83,16 +82,16 @@ def _load(
         mbarrier.expect(q_bars.index(0), 2 * ROWS * (D + V) * size)
         for i in gl.static_range(2):
             row = row0 + i * (ROWS // PACK)
-            tma.async_copy_global_to_shared(q, [row, group * PACK, 0], q_bars.index(0), q_smem.index(i))
-            tma.async_copy_global_to_shared(do, [row, group * PACK, 0], q_bars.index(0), do_smem.index(i))
+            load_box(q, [row, group * PACK, 0], q_bars.index(0), q_smem.index(i))
+            load_box(do, [row, group * PACK, 0], q_bars.index(0), do_smem.index(i))
         head = group * PACK // SHARE
         for _ in range(blocks):
             mbarrier.wait(k_bars.index(STAGES + stage), phase)
             mbarrier.expect(k_bars.index(stage), N * D * size)
-            tma.async_copy_global_to_shared(k, [key, head, 0], k_bars.index(stage), k_smem.index(stage))
+            load_box(k, [key, head, 0], k_bars.index(stage), k_smem.index(stage))
             mbarrier.wait(v_bars.index(STAGES + stage), phase)
             mbarrier.expect(v_bars.index(stage), N * V * size)
-            tma.async_copy_global_to_shared(v, [key, head, 0], v_bars.index(stage), v_smem.index(stage))
+            load_box(v, [key, head, 0], v_bars.index(stage), v_smem.index(stage))
             stage += 1
             if stage == STAGES:
                 stage = 0

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flexcp.executor.kernels.triton_forward import base_of, load_block, power, tanh
+from flexcp.executor.kernels.triton_forward import added, base_of, load_block, power, tanh
 
 UNSPECIALISED = [
     "n_tiles", "n_programs", "scale", "softcap", "sq0", "sq1", "sk0", "sk1", "sv0", "sv1", "so0", "so1", "sl0", "sl1",
@@ -158,12 +158,12 @@ def _keys_block(
         s_NM = tl.where(seen, s_NM, float("-inf"))
     p_NM = power(s_NM - lse[None, :], PRECISION)
     dp_NM = tl.dot(values_NV, tl.trans(do_MV), input_precision=PRECISION)
-    dv_NV = tl.dot(p_NM.to(do_MV.dtype), do_MV, dv_NV, input_precision=PRECISION)
+    dv_NV = added(dv_NV, p_NM.to(do_MV.dtype), do_MV, PRECISION)
     ds_NM = p_NM * (dp_NM - delta[None, :])
     if SOFTCAP:
         ds_NM = ds_NM * (1.0 - t_NM * t_NM)
     ds_NM = ds_NM.to(queries_MD.dtype)
-    return tl.dot(ds_NM, queries_MD, dk_ND, input_precision=PRECISION), dv_NV
+    return added(dk_ND, ds_NM, queries_MD, PRECISION), dv_NV
 
 
 @triton.jit
@@ -292,4 +292,4 @@ def _queries_block(
     ds_MN = p_MN * (dp_MN - delta_M[:, None])
     if SOFTCAP:
         ds_MN = ds_MN * (1.0 - t_MN * t_MN)
-    return tl.dot(ds_MN.to(keys_ND.dtype), keys_ND, dq_MD, input_precision=PRECISION)
+    return added(dq_MD, ds_MN.to(keys_ND.dtype), keys_ND, PRECISION)

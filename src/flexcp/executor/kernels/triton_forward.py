@@ -90,7 +90,7 @@ def _tile(
         )
         sum_M = tl.where(top_M == float("-inf"), 0.0, 1.0)
         out_MV = out + (row * so0 + head * so1)[:, None] + e[None, :]
-        # Rows that have seen no key are zero: not reading them makes a first stage as cheap as a fresh one.
+        # Rows that have seen no key are zero: a first stage need not read them.
         old = live & (top_M > float("-inf"))
         acc_MV = tl.load(out_MV, mask=old[:, None] & e_live, other=0.0).to(tl.float32)
 
@@ -107,7 +107,7 @@ def _tile(
             decay = power(top_M - top, PRECISION)
             values_NV = load_block(v, key, kv_head, sv0, sv1, n, e, e_live, BLOCK_N, BLOCK_V, BLOCK_V == V, TMA)
             sum_M = sum_M * decay + tl.sum(p_MN, 1)
-            acc_MV = tl.dot(p_MN.to(values_NV.dtype), values_NV, acc_MV * decay[:, None], input_precision=PRECISION)
+            acc_MV = added(acc_MV * decay[:, None], p_MN.to(values_NV.dtype), values_NV, PRECISION)
             top_M = top
         before = (full0 - k0) // BLOCK_N
         for block in tl.range(0, before + tl.cdiv(k1 - full1, BLOCK_N), num_stages=EDGE_STAGES):
@@ -128,7 +128,7 @@ def _tile(
             if TMA:
                 values_NV = tl.where(within, values_NV, 0.0)  # 0 * NaN is NaN
             sum_M = sum_M * decay + tl.sum(p_MN, 1)
-            acc_MV = tl.dot(p_MN.to(values_NV.dtype), values_NV, acc_MV * decay[:, None], input_precision=PRECISION)
+            acc_MV = added(acc_MV * decay[:, None], p_MN.to(values_NV.dtype), values_NV, PRECISION)
             top_M = top
 
     share_M = 1.0 / tl.where(sum_M == 0.0, 1.0, sum_M)
@@ -157,6 +157,16 @@ def _logits(s_MN, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr
     if SOFTCAP:
         return tanh(s_MN * scale), softcap * base_of(PRECISION)
     return s_MN, scale
+
+
+@triton.jit
+def added(acc, a, b, PRECISION: tl.constexpr):
+    """acc + a b. In full precision a block's product is summed by itself first, so that chains of roundings stay short.
+
+    It is a difference because Triton would merge a sum back into one chain.
+    """
+    exact: tl.constexpr = PRECISION == "ieee"
+    return acc - tl.dot(-a, b, input_precision="ieee") if exact else tl.dot(a, b, acc, input_precision=PRECISION)
 
 
 @triton.jit

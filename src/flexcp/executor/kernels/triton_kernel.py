@@ -152,8 +152,8 @@ def launch_forward(
     tiles = work.rows(blocks)
     if not len(tiles):
         return
-    check(work, supports, q_THD, k_TGD, v_TGV, out_THV, lse_TH)
     q, k, v = (aligned(x) for x in (q_THD, k_TGD, v_TGV))
+    check(work, supports, q, k, v, out_THV, lse_TH)
     pack = blocks.pack(work.share)
     programs = len(tiles) * (work.heads // pack)
     k_at, v_at = (_described(x, blocks.n, 1) if blocks.tma else x for x in (k, v))
@@ -183,8 +183,8 @@ def launch_backward(
     tiles = work.keys(keys)
     if not len(tiles):
         return
-    check(work, supports, q_THD, k_TGD, v_TGV, do_THV, lse_TH, delta_TH, dq_THD, dk_TGD, dv_TGV)
     q, k, v, do = (aligned(x) for x in (q_THD, k_TGD, v_TGV, do_THV))
+    check(work, supports, q, k, v, do, lse_TH, delta_TH, dq_THD, dk_TGD, dv_TGV)
     pack, programs, rows = keys.pack(work.share), len(tiles) * work.kv_heads, len(q)
     packed = pack_statistics(lse_TH, delta_TH, pack, base_of(q.dtype))
     q_at, do_at = (_described(x, keys.m // pack, pack) if keys.tma else x for x in (q, do))
@@ -309,9 +309,13 @@ def strides(*tensors: Tensor) -> list[int]:
 
 def aligned(x: Tensor) -> Tensor:
     """The tensor itself where the kernel's 16-byte loads fit it, else a copy."""
-    size = x.element_size()
-    fits = x.stride(2) == 1 and all(s % 16 == 0 for s in x.stride()[:2]) and x.storage_offset() * size % ALIGNMENT == 0
-    return x if fits else x.contiguous()
+    return x if _fits(x) and x.storage_offset() * x.element_size() % ALIGNMENT == 0 else x.contiguous()
+
+
+def _fits(x: Tensor) -> bool:
+    """Whether strides can be told in units of 16 elements."""
+    apart = (stride % 16 == 0 for stride, size in zip(x.stride()[:2], x.shape[:2], strict=True) if size > 1)
+    return x.stride(2) == 1 and all(apart)
 
 
 def check(
@@ -320,6 +324,10 @@ def check(
     for x in (q, k, v, *others):
         if x.device != work.device:
             raise ValueError(f"the work list was prepared for {work.device}, but a tensor is on {x.device}")
+        if x.dim() == 3 and not _fits(x):
+            raise ValueError(
+                f"results need rows and heads at multiples of 16 elements; got strides {tuple(x.stride())}"
+            )
     reason = supports(work.device, q.dtype, work.head_dim, work.v_head_dim)
     if reason:
         raise NotImplementedError(reason)

@@ -1,0 +1,30 @@
+"""Proves the kernel benchmark's workloads: the slices we run and the mask_mod FlexAttention runs hold the same pairs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flexcp.executor.kernels.reference import dense_mask
+from flexcp.measure.kernel_work import NAMES, mask_mod, workload
+
+TOKENS = 4500
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_slices_and_mask_mod_agree(name: str) -> None:
+    work = workload(name, TOKENS)
+    mine = dense_mask(work.slices(), TOKENS, TOKENS)
+    mod = mask_mod(work, torch.device("cpu"))
+    at = torch.arange(TOKENS)
+    theirs = torch.ones_like(mine) if mod is None else mod(0, 0, at[:, None], at[None, :])
+    assert work.tokens == TOKENS
+    assert int(mine.sum()) == work.pairs()
+    assert torch.equal(mine, theirs)
+
+
+def test_unknown_workloads_are_refused() -> None:
+    with pytest.raises(ValueError, match="unknown workload 'causall'"):
+        workload("causall", 100)
+    with pytest.raises(ValueError, match="docs0"):
+        workload("docs0", 100)
