@@ -13,7 +13,7 @@ from flexcp.cost import CostModel
 from flexcp.masks import causal, causal_blockwise, lambda_, window
 from flexcp.pieces import Shape
 from flexcp.plan import Placement, Plan
-from flexcp.planners.blocks import blocks
+from flexcp.planners.blocks import pack_rows
 from flexcp.planners.hypergraph import DEFAULT_TOLERANCE, _candidate, _limits
 from flexcp.planners.hypergraph_search import Search
 from flexcp.planners.layouts import user_layout
@@ -46,7 +46,7 @@ def start_of(request: Request) -> Placement:
         name: DEFAULT_TOLERANCE if getattr(request, name) is None else getattr(request, name)
         for name in ("compute_tolerance", "token_tolerance")
     }
-    return blocks(replace(request, argument="", effort=None, **tolerances))
+    return pack_rows(replace(request, argument="", effort=None, **tolerances))
 
 
 def forward_bytes(plan: Plan) -> int:

@@ -52,8 +52,8 @@ LEAST_EFFORT = 2
 HIGH_EFFORT = 64
 TOLERANT = ("blocks", "hypergraph")
 """Planners that keep tolerances."""
-CLOSE = 64
-"""Below high effort no other planner is asked once one is within 1/64 of perfectly divided compute."""
+CLOSE = 32
+"""Below high effort no other planner is asked once one is within 1/32 of perfectly divided compute, unless that decides about static."""
 LARGE = 200_000
 """Regions of a static placement beyond which it is not made below high effort, if a dynamic one already beats its bound."""
 
@@ -66,16 +66,24 @@ def auto(request: Request) -> Placement:
     if effort < 0:
         raise ValueError(f"effort must be 0 or more, a count of candidates; got {effort}")
     search = _Search(request, max(effort, LEAST_EFFORT))
-    bound = lower_bound(request.batch, request.shape, request.cluster, request.cost)
+    perfect = lower_bound(request.batch, request.shape, request.cluster, request.cost)
+    spared = []
     for name, place in _dynamic_planners(request, effort):
-        if effort >= HIGH_EFFORT or not search.is_close_to(bound):
+        if effort >= HIGH_EFFORT or not search.is_close_to(perfect):
             search.try_dynamic(name, place)
+        elif search.left > 1:
+            spared.append((name, place))
+            search.left -= 1  # kept for it
     methods = static_methods(request)
     bounds = StaticBounds(request)
     left = [m for b, m in zip(bounds.loose(methods), methods, strict=True) if not search.leaves_out(b, m)]
     for bound, method in sorted(zip(bounds.close(left), left, strict=True), key=lambda found: found[0]):
         if not search.leaves_out(bound, method):
             search.try_static(method)
+    for name, place in spared:
+        search.left += 1
+        if search.stays_although(perfect):
+            search.try_dynamic(name, place)
     return search.answer()
 
 
@@ -123,6 +131,11 @@ class _Search:
     def is_close_to(self, bound: int) -> bool:
         """Whether the best dynamic placement so far leaves nearly nothing to gain."""
         return self.dynamic is not None and self.dynamic.ns * CLOSE < bound * (CLOSE + 1)
+
+    def stays_although(self, bound: int) -> bool:
+        """Whether a static one would be the answer, and a dynamic one as fast as the bound would not let it."""
+        fixed, error = self.static, 1000 + self.request.cost.error_permille
+        return fixed is not None and not self._pays_to_leave(fixed.ns) and fixed.ns * 1000 > bound * error
 
     def try_static(self, method: StaticMethod) -> None:
         found = self._scored(method.name, method.place, replace(self.without_tolerances, argument=method.argument))

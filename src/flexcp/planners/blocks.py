@@ -50,10 +50,15 @@ def blocks(request: Request) -> Placement:
     """Place a batch by packing row ranges."""
     if request.argument:
         raise ValueError(f"blocks takes no degree; got 'blocks:{request.argument}'")
-    refuse_over_cap(request)
-    placement = _free(request) if request.layout is None else _fixed(request)
+    placement = pack_rows(request)
     check_tolerances(request, placement)
     return placement
+
+
+def pack_rows(request: Request) -> Placement:
+    """The placement, before it is judged by the tolerances: what other planners may start from."""
+    refuse_over_cap(request)
+    return _free(request) if request.layout is None else _fixed(request)
 
 
 def _free(request: Request) -> Placement:
@@ -156,7 +161,9 @@ def _row_bytes(request: Request) -> int:
 
 
 def _team_sizes(request: Request) -> list[int]:
-    """Teams that both the KV heads and the ranks of a node divide into."""
+    """Teams that both the KV heads and the ranks of a node divide into; heads are split evenly, which suits equal ranks only."""
+    if len(set(request.cluster.rank_speeds)) > 1:
+        return [1]
     largest = math.gcd(request.shape.kv_heads, request.cluster.ranks_per_node)
     return sorted({1, largest})
 

@@ -28,7 +28,7 @@ from fractions import Fraction
 import numpy as np
 
 from flexcp.plan import Placement
-from flexcp.planners.blocks import blocks
+from flexcp.planners.blocks import pack_rows
 from flexcp.planners.hypergraph_model import make_tiling
 from flexcp.planners.hypergraph_partition import Partition, placement_of
 from flexcp.planners.hypergraph_search import Limits, Search
@@ -56,7 +56,7 @@ def hypergraph(request: Request) -> Placement:
         compute_tolerance=DEFAULT_TOLERANCE if request.compute_tolerance is None else request.compute_tolerance,
         token_tolerance=DEFAULT_TOLERANCE if request.token_tolerance is None else request.token_tolerance,
     )
-    start = blocks(replace(request, effort=None))
+    start = pack_rows(replace(request, effort=None))
     if start.assemble_own or (request.layout is not None and is_scattered(start.runs)):
         raise Refused("this layout scatters tokens in runs too short for token blocks; use blocks")
     first = best = _candidate(request, start, size)
