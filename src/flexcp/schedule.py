@@ -76,31 +76,31 @@ def _staged(needs: Needs, chosen: Stages, cluster: Cluster, backward: bool) -> l
     """
     q, (first, relays) = needs.q, needs.keys
     keys, stage, piece = cut_into_stages(first, chosen.number, cluster)
-    # Every relay passes on all parts of its piece.
-    part_of = np.argsort(piece, kind="stable")
-    begin = np.searchsorted(piece[part_of], np.arange(len(first) + 1))
-    relay, within = spread(np.diff(begin)[relays.first])
-    part = part_of[begin[relays.first[relay]] + within]
-    passed_on, reader = keys.take(part), relays.rank[relay]
     last = np.ones(cluster.ranks, np.int64)
     np.maximum.at(last, keys.rank, stage)
-    np.maximum.at(last, reader, stage[part] + 1)
-    inputs = [
-        _moves(q, Kind.Q, 1, q.owner, q.rank),
-        _moves(keys, Kind.KV, stage, keys.owner, keys.rank),
-        _moves(passed_on, Kind.KV, stage[part] + 1, passed_on.rank, reader),
-    ]
-    if not backward:
-        return [*inputs, _moves(q, Kind.O, last[q.rank] + 2, q.rank, q.owner, q.partial)]
     home = stage + 2
-    home[part] = stage[part] + 4  # when what the readers return in stage + 3 is there
-    return [
-        *inputs,
-        _moves(q, Kind.DO, 1, q.owner, q.rank),
-        _moves(q, Kind.DQ, last[q.rank] + 2, q.rank, q.owner, q.partial),
-        _moves(passed_on, Kind.DKV, stage[part] + 3, reader, passed_on.rank, passed_on.partial),
-        _moves(keys, Kind.DKV, home, keys.rank, keys.owner, keys.partial),
-    ]
+    parts = [_moves(keys, Kind.KV, stage, keys.owner, keys.rank)]
+    if len(relays):
+        # Every relay passes on all parts of its piece.
+        part_of = np.argsort(piece, kind="stable")
+        begin = np.searchsorted(piece[part_of], np.arange(len(first) + 1))
+        relay, within = spread(np.diff(begin)[relays.first])
+        part = part_of[begin[relays.first[relay]] + within]
+        passed_on, reader = keys.take(part), relays.rank[relay]
+        np.maximum.at(last, reader, stage[part] + 1)
+        home[part] = stage[part] + 4  # when what the readers return in stage + 3 is there
+        parts.append(_moves(passed_on, Kind.KV, stage[part] + 1, passed_on.rank, reader))
+        if backward:
+            parts.append(_moves(passed_on, Kind.DKV, stage[part] + 3, reader, passed_on.rank, passed_on.partial))
+    if backward:
+        parts.append(_moves(keys, Kind.DKV, home, keys.rank, keys.owner, keys.partial))
+    if len(q):
+        parts.append(_moves(q, Kind.Q, 1, q.owner, q.rank))
+        done = last[q.rank] + 2
+        parts.append(_moves(q, Kind.DQ if backward else Kind.O, done, q.rank, q.owner, q.partial))
+        if backward:
+            parts.append(_moves(q, Kind.DO, 1, q.owner, q.rank))
+    return parts
 
 
 def _moves(

@@ -54,6 +54,8 @@ TOLERANT = ("blocks", "hypergraph")
 """Planners that keep tolerances."""
 CLOSE = 32
 """Below high effort no other planner is asked once one is within 1/32 of perfectly divided compute, unless that decides about static."""
+FEW = 16
+"""Static methods of which only close bounds are made."""
 LARGE = 200_000
 """Regions of a static placement beyond which it is not made below high effort, if a dynamic one already beats its bound."""
 
@@ -76,7 +78,9 @@ def auto(request: Request) -> Placement:
             search.left -= 1  # kept for it
     methods = static_methods(request)
     bounds = StaticBounds(request)
-    left = [m for b, m in zip(bounds.loose(methods), methods, strict=True) if not search.leaves_out(b, m)]
+    left = methods
+    if len(methods) > FEW:  # of many, loose bounds rule some out first
+        left = [m for b, m in zip(bounds.loose(methods), methods, strict=True) if not search.leaves_out(b, m)]
     for bound, method in sorted(zip(bounds.close(left), left, strict=True), key=lambda found: found[0]):
         if not search.leaves_out(bound, method):
             search.try_static(method)
