@@ -82,7 +82,9 @@ def test_an_error_half_way_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 @needs_box
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_what_an_ended_process_left_is_removed(how: signal.Signals) -> None:
-    code = "import time\nfrom flexcp.measure.box import Network\nwith Network(2):\n    print('up', flush=True)\n    time.sleep(60)"
+    # A background job inherits that SIGINT is ignored.
+    code = "import signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\nfrom flexcp.measure.box import Network\n"
+    code += "with Network(2):\n    print('up', flush=True)\n    time.sleep(60)"
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
