@@ -1,12 +1,19 @@
-"""Shared fixtures: one pool of real ranks for the whole test session, because starting processes is what takes time."""
+"""Shared fixtures: one pool of real ranks for the whole test session, because starting processes is what takes time.
+
+Random examples are the same in every run, so that a green checkout stays green; ``make properties`` looks for new ones.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from flexcp.measure.ranks import RankPool
+
+settings.register_profile("same", derandomize=True, deadline=None, print_blob=True)
+settings.load_profile("same")
 
 
 @pytest.fixture(scope="session")

@@ -128,14 +128,14 @@ class _Moves:
     """Collects whole-rank pieces (all tokens of an owner) as rows of a transfer table."""
 
     def __init__(self, tokens: Ints) -> None:
-        self.tokens = tokens
+        self.tokens: list[int] = tokens.tolist()
         self.rows: list[tuple[int, ...]] = []
 
     def add(
         self, stage: int, source: int, target: int, kind: Kind, owner: int, heads: tuple[int, int], partial: bool
     ) -> None:
         if source != target and self.tokens[owner]:
-            row = (stage, source, target, int(kind), owner, 0, int(self.tokens[owner]), *heads, int(partial))
+            row = (stage, source, target, int(kind), owner, 0, self.tokens[owner], *heads, int(partial))
             self.rows.append(row)
 
     def table(self) -> Transfers:
