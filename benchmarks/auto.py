@@ -29,8 +29,9 @@ from flexcp.masks import Mask
 from flexcp.pieces import Shape
 from flexcp.plan import Placement
 from flexcp.planners import find_strategy
-from flexcp.planners.auto import auto, static_methods
+from flexcp.planners.auto import auto
 from flexcp.planners.request import Refused, Request
+from flexcp.planners.static_bounds import static_methods
 from flexcp.simulate import lower_bound, predict
 
 SHAPE = Shape(64, 8, 128, 128)

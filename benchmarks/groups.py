@@ -29,9 +29,9 @@ from flexcp.cost import CostModel
 from flexcp.data.lengths import draw_lengths
 from flexcp.pieces import Shape
 from flexcp.plan import Placement
-from flexcp.planners.auto import static_methods
 from flexcp.planners.groups import groups
 from flexcp.planners.request import Refused, Request
+from flexcp.planners.static_bounds import static_methods
 from flexcp.schedule import make_plan
 from flexcp.simulate import lower_bound, predict
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcp.planners.jit import compiled
+from flexcp.jit import compiled
 from flexcp.planners.loops import stable_order
 
 Ints = NDArray[np.int64]

@@ -20,11 +20,12 @@ from flexcp.cost import CostModel
 from flexcp.masks import causal, from_slices, full, lambda_, prefix, shared_question, window
 from flexcp.pieces import Shape
 from flexcp.plan import Placement
-from flexcp.planners.auto import CLOSE, HIGH_EFFORT, StaticBounds, StaticMethod, auto, static_methods
+from flexcp.planners.auto import CLOSE, HIGH_EFFORT, auto
 from flexcp.planners.blocks import blocks
 from flexcp.planners.groups import groups
 from flexcp.planners.layouts import user_layout
 from flexcp.planners.request import Request
+from flexcp.planners.static_bounds import StaticBounds, StaticMethod, static_methods
 from flexcp.schedule import make_plan
 from flexcp.simulate import lower_bound, predict
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flexcp.planners.jit import compiled
+from flexcp.jit import compiled
 
 DOC, LO, HI, LOAD, BIN = range(5)
 MILLION = 1_000_000

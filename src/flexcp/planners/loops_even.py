@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flexcp.planners.jit import compiled
+from flexcp.jit import compiled
 from flexcp.planners.loops import BIN, DOC, HI, HUGE, LO, LOAD, bin_cost, chains, fetched, load_of, most_slices, put
 from flexcp.planners.loops_climb import attach, detach
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flexcp.planners.jit import compiled
+from flexcp.jit import compiled
 from flexcp.planners.loops import (
     BIN,
     DOC,

@@ -20,10 +20,10 @@ import numba
 import numpy as np
 import pytest
 
-from flexcp.planners import jit
+from flexcp import jit
 
 SOURCE = """
-from flexcp.planners.jit import compiled
+from flexcp.jit import compiled
 
 
 @compiled
@@ -258,7 +258,7 @@ logging.getLogger("flexcp.compile").setLevel(logging.INFO)
 sys.path.insert(0, sys.argv[1])
 sys.dont_write_bytecode = True
 import numba
-import flexcp.planners.jit
+import flexcp.jit
 numba.njit(lambda x: x + 1)(1)  # loads all that compiling needs, while it may still be read
 if sys.argv[2] == "nobody" and os.geteuid() == 0:
     os.setgroups([])
