@@ -2,18 +2,26 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint verify-all planning auto groups hypergraph properties clean
+.PHONY: demo test lint docs screenshots verify-all planning auto groups hypergraph properties clean
 
 demo: .venv/ready
 	$(BIN)/flexcp demo
 
-test: .venv/ready lint
+test: .venv/ready .venv/browser lint
 	$(BIN)/python -m pytest
 
 lint: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The docs as a site in build/site, warnings are errors.
+docs: .venv/ready
+	$(BIN)/mkdocs build --strict
+
+# Pictures of the report for the docs, taken by the tests' browser run.
+screenshots: .venv/ready .venv/browser
+	$(BIN)/python -m pytest tests/report/test_browser.py --screenshots docs/pictures
 
 # Every strategy x mask x number of ranks x head arrangement on real processes; writes docs/verified.md.
 verify-all: .venv/ready
@@ -37,12 +45,19 @@ hypergraph: .venv/ready
 
 # Every strategy on thousands of random batches, masks and machines, against a count by hand.
 properties: .venv/ready
-	$(BIN)/python -m pytest tests/planners/test_properties.py --hypothesis-profile=thousands --hypothesis-show-statistics
+	$(BIN)/python -m pytest tests/planners/test_properties.py tests/planners/test_communication.py --hypothesis-profile=thousands --hypothesis-show-statistics
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
+
+# Chromium for the tests of the report, where it is missing and may be installed; without it they are skipped and say so.
+.venv/browser: .venv/ready
+	@command -v chromium chromium-browser google-chrome >/dev/null 2>&1 \
+	  || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && apt-get install -y -qq chromium >/dev/null; } \
+	  || echo "no Chromium, and it cannot be installed here: tests of the report in a browser will be skipped"
+	@touch $@
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache dist

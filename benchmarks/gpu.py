@@ -6,7 +6,8 @@
 
 Parts: ``cases`` (1,000 random cases by the error rule), ``recompiles`` (100 random batches compile nothing), ``bench`` (ours beside the
 baselines), ``plans`` (work lists of real plans against the kernel's dense rate), ``margin`` (multiprocessors left to a copy that runs
-beside attention). Each runs in processes of its own; compiling is parallel, timing is not. Needs torch, Triton and NumPy, no more.
+beside attention), and ``nccl``, only when asked for (2, 4 and 8 real ranks on the one GPU). Each runs in processes of its own; compiling is
+parallel, timing is not. Needs torch, Triton and NumPy, no more.
 """
 
 from __future__ import annotations
@@ -208,8 +209,16 @@ def margin(argument: Any) -> Any:
     return margin_table()
 
 
+def nccl(argument: Any) -> Any:
+    """Real NCCL ranks that share the GPU: right, the same every time, and without a host that waits."""
+    from flexcp.measure.nccl_checks import run_all
+
+    return run_all()
+
+
 PARTS: dict[str, Callable[[Any], Any]] = {
     "cases": cases, "warm": warm, "recompiles": recompiled, "bench": bench, "plans": plans, "margin": margin,
+    "nccl": nccl,
 }  # fmt: skip
 
 

@@ -22,6 +22,9 @@ __version__ = "0.1.0"
 _HOMES = {
     "Planner": "planner",
     "Plan": "plan",
+    "PlanFormatError": "wire",
+    "load_plan": "wire",
+    "save_plan": "wire",
     "Cluster": "clusters",
     "cluster": "clusters",
     "CostModel": "cost",
@@ -42,7 +45,11 @@ _HOMES = {
     "bind": "executor.step",
     "Step": "executor.step",
     "attention": "executor.op",
+    "Telemetry": "telemetry.telemetry",
+    "MismatchError": "telemetry.sample",
     "slice_attention": "executor.slice_attention",
+    "latent_attention": "executor.latent",
+    "LatentForms": "latent",
     "packed_slices": "executor.slice_attention",
     "choose_kernel": "executor.kernels.choose",
     "fastest_kernel": "executor.kernels.fastest",
@@ -51,11 +58,15 @@ _HOMES = {
 __all__ = [
     "Cluster",
     "CostModel",
+    "LatentForms",
     "Mask",
+    "MismatchError",
     "Model",
     "Plan",
+    "PlanFormatError",
     "Planner",
     "Step",
+    "Telemetry",
     "attention",
     "bind",
     "causal",
@@ -69,9 +80,12 @@ __all__ = [
     "from_slices",
     "full",
     "lambda_",
+    "latent_attention",
+    "load_plan",
     "modality",
     "packed_slices",
     "prefix",
+    "save_plan",
     "shared_question",
     "slice_attention",
     "window",
@@ -82,9 +96,11 @@ if TYPE_CHECKING:
     from flexcp.cost import CostModel, Model
     from flexcp.executor.kernels.choose import choose_kernel
     from flexcp.executor.kernels.fastest import fastest_kernel
+    from flexcp.executor.latent import latent_attention
     from flexcp.executor.op import attention
     from flexcp.executor.slice_attention import packed_slices, slice_attention
     from flexcp.executor.step import Step, bind
+    from flexcp.latent import LatentForms
     from flexcp.masks import (
         Mask,
         causal,
@@ -102,6 +118,9 @@ if TYPE_CHECKING:
     )
     from flexcp.plan import Plan
     from flexcp.planner import Planner
+    from flexcp.telemetry.sample import MismatchError
+    from flexcp.telemetry.telemetry import Telemetry
+    from flexcp.wire import PlanFormatError, load_plan, save_plan
 
 
 def __getattr__(name: str) -> Any:

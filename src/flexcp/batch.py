@@ -154,8 +154,11 @@ def _layer_mask(name: str, layers: int, mask: MaskLike | None, lengths: Ints) ->
             raise ValueError(f"{len(rules)} masks for {len(lengths)} documents; give one for all, or one per document")
         documents = np.zeros(0, np.int64)
         slices = np.zeros((0, 6), np.int64)
-        for rule in dict.fromkeys(rules):
-            chosen = np.array([i for i, m in enumerate(rules) if m == rule], np.int64)
+        by_rule: dict[Mask, list[int]] = {}
+        for document, rule in enumerate(rules):
+            by_rule.setdefault(rule, []).append(document)
+        for rule, members in by_rule.items():
+            chosen = np.array(members, np.int64)
             where, found = rule.slices_of(lengths[chosen])
             documents = np.concatenate([documents, chosen[where]])
             slices = np.concatenate([slices, found])

@@ -10,7 +10,7 @@ This file shares no code with the scheduler beyond the tables themselves.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from flexcp import masks
 from flexcp.masks import K0, K1, Q0, Q1
 from flexcp.pieces import QUERY_SIDED, Kind
-from flexcp.plan import Placement, Plan, Program
+from flexcp.plan import Placement, Plan, Program, Transfers
 
 Ints = NDArray[np.int64]
 NEVER = 1 << 30
@@ -40,7 +40,7 @@ def check_plan(plan: Plan) -> None:
         _check_work(plan, number)
         for backward, program in enumerate(programs):
             where = f"mask {placement.batch.masks[number].name!r}, {'backward' if backward else 'forward'}"
-            _Pass(plan, number, program, where).run(bool(backward))
+            _Pass(plan, number, program, where, programs[0]).run(bool(backward))
 
 
 def _require(condition: bool | np.bool_, message: str) -> None:
@@ -96,6 +96,12 @@ def _check_work(plan: Plan, number: int) -> None:
                 )
 
 
+def _kept_keys(forward: Program) -> Transfers:
+    """The key pieces of the forward, as if each arrived one stage earlier."""
+    keys = forward.transfers.take(forward.transfers.kind == Kind.KV)
+    return replace(keys, stage=keys.stage - 1)
+
+
 def _edges(low: Ints, high: Ints, size: int) -> Ints:
     return np.unique(np.concatenate([low, high, [0, size]]))
 
@@ -116,8 +122,11 @@ class _Side:
 
 
 class _Pass:
-    def __init__(self, plan: Plan, number: int, program: Program, where: str) -> None:
+    def __init__(self, plan: Plan, number: int, program: Program, where: str, forward: Program) -> None:
         self.plan, self.program, self.where = plan, program, where
+        self.pieces = program.transfers
+        if program.keys_kept:
+            self.pieces = Transfers.join([program.transfers, _kept_keys(forward)])
         self.placement = plan.placement
         self.regions = self.placement.regions[number]
         index, self.slices = plan.batch.masks[number].cuts(
@@ -130,7 +139,7 @@ class _Pass:
 
     def _make_atoms(self) -> None:
         """Atoms in the order (owner, kept position); ``edge`` is each atom's owner x width + kept start."""
-        placement, t = self.placement, self.program.transfers
+        placement, t = self.placement, self.pieces
         self.width = placement.stream + 1
         begin = self.plan.batch.starts[self.regions.document[self.region]]
         ends = np.concatenate([begin + self.slices[:, c] for c in (Q0, Q1, K0, K1)] + [placement.kept.start])
@@ -151,7 +160,7 @@ class _Pass:
     def _side(self, queries: bool) -> _Side:
         shape, regions = self.plan.shape, self.regions
         h0, h1 = (regions.h0, regions.h1) if queries else shape.kv_range(regions.h0, regions.h1)
-        t = self.program.transfers
+        t = self.pieces
         mine = np.isin(t.kind, QUERY_SIDED) == queries
         count = shape.heads if queries else shape.kv_heads
         borders = np.unique(np.concatenate([h0, h1, t.h0[mine], t.h1[mine], [0, count]]))
@@ -182,6 +191,7 @@ class _Pass:
         allowed = (Kind.Q, Kind.KV, Kind.DO, Kind.DQ, Kind.DKV) if backward else (Kind.Q, Kind.KV, Kind.O)
         self._require(np.isin(t.kind, allowed).all(), "a kind of piece that does not belong to this direction")
         self._require((t.stage >= 1).all() and (t.stage < self.program.stages).all(), "a stage that does not exist")
+        self._require_kept_keys(backward)
         self._receive([Kind.Q, Kind.KV])
         self._require_whole_relays()
         if backward:
@@ -236,8 +246,15 @@ class _Pass:
                 at_home = rank == owner and (rank == target or not self.placement.assemble_own)
                 self._require(not missing or at_home, f"rank {rank} passes on {kind.name} of a piece it never received")
 
+    def _require_kept_keys(self, backward: bool) -> None:
+        """Keys are kept for a backward, and do not travel there; nobody keeps what it would have to put in order first."""
+        if self.program.keys_kept:
+            self._require(backward, "a forward has no keys that were kept")
+            self._require(not (self.program.transfers.kind == Kind.KV).any(), "keys travel that every rank has kept")
+            self._require(not self.placement.assemble_own, "keys are kept that have to be assembled")
+
     def _rows(self, kind: Kind) -> list[tuple[int, ...]]:
-        t = self.program.transfers
+        t = self.pieces
         return [tuple(r) for r in t.take(t.kind == kind).matrix()[[0, 1, 2, 4, 5, 6, 7, 8]].T.tolist()]
 
     def _receive(self, kinds: list[Kind]) -> None:

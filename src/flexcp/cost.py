@@ -7,6 +7,9 @@ Planners compare costs, so a cost is an exact integer on every machine: nanoseco
 - *linear*: what a token costs in the rest of a layer, forward and backward, from a :class:`Model`.
 - *links*: bytes at a port's bandwidth, a start-up per exchange and a little per message.
 
+What compute and transfers cost each other on one device is a slowdown of both while they overlap. Planners leave it out (it is nearly the
+same for all their choices), the event simulator applies it.
+
 The defaults are analytic. Attention is fitted to what one H200 does: with 560 per mille of peak and 32,768 pairs (two tiles of 128 x 128)
 for a tile of rows the formula gives 543, 376 and 190 TFLOP/s for 1, 16 and 64 causal documents in 16,384 tokens, where our Triton probe
 measured 546, 382 and 190, and FlexAttention's 411, 273 and 142 lie on the same curve at 420 per mille. ``error_permille`` is how wrong the
@@ -70,7 +73,9 @@ class CostModel:
     """Efficiencies are per mille of a rank's peak or of a link's bandwidth; ``model=None`` stands for :func:`dense_model`.
 
     ``row_tile_pairs`` is the fixed price of 128 rows of one head in pairs, ``kernel_ns`` that of starting a kernel, ``message_ns`` that of
-    one more peer in an exchange.
+    one more peer in an exchange. The ``overlap`` fields are per mille too: how long compute takes while the rank's transfers are under way,
+    and how fast those are meanwhile; the defaults are an H200's with 16 multiprocessors left to a copy of 16 blocks (docs/kernels.md).
+    ``token_bytes`` is what a token occupies in a layer's activations, 0 when nobody measured it.
     """
 
     name: str = "analytic"
@@ -83,12 +88,19 @@ class CostModel:
     message_ns: int = 1_000
     error_permille: int = 80
     model: Model | None = None
+    overlap_forward: int = 1141
+    overlap_backward: int = 1160
+    overlap_link: int = 930
+    token_bytes: int = 0
 
     def __post_init__(self) -> None:
         for field in ("forward_efficiency", "backward_efficiency", "linear_efficiency", "link_efficiency"):
             _check_number("cost model", field, getattr(self, field), 1)
-        for field in ("row_tile_pairs", "kernel_ns", "message_ns", "error_permille"):
+        for field in ("row_tile_pairs", "kernel_ns", "message_ns", "error_permille", "token_bytes"):
             _check_number("cost model", field, getattr(self, field), 0)
+        for field in ("overlap_forward", "overlap_backward"):
+            _check_number("cost model", field, getattr(self, field), 1000)
+        _check_number("cost model", "overlap_link", self.overlap_link, 1)
 
     # --- attention ----------------------------------------------------------------------------------------------------
 
@@ -111,6 +123,10 @@ class CostModel:
     def linear_ns(self, tokens: Ints, shape: Shape, cluster: Cluster) -> Ints:
         """Time of each rank for ``tokens[rank]`` in the rest of one layer, forward and backward (twice the FLOPs)."""
         return _times(tokens, 3 * self.linear_flops(shape), self.linear_efficiency, shape, cluster)
+
+    def head_ns(self, tokens: Ints, flops_per_token: int, shape: Shape, cluster: Cluster) -> Ints:
+        """Time of each rank for the vocabulary's projection of ``tokens[rank]``, forward and backward."""
+        return _times(tokens, 3 * flops_per_token, self.linear_efficiency, shape, cluster)
 
     def pairs_per_token(self, shape: Shape) -> int:
         """How many attention pairs the rest of a layer costs per token, forward and backward."""

@@ -160,6 +160,11 @@ def _write(path: Path, content: bytes) -> None:
         raise
 
 
+def cache_folders() -> tuple[Path, ...]:
+    """Where compilations of this version are looked for; they are kept in the first that can be written."""
+    return _folders(Path(__file__).with_name("loops_rounds.py"))
+
+
 @cache
 def _folders(source: Path) -> tuple[Path, ...]:
     """Where compiled code of this source may be kept, the best first."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,14 +39,43 @@ OUTPUTS = (Kind.O, Kind.DQ, Kind.DKV)
 
 
 @dataclass(frozen=True)
+class Field:
+    """A tensor of a piece: its name on a shelf, its last dimension (None: one number per token and head), its precision."""
+
+    name: str
+    width: str | None
+    precise: bool | None
+    """True: always accumulator dtype; False: always the model's; None: accumulator when the piece is partial."""
+
+    def numbers(self, shape: Shape) -> int:
+        """Numbers of one token and head."""
+        return int(getattr(shape, self.width)) if self.width else 1
+
+
+FIELDS: dict[Kind, tuple[Field, ...]] = {
+    Kind.Q: (Field("q", "head_dim", False),),
+    Kind.KV: (Field("k", "head_dim", False), Field("v", "v_head_dim", False)),
+    Kind.O: (Field("out", "v_head_dim", None), Field("lse", None, True)),
+    Kind.DO: (Field("do", "v_head_dim", False), Field("lse", None, True), Field("delta", None, True)),
+    Kind.DQ: (Field("dq", "head_dim", None),),
+    Kind.DKV: (Field("dk", "head_dim", None), Field("dv", "v_head_dim", None)),
+}
+
+
+@dataclass(frozen=True)
 class Shape:
-    """The attention layer: query heads, KV heads, sizes of a key and of a value head, dtype of activations."""
+    """The attention layer: query heads, KV heads, sizes of a key and of a value head, dtype of activations.
+
+    ``latent`` is how many numbers of a token stand for the keys and values of all heads while they travel (multi-latent attention); there is
+    then one KV head, and head sizes are those of the heads expanded from it.
+    """
 
     heads: int
     kv_heads: int
     head_dim: int
     v_head_dim: int
     dtype: str = "bfloat16"
+    latent: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("heads", "kv_heads", "head_dim", "v_head_dim"):
@@ -56,6 +86,11 @@ class Shape:
             raise ValueError(
                 f"heads must be a multiple of kv_heads; got {self.heads} heads and {self.kv_heads} KV heads"
             )
+        if self.latent is not None:
+            if not isinstance(self.latent, int) or self.latent < 1:
+                raise ValueError(f"latent is the numbers of a token that travel, at least 1, or None; got {self.latent!r}")
+            if self.kv_heads != 1:
+                raise ValueError(f"a latent of {self.latent} stands for the keys of all heads: kv_heads must be 1; got {self.kv_heads}")
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}; got {self.dtype!r}")
 
@@ -79,13 +114,20 @@ class Shape:
 
     def bytes_per_token_head(self) -> Ints:
         """``[kind, partial]`` bytes of one token and one head of a piece."""
-        e, acc = self.element_bytes, self.accumulator_bytes
-        d, dv = self.head_dim, self.v_head_dim
-        table = np.zeros((len(Kind), 2), np.int64)
-        table[Kind.Q] = e * d
-        table[Kind.KV] = e * (d + dv)
-        table[Kind.O] = e * dv + acc, acc * dv + acc
-        table[Kind.DO] = e * dv + 2 * acc
-        table[Kind.DQ] = e * d, acc * d
-        table[Kind.DKV] = e * (d + dv), acc * (d + dv)
-        return table
+        return _bytes_per_token_head(self)
+
+
+@cache
+def _bytes_per_token_head(shape: Shape) -> Ints:
+    e, acc = shape.element_bytes, shape.accumulator_bytes
+    d, dv = shape.head_dim, shape.v_head_dim
+    kv = shape.latent or d + dv
+    table = np.zeros((len(Kind), 2), np.int64)
+    table[Kind.Q] = e * d
+    table[Kind.KV] = e * kv
+    table[Kind.O] = e * dv + acc, acc * dv + acc
+    table[Kind.DO] = e * dv + 2 * acc
+    table[Kind.DQ] = e * d, acc * d
+    table[Kind.DKV] = e * kv, acc * kv
+    table.flags.writeable = False
+    return table

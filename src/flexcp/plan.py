@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +28,12 @@ from flexcp.clusters import Cluster
 from flexcp.cost import CostModel
 from flexcp.intervals import overlaps
 from flexcp.masks import area
-from flexcp.pieces import OUTPUTS, Shape
+from flexcp.pieces import OUTPUTS, Kind, Shape
 from flexcp.tables import Table
+
+if TYPE_CHECKING:
+    from flexcp.memory import Memory
+    from flexcp.rounds import Rounds
 
 Ints = NDArray[np.int64]
 
@@ -183,12 +187,16 @@ class Program:
 
     ``held[rank]`` is how much of the work on a rank's own rows and own keys, in per mille, waits until the slot after its last inputs,
     where it hides the way home of what the rank computed for others. Without entries nothing waits.
+
+    ``keys_kept`` (backward only): every rank kept the keys it received in the forward, so none travel again. What arrived in stage s of the
+    forward is there from slot s - 1 on.
     """
 
     transfers: Transfers
     own_stage: int
     stages: int
     held: tuple[int, ...] = ()
+    keys_kept: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,7 +234,7 @@ class Plan:
         """Everything of the plan that is not a table, as plain JSON values."""
         placement = self.placement
         return {
-            "shape": asdict(self.shape),
+            "shape": {name: value for name, value in asdict(self.shape).items() if value is not None},
             "cluster": asdict(self.cluster),
             "cost": asdict(self.cost),
             "strategy": self.strategy,
@@ -237,7 +245,10 @@ class Plan:
             "pads": placement.pads,
             "traffic": asdict(placement.traffic),
             "assemble_own": placement.assemble_own,
-            "programs": [[[p.own_stage, p.stages, list(p.held)] for p in pair] for pair in self.programs],
+            "programs": [
+                [[p.own_stage, p.stages, list(p.held), *["keys kept"] * p.keys_kept] for p in pair]
+                for pair in self.programs
+            ],
         }
 
     def tables(self) -> list[Table]:
@@ -267,14 +278,54 @@ class Plan:
         )
         return flat.reshape(self.ranks, self.ranks)
 
+    def inputs(self, mask: int, backward: bool) -> Transfers:
+        """The q and kv pieces of a pass with the stage from whose slot on they are there; kept keys are the forward's, a slot earlier."""
+        forward, program = self.programs[mask][0].transfers, self.programs[mask][backward]
+        found = program.transfers.take(np.isin(program.transfers.kind, (Kind.Q, Kind.KV)))
+        if not program.keys_kept:
+            return found
+        kept = forward.take(forward.kind == Kind.KV)
+        return Transfers.join([found, replace(kept, stage=kept.stage - 1)])
+
     def inter_node_bytes(self, backward: bool = False, mask: int = 0) -> int:
         """Bytes of one layer that cross between nodes."""
         node = np.arange(self.ranks) // self.cluster.ranks_per_node
         return int(self.bytes(backward, mask)[node[:, None] != node[None, :]].sum())
 
+    def peers(self, rank: int) -> list[int]:
+        """The ranks that ``rank`` sends to or receives from, under any mask and in either direction: a connection each."""
+        met: set[int] = set()
+        for program in (p for pair in self.programs for p in pair):
+            transfers = program.transfers
+            met |= set(transfers.target[transfers.source == rank].tolist())
+            met |= set(transfers.source[transfers.target == rank].tolist())
+        return sorted(met - {rank})
+
+    def rounds(
+        self, mask: int = 0, backward: bool = False, chunk_bytes: int | None = None, rounds_per_call: int | None = None
+    ) -> Rounds:
+        """The conflict-free rounds of one layer, and what they lose (:mod:`flexcp.rounds`). Made once for each set of arguments."""
+        from flexcp.rounds import plan_rounds
+
+        key = (mask, backward, chunk_bytes, rounds_per_call)
+        if key not in self._rounds:
+            program = self.programs[mask][backward]
+            self._rounds[key] = plan_rounds(program, self.shape, self.cluster, chunk_bytes, rounds_per_call)
+        return self._rounds[key]
+
+    @cached_property
+    def _rounds(self) -> dict[tuple[int, bool, int | None, int | None], Rounds]:
+        return {}
+
     def work(self, mask: int = 0) -> Ints:
         """Area x query heads of each rank."""
         return self.placement.work(mask)
+
+    def memory(self, rank: int) -> Memory:
+        """What attention needs on ``rank``, in bytes, before anything is allocated (:mod:`flexcp.memory`)."""
+        from flexcp.memory import plan_memory
+
+        return plan_memory(self, rank)
 
     def __str__(self) -> str:
         from flexcp.report.ascii import picture

@@ -17,7 +17,7 @@ from flexcp.plan import Plan
 from flexcp.planners import find_strategy
 from flexcp.planners.layouts import user_layout
 from flexcp.planners.microbatch import document_loads, split
-from flexcp.planners.request import Request, refuse_over_cap
+from flexcp.planners.request import Request, refuse_over_cap, refuse_over_memory, refuse_over_peers
 from flexcp.schedule import make_plan
 
 
@@ -28,7 +28,14 @@ class Planner:
     one with the least predicted step time. ``model`` says what the rest of a layer costs (by default a dense model of hidden size
     heads x head_dim), ``effort`` how many candidates may be evaluated. Tolerances bound how far a rank's compute and tokens may
     exceed the mean (0.05 is 5 %); without them counts differ as far as the step's time profits. ``max_tokens_per_rank`` is a hard
-    cap on what a rank keeps.
+    cap on what a rank keeps, ``max_memory_per_rank`` one on the bytes its attention needs: one arena and what all layers keep for their
+    backward, as ``plan.memory(rank).total`` counts it; a plan over it is refused. With
+    ``keep_kv`` bytes a rank, all layers together, keys received in the forward are kept for the backward where they fit, and do not travel
+    again (not under the static methods, whose traffic is their own).
+
+    ``max_peers`` caps how many other ranks a rank exchanges with in a plan, because each costs a connection and its buffers
+    (``plan.peers(rank)``); a plan over it is refused. With ``latent`` keys and values travel as so many numbers a token, whatever the heads
+    (multi-latent attention, ``kv_heads=1``), and :func:`flexcp.latent_attention` runs the plan.
 
     >>> planner = Planner(heads=8, kv_heads=2, head_dim=64, cluster=cluster("h100", ranks_per_node=4))
     >>> planner(lengths=[1000, 30, 1]).ranks
@@ -50,6 +57,10 @@ class Planner:
         compute_tolerance: float | None = None,
         token_tolerance: float | None = None,
         max_tokens_per_rank: int | None = None,
+        max_memory_per_rank: int | None = None,
+        keep_kv: int = 0,
+        max_peers: int | None = None,
+        latent: int | None = None,
     ) -> None:
         self.shape = Shape(
             heads,
@@ -57,6 +68,7 @@ class Planner:
             head_dim,
             head_dim if v_head_dim is None else v_head_dim,
             str(dtype).removeprefix("torch."),
+            latent,
         )
         self.cluster = cluster
         self.cost = cost or CostModel()
@@ -68,6 +80,9 @@ class Planner:
         self.compute_tolerance = _checked_tolerance("compute_tolerance", compute_tolerance)
         self.token_tolerance = _checked_tolerance("token_tolerance", token_tolerance)
         self.max_tokens_per_rank = _checked_count("max_tokens_per_rank", max_tokens_per_rank, 1, "the tokens of a rank")
+        self.keep_kv = _checked_count("keep_kv", keep_kv, 0, "bytes a rank may keep received keys in") or 0
+        self.max_memory_per_rank = _checked_count("max_memory_per_rank", max_memory_per_rank, 1, "bytes of attention")
+        self.max_peers = _checked_count("max_peers", max_peers, 0, "the other ranks that a rank exchanges with")
 
     def __call__(
         self,
@@ -132,9 +147,15 @@ class Planner:
             self.token_tolerance,
             self.max_tokens_per_rank,
             self.effort,
+            self.max_memory_per_rank,
+            self.keep_kv,
+            max_peers=self.max_peers,
         )
         refuse_over_cap(request)
-        return make_plan(self.place(request), self.shape, self.cluster, self.cost, self.strategy)
+        plan = make_plan(self.place(request), self.shape, self.cluster, self.cost, self.strategy, self.keep_kv)
+        refuse_over_memory(request, plan)
+        refuse_over_peers(request, plan)
+        return plan
 
 
 def _checked_tolerance(name: str, value: float | None) -> float | None:

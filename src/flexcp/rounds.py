@@ -83,27 +83,33 @@ class Exchanges(Table):
 
 @dataclass(frozen=True, eq=False)
 class Rounds:
-    """The rounds of a program, and how many of them are posted together."""
+    """The rounds of a program, and how many of them are posted together (None: all)."""
 
     exchanges: Exchanges
     chunks: Chunks
-    rounds_per_call: int
+    rounds_per_call: int | None
 
     @property
     def call(self) -> Ints:
         """The call of each chunk, from 0 in each exchange."""
-        return self.chunks.round // self.rounds_per_call
+        number = self.chunks.round
+        return number * 0 if self.rounds_per_call is None else number // self.rounds_per_call
 
 
 def plan_rounds(
-    program: Program, shape: Shape, cluster: Cluster, chunk_bytes: int | None = None, rounds_per_call: int = 16
+    program: Program,
+    shape: Shape,
+    cluster: Cluster,
+    chunk_bytes: int | None = None,
+    rounds_per_call: int | None = None,
 ) -> Rounds:
     """The rounds of every stage and level of a program; without ``chunk_bytes`` each has chunks as large as pays."""
     from flexcp.loops_rounds import in_rounds  # compiled: only who asks for rounds loads Numba
 
     if chunk_bytes is not None:
         _check_count("chunk_bytes", chunk_bytes)
-    _check_count("rounds_per_call", rounds_per_call)
+    if rounds_per_call is not None:
+        _check_count("rounds_per_call", rounds_per_call)
     messages, stage, across = find_messages(program, shape, cluster)
     first = np.searchsorted(messages.exchange, np.arange(len(stage) + 1))
     port = _busiest_ports(messages, len(stage), cluster.ranks)

@@ -5,7 +5,7 @@ For each mask and direction this writes the table of transfers. Two ways of trav
 - *needed* (every planner of ours): what a rank's regions read, exact to the token and head, into each node once (:mod:`flexcp.routes`) and
   in as many stages as pay (:mod:`flexcp.stages`), forward and backward apart. Moved queries come first; gradients of keys go home as soon
   as the work on those keys is done, results for moved queries after the last. What a single rank computed whole travels in the model's
-  dtype, others as partials.
+  dtype, others as partials. Keys travel again in the backward unless a budget lets ranks keep them.
 - *static*: the traffic users know of rings, head exchanges and gathers, needed or not.
 
 Backward inputs are the forward's plus do, LSE and delta; every output returns a piece that came in, so a rank reduces in the rows where
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from flexcp.batch import LayerMask
 from flexcp.clusters import Cluster
 from flexcp.cost import CostModel
-from flexcp.flows import Needs, find_needs, moves_of
+from flexcp.flows import KeptKeys, Needs, find_needs, moves_of
 from flexcp.intervals import spread
 from flexcp.needs import Pieces
 from flexcp.pieces import Kind, Shape
@@ -31,55 +31,76 @@ from flexcp.work import count_pairs, rank_work, rings_of, work_ns
 Ints = NDArray[np.int64]
 
 
-def make_plan(placement: Placement, shape: Shape, cluster: Cluster, cost: CostModel, strategy: str) -> Plan:
-    """The plan of a placement: transfers for every mask, forward and backward."""
+def make_plan(
+    placement: Placement, shape: Shape, cluster: Cluster, cost: CostModel, strategy: str, keep_kv: int = 0
+) -> Plan:
+    """The plan of a placement: transfers for every mask, forward and backward.
+
+    ``keep_kv`` is how many bytes of received keys a rank may keep for the backward, all layers together.
+    """
     programs: list[tuple[Program, Program]] = []
+    budget = KeptKeys(placement, shape, keep_kv)
     for mask, regions in zip(placement.batch.masks, placement.regions, strict=True):
         if placement.traffic.kind == "needed":
-            programs.append(_needed_programs(placement, shape, cluster, cost, mask, regions))
+            programs.append(_needed_programs(placement, shape, cluster, cost, mask, regions, budget))
         else:
             programs.append((_static_program(placement, shape, False), _static_program(placement, shape, True)))
     return Plan(shape, cluster, cost, strategy, placement, tuple(programs))
 
 
-def _program(parts: list[Transfers], own_stage: int, held: tuple[int, ...] = ()) -> Program:
+def _program(parts: list[Transfers], own_stage: int, held: tuple[int, ...] = (), keys_kept: bool = False) -> Program:
     transfers = Transfers.join([part for part in parts if len(part)])
     transfers = transfers.sorted_by("stage", "source", "target", "kind", "owner", "start", "h0")
     last = int(transfers.stage.max()) if len(transfers) else own_stage
-    return Program(transfers, own_stage, max(last, own_stage) + 1, held)
+    return Program(transfers, own_stage, max(last, own_stage) + 1, held, keys_kept)
 
 
 # --- exactly what is needed -------------------------------------------------------------------------------------------
 
 
 def _needed_programs(
-    placement: Placement, shape: Shape, cluster: Cluster, cost: CostModel, mask: LayerMask, regions: Regions
+    placement: Placement,
+    shape: Shape,
+    cluster: Cluster,
+    cost: CostModel,
+    mask: LayerMask,
+    regions: Regions,
+    budget: KeptKeys,
 ) -> tuple[Program, Program]:
     rings = rings_of(placement)
     pairs = count_pairs(placement, mask, regions, rings)
     work = rank_work(placement, regions, pairs, cost)
     needs = find_needs(placement, shape, cluster, mask, regions, pairs)
     own_stage = 1 if placement.assemble_own else 0
+    kept = budget.take(mask, needs)
     programs = []
-    for backward, moves in enumerate(moves_of(placement, shape, needs)):
+    forward = None
+    for backward, moves in enumerate(moves_of(placement, shape, needs, kept)):
         times = work_ns(work, rings, shape, cluster, cost, bool(backward))
-        chosen = choose_stages(placement, needs, times, moves, cluster, cost)
-        parts = _staged(needs, chosen, cluster, bool(backward))
-        programs.append(_program(parts, own_stage, tuple(chosen.held.tolist()) if chosen.held.any() else ()))
+        chosen = choose_stages(placement, needs, times, moves, cluster, cost, forward)
+        forward = chosen if kept else None
+        parts = _staged(needs, chosen, cluster, bool(backward), kept)
+        held = tuple(chosen.held.tolist()) if chosen.held.any() else ()
+        programs.append(_program(parts, own_stage, held, kept and bool(backward)))
     return programs[0], programs[1]
 
 
-def _staged(needs: Needs, chosen: Stages, cluster: Cluster, backward: bool) -> list[Transfers]:
+def _staged(needs: Needs, chosen: Stages, cluster: Cluster, backward: bool, kept: bool) -> list[Transfers]:
     """Queries in stage 1, keys in theirs, relays one later; what a slot completed leaves two stages later.
 
-    As queries are there first, the work on a stage's keys is done in its own slot.
+    As queries are there first, the work on a stage's keys is done in its own slot. Kept keys do not travel again: they are there one slot
+    before the forward's, and the work on them is done then, or when the queries are there.
     """
     q, (first, relays) = needs.q, needs.keys
     keys, stage, piece = cut_into_stages(first, chosen.number, cluster)
+    there = backward and kept
+    slot = stage - there
     last = np.ones(cluster.ranks, np.int64)
-    np.maximum.at(last, keys.rank, stage)
-    home = stage + 2
-    parts = [_moves(keys, Kind.KV, stage, keys.owner, keys.rank)]
+    np.maximum.at(last, keys.rank, slot)
+    queries = np.zeros(cluster.ranks, np.int64)
+    queries[q.rank] = 1
+    home = np.maximum(slot, queries[keys.rank]) + 2
+    parts = [] if there else [_moves(keys, Kind.KV, stage, keys.owner, keys.rank)]
     if len(relays):
         # Every relay passes on all parts of its piece.
         part_of = np.argsort(piece, kind="stable")
@@ -87,11 +108,12 @@ def _staged(needs: Needs, chosen: Stages, cluster: Cluster, backward: bool) -> l
         relay, within = spread(np.diff(begin)[relays.first])
         part = part_of[begin[relays.first[relay]] + within]
         passed_on, reader = keys.take(part), relays.rank[relay]
-        np.maximum.at(last, reader, stage[part] + 1)
-        home[part] = stage[part] + 4  # when what the readers return in stage + 3 is there
-        parts.append(_moves(passed_on, Kind.KV, stage[part] + 1, passed_on.rank, reader))
+        np.maximum.at(last, reader, slot[part] + 1)
+        home[part] = slot[part] + 4  # when what the readers return three stages after the keys is there
+        if not there:
+            parts.append(_moves(passed_on, Kind.KV, stage[part] + 1, passed_on.rank, reader))
         if backward:
-            parts.append(_moves(passed_on, Kind.DKV, stage[part] + 3, reader, passed_on.rank, passed_on.partial))
+            parts.append(_moves(passed_on, Kind.DKV, slot[part] + 3, reader, passed_on.rank, passed_on.partial))
     if backward:
         parts.append(_moves(keys, Kind.DKV, home, keys.rank, keys.owner, keys.partial))
     if len(q):

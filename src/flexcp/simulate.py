@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from flexcp.batch import Batch
 from flexcp.clusters import NOMINAL_SPEED, Cluster
 from flexcp.cost import CostModel
-from flexcp.flows import Moves, exchange_ns, find_needs, moves_of, ports_ns, through_ports
+from flexcp.flows import KeptKeys, Moves, exchange_ns, find_needs, moves_of, ports_ns, through_ports
 from flexcp.intervals import united
 from flexcp.masks import Q0, Q1
 from flexcp.pieces import Shape
@@ -98,24 +98,29 @@ def milliseconds(ns: int) -> str:
     return f"{ns / 1e6:.3f}"
 
 
-def predict(placement: Placement, shape: Shape, cluster: Cluster, cost: CostModel) -> Prediction:
-    """The predicted time of one step of this placement."""
+def predict(placement: Placement, shape: Shape, cluster: Cluster, cost: CostModel, keep_kv: int = 0) -> Prediction:
+    """The predicted time of one step of this placement; ``keep_kv`` as in :func:`flexcp.schedule.make_plan`."""
     rings = rings_of(placement)
     compute = np.zeros(placement.ranks, np.int64)
     total = np.zeros(placement.ranks, np.int64)
     all_moves: list[Moves] = []
+    budget = KeptKeys(placement, shape, keep_kv)
     for mask, regions in zip(placement.batch.masks, placement.regions, strict=True):
         pairs = count_pairs(placement, mask, regions, rings)
         needed = placement.traffic.kind == "needed"
         needs = find_needs(placement, shape, cluster, mask, regions, pairs) if needed else None
         pairs_of_ranks = rank_work(placement, regions, pairs, cost)
-        for backward, moves in enumerate(moves_of(placement, shape, needs)):
+        kept = budget.take(mask, needs)
+        forward = None
+        for backward, moves in enumerate(moves_of(placement, shape, needs, kept)):
             work = work_ns(pairs_of_ranks, rings, shape, cluster, cost, bool(backward))
             compute += mask.layers * (work.own + work.rest)
             if needs is None:
                 total += mask.layers * _static_ns(work, moves, rings, cluster, cost)
             else:
-                total += mask.layers * choose_stages(placement, needs, work, moves, cluster, cost).ns
+                chosen = choose_stages(placement, needs, work, moves, cluster, cost, forward)
+                forward = chosen if kept else None
+                total += mask.layers * chosen.ns
             all_moves.append(moves)
     layers = sum(mask.layers for mask in placement.batch.masks)
     linear = layers * cost.linear_ns(placement.tokens, shape, cluster)

@@ -10,6 +10,9 @@ With s stages a rank does this (inputs of the next stage and results of the last
 The own work is shared between the two ends in proportion to what travels there. More stages hide more and start more kernels and
 messages: each rank takes the number that is fastest by the cost model. Equal parts are enough: own work evens the ends out.
 
+Where the forward's keys are kept for the backward, nothing but moved queries travels there: the backward works on the same parts, each one
+slot earlier, and its gradients follow. The own work then waits for the end unless queries come.
+
 Parts are cut from a rank's pieces in the order of their owners' distance, inside and across nodes apart, so that in every stage both
 ports are busy and different ranks ask different owners. What is relayed inside a node (:mod:`flexcp.routes`) arrives one stage later, and
 its gradients take one stage more.
@@ -58,9 +61,15 @@ class _Times(NamedTuple):
 
 
 def choose_stages(
-    placement: Placement, needs: Needs, work: Work, moves: Moves, cluster: Cluster, cost: CostModel
+    placement: Placement,
+    needs: Needs,
+    work: Work,
+    moves: Moves,
+    cluster: Cluster,
+    cost: CostModel,
+    kept: Stages | None = None,
 ) -> Stages:
-    """The fastest number of stages of each rank. ``work`` is in nanoseconds."""
+    """The fastest number of stages of each rank, or, in a backward whose keys are ``kept``, the forward's. ``work`` is in nanoseconds."""
     exchanges = (
         join_flows([moves.inputs, moves.relays]),
         moves.relays,
@@ -69,6 +78,8 @@ def choose_stages(
         moves.outputs,
     )
     times = _Times(*(exchange_ns(flows, cluster, cost) for flows in exchanges))
+    if kept is not None:
+        return _timed_kept(kept.number, work, times, cluster)
     best = _timed(1, work, times, cluster)
     if placement.assemble_own:
         # All work waits for the one stage in which tokens are put in order.
@@ -100,6 +111,22 @@ def _timed(number: int, work: Work, times: _Times, cluster: Cluster) -> Stages:
         under = [into] * (slot < number) + [out] * (slot > 1)
         ns += np.maximum(each, np.maximum.reduce(under)) if under else each
     return Stages(np.full_like(held, number), held, ns + np.maximum(second, last))
+
+
+def _timed_kept(number: Ints, work: Work, times: _Times, cluster: Cluster) -> Stages:
+    """With keys that are there: only queries come, and gradients leave behind the work on the next part."""
+    start = cluster.latency_ns * (number > 1)
+    out, returned = (-(-ns // number) + start * (ns > 0) for ns in (times.back, times.relayed))
+    each = -(-(work.rest + (number - 1) * work.again) // number)
+    last = out + returned + times.home - cluster.latency_ns * ((out > 0) & (times.home > 0))  # one exchange
+    held = 1000 * last // np.maximum(times.there + last, 1)
+    second = work.own * held // 1000
+    waits = times.there > 0  # work on moved queries begins a slot later
+    ns = np.maximum(work.own - second + np.where(waits, 0, each), times.there)
+    slots = np.where(waits, number, number - 1)
+    ns += np.where(slots > 0, np.where(waits, each, np.maximum(each, out)), 0)
+    ns += np.maximum(slots - 1, 0) * np.maximum(each, out)
+    return Stages(number, held, ns + np.maximum(second, last))
 
 
 def cut_into_stages(keys: Pieces, number: Ints, cluster: Cluster) -> tuple[Pieces, Ints, Ints]:

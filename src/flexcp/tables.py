@@ -52,11 +52,20 @@ class Table:
         """The rows of all parts, in order."""
         if not parts:
             return cls.make(0, **dict.fromkeys(cls.names(), 0))
-        return cls(**{n: np.concatenate([getattr(p, n) for p in parts]) for n in cls.names()})
+        return cls._of({n: np.concatenate([getattr(p, n) for p in parts]) for n in cls.names()})
 
     def take(self, index: Any) -> Self:
         """The rows that ``index`` (integers or booleans) selects."""
-        return type(self)(**{n: getattr(self, n)[index] for n in self.names()})
+        return self._of({n: getattr(self, n)[index] for n in self.names()})
+
+    @classmethod
+    def _of(cls, columns: dict[str, Ints]) -> Self:
+        """A table of new columns that were made from a table's, so they need no look: planning makes hundreds."""
+        table = object.__new__(cls)
+        for column in columns.values():
+            column.flags.writeable = False
+        table.__dict__.update(columns)
+        return table
 
     def sorted_by(self, *names: str) -> Self:
         """The rows in ascending order of the named columns, the first one leading; equal rows keep their order."""

@@ -19,6 +19,7 @@ import flexcp
 from flexcp.cli.main import app, run
 from flexcp.data.lengths import draw_lengths
 from flexcp.plan import Plan, imbalance
+from flexcp.report.rounds_table import rounds_columns, rounds_table
 
 PLAN_KEYS = [
     "strategy",
@@ -34,6 +35,10 @@ PLAN_KEYS = [
     "compute_imbalance",
     "token_imbalance",
     "stages",
+    "rounds",
+    "max_rank_peers",
+    "max_rank_arena_bytes",
+    "max_rank_memory_bytes",
     "hash",
 ]
 VERIFY_KEYS = ["out", "lse", "dq", "dk", "dv", "bytes_match", "passed"]
@@ -90,6 +95,10 @@ def test_plan_json_is_the_planners_numbers(strategy: str) -> None:
         "compute_imbalance": round(imbalance(plan.work()), 6),
         "token_imbalance": round(imbalance(plan.placement.tokens), 6),
         "stages": plan.programs[0][0].stages,
+        "rounds": {"forward": rounds_columns(plan, False), "backward": rounds_columns(plan, True)},
+        "max_rank_peers": max(len(plan.peers(r)) for r in range(4)),
+        "max_rank_arena_bytes": max(plan.memory(r).arena for r in range(4)),
+        "max_rank_memory_bytes": max(plan.memory(r).total for r in range(4)),
         "hash": plan.hash,
     }
 
@@ -107,7 +116,8 @@ def test_plan_json_of_a_plan_worked_out_by_hand() -> None:
 
 def test_plan_text_is_the_picture() -> None:
     result = invoke("plan", "--lengths", "900,31,1", *SMALL)
-    assert result.stdout == str(planned([900, 31, 1])) + "\n"
+    plan = planned([900, 31, 1])
+    assert result.stdout == f"{plan}\n\n{rounds_table(plan)}\n"
     for words in ("kept by", "rows down, keys right", "work/mean", "imbalance"):
         assert words in result.stdout
 
@@ -242,6 +252,11 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "cap of dp": ([*ASK, "--strategy", "dp", "--max-tokens-per-rank", "90"], ["100 tokens on rank", "=90"]),
     "cap 0": ([*ASK, "--max-tokens-per-rank", "0"], ["max_tokens_per_rank", "got 0"]),
+    "memory": (
+        [*ASK, "--ranks", "4", "--strategy", "ring", "--max-memory-per-rank", "100000"],
+        ["max_memory_per_rank=100000", "bytes on rank", "raise the cap"],
+    ),
+    "memory 0": ([*ASK, "--max-memory-per-rank", "0"], ["max_memory_per_rank", "got 0"]),
     "effort": ([*ASK, "--effort", "-1"], ["effort", "got -1"]),
     "token tolerance": ([*ASK, "--token-tolerance", "-0.5"], ["token_tolerance", "-0.5"]),
     "tolerance NaN": ([*ASK, "--compute-tolerance", "nan"], ["compute_tolerance", "nan"]),

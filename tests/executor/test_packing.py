@@ -23,7 +23,7 @@ import json, sys
 import numpy as np
 import torch
 import flexcp
-from flexcp.executor.exchange import Buffers
+from flexcp.executor.arena import Buffers
 from flexcp.executor.fields import Types, message_bytes, message_parts, new_inputs, new_results
 from flexcp.executor.packing import FieldPacking
 from flexcp.executor.program import rank_program
@@ -61,12 +61,12 @@ for strategy, ranks, backward in json.loads(sys.argv[1]):
             shelves = [shelves_of(program, plan.shape, types, backward, torch.Generator().manual_seed(slot)) for _ in packings]
             leaving, arriving = [], []
             for packing, held in zip(packings, shelves):
-                buffers = Buffers([(m.peer, message_bytes(m, plan.shape)) for m in stage.send], types.device)
+                buffers = Buffers.alone([(m.peer, message_bytes(m, plan.shape)) for m in stage.send], types.device)
                 buffers.memory.zero_()
                 packing.pack(slot, buffers, held)
                 leaving.append([part.view(memory) for message, (_, memory) in zip(stage.send, buffers.messages)
                                 for part in message_parts(message, plan.shape, types)])
-                buffers = Buffers([(m.peer, message_bytes(m, plan.shape)) for m in stage.receive], types.device)
+                buffers = Buffers.alone([(m.peer, message_bytes(m, plan.shape)) for m in stage.receive], types.device)
                 generator = torch.Generator().manual_seed(100 + slot)
                 for message, (_, memory) in zip(stage.receive, buffers.messages):
                     for part in message_parts(message, plan.shape, types):
@@ -83,10 +83,11 @@ print(json.dumps(launches))
 TWICE = """
 import numpy as np
 import torch
-from flexcp.executor.exchange import Buffers
+from flexcp.executor.arena import Buffers
 from flexcp.executor.fields import Types, message_bytes, message_parts, new_inputs, new_results
 from flexcp.executor.packing import FieldPacking
-from flexcp.executor.program import KEYS, QUERIES, Block, Message, RankProgram, Shelf, Slot
+from flexcp.executor.program import Block, Message, RankProgram, Shelf, Slot
+from flexcp.memory import KEYS, QUERIES, Layout
 from flexcp.executor.row_packing import RowPacking
 from flexcp.pieces import Kind, Shape
 
@@ -96,10 +97,10 @@ shelves = (Shelf(QUERIES, 6, 0, 2, 0), Shelf(KEYS, 6, 0, 2, 0))
 for kind, backward in ((Kind.O, False), (Kind.DQ, True), (Kind.DKV, True)):
     side = KEYS if kind == Kind.DKV else QUERIES
     blocks = (Block(kind, side, slice(0, 4), 4, 0, 2, True), Block(kind, side, np.array([3, 5, 1]), 3, 0, 1, True))
-    program = RankProgram(shelves, (Slot(receive=[Message(1, blocks)]),))
+    program = RankProgram(shelves, (Slot(receive=[Message(1, blocks)]),), Layout(0, {}), {}, 0)
     results = []
     for packing in (FieldPacking(program, shape, types), RowPacking(program, shape, types)):
-        buffers = Buffers([(1, message_bytes(program.slots[0].receive[0], shape))], types.device)
+        buffers = Buffers.alone([(1, message_bytes(program.slots[0].receive[0], shape))], types.device)
         generator = torch.Generator().manual_seed(0)
         for part in message_parts(program.slots[0].receive[0], shape, types):
             part.view(buffers.messages[0][1]).copy_(torch.randn(part.size, generator=generator))

@@ -136,7 +136,7 @@ def on_losses(group: dist.ProcessGroup, named: dict[str, Plan]) -> dict[str, Arr
     for name, plan in named.items():
         step = flexcp.bind(plan, group)
         logits = step.shard(stream_tensor(plan.batch.tokens, VOCABULARY), pad=1e3).requires_grad_()
-        loss = step.loss(logits, step.labels(token_ids(plan.batch.tokens)))
+        loss = step.loss(logits, step.labels(token_ids(plan.batch.tokens)), without_attention=True)
         loss.backward()
         found[name] = {
             "indices": step.indices.numpy(),
@@ -150,7 +150,8 @@ def on_masked_vocabulary(group: dist.ProcessGroup, plan: Plan) -> float:
     step = flexcp.bind(plan, group)
     logits = stream_tensor(plan.batch.tokens, VOCABULARY)
     logits = torch.cat([logits, torch.full_like(logits[:, :1], -torch.inf)], dim=1)
-    return float(step.loss(step.shard(logits), step.labels(token_ids(plan.batch.tokens))))
+    labels = step.labels(token_ids(plan.batch.tokens))
+    return float(step.loss(step.shard(logits), labels, without_attention=True))
 
 
 def on_bind(group: dist.ProcessGroup, plans_by_rank: list[Plan | None], timeout: float) -> tuple[str, str, float]:
@@ -381,7 +382,7 @@ def test_loss_of_low_precision_logits_is_float32() -> None:
     step = flexcp.bind(plan)
     logits = stream_tensor(8, VOCABULARY).to(torch.bfloat16)
     labels = step.labels(token_ids(8))
-    loss = step.loss(logits, labels)
+    loss = step.loss(logits, labels, without_attention=True)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits.float(), labels))
 
@@ -397,7 +398,8 @@ def test_loss_survives_a_masked_vocabulary(pool: RankPool) -> None:
 def test_loss_survives_a_large_sum_of_float16_logits() -> None:
     step = flexcp.bind(plan_for("blocks", 1, [100]))
     logits = torch.ones(100, 1000, dtype=torch.float16)
-    assert step.loss(logits, torch.zeros(100, dtype=torch.long)).item() == pytest.approx(np.log(1000), rel=1e-5)
+    loss = step.loss(logits, torch.zeros(100, dtype=torch.long), without_attention=True)
+    assert loss.item() == pytest.approx(np.log(1000), rel=1e-5)
 
 
 # --- bind ---------------------------------------------------------------------------------------------------------------

@@ -1,18 +1,21 @@
-"""``flexcp bench kernel``: our GPU kernels beside the machine's others."""
+"""``flexcp bench``: ``kernel`` times our GPU kernels beside the machine's others, ``step`` (a file of its own) strategies on ranks."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
+from flexcp.cli.bench_step import step
+from flexcp.cli.every import Commands
+from flexcp.cli.options import Json
+
+app = Commands(help="Measure on this machine.", no_args_is_help=True)
 
 
-@app.callback()
-def _bench() -> None:
-    """A group of commands, even while it holds one."""
+app.command()(step)
 
 
 @app.command()
@@ -28,6 +31,7 @@ def kernel(
     contenders: Annotated[str, typer.Option(help="hopper, triton, cudnn, flash, flex, varlen; or all.")] = "all",
     rounds: Annotated[int, typer.Option(help="Rounds of turns; the median counts.")] = 7,
     write: Annotated[Path | None, typer.Option(help="Write everything measured as JSON.")] = None,
+    as_json: Json = False,
 ) -> None:
     """Check our kernels against float64 and time them beside cuDNN, FlashAttention, FlexAttention and varlen_attn.
 
@@ -46,12 +50,16 @@ def kernel(
     chosen = [*b.OURS, *b.BASELINES] if contenders == "all" else contenders.split(",")
     product = b.matrix_rate()
     results = b.bench(list(NAMES) if masks == "all" else masks.split(","), tokens, shape, chosen, rounds)
-    typer.echo(
-        f"{torch.cuda.get_device_name()}, matrix product {product:.0f} TFLOP/s; useful TFLOP/s forward / backward"
-    )
-    typer.echo(b.table(results, product))
+    content = json.dumps(b.as_data(results, product, shape), indent=2)
+    if as_json:
+        typer.echo(content)
+    else:
+        typer.echo(
+            f"{torch.cuda.get_device_name()}, matrix product {product:.0f} TFLOP/s; useful TFLOP/s forward / backward"
+        )
+        typer.echo(b.table(results, product))
     for r in results:
         if r.missing:
             typer.echo(f"{r.contender} on {r.workload}: {r.missing}", err=True)
     if write:
-        b.write_json(write, results, product, shape)
+        write.write_text(content)

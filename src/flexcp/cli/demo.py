@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from flexcp.cli.options import Json
+from flexcp.cli.progress import console, quiet
 
 
 def demo(
@@ -26,9 +27,8 @@ def demo(
     from flexcp.train.demo import DemoConfig, agree, run_demo, show
 
     config = DemoConfig(ranks=ranks, steps=steps, tokens=tokens, strategies=tuple(strategies.split()))
-    console = Console(stderr=as_json)
-    results = run_demo(config, console)
-    show(results, config, console)
+    results = run_demo(config, console())
+    show(results, config, Console(stderr=as_json, quiet=as_json and quiet()))
     if as_json:
         typer.echo(json.dumps([r.as_json() for r in results], indent=2))
     if not agree(results):

@@ -8,15 +8,23 @@ import sys
 import typer
 
 from flexcp.cli import bench
+from flexcp.cli.advise import advise
+from flexcp.cli.calibrate import calibrate
+from flexcp.cli.compare import compare
 from flexcp.cli.demo import demo
+from flexcp.cli.doctor import doctor
+from flexcp.cli.every import Commands, UsageError, one_line
 from flexcp.cli.plan import plan
+from flexcp.cli.show import show
+from flexcp.cli.simulate import simulate
+from flexcp.cli.train import train
 from flexcp.cli.verify import verify
 from flexcp.cli.warmup import warmup
 
 QUIET = 200_000
 """Objects between collections: imports make many and no garbage, and looking for some is a tenth of a short command."""
 
-app = typer.Typer(
+app = Commands(
     name="flexcp",
     help="Dynamic context parallelism: plan, run and verify attention over many ranks.",
     no_args_is_help=True,
@@ -24,9 +32,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
+app.command()(advise)
 app.command()(plan)
+app.command()(show)
 app.command()(verify)
+app.command()(simulate)
+app.command()(compare)
+app.command()(calibrate)
 app.command()(demo)
+app.command()(train)
+app.command()(doctor)
 app.command()(warmup)
 app.add_typer(bench.app, name="bench")
 
@@ -41,13 +56,30 @@ def version(show: bool = typer.Option(False, "--version", help="Print the versio
 
 
 def run() -> None:
-    """``flexcp`` on the command line. Exit codes: 0 done, 1 a check failed, 2 wrong input."""
+    """``flexcp`` on the command line. Exit codes: 0 done, 1 a check failed, 2 wrong input, 130 interrupted."""
     gc.set_threshold(QUIET)
+    sys.exit(_code())
+
+
+def _code() -> int:
     try:
-        app()
+        code = app(standalone_mode=False)
+    except UsageError as error:
+        if "NoArgs" in type(error).__name__:  # a bare command: its help is the answer
+            print(error.format_message(), file=sys.stderr)
+        else:
+            print(f"flexcp: {one_line(error)}", file=sys.stderr)
+        return 2
     except (ValueError, NotImplementedError) as error:
         print(f"flexcp: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
+        return 2
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"flexcp: cannot use {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    if code == 130:
         print("flexcp: interrupted", file=sys.stderr)
-        sys.exit(130)
+    return code if isinstance(code, int) else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -35,10 +36,21 @@ Effort = Annotated[int | None, typer.Option(help="Candidates that may be evaluat
 ComputeTolerance = Annotated[float | None, typer.Option(help="Compute over the mean a rank may have: 0.05 is 5 %.")]
 TokenTolerance = Annotated[float | None, typer.Option(help="Tokens over the mean a rank may keep.")]
 MaxTokens = Annotated[int | None, typer.Option("--max-tokens-per-rank", help="Hard cap on the tokens a rank keeps.")]
+MaxMemory = Annotated[
+    int | None, typer.Option("--max-memory-per-rank", help="Hard cap on the bytes attention needs on a rank.")
+]
+KeepKv = Annotated[
+    int,
+    typer.Option("--keep-kv", help="Bytes a rank may keep received keys in for the backward; 0 fetches them again."),
+]
+MaxPeers = Annotated[int | None, typer.Option(help="Hard cap on the other ranks that a rank exchanges with.")]
 Tokens = Annotated[str, typer.Option(help="priced, or equal for the same count on every rank.")]
 PadTo = Annotated[int | None, typer.Option(help="With --tokens equal: round counts up to a multiple.")]
 Layout = Annotated[str, typer.Option(help="free, contiguous or zigzag.")]
 Json = Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")]
+Html = Annotated[
+    Path | None, typer.Option("--html", help="Write a report to this file: one page with pictures, no network.")
+]
 
 
 @dataclass(frozen=True)
@@ -62,6 +74,9 @@ class PlanOptions:
     compute_tolerance: float | None
     token_tolerance: float | None
     max_tokens_per_rank: int | None
+    max_memory_per_rank: int | None
+    keep_kv: int
+    max_peers: int | None
     tokens: str
     pad_to: int | None
     layout: str
@@ -82,6 +97,9 @@ class PlanOptions:
             compute_tolerance=self.compute_tolerance,
             token_tolerance=self.token_tolerance,
             max_tokens_per_rank=self.max_tokens_per_rank,
+            max_memory_per_rank=self.max_memory_per_rank,
+            keep_kv=self.keep_kv,
+            max_peers=self.max_peers,
         )
 
     def plan(self, planner: Planner, lengths: list[int]) -> Plan:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from flexcp.cli import options as o
 from flexcp.cli.progress import compiling
+from flexcp.cli.reports import report_plan
 
 if TYPE_CHECKING:
     from flexcp.plan import Plan
 
 REPEATS = 7
+Save = Annotated[Path | None, typer.Option(help="Write the plan to this file; `flexcp show FILE` reads it.")]
 
 
 def plan(
@@ -36,9 +39,14 @@ def plan(
     compute_tolerance: o.ComputeTolerance = None,
     token_tolerance: o.TokenTolerance = None,
     max_tokens_per_rank: o.MaxTokens = None,
+    max_memory_per_rank: o.MaxMemory = None,
+    keep_kv: o.KeepKv = 0,
+    max_peers: o.MaxPeers = None,
     tokens: o.Tokens = "priced",
     pad_to: o.PadTo = None,
     layout: o.Layout = "free",
+    save: Save = None,
+    html: o.Html = None,
     as_json: o.Json = False,
 ) -> None:
     """Plan one batch: who keeps and computes what, and what moves.
@@ -46,6 +54,7 @@ def plan(
     Example: `flexcp plan --lengths 4096,800,1 --ranks 8 --heads 8 --kv-heads 2 --strategy blocks`
     """
     from flexcp.data.lengths import parse_lengths
+    from flexcp.report.rounds_table import rounds_table
 
     given = dict(locals())
     asked = o.PlanOptions(**{name: given[name] for name in o.PlanOptions.__dataclass_fields__})
@@ -59,23 +68,43 @@ def plan(
             _ = found.hash
             times.append((time.perf_counter() - begin) * 1000)
     assert found is not None
+    if save is not None:
+        _write(found, save)
+    if html is not None:
+        report_plan(html, found)
     if as_json:
         typer.echo(json.dumps(summary(found, times), indent=2))
     else:
-        typer.echo(str(found))
+        with compiling():
+            typer.echo(f"{found}\n\n{rounds_table(found)}")
 
 
-def summary(plan: Plan, times_ms: list[float]) -> dict[str, Any]:
-    """The documented JSON keys; ``times_ms`` are the first call and its repeats."""
+def _write(plan: Plan, path: Path) -> None:
+    """The plan in a file of that name, whole or not at all."""
+    from flexcp.wire import save_plan
+
+    half = path.with_name(f"{path.name}.part")
+    try:
+        half.write_bytes(save_plan(plan))
+        half.replace(path)
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}; choose another place with --save") from None
+
+
+def summary(plan: Plan, times_ms: list[float] | None = None) -> dict[str, Any]:
+    """The documented JSON keys; ``times_ms`` are the first call and its repeats, where the plan was made now."""
     from flexcp.plan import imbalance
+    from flexcp.report.rounds_table import rounds_columns
 
+    times = times_ms or []
     forward = plan.bytes()
+    memories = [plan.memory(rank) for rank in range(plan.ranks)]
     return {
         "strategy": plan.strategy,
         "ranks": plan.ranks,
         "tokens": plan.batch.tokens,
-        "planning_ms": round(statistics.median(times_ms[1:] or times_ms), 3),
-        "first_plan_ms": round(times_ms[0], 3),
+        **({"planning_ms": round(statistics.median(times[1:] or times), 3)} if times else {}),
+        **({"first_plan_ms": round(times[0], 3)} if times else {}),
         "forward_bytes": int(forward.sum()),
         "forward_inter_node_bytes": plan.inter_node_bytes(),
         "backward_bytes": int(plan.bytes(backward=True).sum()),
@@ -84,5 +113,9 @@ def summary(plan: Plan, times_ms: list[float]) -> dict[str, Any]:
         "compute_imbalance": round(imbalance(plan.work()), 6),
         "token_imbalance": round(imbalance(plan.placement.tokens), 6),
         "stages": plan.programs[0][0].stages,
+        "rounds": {way: rounds_columns(plan, bool(i)) for i, way in enumerate(("forward", "backward"))},
+        "max_rank_peers": max(len(plan.peers(rank)) for rank in range(plan.ranks)),
+        "max_rank_arena_bytes": max(memory.arena for memory in memories),
+        "max_rank_memory_bytes": max(memory.total for memory in memories),
         "hash": plan.hash,
     }

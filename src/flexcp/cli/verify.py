@@ -1,21 +1,32 @@
-"""``flexcp verify``: run a plan on real processes and compare with one device."""
+"""``flexcp verify``: run a plan, or those of a dump, on real processes and compare with one device."""
 
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flexcp.cli import options as o
-from flexcp.cli.progress import compiling
+from flexcp.cli.progress import compiling, console
 
+if TYPE_CHECKING:
+    from flexcp.measure.dumps import Replay
+
+DumpPath = Annotated[
+    str, typer.Argument(metavar="[@DUMP]", help="Replay the plans of a dump, or of all dumps in a folder, instead.")
+]
+MaybeLengths = Annotated[
+    str, typer.Option("--lengths", help="4096,800,1 or 64x2048 or @file or NAME:TOKENS:SEED (web:131072:0).")
+]
 Seed = Annotated[int, typer.Option(help="Seed of the random inputs.")]
 Kernel = Annotated[str, typer.Option(help="cpu or reference.")]
 
 
 def verify(
-    lengths: o.Lengths,
+    dump: DumpPath = "",
+    lengths: MaybeLengths = "",
     mask: o.MaskText = "causal",
     cluster: o.ClusterText = None,
     nodes: o.Nodes = None,
@@ -32,6 +43,9 @@ def verify(
     compute_tolerance: o.ComputeTolerance = None,
     token_tolerance: o.TokenTolerance = None,
     max_tokens_per_rank: o.MaxTokens = None,
+    max_memory_per_rank: o.MaxMemory = None,
+    keep_kv: o.KeepKv = 0,
+    max_peers: o.MaxPeers = None,
     tokens: o.Tokens = "priced",
     pad_to: o.PadTo = None,
     layout: o.Layout = "free",
@@ -41,10 +55,14 @@ def verify(
 ) -> None:
     """Run forward and backward on real processes and compare with dense float64 attention on one.
 
-    Example: `flexcp verify --lengths 700,31,1 --ranks 3 --strategy blocks --heads 4 --kv-heads 2`
+    Example: `flexcp verify --lengths 700,31,1 --ranks 3 --strategy blocks --heads 4 --kv-heads 2`, or
+    `flexcp verify @dumps` for what ranks with `flexcp.Telemetry("dumps")` left behind (only --seed and --kernel count then).
     """
-    from rich.console import Console
-
+    if bool(dump) == bool(lengths):
+        raise ValueError("verify takes either --lengths, for a plan made now, or @DUMP, for those of a dump")
+    if dump:
+        replay_dump(dump, seed, kernel, as_json)
+        return
     from flexcp.data.lengths import parse_lengths
     from flexcp.measure.ranks import RankPool
 
@@ -57,7 +75,7 @@ def verify(
 
     options = Options(seed=seed, kernel=kernel)
     check_verifiable(plan, options)
-    with Console(stderr=True).status(f"running {plan!r} on real processes"), RankPool(plan.ranks) as pool:
+    with console().status(f"running {plan!r} on real processes"), RankPool(plan.ranks) as pool:
         verdict = pool.run(verify_on, plan, options)[0]
     result = {**verdict.errors, "bytes_match": verdict.bytes_match, "passed": verdict.passed}
     if as_json:
@@ -69,3 +87,54 @@ def verify(
         typer.echo("passed" if verdict.passed else "FAILED")
     if not verdict.passed:
         raise typer.Exit(1)
+
+
+def replay_dump(dump: str, seed: int, kernel: str, as_json: bool) -> None:
+    """Replay what ranks dumped; exit code 1 when a plan is bad or ranks held different ones."""
+    from flexcp.measure.dumps import replay
+
+    if not dump.startswith("@"):
+        raise ValueError(f"a dump is given as @file or @folder, as in @{dump}; got {dump!r}")
+    with console().status("reading") as status:
+        found = replay(Path(dump[1:]), seed, kernel, status.update)
+    typer.echo(json.dumps(_as_data(found), indent=2) if as_json else _as_text(found))
+    if not found.passed:
+        raise typer.Exit(1)
+
+
+def _as_data(found: Replay) -> dict[str, object]:
+    return {
+        "dumps": [
+            {"file": str(d.path), "rank": d.global_rank, "reason": d.reason, "message": d.message} for d in found.dumps
+        ],
+        "plans": [
+            {
+                "hash": p.plan.hash,
+                "held": [{"rank": rank, "step": step} for rank, step in p.held],
+                "problem": p.problem,
+                "not_run": p.not_run,
+                "masks": {name: {**v.errors, "bytes_match": v.bytes_match} for name, v in p.verdicts.items()},
+                "passed": p.passed,
+            }
+            for p in found.plans
+        ],
+        "disagreements": found.disagreements,
+        "passed": found.passed,
+    }
+
+
+def _as_text(found: Replay) -> str:
+    lines = [f"{d.path.name}: rank {d.global_rank}, {d.reason}: {d.message}" for d in found.dumps]
+    lines += [f"ranks held different plans in {words}" for words in found.disagreements]
+    for p in found.plans:
+        held = ", ".join(sorted({f"step {step}" for _, step in p.held}))
+        lines += ["", f"{p.plan!r} ({held}): {'passed' if p.passed else 'BAD'}"]
+        if p.problem or p.not_run:
+            lines.append(f"  {p.problem or f'checked symbolically only: {p.not_run}'}")
+        for name, verdict in p.verdicts.items():
+            worst = max(verdict.errors, key=lambda n: verdict.errors[n] / verdict.allowed[n])
+            match = "bytes equal the plan's" if verdict.bytes_match else "BYTES DIFFER from the plan's"
+            lines.append(
+                f"  {name}: worst {worst}, error {verdict.errors[worst]:.2e} (allowed {verdict.allowed[worst]:.2e}), {match}"
+            )
+    return "\n".join(lines)

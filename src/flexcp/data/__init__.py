@@ -1,1 +1,37 @@
-"""Data: where lengths come from."""
+"""Data: where lengths come from, and the loader that turns a dataset into planned steps.
+
+:class:`Loader` is the door. Names load on first use, because a planner process needs this package without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_HOMES = {
+    "Loader": "loader",
+    "LocalBatch": "local",
+    "PlanningError": "planning",
+    "Stats": "stats",
+    "dataset_lengths": "columns",
+    "jsonl_lengths": "lengths",
+    "parse_lengths": "lengths",
+}
+
+__all__ = ["Loader", "LocalBatch", "PlanningError", "Stats", "dataset_lengths", "jsonl_lengths", "parse_lengths"]
+
+if TYPE_CHECKING:
+    from flexcp.data.columns import dataset_lengths
+    from flexcp.data.lengths import jsonl_lengths, parse_lengths
+    from flexcp.data.loader import Loader
+    from flexcp.data.local import LocalBatch
+    from flexcp.data.planning import PlanningError
+    from flexcp.data.stats import Stats
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'flexcp.data' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"flexcp.data.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

@@ -16,6 +16,7 @@ is to be gained).
 from __future__ import annotations
 
 import difflib
+import json
 import math
 from collections.abc import Callable
 from itertools import pairwise
@@ -25,7 +26,8 @@ from statistics import NormalDist
 import numpy as np
 
 Rng = np.random.Generator
-FORMS = "4096,800,1 or 64x2048 or @file (one a line) or NAME:TOKENS:SEED, as in web:131072:0"
+FORMS = "4096,800,1 or 64x2048 or @file (one a line, or .jsonl) or NAME:TOKENS:SEED, as in web:131072:0"
+JSONL_FIELDS = ("length", "tokens", "input_ids")
 
 _WEB_BINS = (
     (1, 10, 30254),
@@ -181,7 +183,48 @@ def _is_file(text: str) -> bool:
         return False
 
 
+def jsonl_lengths(path: Path | str, field: str | None = None) -> list[int]:
+    """Lengths of the documents in a file of one JSON value a line: of ``field``, or of the first of ``JSONL_FIELDS`` there is.
+
+    The value is a number of tokens, or the tokens themselves; a line that is a number or a list needs no field.
+    """
+    found = []
+    try:
+        with Path(path).open() as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    found.append(_json_length(line, field, f"{path}, line {number}"))
+    except OSError as error:
+        raise ValueError(f"cannot read lengths from {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"cannot read lengths from {path}: it is not a text file") from None
+    if not found:
+        raise ValueError(f"{path} holds no lengths; it should hold one JSON value a line")
+    return found
+
+
+def _json_length(line: str, field: str | None, where: str) -> int:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{where} is not JSON: {line.strip()[:60]!r}") from None
+    if isinstance(value, dict):
+        name = field or next((n for n in JSONL_FIELDS if n in value), "")
+        if name not in value:
+            raise ValueError(
+                f"{where} has no {field or ' or '.join(JSONL_FIELDS)}; it has {', '.join(list(value)[:8])}"
+            )
+        value = value[name]
+    if isinstance(value, list):
+        return len(value)
+    if type(value) is not int:
+        raise ValueError(f"{where}: {str(value)[:60]!r} is neither a length nor a list of tokens")
+    return value
+
+
 def _read(path: Path) -> list[int]:
+    if path.suffix == ".jsonl":
+        return jsonl_lengths(path)
     try:
         lines = path.read_text().split()
     except OSError as error:

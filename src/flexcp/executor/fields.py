@@ -13,34 +13,11 @@ import torch
 from torch import Tensor
 
 from flexcp.executor.kernels import accumulator_dtype
-from flexcp.executor.program import KEYS, Block, Message, Shelf
-from flexcp.pieces import Kind, Shape
+from flexcp.executor.program import Block, Message, Shelf
+from flexcp.memory import aligned_starts, field_sizes, shelf_fields
+from flexcp.pieces import FIELDS, Field, Shape
 
 Shelves = dict[int, dict[str, Tensor]]
-
-
-@dataclass(frozen=True)
-class Field:
-    """A tensor of a piece: its name on a shelf, its last dimension (None: one number per token and head), its precision."""
-
-    name: str
-    width: str | None
-    precise: bool | None
-    """True: always accumulator dtype; False: always the model's; None: accumulator when the piece is partial."""
-
-    def numbers(self, shape: Shape) -> int:
-        """Numbers of one token and head."""
-        return int(getattr(shape, self.width)) if self.width else 1
-
-
-FIELDS: dict[Kind, tuple[Field, ...]] = {
-    Kind.Q: (Field("q", "head_dim", False),),
-    Kind.KV: (Field("k", "head_dim", False), Field("v", "v_head_dim", False)),
-    Kind.O: (Field("out", "v_head_dim", None), Field("lse", None, True)),
-    Kind.DO: (Field("do", "v_head_dim", False), Field("lse", None, True), Field("delta", None, True)),
-    Kind.DQ: (Field("dq", "head_dim", None),),
-    Kind.DKV: (Field("dk", "head_dim", None), Field("dv", "v_head_dim", None)),
-}
 
 
 @dataclass(frozen=True)
@@ -99,24 +76,39 @@ def message_bytes(message: Message, shape: Shape) -> int:
     return sum(int(each[b.kind, int(b.partial)]) * b.count * (b.h1 - b.h0) for b in message.blocks)
 
 
-def new_inputs(shelf: Shelf, backward: bool, shape: Shape, types: Types) -> dict[str, Tensor]:
-    """Room for what arrives on a shelf."""
-    kinds = (Kind.KV,) if shelf.side == KEYS else (Kind.Q, Kind.DO) if backward else (Kind.Q,)
-    fields = [field for kind in kinds for field in FIELDS[kind]]
-    return {f.name: _empty(shelf, f, shape, types.accumulator if f.precise else types.model, types) for f in fields}
+def new_inputs(
+    shelf: Shelf, backward: bool, shape: Shape, types: Types, memory: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Room for what arrives on a shelf, in ``memory`` where that is given."""
+    return _laid_out(shelf, backward, False, shape, types, memory)
 
 
-def new_results(shelf: Shelf, backward: bool, shape: Shape, types: Types) -> dict[str, Tensor]:
+def new_results(
+    shelf: Shelf, backward: bool, shape: Shape, types: Types, memory: Tensor | None = None
+) -> dict[str, Tensor]:
     """Room for what is computed on a shelf: out starts at zero with LSE -inf, gradients at zero."""
-    if shelf.side == KEYS and not backward:
-        return {}
-    found = {}
-    for field in FIELDS[Kind.DKV if shelf.side == KEYS else Kind.DQ if backward else Kind.O]:
-        dtype, fill = (types.statistics, -torch.inf) if field.name == "lse" else (types.accumulator, 0.0)
-        found[field.name] = _empty(shelf, field, shape, dtype, types).fill_(fill)
+    found = _laid_out(shelf, backward, True, shape, types, memory)
+    for name, x in found.items():
+        x.fill_(-torch.inf if name == "lse" else 0.0)
     return found
 
 
-def _empty(shelf: Shelf, field: Field, shape: Shape, dtype: torch.dtype, types: Types) -> Tensor:
-    size = [shelf.rows, shelf.h1 - shelf.h0] + ([field.numbers(shape)] if field.width else [])
-    return torch.empty(size, dtype=dtype, device=types.device)
+def _laid_out(
+    shelf: Shelf, backward: bool, results: bool, shape: Shape, types: Types, memory: Tensor | None
+) -> dict[str, Tensor]:
+    """The tensors of a shelf, side by side as :mod:`flexcp.memory` counts them, or each in an allocation of its own."""
+    heads = shelf.h1 - shelf.h0
+    fields = shelf_fields(shelf.side, backward, results)
+    starts = aligned_starts(field_sizes(shelf.side, backward, results, shelf.rows * heads, shape))
+    found = {}
+    for field, at in zip(fields, starts, strict=False):
+        dtype = types.accumulator if results or field.precise else types.model
+        if results and field.name == "lse":
+            dtype = types.statistics
+        size = [shelf.rows, heads] + ([field.numbers(shape)] if field.width else [])
+        if memory is None:
+            found[field.name] = torch.empty(size, dtype=dtype, device=types.device)
+        else:
+            length = dtype.itemsize * int(torch.Size(size).numel())
+            found[field.name] = memory[at : at + length].view(dtype).view(size)
+    return found

@@ -6,6 +6,7 @@ from the plan alone. So each side of a move knows what the other sends without a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -59,8 +60,22 @@ def roll(
         safe, at = np.clip(source, 0, batch.tokens - 1), np.minimum(index, batch.tokens - 1)
         inside &= batch.document_of(safe) == batch.document_of(at)
         wanted.append(np.where(inside, source, -1))
-    found = _Fetch.apply(local, _moves(placement, wanted, rank), len(wanted[rank]), group)
+    here = [local_stream(placement, r) for r in range(placement.ranks)]
+    found = _Fetch.apply(local, _moves(here, placement.stream, wanted, rank), len(wanted[rank]), group)
     return _filled(found, wanted[rank] < 0, fill)
+
+
+def relayout(
+    local: Tensor, placement: Placement, rank: int, group: dist.ProcessGroup | None, maps: Sequence[Ints], back: bool
+) -> Tensor:
+    """Rows of the plan's layout moved to that of ``maps`` (stream tokens of every rank in order); or ``back``, pads zero."""
+    here = [local_stream(placement, r) for r in range(placement.ranks)]
+    there = [np.asarray(index, np.int64) for index in maps]
+    source, wanted = (there, here) if back else (here, there)
+    wanted = [np.where(index < placement.batch.tokens, index, -1) for index in wanted]
+    moves = _moves(source, placement.stream, wanted, rank)
+    found: Tensor = _Fetch.apply(local, moves, len(wanted[rank]), group)
+    return found
 
 
 def _filled(x: Tensor, rows: NDArray[np.bool_], value: float | int) -> Tensor:
@@ -91,16 +106,15 @@ def token_mean_loss(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | N
 Moves = list[tuple[Tensor, Tensor]]
 
 
-def _moves(placement: Placement, wanted: list[Ints], rank: int) -> Moves:
-    """For each peer: (local rows this rank sends it, local rows of the result that come from it)."""
-    owner = np.empty(placement.stream, np.int64)
-    place = np.empty(placement.stream, np.int64)
-    for r in range(placement.ranks):
-        index = local_stream(placement, r)
+def _moves(source: list[Ints], stream: int, wanted: list[Ints], rank: int) -> Moves:
+    """For each peer: (local rows this rank sends it, local rows of the result that come from it). ``source`` says who holds what."""
+    owner = np.full(stream, -1)
+    place = np.empty(stream, np.int64)
+    for r, index in enumerate(source):
         owner[index], place[index] = r, np.arange(len(index))
     moves = []
     mine = wanted[rank]
-    for peer in range(placement.ranks):
+    for peer in range(len(source)):
         theirs = wanted[peer][wanted[peer] >= 0]
         sent = place[theirs[owner[theirs] == rank]]
         got = np.flatnonzero((mine >= 0) & (owner[np.maximum(mine, 0)] == peer))

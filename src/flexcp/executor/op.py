@@ -2,11 +2,18 @@
 
 The forward runs the plan's forward program, adds the attention sink at home, and keeps q, k, v, the output and its LSE. The backward
 needs only ``delta = rowsum(do * out) - dlse`` besides them: the LSE's own gradient and the sink's are in it.
+
+Both directions are registered operators, ``torch.ops.flexcp.attention`` and ``attention_backward``, so torch.compile sees no graph break,
+selective recompute can name them, and recomputation may run in any thread. The step travels as its handle (:mod:`flexcp.executor.handles`);
+everything that depends on it, the checks too, happens inside the operators, where a compiled model guards nothing.
+
+Where the plan keeps received keys for the backward, they are one more output of the forward, bytes whose size the fake function makes
+dynamic: the autograd context of a compiled model holds tensors only, and whoever offloads or counts saved tensors sees them. These plans
+have operators of their own, ``attention_keeping_keys`` and its ``_backward``, so that others compile without a dynamic size. Whoever
+only looks on (telemetry) is called inside the operator.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +21,10 @@ from torch import Tensor
 from flexcp.executor.ends import delta_of, sinks_gradient, with_sinks
 from flexcp.executor.executor import Runtime, run_backward, run_forward
 from flexcp.executor.fields import types_of
-from flexcp.executor.kernels import Settings
+from flexcp.executor.handles import step_of
+from flexcp.executor.kernels import Settings, accumulator_dtype
+from flexcp.executor.layer_masks import mask_number
+from flexcp.executor.registered import register_attention
 from flexcp.executor.step import Step
 
 
@@ -25,6 +35,7 @@ def attention(
     step: Step,
     *,
     mask: str | None = None,
+    window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -41,59 +52,108 @@ def attention(
     Returns ``[local tokens, heads, v_head_dim]``, and with ``return_lse`` also the log of the softmax denominator
     ``[local tokens, heads]``; both are differentiable.
 
-    ``mask`` names one of the plan's masks (the first by default). ``scale`` defaults to ``head_dim ** -0.5``. ``softcap``
-    bounds logits by ``softcap * tanh(logits / softcap)``. ``sinks`` holds one extra logit per query head that takes
+    ``mask`` names one of the plan's masks (the first by default); ``window`` says it by the keys a query of this layer sees, itself
+    included, 0 for a layer without a window, and a plan without such a mask is refused. ``scale`` defaults to ``head_dim ** -0.5``.
+    ``softcap`` bounds logits by ``softcap * tanh(logits / softcap)``. ``sinks`` holds one extra logit per query head that takes
     probability and gives no value; its gradient, like any parameter's, is this rank's share.
 
     ``kernel`` overrides the choice of :func:`flexcp.choose_kernel`; ``step.kernels`` says which ran and why. ``deterministic``
     makes gradients bitwise the same in every run, ``sm_margin`` leaves that many multiprocessors to communication.
     """
-    _check(q, k, v, step, softcap, sinks, dropout, bias)
-    number = step.plan.batch.masks.index(step.plan.batch.mask(mask))
-    settings = Settings(q.shape[-1] ** -0.5 if scale is None else float(scale), softcap, deterministic, sm_margin)
-    name = step.choose_kernel(q.device, kernel)
-    out, lse = _Attention.apply(q, k, v, sinks, step, number, settings, name)
-    return (out, lse) if return_lse else out
+    if dropout:
+        raise NotImplementedError(f"attention dropout is not supported (got {dropout}); train with dropout=0")
+    if bias is not None:
+        raise NotImplementedError("an additive attention bias is not supported; express visibility as a mask")
+    check_call(q, {"k": k, "v": v, "sinks": sinks}, softcap)
+    numbers = (q.shape[-1] ** -0.5 if scale is None else float(scale), softcap, deterministic, sm_margin, kernel)
+    out, lse = (_keep if step.keeps_keys else _forward)(q, k, v, sinks, step.handle, *numbers, mask, window)[:2]
+    if not torch.compiler.is_compiling() and out.grad_fn is not None:
+        out.grad_fn.metadata["step"] = step  # whoever keeps the result for its backward keeps the step
+    return (out, lse.to(accumulator_dtype(q.dtype))) if return_lse else out
 
 
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        step: Step,
-        mask: int,
-        settings: Settings,
-        kernel: str,
-    ) -> tuple[Tensor, Tensor]:
-        runtime = _runtime(step, q, settings, "forward")
-        prepared = step.prepared(mask, False, kernel, runtime.types)
-        kept_q, kept_k, kept_v = (_kept(x, step) for x in (q, k, v))
-        out, lse = run_forward(prepared, runtime, kept_q, kept_k, kept_v, rounded=sinks is None)
-        out, lse = _local(out, step), _local(lse, step)
-        if sinks is not None:
-            out, lse = with_sinks(out, lse, sinks)
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse, sinks)
-        ctx.step, ctx.mask, ctx.settings, ctx.kernel = step, mask, settings, kernel
-        ctx.set_materialize_grads(False)
-        return out, lse.to(runtime.types.accumulator)
+@torch.library.custom_op("flexcp::attention", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: Tensor, scale: float, softcap: float | None,
+    deterministic: bool, sm_margin: int, kernel: str | None, mask: str | None, window: int | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output in the model's dtype and LSE in the dtype the backward wants."""
+    numbers = (scale, softcap, deterministic, sm_margin, kernel, mask, window)
+    return _attend(q, k, v, sinks, handle, *numbers)[:2]
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, sinks = ctx.saved_tensors
-        step: Step = ctx.step
-        do = torch.zeros_like(out) if grads[0] is None else grads[0].to(out.dtype)
-        delta = delta_of(do, out, grads[1], lse.dtype)
-        runtime = _runtime(step, q, ctx.settings, "backward")
-        prepared = step.prepared(ctx.mask, True, ctx.kernel, runtime.types)
-        inputs = (_kept(x, step) for x in (q, k, v, do, lse, delta))
-        dq, dk, dv = (_local(x, step) for x in run_backward(prepared, runtime, *inputs))
-        dsinks = None if sinks is None else sinks_gradient(sinks, lse, delta)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None, None
+
+@torch.library.custom_op("flexcp::attention_keeping_keys", mutates_args=())
+def _keep(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: Tensor, scale: float, softcap: float | None,
+    deterministic: bool, sm_margin: int, kernel: str | None, mask: str | None, window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The same under a plan that keeps received keys for the backward: these too, as bytes."""
+    numbers = (scale, softcap, deterministic, sm_margin, kernel, mask, window)
+    return _attend(q, k, v, sinks, handle, *numbers)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: Tensor, scale: float, softcap: float | None,
+    deterministic: bool, sm_margin: int, kernel: str | None, mask: str | None, window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    step = step_of(handle)
+    _check(q, k, v, step)
+    number, settings = mask_number(step.plan.batch, mask, window), Settings(scale, softcap, deterministic, sm_margin)
+    runtime = _runtime(step, q, settings, number, backward=False)
+    prepared = step.prepared(number, False, step.choose_kernel(q.device, kernel), runtime.types)
+    step.calls += 1
+    kept_q, kept_k, kept_v = (_kept(x, step) for x in (q, k, v))
+    out, lse, keys = run_forward(prepared, runtime, kept_q, kept_k, kept_v, rounded=sinks is None)
+    out, lse = _local(out, step), _local(lse, step)
+    if sinks is not None:
+        out, lse = with_sinks(out, lse, sinks)
+    out = out.to(q.dtype)
+    if step.telemetry is not None:
+        step.telemetry.after_forward(step, number, settings, (q, k, v), sinks, out, lse)
+    return out, lse, keys
+
+
+@torch.library.custom_op("flexcp::attention_backward", mutates_args=())
+def _backward(
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: Tensor, out: Tensor,
+    lse: Tensor, scale: float, softcap: float | None, deterministic: bool, sm_margin: int, kernel: str | None,
+    mask: str | None, window: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv, dsinks (empty without sinks)."""
+    numbers = (scale, softcap, deterministic, sm_margin, kernel, mask, window)
+    return _gradients(do, dlse, q, k, v, sinks, handle, out, lse, out.new_empty(0), *numbers)
+
+
+@torch.library.custom_op("flexcp::attention_keeping_keys_backward", mutates_args=())
+def _keep_backward(
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: Tensor, out: Tensor,
+    lse: Tensor, keys: Tensor, scale: float, softcap: float | None, deterministic: bool, sm_margin: int,
+    kernel: str | None, mask: str | None, window: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The same with the keys that the forward kept."""
+    numbers = (scale, softcap, deterministic, sm_margin, kernel, mask, window)
+    return _gradients(do, dlse, q, k, v, sinks, handle, out, lse, keys, *numbers)
+
+
+def _gradients(
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: Tensor, out: Tensor,
+    lse: Tensor, keys: Tensor, scale: float, softcap: float | None, deterministic: bool, sm_margin: int,
+    kernel: str | None, mask: str | None, window: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    step = step_of(handle)
+    number, settings = mask_number(step.plan.batch, mask, window), Settings(scale, softcap, deterministic, sm_margin)
+    do = do.to(out.dtype)
+    delta = delta_of(do, out, dlse, lse.dtype)
+    runtime = _runtime(step, q, settings, number, backward=True)
+    prepared = step.prepared(number, True, step.choose_kernel(q.device, kernel), runtime.types)
+    inputs = (_kept(x, step) for x in (q, k, v, do, lse, delta))
+    dq, dk, dv = (_local(x, step) for x in run_backward(prepared, runtime, *inputs, kept=keys))
+    dsinks = q.new_empty(0) if sinks is None else sinks_gradient(sinks, lse, delta)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
+
+
+register_attention(_forward, _backward)
+register_attention(_keep, _keep_backward, keeps=True)
 
 
 def _kept(x: Tensor, step: Step) -> Tensor:
@@ -112,25 +172,16 @@ def _local(x: Tensor, step: Step) -> Tensor:
     return out
 
 
-def _runtime(step: Step, q: Tensor, settings: Settings, direction: str) -> Runtime:
-    return Runtime(step.plan.shape, types_of(q), settings, step.group, step.sent_bytes[direction], step.timeout)
+def _runtime(step: Step, q: Tensor, settings: Settings, mask: int, backward: bool) -> Runtime:
+    exchange = step.open_exchange(mask, backward, q.device)
+    watch = None if step.telemetry is None else step.telemetry.watch(step, mask, backward, q.device)
+    return Runtime(step.plan.shape, types_of(q), settings, exchange, step.arena, watch)
 
 
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    step: Step,
-    softcap: float | None,
-    sinks: Tensor | None,
-    dropout: float,
-    bias: Tensor | None,
-) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, step: Step) -> None:
     shape = step.plan.shape
-    if dropout:
-        raise NotImplementedError(f"attention dropout is not supported (got {dropout}); train with dropout=0")
-    if bias is not None:
-        raise NotImplementedError("an additive attention bias is not supported; express visibility as a mask")
+    if shape.latent is not None:
+        raise ValueError(f"this plan moves latents of {shape.latent} numbers a token; call flexcp.latent_attention under it")
     wanted = {
         "q": (q, (step.local_tokens, shape.heads, shape.head_dim)),
         "k": (k, (step.local_tokens, shape.kv_heads, shape.head_dim)),
@@ -145,7 +196,6 @@ def _check(
             raise ValueError(
                 f"{name} is {x.dtype}, but the plan counts bytes of {shape.dtype}; plan with Planner(dtype=...)"
             )
-    check_call(q, {"k": k, "v": v, "sinks": sinks}, softcap)
 
 
 def check_call(q: Tensor, others: dict[str, Tensor | None], softcap: float | None) -> None:

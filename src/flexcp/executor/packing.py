@@ -14,11 +14,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from flexcp.executor.exchange import Buffers
-from flexcp.executor.fields import FIELDS, Field, Part, Shelves, Types, message_parts
+from flexcp.executor.arena import Buffers
+from flexcp.executor.fields import Part, Shelves, Types, message_parts
 from flexcp.executor.kernels import merge, uploaded
 from flexcp.executor.program import Block, Message, RankProgram
-from flexcp.pieces import OUTPUTS, Kind, Shape
+from flexcp.pieces import FIELDS, OUTPUTS, Field, Kind, Shape
 
 
 class Packing(Protocol):

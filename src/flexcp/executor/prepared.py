@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from flexcp.executor.fields import Types, message_bytes
 from flexcp.executor.kernels import find_kernel, has_triton
 from flexcp.executor.packing import FieldPacking, Packing
-from flexcp.executor.program import KEYS, QUERIES, RankProgram, Work
+from flexcp.executor.program import RankProgram, Work
 from flexcp.masks import Q0, Q1
-from flexcp.pieces import OUTPUTS, Shape
+from flexcp.memory import KEYS, QUERIES
+from flexcp.pieces import Shape
 
 Ints = NDArray[np.int64]
 WorkLists = dict[tuple[object, ...], Any]
@@ -60,12 +61,10 @@ def prepare(program: RankProgram, shape: Shape, kernel: str, types: Types, lists
     """Make a program ready; ``lists`` holds the work lists of this step and gets the new ones."""
     module = find_kernel(kernel)
     work = [[_prepared(w, program, shape, kernel, module, types, lists) for w in slot.work] for slot in program.slots]
-    seen, opens = {QUERIES, KEYS}, []
-    for slot in program.slots:
-        arriving = [b for m in slot.receive for b in m.blocks] + [there for _, there in slot.own]
-        new = [s for s in dict.fromkeys(b.shelf for b in arriving if b.kind not in OUTPUTS) if s not in seen]
-        seen.update(new)
-        opens.append(new)
+    opens: list[list[int]] = [[] for _ in program.slots]
+    for number, shelf in enumerate(program.shelves):
+        if number > KEYS:
+            opens[shelf.stage].append(number)
     sends = [[(m.peer, message_bytes(m, shape)) for m in slot.send] for slot in program.slots]
     receives = [[(m.peer, message_bytes(m, shape)) for m in slot.receive] for slot in program.slots]
     return Prepared(program, module, work, opens, sends, receives, _packing(program, shape, types))

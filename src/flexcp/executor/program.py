@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 from flexcp import masks
 from flexcp.intervals import overlaps
 from flexcp.masks import K0, K1, Q0, Q1
+from flexcp.memory import KEYS, QUERIES, Layout, arena_layout, kept_starts
 from flexcp.pieces import OUTPUTS, QUERY_SIDED, Kind
-from flexcp.plan import Plan, Program, Transfers
+from flexcp.plan import Plan, Transfers
 
 Ints = NDArray[np.int64]
 Rows = slice | Ints
-QUERIES, KEYS = 0, 1
 TILE_ROWS = 128
 """Own work that is shared between two slots is cut at multiples of this."""
 
@@ -38,6 +38,11 @@ class Shelf:
     h0: int
     h1: int
     stage: int
+
+    @property
+    def key(self) -> tuple[int, int, int, int]:
+        """Its name in an arena's layout."""
+        return self.side, self.stage, self.h0, self.h1
 
 
 @dataclass(frozen=True)
@@ -74,26 +79,35 @@ class Work:
 
 @dataclass
 class Slot:
-    """One stage: receive, send for the next stage, compute, forget shelves that nobody needs any more."""
+    """One stage: receive, send for the next stage, compute."""
 
     receive: list[Message] = field(default_factory=list)
     own: list[tuple[Block, Block]] = field(default_factory=list)
     send: list[Message] = field(default_factory=list)
     work: list[Work] = field(default_factory=list)
-    forget: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class RankProgram:
-    """Shelves and slots of one rank; ``send`` of slot s leaves for stage s + 1."""
+    """Shelves and slots of one rank, and where in its arena things lie; ``send`` of slot s leaves for stage s + 1."""
 
     shelves: tuple[Shelf, ...]
     slots: tuple[Slot, ...]
+    layout: Layout
+    kept: dict[int, int]
+    """Shelves whose keys the backward finds as the forward left them, and where each begins in the memory that is kept."""
+    kept_size: int
 
 
 def rank_program(plan: Plan, rank: int, mask: int, backward: bool) -> RankProgram:
     """Derive the program of ``rank``."""
-    return _Builder(plan, rank, mask, plan.programs[mask][backward]).build()
+    shelves, slots = _Builder(plan, rank, mask, backward).build()
+    numbers = [n for n, shelf in enumerate(shelves) if n > KEYS and shelf.side == KEYS]
+    if not plan.programs[mask][1].keys_kept:
+        numbers = []
+    starts = kept_starts([shelves[n].rows * (shelves[n].h1 - shelves[n].h0) for n in numbers], plan.shape)
+    kept = dict(zip(numbers, starts, strict=False))
+    return RankProgram(shelves, slots, arena_layout(plan, rank, mask, backward), kept, starts[-1])
 
 
 @dataclass
@@ -107,8 +121,11 @@ class _Segments:
 
 
 class _Builder:
-    def __init__(self, plan: Plan, rank: int, mask: int, program: Program) -> None:
-        self.plan, self.rank, self.mask, self.program = plan, rank, mask, program
+    def __init__(self, plan: Plan, rank: int, mask: int, backward: bool) -> None:
+        self.plan, self.rank, self.mask = plan, rank, mask
+        self.program = program = plan.programs[mask][backward]
+        inputs = plan.inputs(mask, backward)
+        self.arriving = inputs.take(inputs.target == rank)
         self.placement = plan.placement
         shape, tokens = plan.shape, int(self.placement.tokens[rank])
         self.shelves = [Shelf(QUERIES, tokens, 0, shape.heads, program.own_stage)]
@@ -116,17 +133,16 @@ class _Builder:
         self.spots: dict[tuple[int, ...], tuple[int, Rows]] = {}
         self.segments: dict[tuple[int, int, int], list[Ints]] = {}
 
-    def build(self) -> RankProgram:
+    def build(self) -> tuple[tuple[Shelf, ...], tuple[Slot, ...]]:
         t = self.program.transfers
         mine = t.take((t.source == self.rank) | (t.target == self.rank))
         if not self.placement.assemble_own:
             self._own_segments()
-        self._fill_shelves(mine)
+        self._fill_shelves()
         slots = [Slot() for _ in range(self.program.stages)]
         self._messages(mine, slots)
         self._work(slots)
-        self._forget(slots)
-        return RankProgram(tuple(self.shelves), tuple(slots))
+        return tuple(self.shelves), tuple(slots)
 
     def _own_segments(self) -> None:
         kept = self.placement.kept
@@ -137,10 +153,9 @@ class _Builder:
             part[3] = side
             self.segments[side, shelf.h0, shelf.h1] = [part]
 
-    def _fill_shelves(self, mine: Transfers) -> None:
+    def _fill_shelves(self) -> None:
         """A shelf per (side, stage, head range) of arriving inputs, rows in stream order."""
-        arriving = mine.take((mine.target == self.rank) & np.isin(mine.kind, (Kind.Q, Kind.KV)))
-        rows = list(zip(*(c.tolist() for c in arriving.matrix()), strict=True))
+        rows = list(zip(*(c.tolist() for c in self.arriving.matrix()), strict=True))
         groups: dict[tuple[int, int, int, int], list[tuple[int, int, int]]] = {}
         for stage, _, _, kind, owner, start, stop, h0, h1, _ in rows:
             side = QUERIES if kind in QUERY_SIDED else KEYS
@@ -237,21 +252,11 @@ class _Builder:
         if self.program.held and own.any():
             index, slices, later = _shared_out(slices, own, self.program.held[self.rank])
             q_shelf, kv_shelf, heads = q_shelf[index], kv_shelf[index], heads[:, index]
-            slot = np.where(later, min(int(stages.max(initial=1)) + 1, len(slots) - 1), slot[index])
+            first = 0 if self.program.keys_kept else 1  # kept keys are worked on from the start
+            slot = np.where(later, min(int(stages.max(initial=first)) + 1, len(slots) - 1), slot[index])
         keys, group = np.unique(np.stack([slot, q_shelf, kv_shelf, *heads]), axis=1, return_inverse=True)
         for i, (at, q, kv, h0, h1) in enumerate(keys.T.tolist()):
             slots[at].work.append(Work(q, kv, h0, h1, slices[group.reshape(-1) == i]))
-
-    def _forget(self, slots: list[Slot]) -> None:
-        """Received shelves are dropped after the last slot that reads, sends or fills them."""
-        last: dict[int, int] = {}
-        for number, slot in enumerate(slots):
-            blocks = [b for m in slot.receive + slot.send for b in m.blocks] + [b for pair in slot.own for b in pair]
-            for shelf in [b.shelf for b in blocks] + [s for w in slot.work for s in (w.q_shelf, w.kv_shelf)]:
-                last[shelf] = number
-        for shelf, number in sorted(last.items()):
-            if shelf > KEYS:
-                slots[number].forget.append(shelf)
 
 
 def _cut_by(slices: Ints, segments: _Segments, first: int, last: int) -> tuple[Ints, tuple[Ints, Ints]]:

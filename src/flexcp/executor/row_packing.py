@@ -17,12 +17,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flexcp.executor.exchange import Buffers, aligned_starts
-from flexcp.executor.fields import FIELDS, Field, Shelves, Types, message_bytes, message_parts
+from flexcp.executor.arena import Buffers
+from flexcp.executor.fields import Shelves, Types, message_bytes, message_parts
 from flexcp.executor.kernels import row_kernels, uploaded
 from flexcp.executor.program import Block, Message, RankProgram, Rows
 from flexcp.intervals import spread
-from flexcp.pieces import OUTPUTS, Kind, Shape
+from flexcp.memory import aligned_starts
+from flexcp.pieces import FIELDS, OUTPUTS, Field, Kind, Shape
 
 Ints = NDArray[np.int64]
 RUN_BYTES = 32_768

@@ -28,6 +28,7 @@ from flexcp.executor.kernels.choose import choose_kernel
 from flexcp.executor.local import local_backward, local_forward
 from flexcp.executor.op import check_call
 from flexcp.executor.prepared import covers
+from flexcp.executor.registered import register_attention
 from flexcp.masks import K1, Q1, is_empty, shift, trim
 
 REMEMBERED = 64
@@ -103,12 +104,6 @@ def _forward(
     return out.to(q.dtype), lse
 
 
-@_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slices: Tensor, *numbers: Any) -> tuple[Tensor, Tensor]:
-    size = (q.shape[0], q.shape[1], v.shape[2])
-    return q.new_empty(size), q.new_empty(size[:2], dtype=types_of(q).statistics)
-
-
 @torch.library.custom_op("flexcp::slice_attention_backward", mutates_args=())
 def _backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slices: Tensor, out: Tensor,
@@ -123,30 +118,7 @@ def _backward(
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
 
 
-@_backward.register_fake
-def _(
-    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    return dq, dk, dv, dsinks
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sinks, slices, *numbers = inputs
-    ctx.save_for_backward(q, k, v, sinks, slices, *output)
-    ctx.numbers = numbers
-    ctx.set_materialize_grads(False)
-
-
-def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, sinks, slices, out, lse = ctx.saved_tensors
-    do = torch.zeros_like(out) if do is None else do
-    dq, dk, dv, dsinks = _backward(do, dlse, q, k, v, sinks, slices, out, lse, *ctx.numbers)
-    return dq, dk, dv, None if sinks is None else dsinks, *([None] * (1 + len(ctx.numbers)))
-
-
-_forward.register_autograd(_gradients, setup_context=_save)
+register_attention(_forward, _backward)
 
 
 def _work_of(q: Tensor, k: Tensor, v: Tensor, slices: Tensor, kernel: str | None) -> tuple[Any, Any, bool]:

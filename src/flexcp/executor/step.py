@@ -6,6 +6,8 @@ the rank's programs for :func:`flexcp.attention`. It travels as an argument, nev
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -17,13 +19,21 @@ from torch import Tensor
 
 from flexcp.executor import layout
 from flexcp.executor.agree import agree
+from flexcp.executor.arena import Arena
+from flexcp.executor.calls import WHOLE_STAGES, CallSettings
+from flexcp.executor.connect import Progress, connect
+from flexcp.executor.exchange import Exchange
 from flexcp.executor.fields import Types, types_of
+from flexcp.executor.handles import new_handle
 from flexcp.executor.kernels import uploaded
 from flexcp.executor.kernels.choose import choose_kernel
+from flexcp.executor.passes import Passes
 from flexcp.executor.prepared import Prepared, WorkLists
 from flexcp.executor.prepared import prepare as prepare_program
 from flexcp.executor.program import RankProgram, rank_program
+from flexcp.executor.watch import Watcher
 from flexcp.plan import Plan
+from flexcp.user_layouts import user_layout
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -34,10 +44,31 @@ DEFAULT_TIMEOUT = timedelta(seconds=120)
 class Step:
     """One rank's view of a plan. Make it with :func:`bind`."""
 
-    def __init__(self, plan: Plan, rank: int, group: dist.ProcessGroup | None, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        group: dist.ProcessGroup | None,
+        timeout: timedelta,
+        number: int = 0,
+        calls: CallSettings = WHOLE_STAGES,
+    ) -> None:
         self.plan, self.rank, self.group, self.timeout = plan, rank, group, timeout
+        self.passes = Passes(plan, rank, group, timeout, number, calls)
+        self.local_tokens = int(plan.placement.tokens[rank])
+        """Tokens on this rank, pads included."""
         self.sent_bytes = {"forward": [0] * plan.ranks, "backward": [0] * plan.ranks}
         """Bytes this rank really sent to each rank so far."""
+        self.telemetry: Watcher | None = None
+        """Who watches this step, if anybody: see :mod:`flexcp.telemetry`."""
+        self.handle = new_handle(self)
+        """This step as a tensor, for operators: see :mod:`flexcp.executor.handles`."""
+        self.calls = 0
+        """Attention calls of this step so far, recomputed ones included. 0 after a model's forward: the model does not use flexcp."""
+        self.arena = Arena()
+        """The memory its passes work in; another step may go on with it: ``bind(..., arena=step.arena)``."""
+        self.keeps_keys = any(backward.keys_kept for _, backward in plan.programs)
+        """Whether a mask of the plan keeps received keys for the backward."""
         self.kernels: dict[str, str] = {}
         """Kernels this step ran with, and why each was chosen."""
         self._programs: dict[tuple[int, bool], RankProgram] = {}
@@ -53,11 +84,6 @@ class Step:
     @property
     def cp_rank(self) -> int:
         return self.rank
-
-    @property
-    def local_tokens(self) -> int:
-        """Tokens on this rank, pads included."""
-        return int(self.plan.placement.tokens[self.rank])
 
     @cached_property
     def indices(self) -> Tensor:
@@ -104,16 +130,46 @@ class Step:
         self._check_rows(local)
         return layout.roll(local, self.plan.placement, self.rank, self.group, shift, fill)
 
+    def relayout(self, local: Tensor, to: str | Sequence[Sequence[int]] = "contiguous") -> Tensor:
+        """Local rows in another layout of the same stream: ``"contiguous"``, ``"zigzag"``, or an index array per rank. Differentiable.
+
+        What layers that read tokens in order need (state space models, convolutions): ``y = layer(step.relayout(x))``, then back with
+        :meth:`restore`. Pads stay behind.
+        """
+        self._check_rows(local)
+        return layout.relayout(local, self.plan.placement, self.rank, self.group, self._maps(to), back=False)
+
+    def restore(self, moved: Tensor, of: str | Sequence[Sequence[int]] = "contiguous") -> Tensor:
+        """Undo :meth:`relayout`: rows in the layout ``of`` moved back to the plan's, zeros where it has pads. Differentiable."""
+        maps = self._maps(of)
+        if len(moved) != len(maps[self.rank]):
+            raise ValueError(
+                f"rank {self.rank} holds {len(maps[self.rank])} tokens in the layout {of!r}, but got a tensor of {len(moved)} rows"
+            )
+        return layout.relayout(moved, self.plan.placement, self.rank, self.group, maps, back=True)
+
+    def _maps(self, name: str | Sequence[Sequence[int]]) -> tuple[layout.Ints, ...]:
+        maps = user_layout(name, self.plan.batch.tokens, self.plan.ranks)
+        if maps is None:
+            raise ValueError("'free' is the plan's own layout; relayout to 'contiguous', 'zigzag' or an index array per rank")
+        return maps
+
     def labels(self, tokens: Tensor, ignore: int = -100) -> Tensor:
         """Next-token labels of this rank's rows from the stream's token ids: shifted inside documents *before* sharding."""
         return self.shard(layout.next_tokens(tokens, self.plan.batch, ignore), pad=ignore)
 
-    def loss(self, logits: Tensor, labels: Tensor, ignore: int = -100) -> Tensor:
+    def loss(self, logits: Tensor, labels: Tensor, ignore: int = -100, *, without_attention: bool = False) -> Tensor:
         """Cross entropy: local sum / valid tokens of all ranks. Sum it (and gradients) over ranks for the batch's mean.
 
-        The result depends on ``logits`` even on a rank without a valid token, so that every rank takes part in backward.
+        The result depends on ``logits`` even on a rank without a valid token, so that every rank takes part in backward. Logits of a model
+        that ran no attention of this step are refused, unless ``without_attention`` says that this is meant.
         """
         self._check_rows(logits)
+        if not self.calls and not without_attention:
+            raise RuntimeError(
+                f"a loss is asked of {self!r}, but its attention never ran: the model's layers still use their own. Turn flexcp on "
+                "(docs/frameworks.md), or pass without_attention=True if the logits come from elsewhere"
+            )
         return layout.token_mean_loss(logits, labels, self.group, ignore)
 
     def program(self, mask: int, backward: bool) -> RankProgram:
@@ -128,6 +184,8 @@ class Step:
         key = (mask, backward, kernel, types)
         if key not in self._prepared:
             self._check_backend(types.device)
+            if not self._prepared:
+                self.arena.reserve(self.plan.memory(self.rank).arena)
             program = self.program(mask, backward)
             self._prepared[key] = prepare_program(program, self.plan.shape, kernel, types, self._work_lists)
         return self._prepared[key]
@@ -139,7 +197,12 @@ class Step:
         for mask in range(len(self.plan.batch.masks)):
             for backward in (False, True):
                 self.prepared(mask, backward, name, types)
+                self.passes.calls(mask, backward)
         self.kept_order_on(types.device)
+
+    def open_exchange(self, mask: int, backward: bool, device: torch.device) -> Exchange:
+        """The exchange of the next pass of this step."""
+        return self.passes.open(mask, backward, device, self.sent_bytes["backward" if backward else "forward"])
 
     def choose_kernel(self, device: torch.device, kernel: str | None) -> str:
         """The name of the kernel for tensors on ``device``; ``kernel`` overrides the choice. Noted in ``self.kernels``."""
@@ -162,6 +225,7 @@ class Step:
             )
 
     def _check_rows(self, local: Tensor) -> None:
+        self.passes.check_usable()
         if len(local) != self.local_tokens:
             raise ValueError(
                 f"rank {self.rank} keeps {self.local_tokens} tokens under this plan, but got a tensor of {len(local)} rows; "
@@ -173,20 +237,46 @@ class Step:
 
 
 def bind(
-    plan: Plan, group: dist.ProcessGroup | DeviceMesh | None = None, timeout: timedelta | float = DEFAULT_TIMEOUT
+    plan: Plan,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    timeout: timedelta | float = DEFAULT_TIMEOUT,
+    telemetry: Watcher | None = None,
+    arena: Arena | None = None,
+    rounds_per_call: int | None = None,
+    chunk_bytes: int | None = None,
+    progress: Progress | None = None,
 ) -> Step:
     """Bind a plan to this rank of ``group``: a 1-D DeviceMesh axis, a ProcessGroup, or nothing for one rank.
 
     Every rank of the group calls this with the same plan; they compare its hash through the store, and a rank that holds another plan is
-    an error on all of them within ``timeout`` (seconds or timedelta).
+    an error on all of them within ``timeout`` (seconds or timedelta). A :class:`flexcp.Telemetry` follows what the step does.
+    ``arena``, that of an earlier step, is memory to go on with instead of new.
+
+    ``rounds_per_call`` posts the messages of a stage that many conflict-free rounds at a time, in chunks of at most ``chunk_bytes``;
+    without it all of a stage start at once (docs/communication.md). ``progress(done, all)`` is told how many peers are connected, where
+    that takes time (NCCL); by default a terminal is.
     """
+    calls = CallSettings(rounds_per_call, chunk_bytes)
     limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    with nullcontext() if telemetry is None else telemetry.binding(plan):
+        step = _bound(plan, group, limit, calls, progress)
+    step.telemetry, step.arena = telemetry, arena or step.arena
+    return step
+
+
+def _bound(
+    plan: Plan,
+    group: dist.ProcessGroup | DeviceMesh | None,
+    limit: timedelta,
+    calls: CallSettings,
+    progress: Progress | None,
+) -> Step:
     if group is None:
         if plan.ranks != 1:
             raise ValueError(
                 f"the plan is for {plan.ranks} ranks: bind it to a process group or a DeviceMesh axis of that size"
             )
-        return Step(plan, 0, None, limit)
+        return Step(plan, 0, None, limit, calls=calls)
     if not isinstance(group, dist.ProcessGroup) and not hasattr(group, "get_group"):
         raise ValueError(f"bind takes a ProcessGroup or a 1-D DeviceMesh axis such as mesh['cp']; got {group!r}")
     process_group = group if isinstance(group, dist.ProcessGroup) else group.get_group()
@@ -194,11 +284,13 @@ def bind(
     mistake = None
     if size != plan.ranks:
         mistake = f"the plan is for {plan.ranks} ranks but the group has {size}; plan for a cluster of {size} ranks"
+    rank, number = dist.get_rank(process_group), 0
     if size > 1:
-        agree(plan.hash, process_group, limit, mistake)
+        number = agree(plan.hash, process_group, limit, mistake, calls)
         if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(process_group)):
             # NCCL's first call of a group needs all its ranks, which the first exchange of a plan may not have.
             dist.all_reduce(torch.zeros(1, device="cuda"), group=process_group)
+            connect(plan.peers(rank), process_group, torch.device("cuda"), progress)
     elif mistake:
         raise ValueError(mistake)
-    return Step(plan, dist.get_rank(process_group), process_group if size > 1 else None, limit)
+    return Step(plan, rank, process_group if size > 1 else None, limit, number, calls)

@@ -32,7 +32,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from flexcp import masks
 from flexcp.clusters import cluster
-from flexcp.executor.exchange import Buffers
+from flexcp.executor.arena import Buffers
 from flexcp.executor.fields import Shelves, message_bytes, new_inputs, new_results, types_of
 from flexcp.executor.kernels import Settings, find_kernel
 from flexcp.executor.op import attention
@@ -73,10 +73,10 @@ class GpuCase:
     options: Options
 
 
-def gpu_cases(kernel: str | None = None) -> Iterator[GpuCase]:
+def gpu_cases(kernel: str | None = None, ranks_of: tuple[int, ...] = RANKS) -> Iterator[GpuCase]:
     """Every strategy x mask on every number of ranks, in bfloat16; softcap, sinks and LSE gradients cycle."""
     number = 0
-    for ranks in RANKS:
+    for ranks in ranks_of:
         for strategy in STRATEGIES:
             for name, rule in MASKS.items():
                 where = cluster("cpu", 1, ranks)
@@ -329,7 +329,7 @@ def packing_times(plan: Plan) -> dict[str, Any]:
         shelves = {i: new_inputs(shelf, *new) | new_results(shelf, *new) for i, shelf in enumerate(program.shelves)}
         messages = [(slot.send, slot.receive) for slot in program.slots]
         sizes = [[[(m.peer, message_bytes(m, plan.shape)) for m in side] for side in pair] for pair in messages]
-        buffers = [[Buffers(side, types.device) for side in pair] for pair in sizes]
+        buffers = [[Buffers.alone(side, types.device) for side in pair] for pair in sizes]
         ways: dict[str, Packing] = {
             "by rows": RowPacking(program, plan.shape, types),
             "by fields": FieldPacking(program, plan.shape, types),

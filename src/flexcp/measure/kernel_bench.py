@@ -11,11 +11,9 @@ random, for every result. Baselines are not checked.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -344,13 +342,12 @@ def table(results: list[Result], product: float) -> str:
     return "\n".join(lines)
 
 
-def write_json(path: Path, results: list[Result], product: float, heads: Heads) -> None:
-    """Everything measured, and on what."""
-    content = {
+def as_data(results: list[Result], product: float, heads: Heads) -> dict[str, Any]:
+    """Everything measured, and on what, as plain JSON values."""
+    return {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "matrix_product_tflops": product,
         "heads": {**asdict(heads), "dtype": str(heads.dtype).removeprefix("torch.")},
         "results": [asdict(r) for r in results],
     }
-    path.write_text(json.dumps(content, indent=2))

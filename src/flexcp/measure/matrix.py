@@ -1,7 +1,8 @@
 """The verification matrix: every strategy x mask x cluster, with heads, lengths, layouts and extras cycled through.
 
 ``full_matrix`` is the whole product of strategy, mask, cluster and head arrangement; ``pairwise_matrix`` is the smallest part of
-it in which every two of strategy, mask and cluster meet. The other factors run along with coprime strides.
+it in which every two of strategy, mask and cluster meet. The other factors run along with coprime strides; every second case may keep
+received keys for the backward.
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ def _case(number: int, strategy: str, mask: str, shape: tuple[int, int], heads: 
         # In low precision the rule is the reference kernel's own error: it is the yardstick there, not a candidate.
         kernel="reference" if number % 11 == 5 and kind == "float64" else "cpu",
     )
-    title = f"{name} {mask} {where.nodes}x{where.ranks_per_node} {heads} {layout} {kind} {lengths}"
+    kept = ", keys kept" if plan.programs[0][1].keys_kept else ""
+    title = f"{name} {mask} {where.nodes}x{where.ranks_per_node} {heads} {layout} {kind} {lengths}{kept}"
     return Case(title, strategy, mask, f"{where.nodes}x{where.ranks_per_node}", plan, options)
 
 
@@ -124,7 +126,8 @@ def _planner(strategy: str, where: Cluster, heads: str, dtype: str, number: int)
     if strategy == "tolerant":
         name, tolerance = "blocks", 0.05
     planner = Planner(
-        q, kv, head_dim=8, v_head_dim=(8, 4, 12)[number % 3], dtype=dtype, cluster=where, strategy=name, compute_tolerance=tolerance
+        q, kv, head_dim=8, v_head_dim=(8, 4, 12)[number % 3], dtype=dtype, cluster=where, strategy=name, compute_tolerance=tolerance,
+        keep_kv=(1 << 30) * (number % 2),
     )  # fmt: skip
     return planner, name
 

@@ -19,7 +19,8 @@ from multiprocessing.connection import Connection, wait
 from types import GeneratorType, TracebackType
 from typing import Any, Self
 
-PRELOAD = ["torch", "torch.distributed", "flexcp.executor.op", "flexcp.planner"]
+# Registered operators need torch._dynamo at their first call.
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "flexcp.executor.op", "flexcp.planner"]
 
 
 class RankError(RuntimeError):

@@ -50,10 +50,16 @@ class Timed:
 
 
 def time_steps(
-    group: dist.ProcessGroup, plan: Plan, part: Part, repeats: int, gflops: float | None = None, results: bool = False
+    group: dist.ProcessGroup,
+    plan: Plan,
+    part: Part,
+    repeats: int,
+    gflops: float | None = None,
+    results: bool = False,
+    rounds_per_call: int | None = None,
 ) -> Timed:
     """Collective over ``group``: run the plan on CPU ranks, once to warm up and then ``repeats`` times."""
-    step = bind(plan, group)
+    step = bind(plan, group, rounds_per_call=rounds_per_call)
     if part == "compute":
         step = Step(plan, step.rank, _silent(group), step.timeout)
     inputs = _inputs(step)

@@ -1,7 +1,7 @@
 """auto: the best of a portfolio, scored by the predicted time of the whole step.
 
 Candidates are the static methods (every kind, in a few degrees) and the dynamic planners. Each is placed and scored by
-:func:`flexcp.simulate.predict`; only the winner is ever scheduled. Two rules:
+:func:`flexcp.simulate.predict`; only the winner is ever scheduled (with a cap on memory or peers, every one). Two rules:
 
 - **No regression.** A static method is what a user has today, and a cost model errs. So the best static one is left only for a placement
   whose predicted gain exceeds the model's stated error. Either way the answer is predicted at least as fast as every static one. (One
@@ -16,7 +16,7 @@ its compute divided evenly inside its groups, for the average group and for the 
 behind that compute as well as can be. Static ones are placed in ascending order of bounds until no bound can change the answer any more.
 
 With a fixed layout only methods that span all ranks can run: ``blocks`` and the static ones without a degree. Where the user gave
-tolerances, a candidate that breaks one is no candidate.
+tolerances or a cap on memory or peers, a candidate that breaks one is no candidate.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from flexcp.plan import Placement
 from flexcp.planners.blocks import blocks
 from flexcp.planners.groups import groups
 from flexcp.planners.layouts import check_tolerances
-from flexcp.planners.request import Refused, Request
+from flexcp.planners.request import Refused, Request, refuse_over_memory, refuse_over_peers
 from flexcp.planners.static_bounds import Place, StaticBounds, StaticMethod, static_methods
+from flexcp.schedule import make_plan
 from flexcp.simulate import lower_bound, milliseconds, predict
 
 DEFAULT_EFFORT = 16
@@ -179,13 +180,18 @@ class _Search:
         if self.left == 0:
             return None
         self.left -= 1
+        known = (request.shape, request.cluster, request.cost)
         try:
             placement = place(request)
             check_tolerances(self.request, placement)
+            if request.max_memory_per_rank is not None or request.max_peers is not None:  # only known of a candidate's plan
+                plan = make_plan(placement, *known, name, request.keep_kv)
+                refuse_over_memory(request, plan)
+                refuse_over_peers(request, plan)
         except Refused as refusal:
             self.refusals.append(f"{name}: {refusal}")
             return None
-        return _Scored(name, placement, predict(placement, request.shape, request.cluster, request.cost).total_ns)
+        return _Scored(name, placement, predict(placement, *known, request.keep_kv).total_ns)
 
 
 def _faster(best: _Scored | None, other: _Scored | None) -> _Scored | None:

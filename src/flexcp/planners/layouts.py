@@ -16,6 +16,7 @@ from flexcp.batch import Batch
 from flexcp.intervals import offsets, united
 from flexcp.plan import Placement, Regions, Runs
 from flexcp.planners.request import Refused, Request
+from flexcp.user_layouts import user_layout as user_layout
 
 Ints = NDArray[np.int64]
 SCATTERED_RUN = 32
@@ -26,41 +27,6 @@ def even_borders(size: int, parts: int) -> Ints:
     """Borders of ``tensor_split``: the first ``size % parts`` parts are one longer."""
     each, extra = divmod(size, parts)
     return offsets(np.where(np.arange(parts) < extra, each + 1, each))
-
-
-def user_layout(layout: str | Sequence[Sequence[int]], tokens: int, ranks: int) -> tuple[Ints, ...] | None:
-    """The index map of a layout's name or of the user's own arrays; None for ``"free"``."""
-    if isinstance(layout, str):
-        if layout == "free":
-            return None
-        stream = np.arange(tokens, dtype=np.int64)
-        if layout == "contiguous":
-            return tuple(np.array_split(stream, ranks))
-        if layout == "zigzag":
-            parts = np.array_split(stream, 2 * ranks)
-            return tuple(np.concatenate([parts[i], parts[2 * ranks - 1 - i]]) for i in range(ranks))
-        raise ValueError(f"unknown layout {layout!r}; use 'free', 'contiguous', 'zigzag' or one index array per rank")
-    if not isinstance(layout, Sequence):
-        raise ValueError(f"layout must be 'free', 'contiguous', 'zigzag' or one index array per rank; got {layout!r}")
-    given = [np.asarray(m).reshape(-1) for m in layout]
-    if any(len(m) and not np.issubdtype(m.dtype, np.integer) for m in given):
-        raise ValueError("layout= index arrays must hold integers: the stream tokens of each rank")
-    maps = tuple(m.astype(np.int64) for m in given)
-    if len(maps) != ranks:
-        raise ValueError(
-            f"layout= has {len(maps)} index arrays for {ranks} ranks; give one per rank (empty ones are fine)"
-        )
-    flat = np.concatenate(maps)
-    outside = flat[(flat < 0) | (flat >= tokens)]
-    if len(outside):
-        raise ValueError(f"layout= names token {int(outside[0])}, but the stream has tokens 0..{tokens - 1}")
-    counts = np.bincount(flat, minlength=tokens)
-    if np.any(counts != 1):
-        wrong = int(np.flatnonzero(counts != 1)[0])
-        raise ValueError(
-            f"layout= keeps token {wrong} {int(counts[wrong])} times; every token belongs to exactly one rank"
-        )
-    return maps
 
 
 def runs_of_maps(maps: Sequence[Ints]) -> Runs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,9 @@ from flexcp.batch import Batch
 from flexcp.clusters import Cluster
 from flexcp.cost import CostModel
 from flexcp.pieces import Shape
+
+if TYPE_CHECKING:
+    from flexcp.plan import Plan
 
 Ints = NDArray[np.int64]
 
@@ -29,7 +33,8 @@ class Request:
     ``argument`` is what follows the colon of a strategy's name (``zigzag:4``). ``layout`` holds one index map per rank when the
     tokens are already placed, None when the planner places them too. ``equal_tokens`` asks for the same count on every rank,
     rounded up to a multiple of ``pad_to``. Tolerances are fractions over the mean, or None for "as time profits".
-    ``effort`` is a count of evaluated candidates, None for the strategy's own choice.
+    ``effort`` is a count of evaluated candidates, None for the strategy's own choice. Memory is a plan's to know: strategies do not look at
+    its cap, their plans are checked against it. ``keep_kv`` is the bytes of received keys that a rank may keep for the backward.
     """
 
     batch: Batch
@@ -44,6 +49,9 @@ class Request:
     token_tolerance: float | None = None
     max_tokens_per_rank: int | None = None
     effort: int | None = None
+    max_memory_per_rank: int | None = None
+    keep_kv: int = 0
+    max_peers: int | None = None
 
     @property
     def ranks(self) -> int:
@@ -76,6 +84,34 @@ def refuse_over_cap(request: Request) -> None:
         raise Refused(
             f"{request.batch.tokens} tokens do not fit {request.ranks} ranks with {limit}: at least "
             f"{-(-request.batch.tokens // request.ranks)} a rank are needed; raise the cap, or cut the batch into micro-batches"
+        )
+
+
+def refuse_over_memory(request: Request, plan: Plan) -> None:
+    """For plans whose attention needs more memory on a rank than the user allows."""
+    cap = request.max_memory_per_rank
+    if cap is None:
+        return
+    most = max((plan.memory(rank) for rank in range(plan.ranks)), key=lambda memory: memory.total)
+    if most.total > cap:
+        kept = f" + {most.kept_keys} of kept keys" if most.kept_keys else ""
+        raise Refused(
+            f"attention needs {most.total} bytes on rank {most.rank} (arena {most.arena} + {most.layers} layers x {most.saved} saved for "
+            f"the backward{kept} + {most.results + most.scratch} in a pass), over max_memory_per_rank={cap}; raise the cap, "
+            f"{'lower keep_kv, ' if most.kept_keys else ''}use more ranks, another strategy, or smaller micro-batches"
+        )
+
+
+def refuse_over_peers(request: Request, plan: Plan) -> None:
+    """For plans in which a rank talks to more others than the user allows; peers are what :meth:`flexcp.Plan.peers` says."""
+    cap = request.max_peers
+    if cap is None:
+        return
+    counts = [len(plan.peers(rank)) for rank in range(plan.ranks)]
+    if max(counts) > cap:
+        raise Refused(
+            f"rank {counts.index(max(counts))} exchanges with {max(counts)} other ranks, over max_peers={cap}; raise the cap, or use a "
+            "strategy that keeps documents together (auto, groups, or a static one with a degree such as zigzag:8)"
         )
 
 

@@ -94,7 +94,7 @@ def _table(plan: Plan) -> list[str]:
     work, tokens = plan.work(), plan.placement.tokens
     forward, backward = plan.bytes(), plan.bytes(backward=True)
     mean = max(1.0, float(work.mean()))
-    lines = ["rank    tokens   work/mean   sent fwd   received fwd   sent bwd   received bwd"]
+    lines = ["rank    tokens   work/mean   sent fwd   received fwd   sent bwd   received bwd     memory"]
     shown = range(plan.ranks) if plan.ranks <= 32 else [*range(16), *range(plan.ranks - 16, plan.ranks)]
     last = -1
     for r in shown:
@@ -103,7 +103,8 @@ def _table(plan: Plan) -> list[str]:
         last = r
         lines.append(
             f"{DIGITS[r % len(DIGITS)]} {r:>3} {int(tokens[r]):>8} {work[r] / mean:>11.3f} {size(forward[r].sum()):>10} "
-            f"{size(forward[:, r].sum()):>14} {size(backward[r].sum()):>10} {size(backward[:, r].sum()):>14}"
+            f"{size(forward[:, r].sum()):>14} {size(backward[r].sum()):>10} {size(backward[:, r].sum()):>14} "
+            f"{size(plan.memory(r).total):>10}"
         )
     lines.append(
         f"all   {int(tokens.sum()):>8}   imbalance: compute {imbalance(work):.3f}, tokens {imbalance(tokens):.3f}; "

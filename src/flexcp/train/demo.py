@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from flexcp.batch import make_batch
 from flexcp.clusters import cluster
-from flexcp.data.lengths import draw_lengths
 from flexcp.masks import causal
 from flexcp.plan import Plan, imbalance
 from flexcp.planner import Planner
 from flexcp.report.ascii import size
+from flexcp.train.documents import phrases, shrunk_lengths
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -68,12 +68,7 @@ class Result:
 
 def batch_lengths(config: DemoConfig, step: int) -> list[int]:
     """Lengths of a step: the ``longtail`` distribution scaled to a small batch."""
-    long = draw_lengths("longtail", config.tokens * 16, seed=step)
-    lengths = [max(1, n // 16) for n in long]
-    lengths[0] += config.tokens - sum(lengths) if sum(lengths) < config.tokens else 0
-    while sum(lengths) > config.tokens:
-        lengths[lengths.index(max(lengths))] -= min(max(lengths) - 1, sum(lengths) - config.tokens)
-    return lengths
+    return shrunk_lengths("longtail", config.tokens, seed=step, shrink=16)
 
 
 def make_plan(config: DemoConfig, strategy: str, step: int) -> Plan:
@@ -194,7 +189,7 @@ def train_alone(group: dist.ProcessGroup, config: DemoConfig) -> Generator[float
     for step in range(config.steps):
         lengths = batch_lengths(config, step)
         batch = make_batch(lengths, causal())
-        tokens = _tokens(step, lengths, model.config.vocabulary)
+        tokens = phrases(step, lengths, model.config.vocabulary)
         positions = torch.cat([torch.arange(n) for n in lengths])
         labels = next_tokens(tokens, batch, -100)
 
@@ -222,7 +217,7 @@ def train_on_ranks(group: dist.ProcessGroup, config: DemoConfig, strategy: str) 
     for number in range(config.steps):
         plan = make_plan(config, strategy, number)
         step = flexcp.bind(plan, group)
-        tokens = _tokens(number, plan.batch.lengths.tolist(), model.config.vocabulary)
+        tokens = phrases(number, plan.batch.lengths.tolist(), model.config.vocabulary)
         local, labels = step.shard(tokens), step.labels(tokens)
 
         def attend(q: Tensor, k: Tensor, v: Tensor, step: flexcp.Step = step) -> Tensor:
@@ -251,22 +246,6 @@ def _model(config: DemoConfig) -> tuple[Any, Any]:
     torch.manual_seed(0)
     model = Gpt(GptConfig(heads=config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim))
     return model, torch.optim.AdamW(model.parameters(), lr=config.learning_rate, eps=1e-6)
-
-
-def _tokens(seed: int, lengths: list[int], vocabulary: int) -> Tensor:
-    """Documents that can be learnt: each repeats a random phrase of its own, with a few tokens replaced."""
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    parts = []
-    for n in lengths:
-        phrase = torch.randint(
-            vocabulary // 8, (int(torch.randint(3, 12, (1,), generator=generator)),), generator=generator
-        )
-        text = phrase.repeat(-(-n // len(phrase)))[:n]
-        noise = torch.rand(n, generator=generator) < 0.02
-        parts.append(torch.where(noise, torch.randint(vocabulary, (n,), generator=generator), text))
-    return torch.cat(parts)
 
 
 def _torch_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,0 +1,62 @@
+"""One call a stage against calls of few rounds, measured over slow links: what ``bind(rounds_per_call=...)`` gains or costs on gloo.
+
+    sudo python benchmarks/rounds.py --nodes 4 --ranks 2 --mbit 800
+
+Nodes are network namespaces (flexcp/measure/box.py), the kernel does nothing, so a step is its communication, packing and reductions.
+Milliseconds of the slowest rank in the fastest of ``--repeats``, forward and backward. Needs root and iproute2; skips without them.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from flexcp.clusters import Cluster
+from flexcp.data.lengths import parse_lengths
+from flexcp.executor.calls import CallSettings, rank_calls
+from flexcp.measure.box import Box, why_not
+from flexcp.measure.step_time import slowest_ms, time_steps
+from flexcp.plan import Plan
+from flexcp.planner import Planner
+
+CALLS = (None, 1, 4, 16)
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=4)
+    parser.add_argument("--ranks", type=int, default=2, help="ranks of a node")
+    parser.add_argument("--mbit", type=int, default=800, help="megabits a second of a node's link, each way")
+    parser.add_argument("--lengths", default="4096,512,1024,256,350,150,750,48,1000")
+    parser.add_argument("--strategies", default="blocks,allgather,zigzag")
+    parser.add_argument("--repeats", type=int, default=5)
+    asked = parser.parse_args()
+    missing = why_not()
+    if missing:
+        print(f"skipped: {missing}")
+        return
+    machine = Cluster(
+        "box", asked.nodes, asked.ranks, 20_000, intra_mbps=1000, inter_mbps=max(1, asked.mbit // 8 // asked.ranks), latency_ns=500_000
+    )  # fmt: skip
+    print("| strategy | MB | rounds per call | calls in a stage, at most | ms |")
+    print("| --- " * 5 + "|")
+    with Box(asked.nodes, asked.ranks) as box:
+        box.network.limit(asked.mbit)
+        for strategy in asked.strategies.split(","):
+            planner = Planner(8, 8, 64, dtype="float32", cluster=machine, strategy=strategy)
+            plan = planner(parse_lengths(asked.lengths))
+            moved = (plan.bytes().sum() + plan.bytes(backward=True).sum()) / 1e6
+            for each in CALLS:
+                calls = _most_calls(plan, each)
+                ms = slowest_ms(box.run(time_steps, plan, "communication", asked.repeats, None, False, each))
+                print(f"| {strategy} | {moved:.1f} | {each or 'all'} | {calls} | {ms:.0f} |", flush=True)
+
+
+def _most_calls(plan: Plan, rounds_per_call: int | None) -> int:
+    how = CallSettings(rounds_per_call)  # makes the rounds here, so that no rank has to
+    found = [rank_calls(plan, r, 0, backward, how) for r in range(plan.ranks) for backward in (False, True)]
+    return max(len(calls) for stages in found for calls in stages)
+
+
+if __name__ == "__main__":
+    main()

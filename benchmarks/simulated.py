@@ -1,0 +1,98 @@
+"""What the simulated experiments share: a batch planned and simulated in many ways, and how tables are written."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from flexcp.batch import make_batch
+from flexcp.clusters import Cluster
+from flexcp.cost import CostModel
+from flexcp.data.lengths import draw_lengths
+from flexcp.masks import Mask, causal
+from flexcp.models import Preset
+from flexcp.pieces import Shape
+from flexcp.planners.request import Request
+from flexcp.simulator.compare import Comparison, Row, compare
+from flexcp.simulator.passes import Rules
+from flexcp.simulator.training import Simulation, Training
+
+OURS = ("auto", "blocks", "groups")
+STATIC = ("dp", "ring", "zigzag", "allgather", "ulysses", "usp")
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Where batches run: cluster, shape, cost, rules; with a model a whole step is timed."""
+
+    cluster: Cluster
+    shape: Shape
+    cost: CostModel = CostModel()  # noqa: RUF009 - immutable
+    rules: Rules = Rules()  # noqa: RUF009 - immutable
+    training: Training | None = None
+
+    def compare(self, lengths: Sequence[int], names: Sequence[str], mask: Mask | None = None) -> Comparison:
+        """The strategies on one batch."""
+        if self.training is None:
+            batch = make_batch(lengths, mask or causal())
+            return compare(Request(batch, self.shape, self.cluster, self.cost), names, self.rules)
+        model = self.training.model.model
+        batch = make_batch(lengths, masks={"mask": (mask or causal(), model.layers)})
+        request = Request(batch, self.shape, self.cluster, replace(self.cost, model=model))
+        return compare(request, names, self.rules, self.training)
+
+
+def step_of(preset: Preset, cluster: Cluster, sync: str = "fsdp", rules: Rules = Rules()) -> Experiment:  # noqa: B008
+    """An experiment on whole steps of a model."""
+    return Experiment(cluster, preset.shape, rules=rules, training=Training(preset, sync))  # type: ignore[arg-type]
+
+
+def scaled_lengths(name: str, tokens: int, scale: float, seed: int) -> list[int]:
+    """Documents of a distribution, each ``scale`` times as long, of ``tokens`` in all."""
+    found = [max(1, round(n * scale)) for n in draw_lengths(name, round(tokens / scale), seed)]
+    found[-1] = max(1, found[-1] + tokens - sum(found))
+    return found
+
+
+def simulations(found: Comparison, names: Iterable[str]) -> dict[str, Simulation]:
+    """Simulations by the strategy asked for, without its degree."""
+    wanted = set(names)
+    return {
+        row.name if row.name in wanted else row.name.partition(":")[0]: row.simulation
+        for row in found.rows
+        if row.simulation is not None and (row.name in wanted or row.name.partition(":")[0] in wanted)
+    }
+
+
+def best(found: dict[str, Simulation], names: Iterable[str], time: Callable[[Simulation], int]) -> tuple[str, int]:
+    """The fastest of the named and its time."""
+    return min(((name, time(found[name])) for name in names if name in found), key=lambda each: each[1])
+
+
+def row_of(found: Comparison, name: str) -> Row:
+    """The row of a strategy that must have run."""
+    for row in found.rows:
+        if row.name.partition(":")[0] == name and row.simulation is not None:
+            return row
+    raise ValueError(f"{name} has no simulation")
+
+
+def mean(values: Iterable[float]) -> float:
+    """The arithmetic mean."""
+    return statistics.mean(values)
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A Markdown table."""
+    return [
+        "| " + " | ".join(headers) + " |",
+        "| --- " * len(headers) + "|",
+        *("| " + " | ".join(r) + " |" for r in rows),
+        "",
+    ]
+
+
+def off(simulated: float, published: float) -> str:
+    """How far a simulated figure lies from a published one."""
+    return f"{simulated / published - 1:+.0%}"

@@ -1,0 +1,226 @@
+"""Advice: what static context parallelism costs on a user's documents, what flexcp would give, and whether to bother.
+
+The documents are dealt into passes in the order they come, each as many tokens as the ranks hold, and a few passes spread over the data are
+looked at. All answers come from :func:`flexcp.simulator.compare.compare`, so they are what ``flexcp compare`` says of the same documents:
+
+- *static*: the one static method with one degree that is fastest over all these passes, or the one the user has today;
+- *swap*: only attention is replaced; tokens stay where a contiguous split puts them (``layout="contiguous"``);
+- *free*: flexcp places tokens too, as its loader does: the fastest of ``auto``, ``blocks`` and ``groups``.
+
+A gain is worth having when it exceeds what the cost model may err by; then and only then the advice is to change something. Where static
+stays, the advice says why: equal documents divide evenly, attention is little of the step, or there is one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from flexcp.batch import make_batch
+from flexcp.clusters import Cluster
+from flexcp.cost import CostModel
+from flexcp.masks import Mask
+from flexcp.models import Preset
+from flexcp.plan import Plan, imbalance
+from flexcp.planners.layouts import user_layout
+from flexcp.planners.request import Request, refuse_over_cap
+from flexcp.simulate import lower_bound
+from flexcp.simulator.compare import STATIC, Row, compare
+from flexcp.simulator.passes import Rules
+from flexcp.simulator.training import StepTime, Training
+
+FREE = ("auto", "blocks", "groups")
+SLACK = 8
+"""A pass fills all but one in so many tokens of the ranks, so that ranks may keep different counts."""
+MOST_PASSES = 3
+SMALL_SHARE = 0.05
+"""Attention under this share of the step leaves nothing to gain."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the user trains, on what, and what fits."""
+
+    preset: Preset
+    cluster: Cluster
+    mask: Mask
+    cost: CostModel
+    max_tokens_per_rank: int
+    tokens_per_step: int
+    today: str | None = None
+    rules: Rules = Rules()
+
+    @property
+    def micro_batches(self) -> int:
+        """Passes a step takes, so that no rank is over its cap."""
+        return -(-self.tokens_per_step // self.most_tokens)
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of one pass that leave ranks room to differ."""
+        return max(1, self.max_tokens_per_rank * self.cluster.ranks * (SLACK - 1) // SLACK)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A way to run the steps that were looked at: what it is called, its plans, and their simulated steps."""
+
+    name: str
+    plans: tuple[Plan, ...]
+    steps: tuple[StepTime, ...]
+
+    @property
+    def total_ns(self) -> int:
+        return sum(step.total_ns for step in self.steps)
+
+    def share(self, part: str) -> float:
+        """Of the whole time, the slowest ranks' ``attention``, ``wait``, ``linear`` or ``sync``."""
+        return float(sum(getattr(step, f"{part}_ns") for step in self.steps) / max(self.total_ns, 1))
+
+    @property
+    def compute_imbalance(self) -> float:
+        """The worst step's attention, max / mean over ranks."""
+        return max(imbalance(plan.work()) for plan in self.plans)
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the fullest rank."""
+        return max(int(plan.placement.tokens.max()) for plan in self.plans)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The answers. ``passes`` is how many passes the data makes in all, of which ``len(static.steps)`` were simulated."""
+
+    question: Question
+    lengths: tuple[int, ...]
+    passes: int
+    static: Answer
+    swap: Answer | None
+    free: Answer
+    bound_ns: int
+
+    @property
+    def error(self) -> float:
+        """How wrong a predicted time may be, as a fraction."""
+        return self.question.cost.error_permille / 1000
+
+    def gain(self, answer: Answer) -> float:
+        """How many times faster than static."""
+        return self.static.total_ns / answer.total_ns
+
+    def sure(self, answer: Answer) -> bool:
+        """Whether the gain exceeds the model's error."""
+        return self.gain(answer) > 1 + self.error
+
+    @property
+    def verdict(self) -> str:
+        """``free``, ``swap`` or ``static``: what to use. The loader only where it gives more than the swap, beyond the error."""
+        if not self.sure(self.free) and not (self.swap and self.sure(self.swap)):
+            return "static"
+        if self.swap is not None and self.swap.total_ns <= self.free.total_ns * (1 + self.error):
+            return "swap"
+        return "free"
+
+    @property
+    def why_static(self) -> str:
+        """Why nothing is to be gained, as far as can be told."""
+        ranks = self.question.cluster.ranks
+        if ranks == 1:
+            return "there is one rank, so nothing has to be divided"
+        if len(set(self.lengths)) == 1:
+            return (
+                f"all documents have {self.lengths[0]:,} tokens, so equal shares of documents are equal work: {self.static.name} keeps every rank "
+                f"within {100 * (self.static.compute_imbalance - 1):.1f} % of the mean"
+            )
+        if self.static.share("attention") + self.static.share("wait") < SMALL_SHARE:
+            share = 100 * (self.static.share("attention") + self.static.share("wait"))
+            return f"attention, waiting included, is {share:.1f} % of the step; the rest does not depend on how documents are divided"
+        near = self.static.total_ns / max(self.bound_ns, 1) - 1
+        return f"{self.static.name} is already within {100 * near:.0f} % of perfectly divided compute on these documents"
+
+
+def advise(question: Question, lengths: Sequence[int], tell: Callable[[str], None] = lambda _: None) -> Advice:
+    """Look at some passes of the data and simulate what they would take."""
+    passes = deal(lengths, question)
+    requests = [_request(question, found) for found in spread_over(passes, MOST_PASSES)]
+    refuse_over_cap(requests[0])
+    static = fastest(_answers(question, requests, (question.today,) if question.today else STATIC, tell))
+    free = fastest(_answers(question, requests, FREE, tell))
+    if static is None or free is None:
+        what = question.today or "no static method" if static is None else "no strategy"
+        raise ValueError(
+            f"{what} fits these documents on {question.cluster} with max_tokens_per_rank={question.max_tokens_per_rank}; raise the cap"
+        )
+    fixed = [replace(r, layout=user_layout("contiguous", r.batch.tokens, r.ranks)) for r in requests]
+    swap = fastest(_answers(question, fixed, ("auto",), tell))
+    if swap is not None:
+        swap = replace(swap, name='auto, layout="contiguous"')
+    bound = sum(lower_bound(r.batch, r.shape, r.cluster, r.cost) for r in requests)
+    return Advice(question, tuple(lengths), len(passes), static, swap, free, bound)
+
+
+def deal(lengths: Sequence[int], question: Question) -> list[list[int]]:
+    """Documents in the order they come, each pass as many as fit."""
+    most = min(question.most_tokens, -(-question.tokens_per_step // question.micro_batches))
+    found: list[list[int]] = [[]]
+    filled = 0
+    for length in lengths:
+        if found[-1] and filled + length > most:
+            found.append([])
+            filled = 0
+        found[-1].append(length)
+        filled += length
+    # What is left at the end is no typical pass.
+    return found[:-1] if len(found) > 1 and filled < most // 2 else found
+
+
+def spread_over(passes: list[list[int]], number: int) -> list[list[int]]:
+    """Some passes, evenly spread over all."""
+    take = min(number, len(passes))
+    return [passes[i * len(passes) // take] for i in range(take)]
+
+
+def fastest(answers: Sequence[Answer]) -> Answer | None:
+    """The answer of the least time; of nearly equal ones the first."""
+    best: Answer | None = None
+    for answer in answers:
+        if best is None or answer.total_ns * 1000 < best.total_ns * 999:
+            best = answer
+    return best
+
+
+def _answers(
+    question: Question, requests: Sequence[Request], names: Sequence[str], tell: Callable[[str], None]
+) -> list[Answer]:
+    """An answer for each strategy that takes all requests. The first decides a static method's degree."""
+    rows: dict[str, list[Row]] = {}
+    for number, request in enumerate(requests, 1):
+        where = f"pass {number} of {len(requests)}"
+        found = compare(
+            request,
+            names if number == 1 else list(rows),
+            question.rules,
+            Training(question.preset),
+            lambda name, where=where: tell(f"{name}: planning and simulating {where}"),  # type: ignore[misc]
+        )
+        ran = {row.name: row for row in found.rows if row.simulation is not None}
+        rows = {name: [*rows.get(name, []), row] for name, row in ran.items() if number == 1 or name in rows}
+    return [_answer(name, found) for name, found in rows.items()]
+
+
+def _answer(name: str, rows: Sequence[Row]) -> Answer:
+    plans, steps = [], []
+    for row in rows:
+        assert row.simulation is not None and row.simulation.step is not None
+        plans.append(row.simulation.plan)
+        steps.append(row.simulation.step)
+    return Answer(name, tuple(plans), tuple(steps))
+
+
+def _request(question: Question, lengths: Sequence[int]) -> Request:
+    cost = replace(question.cost, model=question.preset.model)
+    batch = make_batch(lengths, masks={"mask": (question.mask, question.preset.model.layers)})
+    return Request(
+        batch, question.preset.shape, question.cluster, cost, max_tokens_per_rank=question.max_tokens_per_rank
+    )

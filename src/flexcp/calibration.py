@@ -1,0 +1,89 @@
+"""Calibration: what ``flexcp calibrate`` measured on a machine, in a file that ``--cost`` takes.
+
+The file holds a cost model, the speeds of a rank and its links as far as they were measured (they replace the cluster's own), and how wrong
+the model was on shapes it was not fitted to. A bare cost model (:meth:`flexcp.cost.CostModel.to_json`) is read too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from flexcp.clusters import Cluster
+from flexcp.cost import FORMAT as COST_FORMAT
+from flexcp.cost import CostModel
+
+FORMAT = "flexcp-calibration-1"
+SPEEDS = ("gflops", "intra_mbps", "inter_mbps", "latency_ns")
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Relative errors on what was not fitted: how many shapes, their median, 90th percentile and largest."""
+
+    count: int
+    median: float
+    p90: float
+    worst: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A fitted cost model, speeds of the machine, errors by what was held out, and words about the machine."""
+
+    cost: CostModel
+    machine: str = ""
+    speeds: Mapping[str, int] = field(default_factory=dict)
+    held_out: Mapping[str, Errors] = field(default_factory=dict)
+
+    def on(self, cluster: Cluster) -> Cluster:
+        """The cluster with the measured speeds in place of its own."""
+        speeds: Any = self.speeds
+        return replace(cluster, **speeds)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for a JSON file."""
+        return {
+            "format": FORMAT,
+            "machine": self.machine,
+            "cost": self.cost.to_json(),
+            "speeds": dict(self.speeds),
+            "held_out": {name: vars(errors) for name, errors in self.held_out.items()},
+        }
+
+
+def read_calibration(path: Path) -> Calibration:
+    """The calibration, or the bare cost model, in a file."""
+    try:
+        values = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"cannot read a cost model from {path}: {error.strerror}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no JSON: {error}; flexcp calibrate --write makes such a file") from None
+    form = values.get("format") if isinstance(values, Mapping) else None
+    if form == COST_FORMAT:
+        return Calibration(CostModel.from_json(values))
+    if form != FORMAT:
+        raise ValueError(f'{path} is no cost model: it needs "format": "{FORMAT}" or "{COST_FORMAT}"; got {form!r}')
+    speeds, held_out = values.get("speeds", {}), values.get("held_out", {})
+    unknown = sorted(set(speeds) - set(SPEEDS)) if isinstance(speeds, Mapping) else ["speeds"]
+    if unknown:
+        raise ValueError(f"{path}: {unknown[0]!r} is no speed of a cluster; those are {', '.join(SPEEDS)}")
+    try:
+        errors = {str(name): Errors(**each) for name, each in held_out.items()}
+    except (TypeError, AttributeError):
+        raise ValueError(
+            f"{path}: held_out must hold count, median, p90 and worst of each kind; got {held_out!r}"
+        ) from None
+    return Calibration(CostModel.from_json(values.get("cost", {})), str(values.get("machine", "")), speeds, errors)
+
+
+def error_words(cost: CostModel, held_out: Mapping[str, Errors] | None = None) -> str:
+    """How wrong a table made with this model may be, in words that stand beside it."""
+    if not held_out:
+        return f"cost model {cost.name}, stated error {cost.error_permille / 10:g} %"
+    parts = [f"{name} {e.median:.1%} (90th percentile {e.p90:.1%}, {e.count} shapes)" for name, e in held_out.items()]
+    return f"cost model {cost.name}, median error held out: {'; '.join(parts)}"

@@ -1,0 +1,173 @@
+"""``flexcp advise``: whether dynamic context parallelism pays on a user's documents, and how to turn it on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flexcp.cli import options as o
+from flexcp.cli import setting as s
+from flexcp.cli.progress import compiling
+
+if TYPE_CHECKING:
+    from flexcp.advice import Advice, Answer
+
+Documents = Annotated[
+    str,
+    typer.Argument(
+        metavar="LENGTHS",
+        help="4096,800,1 or 64x2048 or @file or NAME:TOKENS:SEED; a .jsonl of texts or token ids; hf:NAME, a Hugging Face data set.",
+    ),
+]
+ModelName = Annotated[str, typer.Option("--model", help="llama3-8b, llama3-70b, gpt-8b, qwen3-30b-a3b or qwen2.5-vl-7b.")]
+ClusterText = Annotated[str, typer.Option("--cluster", help="Preset and shape, as in h100:4x8.")]
+Cap = Annotated[int, typer.Option("--max-tokens-per-rank", help="Tokens that fit a rank's memory.")]
+StepTokens = Annotated[int | None, typer.Option(help="Tokens of a training step; as many as fit the ranks by default.")]
+Today = Annotated[str | None, typer.Option(help="What you use now, as in zigzag:8; the best static method by default.")]
+Framework = Annotated[str, typer.Option(help="pytorch, huggingface, trainer, fsdp, or all: whose lines of code to print.")]
+Tokenizer = Annotated[str | None, typer.Option(help="For texts: a tokenizer.json, or the name of a Hugging Face tokenizer.")]
+Field = Annotated[str | None, typer.Option(help="The field of a .jsonl or data set that holds the text or the token ids.")]
+
+
+def advise(
+    lengths: Documents,
+    model: ModelName = "llama3-8b",
+    cluster: ClusterText = "h100:4x8",
+    max_tokens_per_rank: Cap = 32_768,
+    mask: o.MaskText = "causal",
+    tokens_per_step: StepTokens = None,
+    today: Today = None,
+    framework: Framework = "pytorch",
+    tokenizer: Tokenizer = None,
+    field: Field = None,
+    cost: s.CostFile = None,
+    html: o.Html = None,
+    as_json: o.Json = False,
+) -> None:
+    """Tell what static context parallelism costs on your documents, what flexcp would give, and which lines to change.
+
+    Everything is simulated, with the cost model's stated error beside it; `flexcp compare` on the same documents says the same.
+
+    Example: `flexcp advise lengths.txt --model llama3-8b --cluster h100:4x8 --max-tokens-per-rank 32768`
+    """
+    from flexcp.advice import Question, advise
+    from flexcp.calibration import Calibration, read_calibration
+    from flexcp.cli.document_lengths import document_lengths
+    from flexcp.clusters import parse_cluster
+    from flexcp.cost import CostModel
+    from flexcp.masks import parse_mask
+    from flexcp.models import find_model
+    from flexcp.planners import find_strategy
+    from flexcp.report.code_lines import FRAMEWORKS, Lines, code_lines
+
+    if max_tokens_per_rank < 1:
+        raise ValueError(f"--max-tokens-per-rank is at least 1; got {max_tokens_per_rank}")
+    if tokens_per_step is not None and tokens_per_step < 1:
+        raise ValueError(f"--tokens-per-step is at least 1; got {tokens_per_step}")
+    if framework != "all" and framework not in FRAMEWORKS:
+        code_lines(framework, None)  # type: ignore[arg-type]  # raises with the nearest name
+    if today is not None:
+        find_strategy(today)
+    rule = parse_mask(mask)
+    if isinstance(rule, list):
+        raise ValueError(f"advise takes one mask for all documents, as in causal or window:4096; {mask} gives one each")
+    known = Calibration(CostModel()) if cost is None else read_calibration(cost)
+    where = known.on(parse_cluster(cluster))
+    whole = tokens_per_step or max(1, max_tokens_per_rank * where.ranks * 7 // 8)
+    asked = Question(find_model(model), where, rule, known.cost, max_tokens_per_rank, whole, today)
+    with compiling("reading documents") as progress:
+        numbers = document_lengths(lengths, tokenizer, field, progress.update)
+        found = advise(asked, numbers, progress.update)
+    names = list(FRAMEWORKS) if framework == "all" else [framework]
+    strategy = "auto" if found.verdict == "swap" else found.free.name
+    lines = Lines(asked.preset.shape, where, strategy, max_tokens_per_rank, found.verdict == "swap")
+    code = [code_lines(name, lines) for name in names] if found.verdict != "static" else []
+    if html is not None:
+        _report(html, found, code)
+    if as_json:
+        typer.echo(json.dumps(as_data(found, code), indent=2))
+        return
+    typer.echo(text(found, code))
+
+
+def text(advice: Advice, code: list[tuple[str, str]]) -> str:
+    """The advice for a terminal."""
+    from textwrap import fill
+
+    from flexcp.report.advice_words import advice_words
+
+    parts = []
+    for title, paragraphs in advice_words(advice):
+        parts.append(title)
+        parts += [fill(p, 110, initial_indent="  ", subsequent_indent="  ") for p in paragraphs]
+        parts.append("")
+    for title, lines in code:
+        parts += [f"Lines for {title}", *(f"    {line}".rstrip() for line in lines.rstrip().split("\n")), ""]
+    return "\n".join(parts).rstrip()
+
+
+def as_data(advice: Advice, code: list[tuple[str, str]]) -> dict[str, Any]:
+    """The documented JSON keys."""
+    question = advice.question
+
+    def answer(found: Answer | None) -> dict[str, Any] | None:
+        if found is None:
+            return None
+        return {
+            "strategy": found.name,
+            "pass_ms": round(found.total_ns / 1e6 / len(found.steps), 3),
+            "gain": round(advice.gain(found), 4),
+            "attention": round(found.share("attention"), 4),
+            "waiting": round(found.share("wait"), 4),
+            "other_layers": round(found.share("linear"), 4),
+            "sync": round(found.share("sync"), 4),
+            "compute_imbalance": round(found.compute_imbalance, 4),
+            "most_tokens": found.most_tokens,
+        }
+
+    return {
+        "simulated": True,
+        "documents": len(advice.lengths),
+        "tokens": sum(advice.lengths),
+        "passes": advice.passes,
+        "simulated_passes": len(advice.static.steps),
+        "micro_batches": question.micro_batches,
+        "error_permille": question.cost.error_permille,
+        "bound_ms": round(advice.bound_ns / 1e6 / len(advice.static.steps), 3),
+        "static": answer(advice.static),
+        "swap": answer(advice.swap),
+        "free": answer(advice.free),
+        "verdict": advice.verdict,
+        "why": advice.why_static if advice.verdict == "static" else None,
+        "code": dict(code),
+    }
+
+
+def _report(path: Path, advice: Advice, code: list[tuple[str, str]]) -> None:
+    from flexcp.cli.reports import timed_plan, write
+    from flexcp.report.advice_words import advice_words
+    from flexcp.report.sections import StrategyTime, code_section, strategies_section, words_section
+
+    times = []
+    for mark, found in (("static", advice.static), ("attention swapped", advice.swap), ("with the loader", advice.free)):
+        if found is None:
+            continue
+        parts = [sum(getattr(step, f"{part}_ns") for step in found.steps) for part in ("attention", "wait")]
+        moved = int(found.plans[0].bytes().sum() + found.plans[0].bytes(backward=True).sum())
+        times.append(
+            StrategyTime(found.name, parts[0], parts[1], found.total_ns - sum(parts), moved, found.compute_imbalance, mark)
+        )
+    sections = [words_section(title, paragraphs) for title, paragraphs in advice_words(advice)]
+    sections.append(strategies_section(times, "All passes that were simulated, forward and backward."))
+    if code:
+        sections.append(code_section("Lines of code", code))
+    sections.append(timed_plan(advice.static.plans[0], f"Static: {advice.static.name}"))
+    if advice.verdict != "static":
+        chosen = advice.swap if advice.verdict == "swap" else advice.free
+        assert chosen is not None
+        sections.append(timed_plan(chosen.plans[0], f"flexcp: {chosen.name}"))
+    question = advice.question
+    write(path, sections, f"Advice for {question.preset.model.name} on {question.cluster}", advice_words(advice)[0][1][0])

@@ -1,0 +1,48 @@
+"""What ``--html FILE`` writes: the sections of each command's report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flexcp.cli.progress import compiling, say
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from flexcp.plan import Plan
+    from flexcp.report.sections import Section
+
+
+def report_plan(path: Path, plan: Plan) -> None:
+    """One plan."""
+    with compiling("simulating and drawing the plan"):
+        sections = [timed_plan(plan)]
+    write(path, sections, f"{plan.strategy} on {plan.cluster}", about(plan))
+
+
+def timed_plan(plan: Plan, title: str | None = None) -> Section:
+    """A plan with the simulated timeline of a layer."""
+    from flexcp.report.layer_timeline import layer_timeline
+    from flexcp.report.plan_section import plan_section
+
+    timeline = layer_timeline(plan)
+    return plan_section(plan, title, timeline.bars, timeline.says)
+
+
+def about(plan: Plan) -> str:
+    """A plan's batch in one line."""
+    batch, shape = plan.batch, plan.shape
+    masks = ", ".join(f"{m.rules[0]}" if len(m.rules) == 1 else "one mask per document" for m in batch.masks)
+    return (
+        f"{batch.documents:,} documents, {batch.tokens:,} tokens, {masks}; {shape.heads} query and {shape.kv_heads} KV heads of "
+        f"{shape.head_dim}, {shape.dtype}; plan {plan.hash[:12]}"
+    )
+
+
+def write(path: Path, sections: Sequence[Section], title: str, subtitle: str) -> None:
+    """Write the page and say where it is."""
+    from flexcp.report.page import write_report
+
+    size = write_report(path, sections, title, subtitle)
+    say(f"report: {path} ({size / 1e6:.2f} MB)")

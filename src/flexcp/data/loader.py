@@ -1,0 +1,345 @@
+"""Loader: a dataset of variable-length samples as planned steps.
+
+    loader = flexcp.data.Loader(dataset, planner, budget=131_072, group=mesh["cp"], shuffle=True)
+    for batch in loader:                                     # one epoch; each rank gets its own part of every batch
+        logits = model(batch.tokens, batch.positions, batch.step)
+        loss   = cross_entropy(logits, batch.labels, reduction="sum") / batch.valid
+
+The way of a batch: a source says what lies at the next places (``sources.py``), ``next_batch`` fills the budget, the pool plans it while
+earlier steps train (``planning.py``, ``shared_plans.py``), and when its turn comes the plan is bound and this rank's rows are read or
+received (``sharing.py``). The loader has one place, moved when a batch is handed out; everything ahead of it is remade from that place,
+so a state is small, and look-ahead, number of workers and number of ranks may change from run to run.
+
+All ranks of the group make the loader with the same arguments and take the same steps. Nothing here runs in a thread of the training
+process but waiting for planner processes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from flexcp.data.documents import BatchSpec, Limits, next_batch
+from flexcp.data.lengths import parse_lengths
+from flexcp.data.local import LocalBatch, local_batch
+from flexcp.data.order import count_batches
+from flexcp.data.planning import PlannerLike, Pool
+from flexcp.data.samples import LABELS, TOKENS, Fields, MaskChoice, Masks, Sample
+from flexcp.data.shared_plans import SharedPlans
+from flexcp.data.sharing import Peers, local_columns, segments, shared
+from flexcp.data.sources import Known, Read, Reading, is_map_style
+from flexcp.data.stats import Stats
+from flexcp.executor.step import bind
+from flexcp.executor.watch import Watcher
+from flexcp.masks import Mask, causal
+from flexcp.plan import Plan
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Ints = NDArray[np.int64]
+FORMAT = "flexcp-loader-1"
+
+
+class Loader:
+    """Batches of a dataset, planned ahead; iterate it once per epoch.
+
+    ``dataset`` is map-style or iterable (a dataset, or a loader that yields samples or lists of them). A sample is a mapping of fields,
+    or its token ids alone; see ``samples.py`` for how fields are told apart, and ``tokens``, ``labels``, ``spans``, ``document_fields``
+    to name them.
+
+    Masks: ``mask`` is one for all documents or, for a map-style dataset, one for each; ``masks={"name": (mask, layers)}`` likewise for
+    several kinds of layers; ``mask_fn(sample)`` returns either; ``spans`` (a field's name, or a list for each document of the dataset)
+    stands for :func:`flexcp.modality` masks. Without any, documents are causal.
+
+    ``lengths`` (numbers, or a text such as ``"@lengths.txt"``) makes a map-style dataset's lengths known without reading it; its own
+    attribute ``lengths`` is used where it has one. With known lengths and masks a rank reads only documents it keeps tokens of (a rank
+    that keeps none of its first batch reads one to learn the fields). Otherwise each sample is read once by one rank and shared.
+
+    Batches hold documents in order up to ``budget`` tokens. Documents over ``max_length`` (the budget unless given) are refused, cut to
+    it, or dropped, as ``too_long`` says. ``drop_last`` leaves out the last batch of an epoch unless it is full.
+
+    ``lookahead`` steps are planned ahead by ``workers`` processes (0: in this process, when needed). ``share_plans`` plans each step on
+    one rank for all; by default every rank plans for itself, but for ``hypergraph``, which does not find the same plan twice.
+    ``patience`` is how many seconds the loop waits for a planner process before it plans by itself, ``timeout`` how long for other ranks.
+    ``plan_options`` go to the planner's call (``tokens="equal"``, ``pad_to=128``, ``layout=...``). ``cpu_group`` is a gloo group to share
+    samples through where ``group`` is NCCL's. ``telemetry`` follows every step (docs/telemetry.md).
+
+    Iterating goes on where it stopped: an epoch that was left in the middle is resumed, a finished one is followed by the next.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        planner: PlannerLike,
+        *,
+        budget: int,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        lengths: Sequence[int] | Ints | str | None = None,
+        mask: Mask | Sequence[Mask] | None = None,
+        masks: Mapping[str, tuple[Mask | Sequence[Mask], int]] | None = None,
+        mask_fn: Callable[[Any], MaskChoice] | None = None,
+        spans: str | Sequence[Any] | None = None,
+        tokens: str | None = None,
+        labels: str | None = None,
+        document_fields: Sequence[str] = (),
+        ignore: int = -100,
+        pad_token: int = 0,
+        max_length: int | None = None,
+        too_long: str = "refuse",
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        lookahead: int = 4,
+        workers: int = 1,
+        share_plans: bool | None = None,
+        plan_options: Mapping[str, Any] | None = None,
+        patience: float = 120.0,
+        timeout: float = 600.0,
+        device: torch.device | str | None = None,
+        cpu_group: dist.ProcessGroup | None = None,
+        telemetry: Watcher | None = None,
+    ) -> None:
+        for name, value in (("lookahead", lookahead), ("workers", workers)):
+            if not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name} is a count of 0 or more; got {value!r}")
+        self.group = _process_group(group)
+        self.peers = Peers(cpu_group if cpu_group is not None else self.group)
+        _check_ranks(planner, self.peers.size)
+        self.stats = Stats()
+        self.drop_last, self.lookahead, self.device, self.telemetry = drop_last, lookahead, device, telemetry
+        self.options = dict(plan_options or {})
+        self.timeout = timedelta(seconds=timeout)
+        limits = Limits(budget, min(budget, max_length or budget), too_long)
+        field = spans if isinstance(spans, str) else None
+        fields = Fields(tokens, labels, field, frozenset(document_fields), ignore)
+        self.pads = {TOKENS: pad_token, LABELS: ignore, **({field: -1} if field else {})}
+        self.reading = Reading(fields, _masks(mask, masks, mask_fn, spans), limits, shuffle, seed, self.stats)
+        self.source = _source(dataset, lengths, self.reading, self.peers)
+        pool = Pool(planner, workers if lookahead else 0, patience, self.stats)
+        if share_plans is None:
+            share_plans = str(getattr(planner, "strategy", "")).startswith("hypergraph")
+        self.plans: Pool | SharedPlans = pool
+        if share_plans and self.group is not None and self.peers.size > 1:
+            self.plans = SharedPlans(pool, self.group, self.timeout)
+        self.epoch = self.place = self.step = 0
+        self._iteration = 0
+
+    # --- iterating ----------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[LocalBatch]:
+        self._iteration += 1
+        return self._steps(self._iteration)
+
+    def _steps(self, iteration: int) -> Iterator[LocalBatch]:
+        """The rest of the epoch. Batches ahead of the one in hand are asked for before it is given out."""
+        self.plans.forget()
+        self.source.begin(self.epoch, self.place)
+        ahead: deque[BatchSpec] = deque()
+        place, step = self.place, self.step
+        try:
+            while True:
+                place, step = self._look_ahead(ahead, place, step)
+                if not ahead:
+                    self._refuse_nothing()
+                    break
+                spec = ahead.popleft()
+                with nullcontext() if self.telemetry is None else self.telemetry.planning():
+                    plan = self.plans.take(spec.step)
+                batch = self._local(spec, plan)
+                place, step = self._look_ahead(ahead, place, step)
+                self.place, self.step = spec.end, spec.step + 1
+                self.source.release(spec.end)
+                yield batch
+                if iteration != self._iteration:
+                    raise RuntimeError("this loader is iterated anew or has another state; go on with the new iterator")
+        finally:
+            if iteration == self._iteration:
+                self.plans.forget()
+        self.epoch, self.place, self.step = self.epoch + 1, 0, 0
+
+    def _refuse_nothing(self) -> None:
+        """An epoch without a batch is a mistake, but for a last batch that is left out."""
+        if self.step or (self.drop_last and self.source.document(0) is not None):
+            return
+        raise ValueError(
+            f"epoch {self.epoch} has no batch: no sample has at most {self.reading.limits.longest} tokens, or there are none "
+            "(an iterator that has ended cannot begin again)"
+        )
+
+    def _look_ahead(self, ahead: deque[BatchSpec], place: int, step: int) -> tuple[int, int]:
+        """Ask for plans until ``lookahead`` steps, and at least one, wait; where the next batch begins."""
+        while len(ahead) < max(1, self.lookahead):
+            spec = next_batch(self.source.document, place, step, self.reading.limits.budget, self.drop_last)
+            if spec is None:
+                break
+            self.plans.ask(step, spec.lengths, {**spec.planner_arguments(), **self.options})
+            ahead.append(spec)
+            place, step = spec.end, step + 1
+        return place, step
+
+    def _local(self, spec: BatchSpec, plan: Plan) -> LocalBatch:
+        """Bind the plan and bring this rank's rows together."""
+        step = bind(plan, self.group, self.timeout, self.telemetry)
+        placement, source = plan.placement, self.source
+        kept = segments(placement, step.rank)
+        if isinstance(source, Read):
+            held = {d: source.held[place] for d, place in enumerate(spec.places) if place in source.held}
+            assert source.schema is not None
+            columns, values = shared(placement, spec.documents, held, source.schema, self.pads, self.peers)
+        else:
+            held = self._read(source, spec, kept.document)
+            assert source.schema is not None
+            columns = local_columns(kept, step.local_tokens, held, source.schema, self.pads)
+            values = {d: sample.values for d, sample in held.items()}
+        self.stats.dropped += spec.dropped
+        self.stats.cut += sum(d.length < d.whole for d in spec.documents)
+        known = [d.valid for d in spec.documents if d.valid is not None]
+        valid = sum(known)
+        if len(known) < len(spec.documents):
+            valid = self.peers.total(int((columns[LABELS] != self.reading.fields.ignore).sum()))
+        return local_batch(step, spec, kept, columns, values, valid, self.epoch, self.device)
+
+    def _read(self, source: Known, spec: BatchSpec, kept: Ints) -> dict[int, Sample]:
+        """The documents of a batch this rank keeps tokens of."""
+        held = {d: source.read(spec.documents[d]) for d in np.unique(kept).tolist()}
+        if source.schema is None:
+            source.read(spec.documents[0])
+        return held
+
+    def __len__(self) -> int:
+        """Batches of an epoch, where lengths are known."""
+        if not isinstance(self.source, Known):
+            raise TypeError(
+                "the number of batches is not known before the samples are read; give the Loader their lengths"
+            )
+        self.source.begin(self.epoch, self.place)
+        return count_batches(self.source.fitted_lengths(), self.reading.limits.budget, self.drop_last)
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader is: after the last batch it gave out. Plain values, and for a stream with a state its own and pending samples.
+
+        Save rank 0's: it serves every rank, in any number.
+        """
+        return {
+            "format": FORMAT,
+            "epoch": self.epoch,
+            "place": self.place,
+            "step": self.step,
+            "shuffle": self.reading.shuffle,
+            "seed": self.reading.seed,
+            "samples": self._samples(),
+            "source": self.source.state(self.epoch),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state; on every rank, before iterating. Look-ahead, workers, ranks and budget may be others than when it was
+        saved."""
+        if state.get("format") != FORMAT:
+            raise ValueError(
+                f"this is no state of a flexcp Loader of this version: its format is {state.get('format')!r}"
+            )
+        now = {"shuffle": self.reading.shuffle, "seed": self.reading.seed, "samples": self._samples()}
+        for name, value in now.items():
+            if state[name] != value:
+                raise ValueError(
+                    f"the state was saved with {name}={state[name]!r}, but this loader has {value!r}; the order of samples would differ"
+                )
+        self._iteration += 1
+        self.plans.forget()
+        self.epoch, self.place, self.step = int(state["epoch"]), int(state["place"]), int(state["step"])
+        self.source.load(state["source"], self.epoch)
+
+    def _samples(self) -> int | None:
+        return len(self.source.lengths) if isinstance(self.source, Known) else self.source.samples
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the planner processes; they also end with the loader and with the process."""
+        self._iteration += 1
+        self.plans.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
+    if group is None or isinstance(group, dist.ProcessGroup):
+        return group
+    if not hasattr(group, "get_group"):
+        raise ValueError(f"group= is a ProcessGroup or a 1-D DeviceMesh axis such as mesh['cp']; got {group!r}")
+    return group.get_group()
+
+
+def _check_ranks(planner: Any, size: int) -> None:
+    cluster = getattr(planner, "cluster", None)
+    if cluster is not None and cluster.ranks != size:
+        raise ValueError(
+            f"the planner is for {cluster.ranks} ranks but the group has {size}; make it for a cluster of {size}"
+        )
+
+
+def _masks(mask: Any, masks: Any, mask_fn: Any, spans: Any) -> Masks:
+    given = [n for n, v in (("mask", mask), ("masks", masks), ("mask_fn", mask_fn), ("spans", spans)) if v is not None]
+    if len(given) > 1 and given != ["mask_fn", "spans"]:
+        raise ValueError(f"give one of mask, masks, mask_fn and spans; got {' and '.join(given)}")
+    if mask_fn is not None:
+        return Masks(function=mask_fn)
+    if isinstance(spans, str):
+        return Masks(spans_field=spans)
+    if spans is not None:
+        return Masks(spans_by_number=spans)
+    if masks is not None:
+        return Masks(named=masks)
+    return Masks(one=mask or causal()) if mask is None or isinstance(mask, Mask) else Masks(by_number=mask)
+
+
+def _source(dataset: Any, lengths: Any, reading: Reading, peers: Peers) -> Known | Read:
+    by_number = [s for s in (reading.masks.by_number, reading.masks.spans_by_number) if s is not None]
+    by_number += [m for m, _ in (reading.masks.named or {}).values() if not isinstance(m, Mask)]
+    if not is_map_style(dataset):
+        if lengths is not None or by_number or reading.shuffle:
+            what = "lengths=" if lengths is not None else "a mask for each document" if by_number else "shuffle=True"
+            raise ValueError(
+                f"{what} needs a map-style dataset, with numbers; {type(dataset).__name__} can only be iterated"
+            )
+        return Read(dataset, None, reading, peers)
+    for given in by_number:
+        if len(given) != len(dataset):
+            raise ValueError(
+                f"{len(given)} masks or spans for {len(dataset)} samples; give one for each, or one for all"
+            )
+    lengths = getattr(dataset, "lengths", None) if lengths is None else lengths
+    if lengths is None or not reading.masks.known:
+        return Read(dataset, len(dataset), reading, peers)
+    return Known(dataset, _checked_lengths(lengths, len(dataset)), reading)
+
+
+def _checked_lengths(lengths: Any, samples: int) -> Ints:
+    given = np.asarray(parse_lengths(lengths) if isinstance(lengths, str) else lengths)
+    if given.shape != (samples,) or not np.issubdtype(given.dtype, np.integer):
+        raise ValueError(
+            f"lengths must be one whole number for each of the {samples} samples; got {given.dtype} {given.shape}"
+        )
+    if samples == 0:
+        raise ValueError("the dataset has no samples")
+    if given.min() < 1:
+        raise ValueError(f"document {int(np.argmin(given))} has no tokens; drop it: documents have at least 1 token")
+    return given.astype(np.int64)

@@ -1,0 +1,78 @@
+"""LocalBatch: what a rank gets of a batch, as tensors in the local order of its step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flexcp.data.documents import BatchSpec
+from flexcp.data.samples import LABELS, TOKENS
+from flexcp.data.sharing import Segments
+from flexcp.executor.step import Step
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class LocalBatch:
+    """One rank's part of a global batch.
+
+    ``tokens``, ``labels`` (shifted, ``ignore`` at the ends of documents), ``positions`` (from 0 in each document) and the per-token
+    ``fields`` have a row for each token this rank keeps, in the step's local order. ``documents`` is the batch's document each row
+    belongs to, -1 for a pad. ``valid`` is the loss normaliser: labels of the whole batch, on all ranks together, that count. A loss is
+    ``local sum / valid``, and gradients are summed over ranks.
+    """
+
+    step: Step
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor
+    documents: Tensor
+    fields: dict[str, Tensor]
+    values: dict[int, dict[str, Any]]
+    """Per-document fields of the documents this rank keeps tokens of, by their number in the batch."""
+    samples: Ints
+    """Which sample of the dataset each document of the batch is: its index, or its count in a stream."""
+    valid: int
+    number: int
+    """Steps of this epoch before this one."""
+    epoch: int
+
+
+def local_batch(
+    step: Step,
+    spec: BatchSpec,
+    kept: Segments,
+    columns: Mapping[str, Tensor],
+    values: dict[int, dict[str, Any]],
+    valid: int,
+    epoch: int,
+    device: torch.device | str | None,
+) -> LocalBatch:
+    """The tensors of a step, on ``device``."""
+    documents = torch.full((step.local_tokens,), -1)
+    for at, document, count in zip(kept.at.tolist(), kept.document.tolist(), kept.rows.tolist(), strict=True):
+        documents[at : at + count] = document
+
+    def there(x: Tensor) -> Tensor:
+        return x if device is None else x.to(device, non_blocking=True)
+
+    return LocalBatch(
+        step,
+        there(columns[TOKENS]),
+        there(columns[LABELS]),
+        there(step.positions),
+        there(documents),
+        {name: there(column) for name, column in columns.items() if name not in (TOKENS, LABELS)},
+        values,
+        np.array([d.number for d in spec.documents], np.int64),
+        valid,
+        spec.step,
+        epoch,
+    )

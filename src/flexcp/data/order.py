@@ -1,0 +1,49 @@
+"""Order: in which order an epoch visits a dataset, and how documents become batches.
+
+The order is a sort of hashed numbers, so a seed means the same order on every machine, NumPy version and number of ranks, and a place in it
+is one integer. Batches are filled in that order up to the token budget: where a batch begins, and what is in it, follows from the place
+alone, so a place is all that has to be remembered to go on exactly.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+_WORD = (1 << 64) - 1
+
+
+def epoch_order(samples: int, shuffle: bool, seed: int, epoch: int) -> Ints:
+    """Numbers 0..samples-1 in the order of an epoch."""
+    if not shuffle:
+        return np.arange(samples, dtype=np.int64)
+    start = _mixed(np.array([_mixed_integer(seed, epoch)], np.uint64))[0]
+    keys = _mixed(start + np.arange(samples, dtype=np.uint64))
+    return np.argsort(keys, kind="stable")
+
+
+def _mixed_integer(seed: int, epoch: int) -> int:
+    return (seed * 0x9E3779B97F4A7C15 + epoch * 0xD1B54A32D192ED03) & _WORD
+
+
+def _mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A bijection of 64-bit words without visible order."""
+    x = x * np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x9E3779B97F4A7C15)
+    return x ^ (x >> np.uint64(31))
+
+
+def count_batches(lengths: Ints, budget: int, drop_last: bool) -> int:
+    """How many batches documents of these lengths fill, in their order."""
+    ends = np.cumsum(lengths)
+    count, place, before = 0, 0, 0
+    while place < len(lengths):
+        stop = int(np.searchsorted(ends, before + budget, side="right"))
+        if stop == len(lengths) and drop_last and int(ends[-1]) - before < budget:
+            break
+        count, place, before = count + 1, stop, int(ends[stop - 1])
+    return count

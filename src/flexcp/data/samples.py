@@ -1,0 +1,237 @@
+"""Samples: one document of a dataset as columns of tokens and values of its own.
+
+A sample is a mapping of fields, or just its token ids. Fields are of three kinds, told apart by what they are and never by how long they
+happen to be:
+
+    per token      arrays, tensors and lists of numbers; as many rows as there are tokens per document   numbers, texts, mappings and the
+    like, and every field named in ``document_fields`` spans          the field named ``spans``: ``[(start, end), ...]``, the images of a
+    document. It becomes a per-token column with the number of
+                   the span a token is in, -1 for text
+
+Labels are made here, before anything is cut to ranks: the next token of the document (or the next entry of the field ``labels``), and
+``ignore`` at its end. A document over the maximum is cut before that, so its new end has no label either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flexcp import masks as mask_algebra
+from flexcp.masks import Mask, from_slices, modality
+
+TOKENS, LABELS = "tokens", "labels"
+NAMES_OF_TOKENS = ("tokens", "input_ids")
+MaskChoice = Mask | Mapping[str, tuple[Mask, int]]
+"""A document's mask, or its masks by name with how many layers use each."""
+
+Schema = tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
+"""Per-token columns: name, dtype, and the shape of a row."""
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Which field of a sample is what."""
+
+    tokens: str | None = None
+    labels: str | None = None
+    spans: str | None = None
+    document_fields: frozenset[str] = frozenset()
+    ignore: int = -100
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """An opened sample: ``columns`` have a row per token and always hold tokens and labels, ``values`` are the document's own."""
+
+    columns: dict[str, Tensor]
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.columns[TOKENS])
+
+    @property
+    def schema(self) -> Schema:
+        return tuple((name, c.dtype, tuple(c.shape[1:])) for name, c in self.columns.items())
+
+
+def length_of(sample: Any, fields: Fields, where: str) -> int:
+    """How many tokens a sample has."""
+    return len(_tokens(sample, fields, where)[1])
+
+
+def opened(sample: Any, fields: Fields, limit: int, where: str) -> Sample:
+    """A sample as columns, cut to ``limit`` tokens. ``where`` names it in messages."""
+    name, tokens = _tokens(sample, fields, where)
+    whole = len(tokens)
+    given: Mapping[str, Any] = sample if isinstance(sample, Mapping) else {}
+    if LABELS in given and fields.labels is None:
+        raise ValueError(
+            f"{where} has a field 'labels'; make the Loader with labels='labels' to have it shifted, or leave the field out"
+        )
+    aligned = tokens if fields.labels is None else _column(given, fields.labels, whole, where)
+    columns = {TOKENS: tokens[:limit], LABELS: _shifted(aligned[:limit].long(), fields.ignore)}
+    values: dict[str, Any] = {}
+    for key in sorted(k for k in given if k not in (name, fields.labels)):
+        if key in columns:
+            raise ValueError(f"{where} has a field {key!r} besides {name!r}; rename it")
+        if key == fields.spans:
+            columns[key] = _span_numbers(given[key], whole, where)[:limit]
+        elif key not in fields.document_fields and _is_column(given[key]):
+            columns[key] = _column(given, key, whole, where)[:limit]
+        else:
+            values[key] = given[key]
+    return Sample(columns, values)
+
+
+def _tokens(sample: Any, fields: Fields, where: str) -> tuple[str, Tensor]:
+    """(name of the field, token ids)."""
+    name, value = TOKENS, sample
+    if isinstance(sample, Mapping):
+        names = [fields.tokens] if fields.tokens is not None else [n for n in NAMES_OF_TOKENS if n in sample]
+        if len(names) != 1 or names[0] not in sample:
+            raise ValueError(
+                f"{where} has fields {sorted(map(str, sample))}; say which one holds the token ids with tokens='...'"
+            )
+        name, value = names[0], sample[names[0]]
+    tokens = _tensor(value, name, where)
+    if tokens.dim() != 1 or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+        raise ValueError(
+            f"{where}: token ids must be integers in one dimension; got {tokens.dtype} of shape {list(tokens.shape)} "
+            "(a DataLoader should have batch_size=None, or collate_fn=list)"
+        )
+    if len(tokens) == 0:
+        raise ValueError(f"{where} has no tokens; drop it: documents have at least 1 token")
+    return name, tokens.long()
+
+
+def _column(given: Mapping[str, Any], key: str, rows: int, where: str) -> Tensor:
+    if key not in given:
+        raise ValueError(f"{where} has no field {key!r}; it has {sorted(map(str, given))}")
+    column = _tensor(given[key], key, where)
+    if column.dim() == 0 or len(column) != rows:
+        raise ValueError(
+            f"{where}: field {key!r} has shape {list(column.shape)} for {rows} tokens; if it belongs to the document as a whole, "
+            f"make the Loader with document_fields=[{key!r}]"
+        )
+    return column
+
+
+def _is_column(value: Any) -> bool:
+    if isinstance(value, Tensor | np.ndarray):
+        return value.ndim > 0 and not (isinstance(value, np.ndarray) and value.dtype.kind not in "biuf")
+    return isinstance(value, list | tuple) and len(value) > 0 and isinstance(value[0], int | float | np.number)
+
+
+def _tensor(value: Any, name: str, where: str) -> Tensor:
+    try:
+        return torch.as_tensor(value).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{where}: field {name!r} is no array of numbers ({error})") from None
+
+
+def _shifted(aligned: Tensor, ignore: int) -> Tensor:
+    labels = torch.full_like(aligned, ignore)
+    labels[:-1] = aligned[1:]
+    return labels
+
+
+def _span_numbers(spans: Any, rows: int, where: str) -> Tensor:
+    numbers = torch.full((rows,), -1)
+    for number, (start, end) in enumerate(_spans(spans)):
+        if not 0 <= start <= end <= rows:
+            raise ValueError(f"{where}: span ({start}, {end}) lies outside its {rows} tokens")
+        numbers[start:end] = number
+    return numbers
+
+
+def _spans(spans: Any) -> list[tuple[int, int]]:
+    return [(int(start), int(end)) for start, end in spans]
+
+
+# --- masks of documents -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Masks:
+    """How a document gets its mask: one for all, by its number, by its spans, or by a function of the sample."""
+
+    one: MaskChoice | None = None
+    by_number: Sequence[Mask] | None = None
+    named: Mapping[str, tuple[Mask | Sequence[Mask], int]] | None = None
+    spans_by_number: Sequence[Any] | None = None
+    spans_field: str | None = None
+    function: Callable[[Any], MaskChoice] | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether masks are known without reading samples."""
+        return self.function is None and self.spans_field is None
+
+    def of(self, number: int, sample: Any, limit: int) -> MaskChoice:
+        """The mask of document ``number``, fit for its first ``limit`` tokens; ``sample`` is looked at where masks are not known."""
+        found = self._whole(number, sample)
+        if isinstance(found, Mask):
+            return cut_mask(found, limit)
+        return {name: (cut_mask(mask, limit), layers) for name, (mask, layers) in found.items()}
+
+    def _whole(self, number: int, sample: Any) -> MaskChoice:
+        if self.function is not None:
+            return _checked_choice(self.function(sample))
+        if self.spans_field is not None:
+            return modality(_spans(sample[self.spans_field]))
+        if self.spans_by_number is not None:
+            return modality(_spans(self.spans_by_number[number]))
+        if self.by_number is not None:
+            return self.by_number[number]
+        if self.named is not None:
+            return {name: (m if isinstance(m, Mask) else m[number], k) for name, (m, k) in self.named.items()}
+        assert self.one is not None
+        return self.one
+
+
+def _checked_choice(found: Any) -> MaskChoice:
+    if isinstance(found, Mask):
+        return found
+    if isinstance(found, Mapping) and all(isinstance(v, tuple) and isinstance(v[0], Mask) for v in found.values()):
+        return found
+    raise ValueError(f"mask_fn must return a mask, or {{'name': (mask, layers)}}; got {found!r}")
+
+
+def cut_mask(mask: Mask, length: int) -> Mask:
+    """The mask of a document's first ``length`` tokens."""
+    if mask.name == "modality":
+        flat, self_only = mask.params
+        assert isinstance(flat, tuple)
+        if not flat or flat[-1] <= length:
+            return mask
+        pairs = zip(flat[::2], flat[1::2], strict=True)
+        return modality([(a, min(b, length)) for a, b in pairs if a < length], bool(self_only))
+    if mask.length is None or mask.length <= length:
+        return mask
+    rows = mask_algebra.cut(np.array(mask.table, np.int64).reshape(-1, 6), 0, length, 0, length)
+    return from_slices(length, rows[~mask_algebra.is_empty(rows)].tolist())
+
+
+def planner_masks(choices: Sequence[MaskChoice]) -> dict[str, Any]:
+    """The planner's ``mask=`` or ``masks=`` for documents of these masks; one for all where all are the same."""
+    if isinstance(choices[0], Mask):
+        rules = [_one(c) for c in choices]
+        return {"mask": rules[0] if all(r == rules[0] for r in rules) else rules}
+    names = {name: layers for name, (_, layers) in choices[0].items()}
+    for choice in choices:
+        if isinstance(choice, Mask) or {name: layers for name, (_, layers) in choice.items()} != names:
+            raise ValueError(f"every document of a model needs the same named masks, here {names}; one has {choice}")
+    named = {n: [c[n][0] for c in choices if not isinstance(c, Mask)] for n in names}
+    return {"masks": {n: (r[0] if all(x == r[0] for x in r) else r, names[n]) for n, r in named.items()}}
+
+
+def _one(choice: MaskChoice) -> Mask:
+    if not isinstance(choice, Mask):
+        raise ValueError(f"every document of a model needs the same kind of mask; one has {choice}")
+    return choice

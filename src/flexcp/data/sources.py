@@ -1,0 +1,332 @@
+"""Sources: what lies at each place of an epoch, and the samples themselves.
+
+    Known    a map-style dataset whose lengths and masks are known: nothing is read to form batches, and a rank reads just the documents it
+             keeps tokens of
+    Read     everything else: each sample is read once, by one rank, which tells the others its length and mask and later sends them what
+             they keep. Of a map-style dataset rank ``place % ranks`` reads; a stream is read by rank 0
+
+A source may be asked for a place again until it is released. Reading runs in rounds that all ranks enter together; a sample that cannot
+be read or does not fit is an error on all of them. A stream's samples that are read and not yet delivered are the look-ahead's pending
+ones: they are part of the state, beside the stream's own state where it has one (``state_dict``); a stream without is read again up to
+its place.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.data.documents import Document, Limits
+from flexcp.data.order import epoch_order
+from flexcp.data.samples import Fields, Masks, Sample, Schema, length_of, opened
+from flexcp.data.sharing import Peers
+from flexcp.data.stats import Stats
+
+Ints = NDArray[np.int64]
+
+ROUND = 16
+"""Samples read in a round, at least one a rank."""
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """How samples are read: which field is what, what masks documents have, what is too long."""
+
+    fields: Fields
+    masks: Masks
+    limits: Limits
+    shuffle: bool
+    seed: int
+    stats: Stats
+
+
+class Known:
+    """A map-style dataset with known lengths and masks."""
+
+    reads_all = False
+
+    def __init__(self, dataset: Any, lengths: Ints, reading: Reading) -> None:
+        self.dataset, self.lengths, self.reading = dataset, lengths, reading
+        self.schema: Schema | None = None
+        limits = reading.limits
+        over = lengths > limits.longest
+        if over.any() and limits.too_long == "refuse":
+            first = int(np.argmax(over))
+            raise ValueError(limits.refusal(int(lengths[first]), f"document {first}"))
+        if over.all() and limits.too_long == "drop":
+            raise ValueError(
+                f"no document has at most {limits.longest} tokens; raise the budget or choose too_long='cut'"
+            )
+
+    def begin(self, epoch: int, place: int) -> None:
+        """Go to a place of an epoch."""
+        self.order = epoch_order(len(self.lengths), self.reading.shuffle, self.reading.seed, epoch)
+
+    def fitted_lengths(self) -> Ints:
+        """Lengths of the documents that are delivered, in the epoch's order."""
+        found = self.lengths[self.order]
+        if self.reading.limits.too_long == "drop":
+            return found[found <= self.reading.limits.longest]
+        return np.minimum(found, self.reading.limits.longest)
+
+    def document(self, place: int) -> Document | None:
+        """What lies at a place; None behind the last."""
+        if place >= len(self.order):
+            return None
+        number = int(self.order[place])
+        whole, longest = int(self.lengths[number]), self.reading.limits.longest
+        length = min(whole, longest)
+        if length < whole and self.reading.limits.too_long == "drop":
+            return Document(number, 0, whole, None, dropped=True)
+        valid = length - 1 if self.reading.fields.labels is None else None
+        return Document(number, length, whole, self.reading.masks.of(number, None, length), valid=valid)
+
+    def read(self, document: Document) -> Sample:
+        """The sample of a document, cut to its length."""
+        begin = time.perf_counter()
+        where = f"document {document.number}"
+        raw = self.dataset[document.number]
+        fields, stats = self.reading.fields, self.reading.stats
+        found = length_of(raw, fields, where)
+        if found != document.whole:
+            raise ValueError(f"{where} has {found} tokens, but its length was given as {document.whole}")
+        sample = opened(raw, fields, document.length, where)
+        self.schema = checked_schema(self.schema, sample.schema, where)
+        stats.documents_read += 1
+        stats.reading_s += time.perf_counter() - begin
+        return sample
+
+    def release(self, place: int) -> None:
+        """Nothing is held."""
+
+    def state(self, epoch: int) -> dict[str, Any] | None:
+        """A place is all there is to remember."""
+        return None
+
+    def load(self, state: Mapping[str, Any] | None, epoch: int) -> None:
+        """Nothing to restore."""
+
+
+class Read:
+    """A dataset or stream that has to be read before its lengths or masks are known."""
+
+    reads_all = True
+
+    def __init__(self, dataset: Any, samples: int | None, reading: Reading, peers: Peers) -> None:
+        self.dataset, self.samples, self.reading, self.peers = dataset, samples, reading, peers
+        self.schema: Schema | None = None
+        self.held: dict[int, Sample] = {}
+        """Samples this rank has read, by place."""
+        self._raw: dict[int, Any] = {}
+        self._documents: dict[int, Document] = {}
+        self._next = 0
+        self._ended = False
+        self._epoch: int | None = None
+        self._stream: _Flat | None = None
+        self._restored: Any = None
+        """The stream's own state as it was loaded, until it is read from again."""
+
+    @property
+    def is_stream(self) -> bool:
+        return self.samples is None
+
+    def begin(self, epoch: int, place: int) -> None:
+        """Go to a place of an epoch; what is held of it stays."""
+        if epoch == self._epoch and place <= self._next and (place in self._documents or place == self._next):
+            return
+        self._documents.clear()
+        self.held.clear()
+        self._raw.clear()
+        self._epoch, self._next, self._ended = epoch, place, False
+        if self.samples is not None:
+            self.order = epoch_order(self.samples, self.reading.shuffle, self.reading.seed, epoch)
+        elif self.peers.rank == 0:
+            if hasattr(self.dataset, "set_epoch"):
+                self.dataset.set_epoch(epoch)
+            self._stream = _Flat(self.dataset)
+            for number in range(place):
+                if next(self._stream, None) is None:
+                    raise ValueError(
+                        f"the stream ended after {number} samples; it had more than {place} when its place was saved"
+                    )
+
+    def document(self, place: int) -> Document | None:
+        """What lies at a place; None behind the last. Reads a round when it is not known yet."""
+        while place >= self._next and not self._ended:
+            self._read_round()
+        return self._documents.get(place)
+
+    def release(self, place: int) -> None:
+        """Let go of everything before a place."""
+        for kept in (self._documents, self.held, self._raw):
+            for old in [p for p in kept if p < place]:
+                del kept[old]
+
+    def _read_round(self) -> None:
+        """Every rank reads its share of the next places, and all learn of all documents."""
+        begin = time.perf_counter()
+        found: dict[int, Document] = {}
+        schema, failure = self.schema, None
+        try:
+            for place, number, raw in self._share():
+                document, sample = self._opened(number, raw)
+                found[place] = document
+                if not document.dropped:
+                    schema = checked_schema(schema, sample.schema, f"sample {number}")
+                    self.held[place] = sample
+                    if self.is_stream:
+                        self._raw[place] = raw
+        except Exception as error:
+            failure = (type(error).__name__, str(error), isinstance(error, ValueError), error)
+        self.reading.stats.reading_s += time.perf_counter() - begin
+        begin = time.perf_counter()
+        told = self.peers.all_gather((found, schema, failure[:3] if failure else None))
+        self.reading.stats.sharing_s += time.perf_counter() - begin
+        for rank, (documents, seen, problem) in enumerate(told):
+            if problem is not None:
+                if failure is not None and rank == self.peers.rank:
+                    raise failure[3]
+                name, text, is_value = problem
+                raise (ValueError if is_value else RuntimeError)(
+                    f"rank {rank} could not read its samples: {name}: {text}"
+                )
+            if seen is not None:
+                self.schema = checked_schema(self.schema, seen, f"the samples of rank {rank}")
+            self._documents.update(documents)
+        after = max((p for documents, _, _ in told for p in documents), default=self._next - 1) + 1
+        self._ended = after - self._next < self._round_size()
+        self._next = after
+
+    def _round_size(self) -> int:
+        ranks = self.peers.size
+        return ROUND if self.is_stream else -(-ROUND // ranks) * ranks
+
+    def _share(self) -> Iterator[tuple[int, int, Any]]:
+        """(place, number, sample) of what this rank reads in the next round."""
+        stop = self._next + self._round_size()
+        if self.samples is not None:
+            for place in range(self._next, min(stop, self.samples)):
+                if place % self.peers.size == self.peers.rank:
+                    yield place, int(self.order[place]), self.dataset[int(self.order[place])]
+        elif self._stream is not None:
+            self._restored = None
+            for place in range(self._next, stop):
+                raw = next(self._stream, None)
+                if raw is None:
+                    return
+                yield place, place, raw
+
+    def _opened(self, number: int, raw: Any) -> tuple[Document, Sample]:
+        where = f"sample {number}"
+        reading = self.reading
+        whole = length_of(raw, reading.fields, where)
+        reading.stats.documents_read += 1
+        length = min(whole, reading.limits.longest)
+        if length < whole and reading.limits.too_long != "cut":
+            if reading.limits.too_long == "refuse":
+                raise ValueError(reading.limits.refusal(whole, where))
+            return Document(number, 0, whole, None, dropped=True), Sample({})
+        sample = opened(raw, reading.fields, length, where)
+        valid = int((sample.columns["labels"] != reading.fields.ignore).sum())
+        size = len(pickle.dumps(sample.values)) if sample.values else 0
+        mask = reading.masks.of(number, raw, length)
+        return Document(number, length, whole, mask, self.peers.rank, valid, size), sample
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    def state(self, epoch: int) -> dict[str, Any] | None:
+        """Of a stream: its own state and the samples it has given that are not delivered. Only the rank that reads it has them."""
+        if not self.is_stream or self.peers.rank != 0 or not hasattr(self.dataset, "state_dict"):
+            return None
+        stream = self.dataset.state_dict() if self._restored is None else self._restored
+        if epoch != self._epoch:
+            return {"stream": stream, "begun": False}
+        pending = [(place, self._raw.get(place)) for place in sorted(self._documents)]
+        rest = [] if self._stream is None else list(self._stream.rest)
+        return {
+            "stream": stream,
+            "begun": True,
+            "pending": pending,
+            "rest": rest,
+            "next": self._next,
+            "ended": self._ended,
+        }
+
+    def load(self, state: Mapping[str, Any] | None, epoch: int) -> None:
+        """Restore a stream and its pending samples; a stream without a state of its own is read again up to the place."""
+        self._epoch = None
+        if not self.is_stream:
+            return
+        stateful = self.peers.rank == 0 and hasattr(self.dataset, "load_state_dict")
+        known: dict[int, Document] = {}
+        ahead: tuple[int, bool] | None = None
+        problem = None
+        self._documents, self.held, self._raw = {}, {}, {}
+        if self.peers.rank == 0 and stateful != (state is not None):
+            problem = "this state does not fit the stream: on rank 0, load what rank 0 saved of the same kind of stream"
+        elif state is not None and stateful:
+            self._restored = state["stream"]
+            self.dataset.load_state_dict(state["stream"])
+            if state["begun"]:
+                self._stream = _Flat(self.dataset, state["rest"])
+                known, ahead = self._reopened(state["pending"]), (int(state["next"]), bool(state["ended"]))
+        (known, ahead, schema, problem), *_ = self.peers.all_gather((known, ahead, self.schema, problem))
+        if problem is not None:
+            raise ValueError(problem)
+        if ahead is not None:
+            self.schema, self._documents = schema, known
+            self._epoch, (self._next, self._ended) = epoch, ahead
+
+    def _reopened(self, pending: list[tuple[int, Any]]) -> dict[int, Document]:
+        known: dict[int, Document] = {}
+        for place, raw in pending:
+            if raw is None:
+                known[place] = Document(place, 0, 0, None, dropped=True)
+                continue
+            known[place], self.held[place] = self._opened(place, raw)
+            self._raw[place] = raw
+            self.schema = checked_schema(self.schema, self.held[place].schema, f"sample {place}")
+        return known
+
+
+def checked_schema(known: Schema | None, found: Schema, where: str) -> Schema:
+    """The per-token columns all samples have; raises where one differs."""
+    if known is None or known == found:
+        return found
+    shown = [{name: f"{dtype} {list(shape)}" for name, dtype, shape in schema} for schema in (known, found)]
+    raise ValueError(
+        f"{where} has per-token fields {shown[1]}, but samples before it had {shown[0]}; all samples need the same fields"
+    )
+
+
+class _Flat:
+    """Samples of a stream one by one, also of a loader that gives lists of them; ``rest`` is what is left of the last list."""
+
+    def __init__(self, stream: Any, rest: Iterable[Any] = ()) -> None:
+        self.stream, self.rest = iter(stream), deque(rest)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        while not self.rest:
+            item = next(self.stream)
+            several = isinstance(item, list | tuple) and len(item) > 0 and isinstance(item[0], Mapping)
+            self.rest.extend(item if several else [item])
+        return self.rest.popleft()
+
+
+def is_map_style(dataset: Any) -> bool:
+    """Whether samples are read by number."""
+    from torch.utils.data import IterableDataset
+
+    if isinstance(dataset, IterableDataset):
+        return False
+    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")

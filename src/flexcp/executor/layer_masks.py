@@ -1,0 +1,53 @@
+"""Layer masks: which of a plan's masks a layer uses.
+
+A layer says it by the mask's name, or as models say it, by its window: the number of keys a query sees, itself included, or 0 for a layer
+without one. The window must then be that of one of the plan's masks; a plan that lacks it is refused, because any other mask would train
+another model without a word.
+"""
+
+from __future__ import annotations
+
+from flexcp.batch import Batch, LayerMask
+from flexcp.masks import causal
+from flexcp.masks import window as window_mask
+
+
+def mask_number(batch: Batch, name: str | None, window: int | None) -> int:
+    """The place in ``batch.masks`` of the mask of that name or window; without either, the first."""
+    if window is None:
+        return batch.masks.index(batch.mask(name))
+    if name is not None:
+        raise ValueError(f"a layer's mask is given by its name or its window; got mask={name!r} and window={window}")
+    found = [mask for mask in batch.masks if _has_window(mask, window, batch)]
+    if not found:
+        raise ValueError(_missing(batch, window))
+    if len(found) > 1:
+        raise ValueError(
+            f"{_called(window)} could be {' or '.join(repr(m.name) for m in found)} of this plan; say which by mask=..."
+        )
+    return batch.masks.index(found[0])
+
+
+def _has_window(mask: LayerMask, window: int, batch: Batch) -> bool:
+    """Whether a mask is what a layer of that window means. A layer without one takes any mask that is not a window of its own."""
+    if window == 0:
+        return not all(rule.name == "window" and rule != causal() for rule in mask.rules)
+    if all(rule == window_mask(window - 1) for rule in mask.rules):
+        return True
+    # Documents that fit the window see the same under a causal mask, where the plan has no other for this layer.
+    return len(batch.masks) == 1 and int(batch.lengths.max()) <= window and all(r == causal() for r in mask.rules)
+
+
+def _called(window: int) -> str:
+    return f"a layer with a window of {window} keys" if window else "a layer without a window"
+
+
+def _missing(batch: Batch, window: int) -> str:
+    has = ", ".join(
+        f"{mask.name!r} ({', '.join(str(rule) for rule in dict.fromkeys(mask.rules))})" for mask in batch.masks
+    )
+    wanted = f"flexcp.window({window - 1})" if window else "flexcp.causal()"
+    return (
+        f"{_called(window)} has no mask in this plan, which has {has}; plan with masks={{'full': (flexcp.causal(), layers), "
+        f"'window': (flexcp.window(keys - 1), layers)}}, here {wanted}"
+    )

@@ -1,0 +1,67 @@
+"""Passes: the exchanges of a step, one for every pass through attention.
+
+A pass is one direction of one layer. Ranks make the same passes in the same order, so the n-th pass of a step is the same on all of them;
+its number travels in the tags of its messages. Ranks of a step that broke off in a pass no longer agree on anything, so it has no next
+one.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from flexcp.executor.calls import WHOLE_STAGES, Call, CallSettings, rank_calls
+from flexcp.executor.exchange import DeviceExchange, Exchange, HostExchange, Pass, Wire
+from flexcp.executor.notes import Notes
+from flexcp.plan import Plan
+
+
+class Passes:
+    """Opens the exchange of each pass of one rank; ``step`` is the number of the bind, the same on all ranks."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        group: dist.ProcessGroup | None,
+        timeout: timedelta,
+        step: int = 0,
+        settings: CallSettings = WHOLE_STAGES,
+    ) -> None:
+        self.plan, self.rank, self.group, self.timeout = plan, rank, group, timeout
+        self.step, self.settings = step, settings
+        self.host_exchange: type[HostExchange] = HostExchange
+        """How CPU ranks talk; a test puts in one that dawdles."""
+        self.count = 0
+        self.failure: str | None = None
+        self._calls: dict[tuple[int, bool], tuple[tuple[Call, ...], ...]] = {}
+
+    def open(self, mask: int, backward: bool, device: torch.device, sent: list[int]) -> Exchange:
+        """The exchange of the next pass; ``sent`` counts the bytes to each rank."""
+        self.check_usable()
+        self.count += 1
+        notes = None if self.group is None else Notes(self.group, self.step, self.rank)
+        wire = Wire(self.group, sent, self.timeout, notes, self._fail)
+        name, stages = self.plan.batch.masks[mask].name, self.plan.programs[mask][backward].stages
+        this = Pass(self.step, self.count, mask, name, backward, stages)
+        kind = self.host_exchange if device.type == "cpu" else DeviceExchange
+        return kind(wire, this, self.calls(mask, backward))
+
+    def calls(self, mask: int, backward: bool) -> tuple[tuple[Call, ...], ...]:
+        """This rank's calls for a mask and direction, derived on first use."""
+        key = (mask, backward)
+        if key not in self._calls:
+            self._calls[key] = rank_calls(self.plan, self.rank, mask, backward, self.settings)
+        return self._calls[key]
+
+    def check_usable(self) -> None:
+        """Raise after a pass that broke off."""
+        if self.failure is not None:
+            raise RuntimeError(
+                f"this step is unusable since an earlier failure; make a new group and bind again. {self.failure}"
+            )
+
+    def _fail(self, reason: str) -> None:
+        self.failure = self.failure or reason

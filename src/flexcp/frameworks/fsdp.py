@@ -1,0 +1,28 @@
+"""FSDP2: what flexcp's loss wants from it.
+
+Ranks that share a batch hold shares of one loss (local sum / valid tokens of all ranks), so gradients are summed over them, where FSDP2
+would average. The usual set-up shards parameters over all ranks, context parallel or not:
+
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    fsdp.sum_gradients(model)
+
+With micro-batches give ``step.loss`` of each its share of the whole batch's tokens, and every rank the same number of forwards and
+backwards.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Let every FSDP2 module of ``model`` sum gradients over ranks instead of averaging them."""
+    found = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not found:
+        raise ValueError(f"no module of {type(model).__name__} is sharded: call fully_shard first, then sum_gradients")
+    for module in found:
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # a plain sum: gloo knows no other, NCCL copies less

@@ -1,0 +1,300 @@
+"""Hugging Face Transformers: ``attn_implementation="flexcp"``.
+
+    huggingface.turn_on(model)                                           # or register() and attn_implementation="flexcp"
+    plan = planner(lengths, masks=huggingface.masks(model.config))
+    step = flexcp.bind(plan, mesh["cp"])
+    logits = model(**huggingface.inputs(tokens, step)).logits[0]
+
+The step is a keyword of the model's forward: Transformers hands keywords it does not know to every attention function. ``[1, H, S, D]`` is
+seen as flexcp's ``[S, H, D]`` without a copy. A layer's window picks its mask from the plan by value, never by the layer's number.
+
+Without a step the documents of this process attend alone (``cu_seq_lens_q``, or ``position_ids`` that start anew), which is what one
+process means by packing. On several ranks that would be a silent mistake, so it must be said: ``step="alone"``.
+
+What cannot be honoured raises: dropout, padding, 4-D masks, bidirectional and chunked layers, biases, KV caches from earlier calls,
+weights as output, keywords nobody here knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flexcp.batch import MaskLike
+from flexcp.clusters import Cluster
+from flexcp.executor.layout import next_tokens
+from flexcp.executor.op import attention
+from flexcp.executor.slice_attention import slice_attention
+from flexcp.executor.step import Step
+from flexcp.frameworks import not_used
+from flexcp.frameworks.shared_batch import IGNORE, lengths_of, rows_of
+from flexcp.masks import causal, window
+from flexcp.planner import Planner
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+NAME = "flexcp"
+ELSEWHERE = frozenset({
+    "num_items_in_batch", "output_hidden_states", "output_router_logits", "max_length_q", "max_length_k", "seq_idx", "use_cache",
+    "past_key_values", "past_key_value", "cache_position", "position_embeddings", "labels", "shift_labels", "return_dict",
+})  # fmt: skip
+"""Keywords that reach attention functions and mean something to other parts of a model."""
+
+
+def register() -> None:
+    """Make ``attn_implementation="flexcp"`` known to Transformers. Doing it again changes nothing."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, flexcp_attention)
+    AttentionMaskInterface.register(NAME, flexcp_mask)
+
+
+def turn_on(model: PreTrainedModel) -> None:
+    """Let ``model`` attend by flexcp from now on, and raise whenever it is given a step that its attention does not use."""
+    if not model.is_backend_compatible():
+        raise NotImplementedError(
+            f"{type(model).__name__} does not take its attention from Transformers' AttentionInterface, so flexcp cannot replace it; "
+            "call flexcp.attention in the layers themselves"
+        )
+    register()
+    model.set_attn_implementation(NAME)
+    model.register_forward_pre_hook(_note_calls, with_kwargs=True)
+    model.register_forward_hook(_check_calls, with_kwargs=True)
+
+
+def masks(config: PreTrainedConfig) -> dict[str, tuple[MaskLike, int]]:
+    """The masks of a model's layers, for ``planner(lengths, masks=...)``: ``full`` and ``window``, with how many layers use each."""
+    layers = int(config.num_hidden_layers)
+    keys = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if keys else "full_attention"] * layers
+    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise NotImplementedError(
+            f"{config.model_type} has layers of kind {', '.join(sorted(unknown))}, for which masks() knows no mask; "
+            "give planner(lengths, masks={'name': (mask, layers)}) yourself"
+        )
+    windows = sum(kind == "sliding_attention" for kind in kinds)
+    found: dict[str, tuple[MaskLike, int]] = {}
+    if windows < layers:
+        found["full"] = (causal(), layers - windows)
+    if windows:
+        if not keys:
+            raise ValueError(f"{config.model_type} has {windows} window layers but sliding_window={keys!r}")
+        found["window"] = (window(int(keys) - 1), windows)
+    return found
+
+
+def planner(
+    config: PreTrainedConfig, cluster: Cluster, dtype: Any = "bfloat16", tp: int = 1, **options: Any
+) -> Planner:
+    """A planner for a model's attention; ``dtype`` is what its activations are in, ``tp`` over how many ranks heads are split."""
+    heads = int(config.num_attention_heads)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    if heads % tp or kv_heads % tp:
+        raise ValueError(f"{heads} query and {kv_heads} KV heads cannot be split over tp={tp} ranks")
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return Planner(heads // tp, kv_heads // tp, int(head_dim), dtype=str(dtype), cluster=cluster, **options)
+
+
+def inputs(tokens: Tensor, step: Step, labels: Tensor | None = None) -> dict[str, Any]:
+    """Keywords of a model's forward for this rank's rows of a batch, from the stream's token ids ``[T]``.
+
+    Labels, by default each token's successor, are shifted inside documents before they are sharded; ``model(**inputs).loss`` is this rank's
+    sum / the batch's valid labels, to be summed over ranks. A rank that keeps no token gets one that nobody sees, because models are not
+    written for none.
+    """
+    batch = step.plan.batch
+    shifted = next_tokens(tokens if labels is None else labels, batch, IGNORE)
+    valid = batch.tokens - batch.documents if labels is None else int((shifted != IGNORE).sum())
+    rows = rows_of(step, tokens, shifted)
+    return {
+        "input_ids": rows.tokens[None],
+        "position_ids": rows.positions[None],
+        "labels": rows.labels[None],
+        "shift_labels": rows.labels[None],
+        "num_items_in_batch": max(1, valid),
+        "step": step,
+        "use_cache": False,
+    }
+
+
+def flexcp_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    step: Step | Literal["alone"] | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """What Transformers calls in every layer: ``[B, H, S, D]`` in, ``[B, S, H, D]`` out, and no weights."""
+    _refuse(module, query, key, attention_mask, dropout, is_causal, others)
+    # A parameter kept in float32 under autocast joins the activations here, as in the model's own attention.
+    sinks = None if s_aux is None else s_aux.to(query.dtype)
+    if step is None or step == "alone":
+        _refuse_alone(step)
+        lengths = _lengths(query, position_ids, cu_seq_lens_q, cu_seq_lens_k)
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        mask = window(sliding_window - 1) if sliding_window else causal()
+        out = slice_attention(q, k, v, mask, lengths, scale=scaling, softcap=softcap, sinks=sinks)
+        assert isinstance(out, Tensor)
+        return out.unflatten(0, (query.shape[0], query.shape[2])), None
+    if query.shape[0] != 1:
+        raise ValueError(
+            f"under a step a rank's tokens are one row: shape [1, tokens], but the model got {query.shape[0]} rows of {query.shape[2]}; "
+            "lay the documents end to end"
+        )
+    _check_documents(step, query, position_ids, cu_seq_lens_q)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if query.shape[2] == 1 and step.local_tokens == 0:
+        q, k, v = q[:0], k[:0], v[:0]
+    out = attention(q, k, v, step, window=sliding_window or 0, scale=scaling, softcap=softcap, sinks=sinks)
+    assert isinstance(out, Tensor)
+    if query.shape[2] == 1 and step.local_tokens == 0:
+        out = nn.functional.pad(out, (0, 0, 0, 0, 0, 1))
+    return out[None], None
+
+
+def flexcp_mask(
+    attention_mask: Tensor | None = None,
+    mask_function: Any = None,
+    use_vmap: bool = False,
+    local_size: int | None = None,
+    config: PreTrainedConfig | None = None,
+    **others: Any,
+) -> None:
+    """What Transformers calls for a model's mask. There is none to build: the plan has it, and what it cannot have is refused."""
+    if use_vmap or (not torch.compiler.is_compiling() and not _is_plain(mask_function)):
+        raise NotImplementedError(
+            f"this model adds a mask function of its own ({_name(mask_function)}) to causal and window masks, which flexcp would ignore; "
+            "plan such a mask with masks={...} and call flexcp.attention in the layers themselves"
+        )
+    if local_size is not None and local_size == getattr(config, "attention_chunk_size", None):
+        raise NotImplementedError(f"chunked attention (attention_chunk_size={local_size}) is not supported")
+    if attention_mask is not None and (torch.compiler.is_compiling() or not bool(attention_mask.all())):
+        raise NotImplementedError(
+            "a padding mask is not supported: lay the documents end to end without padding and drop attention_mask"
+        )
+
+
+PLAIN = (
+    "causal_mask_function",
+    "sliding_window_overlay.<locals>.inner_mask",
+    "packed_sequence_mask_function.<locals>.inner_mask",
+)
+"""Mask functions that say nothing but causal, window and the borders of documents."""
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__qualname__", function))
+
+
+def _is_plain(function: Any) -> bool:
+    """Whether a mask function is made of :data:`PLAIN` ones by intersection alone."""
+    if function is None or _name(function) in PLAIN:
+        return True
+    if _name(function) != "and_masks.<locals>.and_mask":
+        return False
+    return all(_is_plain(part) for cell in function.__closure__ for part in cell.cell_contents)
+
+
+def _refuse(
+    module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, dropout: float, is_causal: bool | None, others: Mapping[str, Any]
+) -> None:  # fmt: skip
+    if dropout:
+        raise NotImplementedError(
+            f"attention dropout is not supported (got {dropout}); set attention_dropout=0 in the config"
+        )
+    if mask is not None:
+        raise NotImplementedError(
+            f"a mask tensor of shape {tuple(mask.shape)} is not supported; plan with masks=... and drop attention_mask"
+        )
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise NotImplementedError(f"{type(module).__name__} is bidirectional (is_causal=False), which is not supported")
+    if query.shape[2] != key.shape[2]:
+        raise NotImplementedError(
+            f"{query.shape[2]} queries against {key.shape[2]} keys: a KV cache from an earlier call is not supported; "
+            "generate with another attn_implementation"
+        )
+    for name, value in others.items():
+        if name not in ELSEWHERE and value is not None and value is not False:
+            raise NotImplementedError(
+                f"{type(module).__name__} passes {name}=... to attention, which flexcp would ignore"
+            )
+
+
+def _refuse_alone(step: str | None) -> None:
+    if step is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            f"no step was given to the model on {dist.get_world_size()} ranks: call model(..., step=flexcp.bind(plan, group)), or "
+            "model(..., step='alone') when every rank attends to its own documents only"
+        )
+
+
+def _lengths(query: Tensor, position_ids: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None) -> list[int]:
+    """Documents of this process, row after row."""
+    if torch.compiler.is_compiling():
+        raise ValueError("under torch.compile give the model a step, on one process too: step=flexcp.bind(plan)")
+    rows, tokens = query.shape[0], query.shape[2]
+    if (cu_q is None) != (cu_k is None) or (cu_q is not None and cu_k is not None and not torch.equal(cu_q, cu_k)):
+        raise NotImplementedError(f"cu_seq_lens_q and cu_seq_lens_k must be the same; got {cu_q} and {cu_k}")
+    if cu_q is not None:
+        return [n for n in cu_q.diff().tolist() if n]
+    if position_ids is None or position_ids.dim() != 2:
+        return [tokens] * rows
+    return lengths_of(position_ids.expand(rows, -1))
+
+
+def _check_documents(step: Step, query: Tensor, position_ids: Tensor | None, cu_seq_lens: Tensor | None) -> None:
+    """Refuse borders that are not the plan's, and positions nobody gave; once a step, and never inside a graph."""
+    if torch.compiler.is_compiling():
+        if cu_seq_lens is not None:
+            raise ValueError(
+                "the step says where documents end; under torch.compile drop cu_seq_lens_q and cu_seq_lens_k"
+            )
+        return
+    if step.calls:
+        return
+    starts = step.plan.batch.starts
+    if cu_seq_lens is not None and cu_seq_lens.tolist() != starts.tolist():
+        raise ValueError(
+            f"cu_seq_lens_q {cu_seq_lens.tolist()} is not the batch of the step's plan, {starts.tolist()}; drop it, or plan these lengths"
+        )
+    tokens = query.shape[2]
+    if position_ids is None or position_ids.shape[-1] != tokens or tokens != step.local_tokens:
+        return
+    counted = torch.arange(tokens)
+    given = position_ids.reshape(-1)[-tokens:].cpu()
+    if torch.equal(given, counted) and not torch.equal(step.positions, counted):
+        raise ValueError(
+            "position_ids count this rank's rows, not the documents' tokens: pass position_ids=step.positions[None], which RoPE needs"
+        )
+
+
+_CALLS = "_flexcp_calls"
+
+
+def _note_calls(module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
+    step = keywords.get("step")
+    if isinstance(step, Step) and not torch.compiler.is_compiling():
+        setattr(module, _CALLS, step.calls)
+
+
+def _check_calls(module: nn.Module, arguments: Any, keywords: dict[str, Any], output: Any) -> None:
+    step = keywords.get("step")
+    if isinstance(step, Step) and not torch.compiler.is_compiling() and step.calls == getattr(module, _CALLS):
+        raise RuntimeError(not_used(step))

@@ -1,0 +1,95 @@
+"""Pipelines of torch.distributed.pipelining: one plan for each micro-batch, travelling with it through the stages.
+
+The ranks of a stage are a pool, and every stage binds the same plans to its own pool. Nothing of a plan is sent: planning is the same
+integers everywhere, so a micro-batch's number names its step on every stage. The number goes through the schedule as a tensor like any other
+input, the list of steps as a keyword that the schedule copies to every micro-batch, and :class:`PlannedStage` puts the two together again.
+
+torch's pipelines allocate for one shape, so all micro-batches keep the same number of tokens on every rank: plan them with
+``tokens="equal"`` and ``pad_to`` the most that any of them needs (with ``planner.micro_batches``: the cap). Megatron's pipelines take shapes
+that change (:mod:`flexcp.frameworks.megatron`).
+
+    parts    = planner.micro_batches(lengths, tokens="equal", pad_to=cap)
+    batches  = PlannedMicroBatches(parts, group)
+    stage    = PipelineStage(PlannedStage(part_of_model), ...)
+    schedule = Schedule1F1B(stage, len(batches), loss_fn=batches.loss(documents), scale_grads=False)
+    schedule.step(batches.shard(documents), **batches.keywords())                             # the first stage
+    schedule.step(target=batches.labels(documents), **batches.keywords())                     # the last one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flexcp.executor.step import Step, bind
+from flexcp.plan import Plan
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+IGNORE = -100
+
+
+class PlannedMicroBatches:
+    """The micro-batches of a global batch, bound to this stage's pool. Every rank of every stage makes it from the same plans."""
+
+    def __init__(
+        self, parts: Sequence[tuple[Sequence[int], Plan]], group: dist.ProcessGroup | DeviceMesh | None = None
+    ) -> None:
+        if not parts:
+            raise ValueError("a pipeline needs at least 1 micro-batch")
+        counts = sorted({int(n) for _, plan in parts for n in plan.placement.tokens})
+        if len(counts) > 1:
+            raise ValueError(
+                f"torch's pipelines take one shape, but the micro-batches keep {counts} tokens on ranks; plan them all with "
+                f"tokens='equal', pad_to={counts[-1]} or more"
+            )
+        self.documents = [list(documents) for documents, _ in parts]
+        self.steps = [bind(plan, group) for _, plan in parts]
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def keywords(self) -> dict[str, Any]:
+        """What brings each micro-batch its step."""
+        return {"number": torch.arange(len(self)), "steps": self.steps}
+
+    def shard(self, documents: Sequence[Tensor]) -> Tensor:
+        """``[micro-batches, local tokens, ...]``: this rank's rows of the global batch's documents."""
+        return self._stacked(documents, lambda step, stream: step.shard(stream))
+
+    def labels(self, documents: Sequence[Tensor], ignore: int = IGNORE) -> Tensor:
+        """Next-token labels of :meth:`shard`."""
+        return self._stacked(documents, lambda step, stream: step.labels(stream, ignore))
+
+    def loss(self, documents: Sequence[Tensor], ignore: int = IGNORE) -> Callable[[Tensor, Tensor], Tensor]:
+        """The schedule's ``loss_fn``: a micro-batch's local sum / labels of the whole global batch. Make the schedule with
+        ``scale_grads=False``, and sum losses over micro-batches and gradients over the pool."""
+        valid = max(1, sum(len(d) - 1 for d in documents))
+
+        def loss(logits: Tensor, labels: Tensor) -> Tensor:
+            flat = logits.flatten(0, -2)
+            wide = flat.float() if flat.dtype.itemsize < 4 else flat
+            total = nn.functional.cross_entropy(wide, labels.flatten(), ignore_index=ignore, reduction="sum")
+            return total / valid
+
+        return loss
+
+    def _stacked(self, documents: Sequence[Tensor], local: Callable[[Step, Tensor], Tensor]) -> Tensor:
+        parts = zip(self.documents, self.steps, strict=True)
+        return torch.stack([local(step, torch.cat([documents[d] for d in chosen])) for chosen, step in parts])
+
+
+class PlannedStage(nn.Module):
+    """A part of a model that is called with its micro-batch's ``step``."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *inputs: Tensor, number: Tensor, steps: Sequence[Step], **more: Any) -> Any:
+        return self.inner(*inputs, step=steps[int(number)], **more)

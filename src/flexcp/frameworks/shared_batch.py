@@ -1,0 +1,93 @@
+"""Shared batch: the documents that every rank loaded for itself, as one batch of all ranks.
+
+Frameworks load data in parallel: each rank draws its own documents. Their ids are small, so all ranks learn all of them, plan the whole
+batch, and keep the rows the plan gives them. The user's dataset, sampler and collator stay; a long document on one rank is now
+everybody's work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flexcp.executor.step import Step, bind
+from flexcp.planner import Planner
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+IGNORE = -100
+
+
+@dataclass(frozen=True)
+class Rows:
+    """This rank's rows of the batch, ``[rows]`` each; labels are shifted. Never empty: a rank without tokens has one that nobody sees."""
+
+    step: Step
+    tokens: Tensor
+    positions: Tensor
+    labels: Tensor
+
+
+def lengths_of(positions: Tensor) -> list[int]:
+    """Documents of a ``[rows, tokens]`` tensor of positions, row after row: one begins wherever positions do not go on by 1."""
+    found = []
+    for row in positions.cpu():
+        edges = [0, *((row.diff() != 1).nonzero().flatten() + 1).tolist(), len(row)]
+        found += [b - a for a, b in pairwise(edges)]
+    return found
+
+
+def next_in_document(tokens: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Labels of a stream: each token's successor, :data:`IGNORE` at the documents' ends."""
+    labels = torch.roll(tokens, -1, 0)
+    labels[torch.tensor(lengths).cumsum(0).to(tokens.device) - 1] = IGNORE
+    return labels
+
+
+def share(
+    tokens: Tensor,
+    labels: Tensor,
+    lengths: Sequence[int],
+    planner: Planner,
+    group: dist.ProcessGroup | DeviceMesh,
+    **options: Any,
+) -> Rows:
+    """This rank's rows of the batch that all ranks of ``group`` loaded together.
+
+    ``tokens`` and shifted ``labels`` are this rank's own documents end to end, ``[T]``; ``options`` go to the planner's call.
+    """
+    process_group = group if isinstance(group, dist.ProcessGroup) else group.get_group()
+    parts = _gathered([torch.tensor(lengths, device=tokens.device), tokens, labels], process_group)
+    all_lengths, stream, all_labels = (torch.cat(part) for part in parts)
+    step = bind(planner(all_lengths.tolist(), **options), process_group)
+    return rows_of(step, stream, all_labels)
+
+
+def rows_of(step: Step, tokens: Tensor, labels: Tensor) -> Rows:
+    """A step's rows of a stream and its shifted labels."""
+    if step.local_tokens == 0:
+        return Rows(step, tokens.new_zeros(1), tokens.new_zeros(1), labels.new_full((1,), IGNORE))
+    return Rows(step, step.shard(tokens), step.positions.to(tokens.device), step.shard(labels, pad=IGNORE))
+
+
+def _gathered(tensors: list[Tensor], group: dist.ProcessGroup) -> list[list[Tensor]]:
+    """Every rank's 1-D tensors of integers: one exchange of sizes, one of everything."""
+    ranks = dist.get_world_size(group)
+    sizes = torch.tensor([len(x) for x in tensors], device=tensors[0].device)
+    all_sizes = [torch.empty_like(sizes) for _ in range(ranks)]
+    dist.all_gather(all_sizes, sizes, group=group)
+    counts = [size.tolist() for size in all_sizes]
+    mine = torch.cat([x.to(torch.int64) for x in tensors])
+    padded = mine.new_zeros(max(sum(c) for c in counts))
+    padded[: len(mine)] = mine
+    everything = [torch.empty_like(padded) for _ in range(ranks)]
+    dist.all_gather(everything, padded, group=group)
+    split = [x[: sum(c)].split(c) for x, c in zip(everything, counts, strict=True)]
+    return [list(part) for part in zip(*split, strict=True)]

@@ -1,0 +1,219 @@
+"""torchtitan: its trainer, its models and its FSDP2, with attention and batches by flexcp.
+
+    config = torchtitan.turn_on(llama3_8b(), cluster=flexcp.cluster("h100", nodes=2, ranks_per_node=8))
+    config.build().train()
+
+Two of torchtitan's own seams carry it. ``@override`` swaps the configuration of every inner attention (SDPA, varlen or flex) for
+:class:`FlexcpAttention`, and selective checkpointing for one that keeps attention's results. ``post_dataloading_process`` is where a
+trainer makes a batch ready: there the documents that every data parallel rank loaded become one batch of all of them, planned and
+sharded, and the step goes to every layer in the place of attention masks. Loss and gradients need nothing: they already are sums over
+ranks / valid tokens of all.
+
+flexcp shares batches over the data parallel ranks, so torchtitan's own context parallelism stays at 1. Refused: pipelines, compiled CUDA
+graphs, and models that hand each layer a mask of its own (their masks arrive in a dictionary).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchtitan.config.override import derive, override
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention, VarlenAttention
+from torchtitan.protocols.module import Module
+from torchtitan.trainer import Trainer
+
+from flexcp.batch import MaskLike
+from flexcp.clusters import Cluster
+from flexcp.executor.op import attention
+from flexcp.executor.step import Step
+from flexcp.frameworks import not_used
+from flexcp.frameworks.shared_batch import share
+from flexcp.masks import causal, window
+from flexcp.planner import Planner
+
+
+class FlexcpAttention(Module):  # type: ignore[misc]
+    """An inner attention that runs the step it is given as ``attention_masks``: ``[1, L, N, H]`` in and out."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):  # type: ignore[misc]
+        """``window``: keys a query sees, itself included; 0 for all before it."""
+
+        window: int = 0
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.window = config.window
+
+    def forward(
+        self,
+        q_BLNH: Tensor,
+        k_BLNH: Tensor,
+        v_BLNH: Tensor,
+        *,
+        attention_masks: Any = None,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        is_causal: bool = True,
+        out_transform: Any = None,
+        **others: Any,
+    ) -> Tensor:
+        if not isinstance(attention_masks, Step):
+            raise ValueError(
+                f"flexcp's attention runs a step, but attention_masks is {type(attention_masks).__name__}: train with the "
+                "configuration that flexcp.frameworks.torchtitan.turn_on returns"
+            )
+        unknown = [name for name, value in others.items() if value is not None]
+        if unknown or not is_causal:
+            raise NotImplementedError(
+                f"this model asks its attention for {unknown or 'is_causal=False'}, which flexcp would ignore"
+            )
+        q_THD, k_TGD, v_TGD = (x[0] for x in (q_BLNH, k_BLNH, v_BLNH))
+        empty = len(q_THD) == 1 and attention_masks.local_tokens == 0
+        if empty:
+            q_THD, k_TGD, v_TGD = q_THD[:0], k_TGD[:0], v_TGD[:0]
+        out_THD, lse_TH = attention(
+            q_THD, k_TGD, v_TGD, attention_masks, window=self.window, scale=scale, return_lse=True
+        )
+        if empty:
+            out_THD, lse_TH = (torch.nn.functional.pad(x, (0,) * (2 * x.dim() - 1) + (1,)) for x in (out_THD, lse_TH))
+        return out_THD[None] if out_transform is None else out_transform(out_THD[None], lse_TH[None])
+
+
+class FlexcpSelectiveAC(SelectiveAC):  # type: ignore[misc]
+    """Selective checkpointing that keeps attention's results: recomputing them would exchange keys again."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(SelectiveAC.Config):  # type: ignore[misc]
+        """As torchtitan's."""
+
+    def get_save_ops(self) -> set[Any]:
+        """torchtitan's operators, and ours."""
+        return set(super().get_save_ops()) | {torch.ops.flexcp.attention.default}
+
+
+@override(target=ScaledDotProductAttention.Config, description="flexcp attention")
+def sdpa(config: ScaledDotProductAttention.Config) -> FlexcpAttention.Config:
+    """Causal layers."""
+    return derive(config, FlexcpAttention.Config)
+
+
+@override(target=FlexAttention.Config, description="flexcp attention")
+def flex(config: FlexAttention.Config) -> FlexcpAttention.Config:
+    """Layers under the model's one mask, which is causal inside documents."""
+    return derive(config, FlexcpAttention.Config)
+
+
+@override(target=VarlenAttention.Config, description="flexcp attention")
+def varlen(config: VarlenAttention.Config) -> FlexcpAttention.Config:
+    """Causal layers, and windows: (W, 0) is a window of W tokens before the query."""
+    left, right = config.window_size
+    if right != 0:
+        raise NotImplementedError(
+            f"window_size={config.window_size} sees tokens after the query, which is not supported"
+        )
+    return derive(config, FlexcpAttention.Config, window=0 if left < 0 else left + 1)
+
+
+@override(target=SelectiveAC.Config, exact=True, description="keeps flexcp attention's results")
+def selective(config: SelectiveAC.Config) -> FlexcpSelectiveAC.Config:
+    """Recompute everything torchtitan does, but not attention."""
+    return derive(config, FlexcpSelectiveAC.Config)
+
+
+OVERRIDES = [f"{__name__}.{function.__name__}" for function in (sdpa, flex, varlen, selective)]
+
+
+class FlexcpTrainer(Trainer):  # type: ignore[misc]
+    """torchtitan's trainer, whose data parallel ranks share every batch."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):  # type: ignore[misc]
+        """torchtitan's, and how to plan: for which ``cluster``, by which ``strategy``, with which ``options`` of the planner's call."""
+
+        cluster: Cluster | None = None
+        strategy: str = "auto"
+        options: dict[str, Any] = field(default_factory=dict)
+
+        def to_dict(self) -> dict[str, Any]:
+            """Plain values; the cluster as it prints."""
+            found: dict[str, Any] = super(FlexcpTrainer.Config, self).to_dict()
+            return found | {"cluster": repr(self.cluster)}
+
+    def __init__(self, config: Config) -> None:
+        if config.parallelism.context_parallel_degree != 1 or config.parallelism.pipeline_parallel_degree != 1:
+            raise NotImplementedError(
+                "flexcp shares batches over data parallel ranks; set context_parallel_degree and pipeline_parallel_degree to 1"
+            )
+        if config.validator.enable:
+            raise NotImplementedError(
+                "torchtitan's validator makes batches of its own, which flexcp does not see; disable it"
+            )
+        super().__init__(config)
+        self._masks, self._planner = self._planning()
+
+    def _planning(self) -> tuple[dict[str, tuple[MaskLike, int]], Planner]:
+        """The masks of the model's layers, and a planner for its heads."""
+        layers = [layer.attention for layer in self.model_config.layers]
+        kinds = {type(a.inner_attention) for a in layers} - {FlexcpAttention.Config}
+        if kinds:
+            names = ", ".join(kind.__qualname__ for kind in kinds)
+            raise NotImplementedError(f"this model has an inner attention that flexcp does not replace: {names}")
+        windows = [a.inner_attention.window for a in layers]
+        masks: dict[str, tuple[MaskLike, int]] = {}
+        for keys in sorted(set(windows)):
+            mask = window(keys - 1) if keys else causal()
+            masks[f"window {keys}" if keys else "full"] = (mask, windows.count(keys))
+        tp, first = self.parallel_dims.tp, layers[0]
+        head_dim = first.head_dim if first.head_dim is not None else first.dim // first.n_heads
+        kv_heads = first.n_heads if first.n_kv_heads is None else first.n_kv_heads
+        heads = (first.n_heads // tp, kv_heads // tp, head_dim)
+        where = self.config.cluster or self._one_node()
+        dtype = self.config.training.mixed_precision_param
+        planner = Planner(*heads, dtype=dtype, cluster=where, strategy=self.config.strategy)
+        return masks, planner
+
+    def _one_node(self) -> Cluster:
+        from flexcp.clusters import cluster
+
+        return cluster("h100" if self.device.type == "cuda" else "cpu", 1, self.parallel_dims.get_mesh("batch").size())
+
+    def post_dataloading_process(
+        self, input_dict: dict[str, Tensor], labels: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """This rank's rows of all ranks' documents, ``[1, rows]``; a document begins where positions are 0, and with every row."""
+        positions = input_dict.get("positions")
+        if positions is None:
+            positions = torch.arange(labels.shape[1]).expand_as(labels)
+        starts = (positions == 0).cpu()
+        starts[:, 0] = True
+        edges = starts.flatten().nonzero().flatten().tolist()
+        lengths = [b - a for a, b in zip(edges, [*edges[1:], labels.numel()], strict=True)]
+        group = self.parallel_dims.get_mesh("batch").get_group()
+        planning = {"masks": self._masks, **self.config.options}
+        rows = share(input_dict["input"].flatten(), labels.flatten(), lengths, self._planner, group, **planning)
+        self.ntokens_seen += rows.step.local_tokens
+        self._step = rows.step
+        return rows.tokens[None], rows.labels[None], {"positions": rows.positions[None], "attention_masks": rows.step}
+
+    def forward_backward_step(self, **given: Any) -> Tensor:
+        """torchtitan's, by a model that used the step."""
+        loss: Tensor = super().forward_backward_step(**given)
+        if not self._step.calls:
+            raise RuntimeError(not_used(self._step))
+        return loss
+
+
+def turn_on(config: Trainer.Config, **planning: Any) -> FlexcpTrainer.Config:
+    """A trainer configuration with flexcp's attention; ``planning`` are the fields :class:`FlexcpTrainer.Config` adds to torchtitan's."""
+    shared = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    found = FlexcpTrainer.Config(**shared, **planning)
+    found.override = dataclasses.replace(config.override, imports=[*config.override.imports, *OVERRIDES])
+    found.training = dataclasses.replace(config.training, disable_cuda_graphs=True)
+    found.parallelism = dataclasses.replace(config.parallelism, spmd_backend="partial_dtensor")
+    return found

@@ -1,0 +1,71 @@
+"""Code that is not ours, for comparison: attention of the same documents by what else is installed.
+
+``torch.context_parallel`` is PyTorch's own, on ``scaled_dot_product_attention``. It knows neither documents nor masks besides causal and
+full, wants lengths that 2 x ranks divide, and has no CPU path (its dispatcher has no sharding rule for the CPU kernel; torch 2.13, seen in
+November 2026). So on GPUs documents run one after the other, each padded; it has not run there yet. Other packages are named when they are
+installed; they have no adapter yet.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from flexcp.masks import Mask
+from flexcp.pieces import Shape
+
+Run = Callable[[], tuple[Any, Callable[[], Any]]]
+OTHERS = ("ring_flash_attn", "transformer_engine", "magi_attention")
+
+
+def baselines(
+    group: dist.ProcessGroup, lengths: Sequence[int], mask: Mask, shape: Shape, device: str
+) -> dict[str, Run | str]:
+    """By name: a call that runs forward and gives the output and a call that runs backward; or why there is none."""
+    found: dict[str, Run | str] = {"torch.context_parallel": _context_parallel(group, lengths, mask, shape, device)}
+    for package in OTHERS:
+        installed = importlib.util.find_spec(package) is not None
+        found[package] = "installed, but flexcp has no adapter for it yet" if installed else "not installed"
+    return found
+
+
+def _context_parallel(
+    group: dist.ProcessGroup, lengths: Sequence[int], mask: Mask, shape: Shape, device: str
+) -> Run | str:
+    if device == "cpu":
+        return "has no CPU path: PyTorch registers no sharding rule for its CPU attention kernel; runs on GPUs"
+    if str(mask) not in ("causal", "full"):
+        return f"knows causal and full attention only, not {mask}"
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.experimental import context_parallel
+
+    mesh = DeviceMesh.from_group(group, device)
+    ranks = dist.get_world_size(group)
+    documents = [-(-n // (2 * ranks)) * 2 * ranks for n in lengths]
+    sizes = [(shape.heads, shape.head_dim), (shape.kv_heads, shape.head_dim), (shape.kv_heads, shape.v_head_dim)]
+    dtype = getattr(torch, shape.dtype)
+
+    def run() -> tuple[list[Tensor], Callable[[], Any]]:
+        kept = []
+        for n in documents:
+            q, k, v = (
+                torch.randn(1, h, n // ranks, d, device=device, dtype=dtype, requires_grad=True) for h, d in sizes
+            )
+            with context_parallel(mesh):
+                out = F.scaled_dot_product_attention(q, k, v, is_causal=str(mask) == "causal", enable_gqa=True)
+            kept.append((out, (q, k, v)))
+
+        def backward() -> None:
+            with context_parallel(mesh):
+                for out, inputs in kept:
+                    torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+        return [out for out, _ in kept], backward
+
+    return run

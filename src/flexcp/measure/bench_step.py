@@ -1,0 +1,164 @@
+"""Bench step: every strategy on the ranks at hand, planning included, beside code that is not ours and beside what was predicted.
+
+All ranks plan each strategy (as they would in training), bind the plan, run attention forward and backward once to warm up and then a few
+times, starting together; a time is the slowest rank's in the fastest repeat, and planning is the slowest rank's too. The prediction is the
+event simulator's with the cost model given. Runs on gloo CPU ranks; on NCCL ranks with the kernel the step chooses (same code, unrun
+there).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flexcp.batch import make_batch
+from flexcp.clusters import Cluster
+from flexcp.cost import CostModel
+from flexcp.executor.op import attention
+from flexcp.executor.step import Step, bind
+from flexcp.masks import Mask
+from flexcp.measure.baselines import baselines
+from flexcp.pieces import Shape
+from flexcp.plan import Plan
+from flexcp.planners.request import Refused, Request
+from flexcp.simulator.compare import planned
+from flexcp.simulator.passes import Rules
+from flexcp.simulator.training import simulate
+
+
+@dataclass(frozen=True)
+class BenchTask:
+    """What is measured."""
+
+    lengths: tuple[int, ...]
+    mask: Mask
+    shape: Shape
+    cluster: Cluster
+    cost: CostModel
+    strategies: tuple[str, ...]
+    device: str = "cpu"
+    repeats: int = 3
+    tokens_equal: bool = True
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One contender: milliseconds planned, measured and predicted, bytes moved; or why there are none."""
+
+    name: str
+    planning_ms: float | None = None
+    forward_ms: float | None = None
+    step_ms: float | None = None
+    predicted_ms: float | None = None
+    bytes: int | None = None
+    missing: str | None = None
+
+    @property
+    def error(self) -> float | None:
+        """Predicted over measured, less one."""
+        if self.step_ms is None or self.predicted_ms is None:
+            return None
+        return self.predicted_ms / self.step_ms - 1
+
+
+def bench(group: dist.ProcessGroup, task: BenchTask) -> Generator[str, None, list[Measured]]:
+    """Collective generator: says what is next; returns the rows (on every rank)."""
+    rows: list[Measured] = []
+    for name in task.strategies:
+        yield name
+        rows.append(_strategy(group, task, name))
+    for name, run in baselines(group, task.lengths, task.mask, task.shape, task.device).items():
+        yield name
+        if isinstance(run, str):
+            rows.append(Measured(name, missing=run))
+        else:
+            forward, step = timed(group, run, task.repeats, task.device)
+            rows.append(Measured(name, 0.0, forward, step))
+    return rows
+
+
+def _strategy(group: dist.ProcessGroup, task: BenchTask, name: str) -> Measured:
+    batch = make_batch(task.lengths, task.mask)
+    request = Request(batch, task.shape, task.cluster, task.cost, equal_tokens=task.tokens_equal)
+    try:
+        planned(request, name)  # compiled code is loaded before anything is timed
+        dist.barrier(group)
+        begin = time.perf_counter()
+        name, plan = planned(request, name)
+        _ = plan.hash
+        planning = _slowest(group, 1000 * (time.perf_counter() - begin), task.device)
+    except Refused as refusal:
+        return Measured(name, missing=str(refusal))
+    step = bind(plan, group)
+    forward, whole = timed(group, _attention(step, task.device), task.repeats, task.device)
+    predicted = simulate(plan, rules=Rules(contention=task.device != "cpu")).attention_ns / 1e6
+    return Measured(
+        name, planning, forward, whole, predicted, int(plan.bytes().sum() + plan.bytes(backward=True).sum())
+    )
+
+
+def _attention(step: Step, device: str) -> Callable[[], tuple[Tensor, Callable[[], Any]]]:
+    """A call that runs forward, and gives the output and a call that runs backward."""
+    q, k, v, do = stream_tensors(step.plan)
+    q, k, v = (step.shard(x).to(device).requires_grad_() for x in (q, k, v))
+    grad = step.shard(do).to(device)
+
+    def run() -> tuple[Tensor, Callable[[], Any]]:
+        out = attention(q, k, v, step)
+        assert isinstance(out, Tensor)
+        return out, lambda: torch.autograd.grad(out, (q, k, v), grad)
+
+    return run
+
+
+def stream_tensors(plan: Plan) -> list[Tensor]:
+    """A random q, k, v and gradient of the output of the whole stream, the same under every plan."""
+    shape, tokens = plan.shape, plan.batch.tokens
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(shape.heads, shape.head_dim), (shape.kv_heads, shape.head_dim), (shape.kv_heads, shape.v_head_dim)]
+    sizes.append((shape.heads, shape.v_head_dim))
+    return [torch.randn(tokens, *size, generator=generator).to(getattr(torch, shape.dtype)) for size in sizes]
+
+
+def timed(
+    group: dist.ProcessGroup, run: Callable[[], tuple[Any, Callable[[], Any]]], repeats: int, device: str
+) -> tuple[float, float]:
+    """Milliseconds of forward, and of forward and backward: the slowest rank in the fastest repeat after one to warm up."""
+    samples = []
+    for _ in range(repeats + 1):
+        dist.barrier(group)
+        _finish(device)
+        begin = time.perf_counter()
+        _, backward = run()
+        _finish(device)
+        middle = time.perf_counter()
+        backward()
+        _finish(device)
+        times = [1000 * (middle - begin), 1000 * (time.perf_counter() - begin)]
+        samples.append([_slowest(group, t, device) for t in times])
+    best = min(samples[1:], key=lambda s: s[1])
+    return best[0], best[1]
+
+
+def _finish(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _slowest(group: dist.ProcessGroup, value: float, device: str) -> float:
+    found = torch.tensor([value], dtype=torch.float64, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return float(found)
+
+
+def median_error(rows: Sequence[Measured]) -> float | None:
+    """Median of |predicted / measured - 1|."""
+    found = [abs(row.error) for row in rows if row.error is not None]
+    return statistics.median(found) if found else None

@@ -1,0 +1,106 @@
+"""Kernel times for calibration: a spread of masks and sizes, both directions, with the kernel that would be chosen on the device.
+
+On CPU ranks the function runs on all ranks of a group at once: ranks that share cores are timed as they will run. On a GPU times are
+between two events. (The GPU path uses the same calls as ``benchmarks/gpu.py``; it has not run yet.)
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from flexcp.cost import TILE_ROWS
+from flexcp.executor.kernels import Settings, accumulator_dtype, find_kernel
+from flexcp.executor.kernels.choose import choose_kernel
+from flexcp.measure.fit import Sample
+from flexcp.measure.kernel_work import Workload, workload
+from flexcp.pieces import Shape
+
+CPU_TOKENS, GPU_TOKENS = (256, 512, 1024), (4096, 16_384, 65_536)
+WORK = ("causal", "full", "docs4", "question", "docs16", "blockwise", "lambda")
+
+
+@dataclass(frozen=True)
+class KernelTask:
+    """What is measured: the shape (with its dtype), device, stream lengths and workloads, and how often each."""
+
+    shape: Shape
+    device: str = "cpu"
+    tokens: tuple[int, ...] = CPU_TOKENS
+    names: tuple[str, ...] = WORK
+    repeats: int = 3
+
+
+def kernel_samples(group: dist.ProcessGroup | None, task: KernelTask) -> list[Sample]:
+    """Collective where there is a group: every workload forward and backward, all ranks together."""
+    found = []
+    for tokens in task.tokens:
+        for name in task.names:
+            work = workload(name, tokens)
+            for backward, call in enumerate(_calls(work, task)):
+                ns = _timed(call, task, group)
+                heads = task.shape.heads
+                tiles = int(np.sum(-(-np.array(work.lengths) // TILE_ROWS)))
+                found.append(Sample(f"{name} {tokens}", work.pairs() * heads, tiles * heads, bool(backward), ns))
+    return found
+
+
+def matrix_gflops(group: dist.ProcessGroup | None, task: KernelTask, size: int) -> float:
+    """GFLOP/s of a square matrix product in the task's dtype."""
+    dtype = getattr(torch, task.shape.dtype)
+    a = torch.ones(size, size, dtype=dtype, device=task.device)
+    return 2 * size**3 / _timed(lambda: a @ a, task, group)
+
+
+def _calls(work: Workload, task: KernelTask) -> Iterator[Callable[[], Any]]:
+    shape, device = task.shape, torch.device(task.device)
+    dtype = getattr(torch, shape.dtype)
+    kernel = find_kernel(choose_kernel(device, dtype, shape.head_dim, shape.v_head_dim).kernel)
+    sizes = [(shape.heads, shape.head_dim), (shape.kv_heads, shape.head_dim), (shape.kv_heads, shape.v_head_dim)]
+    n = work.tokens
+    q, k, v = (torch.randn(n, *size, device=device).to(dtype) for size in sizes)
+    do = torch.randn(n, shape.heads, shape.v_head_dim, device=device).to(dtype)
+    dims = (shape.heads, shape.kv_heads, shape.head_dim, shape.v_head_dim)
+    slices = kernel.prepare(work.slices(), *dims, device)
+    settings = Settings(shape.head_dim**-0.5)
+    more = accumulator_dtype(dtype)
+    out = torch.zeros(n, shape.heads, shape.v_head_dim, dtype=more, device=device)
+    lse = torch.full((n, shape.heads), -torch.inf, dtype=more, device=device)
+    yield lambda: kernel.forward(q, k, v, slices, settings, out, lse)
+    grads = [torch.zeros(x.shape, dtype=more, device=device) for x in (q, k, v)]
+    delta = torch.zeros(n, shape.heads, dtype=more, device=device)
+    yield lambda: kernel.backward(q, k, v, do, lse.nan_to_num(0, 0, 0), delta, slices, settings, *grads)
+
+
+def _timed(call: Callable[[], Any], task: KernelTask, group: dist.ProcessGroup | None) -> float:
+    """Nanoseconds of a call: the median of a few, after one to warm up; all ranks start together."""
+    call()
+    samples = []
+    for _ in range(task.repeats):
+        if group is not None:
+            dist.barrier(group)
+        samples.append(_cuda_ns(call) if task.device == "cuda" else _cpu_ns(call))
+    return statistics.median(samples)
+
+
+def _cpu_ns(call: Callable[[], Any]) -> float:
+    begin = time.perf_counter_ns()
+    call()
+    return float(time.perf_counter_ns() - begin)
+
+
+def _cuda_ns(call: Callable[[], Any], count: int = 5) -> float:
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    for _ in range(count):
+        call()
+    last.record()
+    torch.cuda.synchronize()
+    return float(first.elapsed_time(last)) * 1e6 / count

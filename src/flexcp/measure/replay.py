@@ -1,0 +1,124 @@
+"""Replay: every rank's real kernels of a plan, one after the other on one device, put into simulated communication.
+
+What a slot of a rank computes is launched as the executor would (the same work lists over shelves of the same sizes, filled with random
+numbers) and timed alone; then :func:`flexcp.simulator.training.simulate` runs the plan with these times in the place of modelled ones. So
+a plan for 64 ranks can be judged on one GPU by kernels that really ran, which the planner's choice did not know. Not in it: packing,
+reductions, and what transfers cost compute beyond the cost model's overlap. Runs on a CPU too; on a GPU it has not run yet.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flexcp.cost import CostModel
+from flexcp.executor.kernels import Settings, accumulator_dtype, find_kernel
+from flexcp.executor.kernels.choose import choose_kernel
+from flexcp.executor.program import KEYS, QUERIES, RankProgram, Work, rank_program
+from flexcp.pieces import Shape
+from flexcp.plan import Plan
+from flexcp.simulator.passes import Rules
+from flexcp.simulator.training import Simulation, Training, simulate
+
+Ints = NDArray[np.int64]
+Fields = dict[str, Tensor]
+
+
+def replay(
+    plan: Plan,
+    device: str = "cpu",
+    cost: CostModel | None = None,
+    rules: Rules = Rules(),  # noqa: B008 - immutable
+    training: Training | None = None,
+    repeats: int = 3,
+    kernel: str | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Simulation:
+    """The plan on simulated time with measured compute."""
+    found: dict[tuple[int, bool], Ints] = {}
+    for mask in range(len(plan.programs)):
+        for backward in (False, True):
+            say(f"{plan.batch.masks[mask].name} {'backward' if backward else 'forward'}")
+            found[mask, backward] = slot_times(plan, mask, backward, device, repeats, kernel)
+    return simulate(plan, cost, rules, training, lambda mask, backward: found[mask, backward])
+
+
+def slot_times(
+    plan: Plan, mask: int, backward: bool, device: str = "cpu", repeats: int = 3, kernel: str | None = None
+) -> Ints:
+    """Nanoseconds ``[rank, slot]`` of the kernels of one pass, the median of ``repeats``."""
+    shape = plan.shape
+    dtype, where = getattr(torch, shape.dtype), torch.device(device)
+    module = find_kernel(choose_kernel(where, dtype, shape.head_dim, shape.v_head_dim, kernel).kernel)
+    times = np.zeros((plan.ranks, plan.programs[mask][backward].stages), np.int64)
+    for rank in range(plan.ranks):
+        program = rank_program(plan, rank, mask, backward)
+        shelves = _shelves(program, shape, where)
+        for number, slot in enumerate(program.slots):
+            calls = [_call(work, program, shape, shelves, module, backward, where) for work in slot.work]
+            if calls:
+                times[rank, number] = round(_timed(calls, repeats, device))
+    return times
+
+
+def _shelves(program: RankProgram, shape: Shape, device: torch.device) -> dict[int, Fields]:
+    """Every shelf's tensors with random inputs; results as zeros."""
+    dtype = getattr(torch, shape.dtype)
+    more = accumulator_dtype(dtype)
+    found = {}
+    for number, shelf in enumerate(program.shelves):
+        rows, heads = shelf.rows, shelf.h1 - shelf.h0
+        d, v = (rows, heads, shape.head_dim), (rows, heads, shape.v_head_dim)
+        random, zeros = {KEYS: (("k", d), ("v", v)), QUERIES: (("q", d), ("do", v))}, {}
+        if shelf.side == KEYS:
+            zeros = {"dk": d, "dv": v}
+        else:
+            zeros = {"dq": d, "out": v, "lse": (rows, heads), "delta": (rows, heads)}
+        found[number] = {name: torch.randn(size, device=device).to(dtype) for name, size in random[shelf.side]}
+        found[number] |= {name: torch.zeros(size, dtype=more, device=device) for name, size in zeros.items()}
+    return found
+
+
+def _call(
+    work: Work, program: RankProgram, shape: Shape, shelves: dict[int, Fields], module: Any, backward: bool, device: torch.device
+) -> Callable[[], Any]:  # fmt: skip
+    """One launch, ready to go."""
+    share = shape.queries_per_key
+    h0, g0 = program.shelves[work.q_shelf].h0, program.shelves[work.kv_shelf].h0
+    heads = slice(work.h0 - h0, work.h1 - h0)
+    groups = slice(work.h0 // share - g0, -(-work.h1 // share) - g0)
+    counts = (heads.stop - heads.start, groups.stop - groups.start)
+    listed = module.prepare(work.slices, *counts, shape.head_dim, shape.v_head_dim, device)
+    q = {name: x[:, heads] for name, x in shelves[work.q_shelf].items()}
+    kv = {name: x[:, groups] for name, x in shelves[work.kv_shelf].items()}
+    settings = Settings(shape.head_dim**-0.5)
+    if backward:
+        inputs = (q["q"], kv["k"], kv["v"], q["do"], q["lse"], q["delta"])
+        return lambda: module.backward(*inputs, listed, settings, q["dq"], kv["dk"], kv["dv"])
+    return lambda: module.forward(q["q"], kv["k"], kv["v"], listed, settings, q["out"], q["lse"])
+
+
+def _timed(calls: list[Callable[[], Any]], repeats: int, device: str) -> float:
+    samples = []
+    for _ in range(repeats + 1):
+        if device == "cuda":
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+            for call in calls:
+                call()
+            last.record()
+            torch.cuda.synchronize()
+            samples.append(float(first.elapsed_time(last)) * 1e6)
+        else:
+            begin = time.perf_counter_ns()
+            for call in calls:
+                call()
+            samples.append(float(time.perf_counter_ns() - begin))
+    return statistics.median(samples[1:])

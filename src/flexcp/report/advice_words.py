@@ -1,0 +1,111 @@
+"""Advice in plain words, for the terminal and the page alike: paragraphs under short titles."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flexcp.advice import Advice, Answer
+from flexcp.report.ascii import size
+
+Paragraphs = list[tuple[str, list[str]]]
+
+
+def advice_words(advice: Advice) -> Paragraphs:
+    """(title, paragraphs) from the documents to what to do."""
+    return [
+        ("Your documents", [_documents(advice), _setting(advice)]),
+        ("Static context parallelism", [_static(advice)]),
+        ("What flexcp would give", _gains(advice)),
+        ("What to do", _todo(advice)),
+    ]
+
+
+def gain_words(advice: Advice, answer: Answer) -> str:
+    """A gain with what the cost model's error makes of it."""
+    gain, error = advice.gain(answer), advice.error
+    return f"{gain:.2f} times the speed ({gain / (1 + error):.2f} to {gain * (1 + error):.2f} with the cost model's error of {100 * error:g} %)"
+
+
+def _documents(advice: Advice) -> str:
+    lengths = np.array(advice.lengths, np.int64)
+    if len(set(advice.lengths)) == 1:
+        return f"{len(lengths):,} documents, all of {int(lengths[0]):,} tokens."
+    longest = np.sort(lengths)[::-1][: max(1, len(lengths) // 10)].astype(float)
+    pairs = 100 * (longest**2).sum() / (lengths.astype(float) ** 2).sum()
+    return (
+        f"{len(lengths):,} documents of {int(lengths.min()):,} to {int(lengths.max()):,} tokens, median {int(np.median(lengths)):,}. The longest "
+        f"tenth holds {100 * longest.sum() / lengths.sum():.0f} % of the tokens and about {pairs:.0f} % of full attention's work."
+    )
+
+
+def _setting(advice: Advice) -> str:
+    q = advice.question
+    tokens = sum(plan.batch.tokens for plan in advice.static.plans)
+    passes = f"{advice.passes} passes" if advice.passes > 1 else "one pass"
+    looked = f", of which {len(advice.static.steps)} were simulated" if len(advice.static.steps) < advice.passes else ""
+    return (
+        f"{q.preset.model.name} with {q.mask} attention on {q.cluster} ({q.cluster.ranks} ranks), at most {q.max_tokens_per_rank:,} tokens a rank: "
+        f"the documents make {passes}{looked} ({tokens:,} tokens)."
+    )
+
+
+def _share(answer: Answer) -> str:
+    return (
+        f"attention {100 * answer.share('attention'):.0f} %, waiting for others {100 * answer.share('wait'):.0f} %, other layers "
+        f"{100 * answer.share('linear'):.0f} %, exposed gradient sync {100 * answer.share('sync'):.0f} %"
+    )
+
+
+def _static(advice: Advice) -> str:
+    static, q = advice.static, advice.question
+    who = f"{static.name}, what you use today," if q.today else f"{static.name}, the best static method here,"
+    lost = 100 * (1 - advice.bound_ns / static.total_ns)
+    return (
+        f"{who} takes {static.total_ns / 1e6 / len(static.steps):,.1f} ms a pass, forward and backward: {_share(static)}. Its busiest rank does "
+        f"{static.compute_imbalance:.2f} times the mean's attention. Perfectly divided compute would save {lost:.0f} %."
+    )
+
+
+def _gains(advice: Advice) -> list[str]:
+    found = [
+        f"With flexcp's loader, strategy {advice.free.name!r}: {_ms(advice.free)} a pass, {gain_words(advice, advice.free)}. {_share(advice.free)}."
+    ]
+    if advice.swap is None:
+        found.append("Swapping attention alone does not fit: a contiguous split is over the cap of tokens.")
+    else:
+        found.append(
+            f"Swapping attention alone (your loader, labels and shapes stay): {_ms(advice.swap)} a pass, {gain_words(advice, advice.swap)}."
+        )
+    return found
+
+
+def _ms(answer: Answer) -> str:
+    return f"{answer.total_ns / 1e6 / len(answer.steps):,.1f} ms"
+
+
+def _todo(advice: Advice) -> list[str]:
+    if advice.verdict == "static":
+        return [
+            f"Do not bother: stay with {advice.static.name}. The gain is not beyond what the cost model may err by, because {advice.why_static}.",
+            "Ask again when lengths, ranks or the mask change, or with --cost and your own calibration (flexcp calibrate).",
+        ]
+    q, answer = advice.question, advice.swap if advice.verdict == "swap" else advice.free
+    assert answer is not None
+    what = (
+        'Swap attention, with layout="contiguous"; the loader would not add more than the model\'s error.'
+        if advice.verdict == "swap"
+        else f'Use flexcp\'s loader (layout="free") with strategy="{answer.name}".'
+    )
+    micro = (
+        f"Make {q.micro_batches} micro-batches a step of {q.tokens_per_step:,} tokens: planner.micro_batches(...) balances them."
+        if q.micro_batches > 1
+        else "One pass a step fits; no micro-batches."
+    )
+    memory = max(plan.memory(rank).total for plan in answer.plans for rank in range(plan.ranks))
+    return [
+        what,
+        micro,
+        f"The fullest rank keeps {answer.most_tokens:,} tokens, and attention needs {size(memory)} there: one arena, and what all layers keep for "
+        f"their backward without recomputation.",
+        "All of this is simulated, not measured. Check it on your machines with flexcp bench step, and calibrate with flexcp calibrate.",
+    ]

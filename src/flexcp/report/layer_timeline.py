@@ -1,0 +1,55 @@
+"""The timeline of one layer of a plan: attention of its first mask and the other layers, forward, then the same backward.
+
+Attention is simulated event by event; the rest of the layer is a rank's tokens at the cost model's price, a third of it forward. Each rank
+goes on as soon as it can: the layer is as long as its slowest rank, and what others wait for is seen in the timeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.plan import Plan
+from flexcp.simulator.passes import Event, Rules, pass_model, run_pass
+
+Ints = NDArray[np.int64]
+SAYS = (
+    "One layer, forward and then backward, simulated: each rank's compute and waits, and below them what it receives and sends. "
+    "Times are those of the cost model, which may err by {error:g} %."
+)
+
+
+class LayerTimeline(NamedTuple):
+    """Bars of all ranks, and what they are."""
+
+    bars: list[Event]
+    says: str
+
+
+def layer_timeline(plan: Plan) -> LayerTimeline:
+    """Simulate one layer of the plan."""
+    error = plan.cost.error_permille / 10
+    return LayerTimeline(list(_bars(plan)), SAYS.format(error=error))
+
+
+def _bars(plan: Plan) -> Iterator[Event]:
+    linear = plan.cost.linear_ns(plan.placement.tokens, plan.shape, plan.cluster)
+    now: Ints = np.zeros(plan.ranks, np.int64)
+    for backward in (False, True):
+        if backward:
+            yield from _others(now, now + 2 * linear // 3, "other layers backward")
+            now = now + 2 * linear // 3
+        attention = run_pass(pass_model(plan, 0, backward, plan.cost, Rules()), now)
+        yield from attention.events()
+        now = attention.done
+        if not backward:
+            yield from _others(now, now + linear // 3, "other layers forward")
+            now = now + linear // 3
+
+
+def _others(begin: Ints, end: Ints, name: str) -> Iterator[Event]:
+    for rank, (a, b) in enumerate(zip(begin.tolist(), end.tolist(), strict=True)):
+        yield Event(rank, "other", name, a, b, 0)

@@ -1,0 +1,117 @@
+"""What a report draws of a plan: plain numbers, few enough to travel inside one page.
+
+Cuts can be many (zig-zag over 64 ranks cuts every document in 128), and a page should stay under 3 MB. So the longest documents are given
+exactly until a budget of rows is spent, which covers all documents of most plans; of the others only their place and length are told,
+and the page says so. Bytes between ranks are listed pair by pair, or node by node where the pairs are too many.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.masks import UNBOUNDED
+from flexcp.plan import Plan, sums
+from flexcp.simulate import Prediction
+from flexcp.tables import Table
+
+Ints = NDArray[np.int64]
+MOST_ROWS = 8_000
+"""Runs, and regions of a mask, that a page may hold."""
+MOST_PAIRS = 20_000
+"""Pairs of ranks that exchange something, of one mask and direction."""
+
+
+def plan_data(plan: Plan, prediction: Prediction) -> dict[str, Any]:
+    """The numbers of one plan."""
+    batch, placement = plan.batch, plan.placement
+    of_runs, _ = np.unique(batch.document_of(placement.runs.start), return_counts=True)
+    drawn = drawn_documents(plan)
+    whole = len(drawn) == batch.documents
+    runs = placement.runs if whole else _runs_of(plan, drawn)
+    return {
+        "ranks": plan.ranks,
+        "perNode": plan.cluster.ranks_per_node,
+        "lengths": batch.lengths.tolist(),
+        "pads": placement.pads,
+        "drawn": len(of_runs) and sorted(drawn.tolist()),
+        "runs": _columns(runs, "rank", "start", "stop"),
+        "masks": [
+            {
+                "name": mask.name,
+                "layers": mask.layers,
+                "slices": _slices(plan, m, drawn),
+                "regions": _columns(
+                    regions.take(np.isin(regions.document, drawn)),
+                    *("rank", "document", "q0", "q1", "k0", "k1", "h0", "h1"),
+                ),
+                "bytes": [traffic(plan, m, backward) for backward in (False, True)],
+            }
+            for m, (mask, regions) in enumerate(zip(batch.masks, placement.regions, strict=True))
+        ],
+        "time": {
+            "attention": prediction.attention_ns.tolist(),
+            "exposed": prediction.exposed_ns.tolist(),
+            "linear": prediction.linear_ns.tolist(),
+        },
+    }
+
+
+def drawn_documents(plan: Plan) -> Ints:
+    """The documents given exactly: the longest first, as far as the budget of rows goes; at least one."""
+    batch, placement = plan.batch, plan.placement
+    inside = placement.runs.start < batch.tokens
+    documents, count = batch.split_by_document(placement.runs.start, placement.runs.stop)[1], batch.documents
+    rows = np.maximum.reduce(
+        [sums(found, np.ones_like(found), count) for found in (documents, *(r.document for r in placement.regions))]
+    )
+    assert inside.any()
+    order = np.argsort(-batch.lengths, kind="stable")
+    fits = int(np.searchsorted(np.cumsum(rows[order]), MOST_ROWS, side="right"))
+    return np.sort(order[: max(1, fits)])
+
+
+def traffic(plan: Plan, mask: int, backward: bool) -> dict[str, Any]:
+    """Bytes of one layer between ranks (or nodes, where ``unit`` says so) as columns source, target, bytes."""
+    matrix = plan.bytes(backward, mask)
+    unit = "rank"
+    if np.count_nonzero(matrix) > MOST_PAIRS:
+        size = plan.cluster.ranks_per_node
+        matrix = matrix.reshape(plan.cluster.nodes, size, plan.cluster.nodes, size).sum(axis=(1, 3))
+        unit = "node"
+    source, target = np.nonzero(matrix)
+    return {
+        "unit": unit,
+        "source": source.tolist(),
+        "target": target.tolist(),
+        "bytes": matrix[source, target].tolist(),
+    }
+
+
+def _columns(table: Table, *names: str) -> dict[str, list[int]]:
+    return {name: getattr(table, name).tolist() for name in names}
+
+
+def _runs_of(plan: Plan, drawn: Ints) -> Table:
+    runs = plan.placement.runs
+    index, document, _, _ = plan.batch.split_by_document(runs.start, runs.stop)
+    return runs.take(np.unique(index[np.isin(document, drawn)]))
+
+
+def _slices(plan: Plan, mask: int, drawn: Ints) -> dict[str, list[int]]:
+    """The slices of the drawn documents; bands without a limit end where no document reaches."""
+    layer = plan.batch.masks[mask]
+    index, at = layer.of_documents(drawn)
+    rows = layer.slices[at]
+    limit = int(plan.batch.lengths.max())
+    assert limit < UNBOUNDED
+    band = np.clip(rows[:, 4:6], -limit, limit)
+    names = ("q0", "q1", "k0", "k1")
+    return {
+        "document": drawn[index].tolist(),
+        **{name: rows[:, column].tolist() for column, name in enumerate(names)},
+        "lo": band[:, 0].tolist(),
+        "hi": band[:, 1].tolist(),
+    }

@@ -1,0 +1,126 @@
+"""A timeline for a report: what every rank does when, as columns of bars.
+
+Bars come from the event simulator (or from anything that yields the same: rank, track, name, begin, end). Transfers are many: where a rank
+does the same kind of thing again within a two-thousandth of the whole, its bars are drawn as one, so that a page stays small; zooming in
+shows no finer grain than that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
+
+from flexcp.report.markup import Cell, figure, folded, table
+
+MOST_BARS = 12_000
+TRACKS: dict[str, tuple[str, str, int]] = {
+    "compute": ("computes attention", "attention", 0),
+    "other": ("computes other layers", "linear", 0),
+    "wait": ("waits", "exposed", 0),
+    "receive inside": ("receives inside its node", "send", 1),
+    "receive across": ("receives from another node", "across", 1),
+    "send inside": ("sends inside its node", "send", 2),
+    "send across": ("sends to another node", "across", 2),
+}
+"""Track: what a rank does in it, colour, row (compute on top, then what comes in, then what goes out)."""
+
+
+class Bar(Protocol):
+    """One bar: nanoseconds of a rank on a track."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def track(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def begin(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+
+
+class _Merged(NamedTuple):
+    rank: int
+    track: str
+    name: str
+    begin: int
+    end: int
+
+
+def timeline_data(bars: Iterable[Bar]) -> dict[str, Any]:
+    """Bars as columns, with texts listed once."""
+    found = [_Merged(b.rank, b.track, b.name, b.begin, b.end) for b in bars if b.end > b.begin]
+    unknown = {b.track for b in found} - TRACKS.keys()
+    if unknown:
+        raise ValueError(f"unknown tracks {sorted(unknown)}; a timeline has {', '.join(TRACKS)}")
+    last = max((b.end for b in found), default=1)
+    parts = 2_000
+    while len(found) > MOST_BARS or parts == 2_000:
+        found = _merged(found, last // parts)
+        parts //= 2
+        if not parts:
+            break
+    lanes, labels = list(TRACKS), list(dict.fromkeys(b.name for b in found))
+    number = {text: i for i, text in enumerate(labels)}
+    return {
+        "end": last,
+        "lanes": [{"name": says, "colour": colour, "row": row} for says, colour, row in TRACKS.values()],
+        "labels": labels,
+        "spans": {
+            "rank": [b.rank for b in found],
+            "lane": [lanes.index(b.track) for b in found],
+            "start": [b.begin for b in found],
+            "stop": [b.end for b in found],
+            "label": [number[b.name] for b in found],
+        },
+    }
+
+
+def _merged(bars: list[_Merged], gap: int) -> list[_Merged]:
+    """Transfers of a rank on a track that lie within ``gap`` of each other as one; its name is its stage's, when they share it."""
+    found: list[_Merged] = []
+    for bar in sorted(bars, key=lambda b: (b.rank, b.track, b.begin)):
+        before = found[-1] if found else None
+        joins = before is not None and (before.rank, before.track) == (bar.rank, bar.track) and TRACKS[bar.track][2] > 0
+        if before is not None and joins and bar.begin - before.end <= gap:
+            name = before.name if before.name == bar.name else _common(before.name, bar.name)
+            found[-1] = before._replace(end=max(before.end, bar.end), name=name)
+        else:
+            found.append(bar)
+    return found
+
+
+def _common(one: str, other: str) -> str:
+    """What two comma-separated names share at their beginning."""
+    shared = []
+    for a, b in zip(one.split(", "), other.split(", "), strict=False):
+        if a != b:
+            break
+        shared.append(a)
+    return ", ".join([*shared, "several"] if "several" not in shared else shared)
+
+
+def timeline_figure(number: int, data: dict[str, Any], ranks: int, caption: str) -> str:
+    """The figure of a timeline, with the time of every rank by track in the table behind it."""
+    spent = [[0] * len(TRACKS) for _ in range(ranks)]
+    spans = data["spans"]
+    for rank, lane, start, stop in zip(spans["rank"], spans["lane"], spans["start"], spans["stop"], strict=True):
+        spent[rank][lane] += stop - start
+    rows: list[list[Cell]] = [[r, *(round(ns / 1e6, 4) for ns in spent[r])] for r in range(ranks)]
+    waits = [times[list(TRACKS).index("wait")] for times in spent]
+    says = f"{data['end'] / 1e6:.3f} ms in all; ranks wait {min(waits) / 1e6:.3f} to {max(waits) / 1e6:.3f} ms."
+    keys = "".join(
+        f'<span class="key"><i style="background:var(--{colour})"></i>{text}</span>'
+        for colour, text in (
+            ("attention", "attention"),
+            ("linear", "other layers"),
+            ("exposed", "waits"),
+            ("send", "transfers inside a node"),
+            ("across", "transfers between nodes"),
+        )
+    )
+    behind = f'<p class="tools">{keys}</p>' + folded(
+        "As a table", table(["rank", *(f"{track} ms" for track in TRACKS)], rows, "Time of every rank by what it does")
+    )
+    return figure("timeline", number, title="Timeline", says=says, caption=caption, behind=behind)

@@ -1,0 +1,181 @@
+"""Loops of the event simulator: slots begin, compute ends, chunks come and go; compiled.
+
+A rank enters slot s when it has computed slot s - 1 and everything of stage s has arrived. It then posts stage s + 1 and computes. A
+chunk of a stage may go when both its ranks have posted that stage; it goes when the sender's outgoing and the receiver's incoming port of
+its level are free, the earliest in order first, and holds both until it is there. So a port is never idle while something can use it. In
+line, a sender takes its chunks strictly in order, and waits for the receiver of the first.
+
+While chunks of a rank are under way its compute takes ``SLOW`` per mille of its time; a chunk that starts while one of its ranks computes
+takes 1000 / ``LINK`` of its own. Everything is integers, so the same plan gives the same times on every machine.
+
+An event is one integer: its time, then what happens, then to whom (a rank or a chunk).
+
+State is in tables whose rows are named below: ``rule`` (what holds for all), ``rank``, ``chunk``, and for each port ``queue[OUT or IN]``. A
+rank has a port inside its node and one across nodes, ``ports[level, rank]``; ranks may share one. ``order[OUT]`` are the chunks by the port
+they leave through, beginning at ``first[OUT, port]``.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.jit import compiled
+
+Ints = NDArray[np.int64]
+POSTED, COMPUTED, ARRIVED = range(3)
+"""Events; of the same time the first comes first."""
+WHOM, WHAT = 22, 2
+"""Bits of an event's last two parts; 39 are left for its time, nine minutes."""
+MOST_CHUNKS = 1 << WHOM
+LATENCY, SLOW, LINK, IN_LINE, RULES = range(5)
+SLOT, STAGE_POSTED, COMPUTING, LEFT, SINCE, READY, UNDER_WAY, DONE, RANK_ROWS = range(9)
+STAGE, PORT_OUT, PORT_IN, SOURCE, TARGET, NS, BEGIN, END, CHUNK_ROWS = range(9)
+BUSY, NEXT, QUEUE_ROWS = range(3)
+OUT, IN = range(2)
+
+
+@compiled
+def run_events(
+    start: Ints, work: Ints, chunk: Ints, order: Ints, first: Ints, ports: Ints, rule: Ints
+) -> tuple[Ints, Ints, Ints]:
+    """Runs a pass: begin and end of every slot's compute, and the end of the pass on each rank; BEGIN and END of ``chunk`` are filled in.
+
+    ``start[rank]`` and ``work[rank, slot]`` are nanoseconds, ``order[OUT or IN]`` the chunks by port, ``first[OUT or IN, port]`` where a
+    port's begin.
+    """
+    ranks, slots = work.shape
+    begin = np.zeros((ranks, slots), np.int64)
+    end = np.zeros((ranks, slots), np.int64)
+    missing = np.zeros((ranks, slots), np.int64)
+    takes_part = np.zeros((ranks, slots), np.int64)
+    for c in range(chunk.shape[1]):
+        chunk[BEGIN, c] = -1
+        missing[chunk[TARGET, c], chunk[STAGE, c]] += 1
+        takes_part[chunk[TARGET, c], chunk[STAGE, c]] = 1
+        takes_part[chunk[SOURCE, c], chunk[STAGE, c]] = 1
+    rank = np.zeros((RANK_ROWS, ranks), np.int64)
+    rank[SLOT] = -1
+    rank[DONE] = start
+    queue = np.zeros((2, QUEUE_ROWS, first.shape[1] - 1), np.int64)
+    queue[:, NEXT] = first[:, :-1]
+    rank[READY] = start
+    events = [event(start[r], COMPUTED, r) for r in range(ranks)]
+    heapq.heapify(events)
+    while len(events) > 0:
+        next_event = heapq.heappop(events)
+        now, what, number = next_event >> (WHOM + WHAT), (next_event >> WHOM) & 3, next_event & (MOST_CHUNKS - 1)
+        if what == COMPUTED:
+            if now == rank[READY, number]:
+                rank[READY, number] = -1
+                rank[COMPUTING, number] = 0
+                if rank[SLOT, number] >= 0:
+                    end[number, rank[SLOT, number]] = now
+                    rank[DONE, number] = max(rank[DONE, number], now)
+                go_on(number, now, rank, begin, end, missing, takes_part, work, rule, events)
+        elif what == POSTED:
+            stage = rank[STAGE_POSTED, number] + 1
+            while takes_part[number, stage] == 0:
+                stage += 1
+            rank[STAGE_POSTED, number] = stage
+            for level in range(2):
+                for side in range(2):
+                    start_one(ports[level, number], side, now, rank, chunk, queue, order, first, rule, events)
+        else:
+            out, into = chunk[PORT_OUT, number], chunk[PORT_IN, number]
+            source, target, stage = chunk[SOURCE, number], chunk[TARGET, number], chunk[STAGE, number]
+            chunk[END, number] = now
+            rank[DONE, source] = max(rank[DONE, source], now)
+            queue[OUT, BUSY, out] = queue[IN, BUSY, into] = 0
+            change_pace(source, -1, now, rank, rule, events)
+            change_pace(target, -1, now, rank, rule, events)
+            missing[target, stage] -= 1
+            if missing[target, stage] == 0 and rank[COMPUTING, target] == 0 and rank[SLOT, target] == stage - 1:
+                go_on(target, now, rank, begin, end, missing, takes_part, work, rule, events)
+            start_one(out, OUT, now, rank, chunk, queue, order, first, rule, events)
+            start_one(into, IN, now, rank, chunk, queue, order, first, rule, events)
+    return begin, end, rank[DONE]
+
+
+@compiled
+def event(time, what, whom):
+    """An event as one integer."""
+    return (time << (WHOM + WHAT)) | (what << WHOM) | whom
+
+
+@compiled
+def go_on(r, now, rank, begin, end, missing, takes_part, work, rule, events):
+    """Let a rank that computes nothing enter slots, as far as what has arrived allows."""
+    slots = work.shape[1]
+    while rank[SLOT, r] + 1 < slots and missing[r, rank[SLOT, r] + 1] == 0:
+        rank[SLOT, r] += 1
+        s = rank[SLOT, r]
+        begin[r, s] = now
+        if s + 1 < slots and takes_part[r, s + 1] == 1:
+            heapq.heappush(events, event(now + rule[LATENCY], POSTED, r))
+        if work[r, s] > 0:
+            rank[COMPUTING, r] = 1
+            rank[LEFT, r] = work[r, s]
+            compute(r, now, rank, rule, events)
+            return
+        end[r, s] = now
+        rank[DONE, r] = max(rank[DONE, r], now)
+
+
+@compiled
+def compute(r, now, rank, rule, events):
+    """Foresee the end of a rank's compute at today's pace; what was foreseen before is void."""
+    pace = rule[SLOW] if rank[UNDER_WAY, r] > 0 else 1000
+    rank[SINCE, r] = now
+    rank[READY, r] = now + (rank[LEFT, r] * pace + 999) // 1000
+    heapq.heappush(events, event(rank[READY, r], COMPUTED, r))
+
+
+@compiled
+def change_pace(r, change, now, rank, rule, events):
+    """A chunk of a rank starts (+1) or ends (-1)."""
+    before = rank[UNDER_WAY, r]
+    rank[UNDER_WAY, r] += change
+    if rank[COMPUTING, r] == 1 and rule[SLOW] != 1000 and (before > 0) != (rank[UNDER_WAY, r] > 0):
+        pace = rule[SLOW] if before > 0 else 1000
+        rank[LEFT, r] = max(0, rank[LEFT, r] - (now - rank[SINCE, r]) * 1000 // pace)
+        compute(r, now, rank, rule, events)
+
+
+@compiled
+def start_one(p, side, now, rank, chunk, queue, order, first, rule, events):
+    """Start the first chunk that can use a free port on one side."""
+    if queue[side, BUSY, p] == 1:
+        return
+    skip_started(p, side, chunk, queue, order, first)
+    for i in range(queue[side, NEXT, p], first[side, p + 1]):
+        c = order[side, i]
+        if chunk[BEGIN, c] >= 0:
+            continue
+        out, into, source, target = chunk[PORT_OUT, c], chunk[PORT_IN, c], chunk[SOURCE, c], chunk[TARGET, c]
+        free = queue[OUT, BUSY, out] == 0 and queue[IN, BUSY, into] == 0
+        if rule[IN_LINE] == 1:
+            skip_started(out, OUT, chunk, queue, order, first)
+            free = free and order[OUT, queue[OUT, NEXT, out]] == c
+        posted = min(rank[STAGE_POSTED, source], rank[STAGE_POSTED, target])
+        if free and posted >= chunk[STAGE, c]:
+            queue[OUT, BUSY, out] = queue[IN, BUSY, into] = 1
+            chunk[BEGIN, c] = now
+            time = chunk[NS, c]
+            if rank[COMPUTING, source] == 1 or rank[COMPUTING, target] == 1:
+                time = (time * 1000 + rule[LINK] - 1) // rule[LINK]
+            change_pace(source, 1, now, rank, rule, events)
+            change_pace(target, 1, now, rank, rule, events)
+            heapq.heappush(events, event(now + time, ARRIVED, c))
+            return
+        if rule[IN_LINE] == 1 and side == OUT:
+            return
+
+
+@compiled
+def skip_started(p, side, chunk, queue, order, first):
+    """Move a port's queue past what has started."""
+    while queue[side, NEXT, p] < first[side, p + 1] and chunk[BEGIN, order[side, queue[side, NEXT, p]]] >= 0:
+        queue[side, NEXT, p] += 1

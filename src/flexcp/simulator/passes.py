@@ -1,0 +1,159 @@
+"""Passes: one mask's program in one direction on all ranks, from when each begins to when each is done, and its timeline.
+
+A :class:`PassModel` is what does not change from layer to layer (work, chunks); :func:`run_pass` puts it on simulated time. What a rank
+does not compute between its first slot and its end is *waiting*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.cost import CostModel
+from flexcp.plan import Plan
+from flexcp.simulator.messages import Chunks, find_chunks
+from flexcp.simulator.slot_work import SlotWork, slot_ns, slot_work
+
+Ints = NDArray[np.int64]
+TRACKS = ("compute", "wait", "send inside", "send across", "receive inside", "receive across")
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a plan is executed.
+
+    ``rounds``: chunks in the order of :mod:`flexcp.rounds`; without, each rank sends peer by peer. ``rounds_per_call``: how many are posted
+    together. ``contention``: compute and transfers slow each other as the cost model says. ``overlap``: without, a rank's transfers and
+    compute take turns (the next stage is posted only when this one is computed). ``ranks_per_nic``: so many neighbours share one network
+    port, which carries as much as all of them together; one of them alone may then use all of it.
+    """
+
+    rounds: bool = True
+    rounds_per_call: int = 16
+    contention: bool = True
+    overlap: bool = True
+    ranks_per_nic: int = 1
+
+
+class Event(NamedTuple):
+    """One bar of a timeline: nanoseconds, and bytes where something moves."""
+
+    rank: int
+    track: str
+    name: str
+    begin: int
+    end: int
+    size: int
+
+
+@dataclass(frozen=True, eq=False)
+class PassModel:
+    """Work and messages of a pass, the same in every layer. ``ns[rank, slot]`` is undisturbed compute."""
+
+    name: str
+    ranks: int
+    backward: bool
+    found: SlotWork
+    ns: Ints
+    chunks: Chunks
+    rules: Rules
+    latency_ns: int
+    slow: int
+    link: int
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """A pass that ran: begin and end of every slot's compute ``[rank, slot]``, of every chunk, and when each rank started and was done."""
+
+    model: PassModel
+    start: Ints
+    begin: Ints
+    end: Ints
+    chunk_begin: Ints
+    chunk_end: Ints
+    done: Ints
+
+    @property
+    def compute_ns(self) -> Ints:
+        """Time in which each rank computes."""
+        return np.asarray((self.end - self.begin).sum(axis=1))
+
+    @property
+    def wait_ns(self) -> Ints:
+        """Time in which it does not."""
+        return self.done - self.start - self.compute_ns
+
+    def events(self) -> Iterator[Event]:
+        """The timeline: compute and waits of every rank, and its messages at both ends."""
+        name = self.model.name
+        for rank in range(self.model.ranks):
+            free = int(self.start[rank])
+            for slot in range(self.begin.shape[1]):
+                begin, end = int(self.begin[rank, slot]), int(self.end[rank, slot])
+                if begin > free:
+                    yield Event(rank, "wait", f"{name}, stage {slot}", free, begin, 0)
+                if end > begin:
+                    yield Event(rank, "compute", f"{name}, slot {slot}", begin, end, 0)
+                free = max(free, end)
+            if self.done[rank] > free:
+                yield Event(rank, "wait", f"{name}, last sends", free, int(self.done[rank]), 0)
+        c = self.model.chunks
+        columns = (c.source, c.target, c.across, c.stage, c.size, self.chunk_begin, self.chunk_end)
+        for source, target, across, stage, size, begin, end in zip(*(x.tolist() for x in columns), strict=True):
+            level = "across" if across else "inside"
+            yield Event(source, f"send {level}", f"{name}, stage {stage}, to rank {target}", begin, end, size)
+            yield Event(target, f"receive {level}", f"{name}, stage {stage}, from rank {source}", begin, end, size)
+
+
+def pass_model(
+    plan: Plan, mask: int, backward: bool, cost: CostModel, rules: Rules, ns: Ints | None = None
+) -> PassModel:
+    """Work and messages of a mask's program in one direction; ``ns[rank, slot]`` replaces modelled by measured compute."""
+    program = plan.programs[mask][backward]
+    found = slot_work(plan, mask, backward)
+    if ns is None:
+        ns = slot_ns(found, plan, cost, backward)
+    elif ns.shape != found.work.shape:
+        raise ValueError(
+            f"measured compute is [rank, slot] = {found.work.shape} for this program; got an array of {ns.shape}"
+        )
+    chunks = find_chunks(plan, program, cost, rules.rounds, rules.rounds_per_call, rules.ranks_per_nic)
+    slow = (cost.overlap_backward if backward else cost.overlap_forward) if rules.contention else 1000
+    link = cost.overlap_link if rules.contention else 1000
+    name = f"{plan.batch.masks[mask].name} {'backward' if backward else 'forward'}"
+    return PassModel(name, plan.ranks, backward, found, ns, chunks, rules, plan.cluster.latency_ns, slow, link)
+
+
+def run_pass(model: PassModel, start: Ints) -> Pass:
+    """Run a pass in which each rank begins when it is ready."""
+    from flexcp.simulator.loops_events import run_events  # compiled: only who simulates loads Numba
+
+    work, c, ranks = model.ns, model.chunks, model.ranks
+    stage = c.stage
+    if not model.rules.overlap:
+        work, stage = _in_turns(work, stage)
+    everyone = np.arange(ranks, dtype=np.int64)
+    ports = np.stack([everyone, ranks + everyone // model.rules.ranks_per_nic])
+    out, into = ports[c.across, c.source], ports[c.across, c.target]
+    open_ends = np.zeros((2, len(stage)), np.int64)
+    table = np.concatenate([np.stack([stage, out, into, c.source, c.target, c.ns]), open_ends])
+    by_port = [np.argsort(port, kind="stable") for port in (out, into)]
+    first = [np.searchsorted(port[o], np.arange(2 * ranks + 1)) for port, o in zip((out, into), by_port, strict=True)]
+    rule = np.array([model.latency_ns, model.slow, model.link, not model.rules.rounds], np.int64)
+    tables = (table, np.stack(by_port), np.stack(first), ports, rule)
+    begin, end, done = run_events(np.ascontiguousarray(start, np.int64), np.ascontiguousarray(work), *tables)
+    if not model.rules.overlap:
+        begin, end = begin[:, 1::3], end[:, 1::3]
+    return Pass(model, start, begin, end, table[-2], table[-1], done)
+
+
+def _in_turns(work: Ints, stage: Ints) -> tuple[Ints, Ints]:
+    """Every slot as three: one that receives, one that computes, one that posts the next stage, which so begins when all is computed."""
+    apart = np.zeros((work.shape[0], 3 * work.shape[1]), np.int64)
+    apart[:, 1::3] = work
+    return apart, 3 * stage

@@ -1,0 +1,223 @@
+"""Simulation of a plan: attention alone, or a whole training step.
+
+*Attention alone* is one forward and one backward pass for each mask, all ranks starting together in each; its time is the slowest rank's,
+summed over the layers of every mask.
+
+A *step* goes through the layers: attention and the rest of the layer forward, then both backward, the last layer first. Ranks do not wait
+for each other between layers but where messages make them, and where the gradient sync does:
+
+- ``fsdp``: weights of a layer are gathered before it runs, forward and backward, and its gradients are reduced and scattered. The gather of
+  the next layer is asked for when a rank begins this one and needs all ranks, so no rank is a whole layer ahead.
+- ``allreduce``: gradients of a layer are reduced while earlier layers go backward; nothing waits until the end of the step.
+
+A collective over all ranks takes its bytes through the slower of the node's network ports together and the rank's own inside port. It
+hides behind the layer's compute, as much of it as ``overlap_permille`` says; what is left, and the very first gather, is exposed. What
+collectives and attention's messages cost each other at the ports is left out. Layers under one mask are alike: two are simulated, the
+others take as long as the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.cost import PEAK_PERMILLE, CostModel
+from flexcp.models import Preset
+from flexcp.plan import Plan
+from flexcp.simulator.bounds import Bounds, pass_bounds
+from flexcp.simulator.passes import Event, Pass, PassModel, Rules, pass_model, run_pass
+
+Ints = NDArray[np.int64]
+Sync = Literal["fsdp", "allreduce", "none"]
+WEIGHT_BYTES = 2
+SIMULATED_LAYERS = 2
+
+
+@dataclass(frozen=True)
+class Training:
+    """What surrounds attention in a step."""
+
+    model: Preset
+    sync: Sync = "fsdp"
+    overlap_permille: int = 1000
+
+
+@dataclass(frozen=True, eq=False)
+class StepTime:
+    """Nanoseconds of a whole step: all of it, and of the slowest rank its attention, waits in attention, other layers and exposed sync."""
+
+    total_ns: int
+    attention_ns: int
+    wait_ns: int
+    linear_ns: int
+    sync_ns: int
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """A plan on simulated time. ``passes[mask]`` are (forward, backward), of one layer, all ranks starting together."""
+
+    plan: Plan
+    cost: CostModel
+    rules: Rules
+    passes: tuple[tuple[Pass, Pass], ...]
+    step: StepTime | None = field(default=None)
+
+    def pass_ns(self, backward: bool) -> int:
+        """Attention in one direction over all layers: the slowest rank of each pass."""
+        masks = self.plan.batch.masks
+        return sum(m.layers * int(p[backward].done.max()) for m, p in zip(masks, self.passes, strict=True))
+
+    @property
+    def attention_ns(self) -> int:
+        """Attention forward and backward over all layers."""
+        return self.pass_ns(False) + self.pass_ns(True)
+
+    def bounds(self, backward: bool) -> Bounds:
+        """Bounds of one direction over all layers."""
+        found = [self._bounds[m][backward] for m in range(len(self.passes))]
+        layers = [m.layers for m in self.plan.batch.masks]
+        return Bounds(
+            *(sum(n * getattr(b, f) for n, b in zip(layers, found, strict=True)) for f in Bounds.__annotations__)
+        )
+
+    @cached_property
+    def _bounds(self) -> list[tuple[Bounds, Bounds]]:
+        plan = self.plan
+        way = [(plan.batch, m, plan.shape, plan.cluster, self.cost) for m in range(len(self.passes))]
+        return [(pass_bounds(*w, False), pass_bounds(*w, True)) for w in way]
+
+    @property
+    def optimality(self) -> float:
+        """Attention's time over what no placement is faster than; 1.0 is perfect."""
+        return self.attention_ns / (self.bounds(False).floor + self.bounds(True).floor)
+
+    def pass_optimality(self, backward: bool) -> float:
+        """The same of one direction."""
+        return self.pass_ns(backward) / self.bounds(backward).floor
+
+    def mfu(self, backward: bool | None = None) -> float:
+        """Useful FLOPs of attention (one direction, or both) over what all ranks could do meanwhile at their nominal peak."""
+        shape, cluster = self.plan.shape, self.plan.cluster
+        ways = (False, True) if backward is None else (backward,)
+        flops = 0
+        for mask, work in zip(self.plan.batch.masks, self._useful, strict=True):
+            flops += mask.layers * work * (shape.head_dim + shape.v_head_dim) * sum(5 if way else 2 for way in ways)
+        ns = sum(self.pass_ns(way) for way in ways)
+        return flops / (cluster.ranks * cluster.gflops * PEAK_PERMILLE[shape.dtype] / 1000 * max(ns, 1))
+
+    def tflops(self, backward: bool) -> float:
+        """Useful TFLOP/s of a rank in one direction."""
+        return self.mfu(backward) * self.plan.cluster.gflops * PEAK_PERMILLE[self.plan.shape.dtype] / 1e6
+
+    @cached_property
+    def _useful(self) -> list[int]:
+        return [int(self.plan.work(m).sum()) for m in range(len(self.passes))]
+
+    @property
+    def exposed_ns(self) -> int:
+        """Of :attr:`attention_ns`, what the slowest ranks waited."""
+        return sum(
+            mask.layers * int(p.wait_ns[p.done.argmax()])
+            for mask, pair in zip(self.plan.batch.masks, self.passes, strict=True)
+            for p in pair
+        )
+
+    @property
+    def exact(self) -> bool:
+        """Whether the work of every slot was counted, not spread."""
+        return all(p.model.found.exact for pair in self.passes for p in pair)
+
+    def events(self) -> list[Event]:
+        """The timeline of one layer: every mask's forward, then every mask's backward behind the slowest rank of what was before."""
+        found: list[Event] = []
+        at = 0
+        for backward in (False, True):
+            for pair in self.passes:
+                one = pair[backward]
+                found += [e._replace(begin=e.begin + at, end=e.end + at) for e in one.events()]
+                at += int(one.done.max())
+        return found
+
+
+def simulate(
+    plan: Plan,
+    cost: CostModel | None = None,
+    rules: Rules = Rules(),  # noqa: B008 - immutable
+    training: Training | None = None,
+    measured: Callable[[int, bool], Ints] | None = None,
+) -> Simulation:
+    """Run a plan on simulated time; ``measured(mask, backward)`` gives compute ``[rank, slot]`` in nanoseconds in the model's place."""
+    cost = plan.cost if cost is None else cost
+    zero = np.zeros(plan.ranks, np.int64)
+    models = [
+        tuple(pass_model(plan, m, b, cost, rules, None if measured is None else measured(m, b)) for b in (False, True))
+        for m in range(len(plan.programs))
+    ]
+    passes = tuple((run_pass(forward, zero), run_pass(backward, zero)) for forward, backward in models)
+    step = None if training is None else _whole_step(plan, cost, models, training)
+    return Simulation(plan, cost, rules, passes, step)
+
+
+# --- a whole step ------------------------------------------------------------------------------------------------------
+
+
+def _whole_step(plan: Plan, cost: CostModel, models: list[tuple[PassModel, ...]], training: Training) -> StepTime:
+    """Layers one behind the other; of each mask's alike layers the first two are simulated."""
+    linear = cost.linear_ns(plan.placement.tokens, plan.shape, plan.cluster)
+    forward_linear = linear // 3
+    ways = ((False, forward_linear), (True, linear - forward_linear))
+    ready = np.zeros(plan.ranks, np.int64)
+    totals = np.zeros((4, plan.ranks), np.int64)  # attention, wait, linear, sync
+    if training.sync == "fsdp":
+        ready += _collective_ns(plan, cost, training, 1)  # the first layer's weights: nothing to hide behind
+        totals[3] += ready
+    for backward, rest in ways:
+        for model, mask in zip(models, plan.batch.masks, strict=True):
+            layers = mask.layers
+            simulated = min(layers, SIMULATED_LAYERS)
+            for number in range(simulated):
+                begin = ready
+                ran = run_pass(model[backward], begin)
+                ready = ran.done + rest
+                exposed = _exposed_ns(plan, cost, training, backward, ready - begin)
+                ready = ready + exposed
+                if training.sync == "fsdp":
+                    # Who is early waits: the next layer's weights come when all ranks have begun this one.
+                    ready = np.maximum(ready, begin.max() + _collective_ns(plan, cost, training, 1))
+                times = 1 if number + 1 < simulated else layers - simulated + 1
+                took = int(ready.max()) - int(begin.max())
+                ready = ready + (times - 1) * took
+                parts = (ran.compute_ns, ran.wait_ns, rest, exposed)
+                totals += times * np.stack([np.broadcast_to(part, plan.ranks) for part in parts])
+    tail = cost.head_ns(plan.placement.tokens, training.model.head_flops_per_token, plan.shape, plan.cluster)
+    ready = ready + tail
+    totals[2] += tail
+    slowest = int(ready.argmax())
+    return StepTime(int(ready.max()), *(int(x) for x in totals[:, slowest]))
+
+
+def _exposed_ns(plan: Plan, cost: CostModel, training: Training, backward: bool, layer_ns: Ints) -> Ints:
+    """What of a layer's collectives its own time does not hide."""
+    if training.sync == "none":
+        return np.zeros(plan.ranks, np.int64)
+    # An all-reduce is a scatter and a gather, of gradients only.
+    times = 2 * backward if training.sync == "allreduce" else 1 + backward
+    hidden = layer_ns * training.overlap_permille // 1000
+    return np.maximum(times * _collective_ns(plan, cost, training, 1) - hidden, 0)
+
+
+def _collective_ns(plan: Plan, cost: CostModel, training: Training, layers: int) -> int:
+    """An all-gather or reduce-scatter of so many layers' weights over all ranks."""
+    cluster = plan.cluster
+    size = np.array([WEIGHT_BYTES * training.model.layer_parameters * layers], np.int64)
+    inside = int(cost.link_ns(size * (cluster.ranks - 1) // cluster.ranks, cluster.intra_mbps)[0])
+    if cluster.nodes == 1:
+        return inside + cluster.latency_ns
+    crossing = size * (cluster.nodes - 1) // (cluster.nodes * cluster.ranks_per_node)
+    return max(inside, int(cost.link_ns(crossing, cluster.inter_mbps)[0])) + cluster.latency_ns

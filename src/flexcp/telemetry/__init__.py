@@ -1,0 +1,1 @@
+"""Telemetry: what a rank did, when, and what it held when something went wrong. Off unless a :class:`flexcp.Telemetry` is bound."""

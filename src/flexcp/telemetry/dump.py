@@ -1,0 +1,164 @@
+"""Dump: the last steps of a rank as one JSON file, for after the crash. Plain data; reading one runs no code.
+
+    flexcp-dump-<UTC time>-rank<global rank>.json
+    {format, version, reason, message, time, host, pid, global_rank, flexcp, torch, threads (of a stall),
+     steps: [{number, hash, strategy, ranks, rank, tokens, lengths, planning_wait_ms, error, plan: wire bytes in base64,
+              passes: [{pass, number, reached, error, wait_ms, pack_ms, compute_ms}, ...]}, ...]}
+
+``flexcp verify @file`` (or ``@folder``, for the dumps of all ranks) replays the plans.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import os
+import socket
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from flexcp.plan import Plan
+from flexcp.telemetry.records import PassRecord, StepRecord
+from flexcp.wire import PlanFormatError, load_plan, save_plan
+
+FORMAT, VERSION = "flexcp dump", 1
+LAST_PASSES = 32
+"""Passes of a step that are told; a hang or an error is in the last ones."""
+
+
+@dataclass(frozen=True)
+class DumpedStep:
+    """A step of a dump: its number on that rank, its plan, where its last passes were."""
+
+    number: int
+    plan: Plan
+    passes: list[dict[str, Any]]
+    error: str
+
+
+@dataclass(frozen=True)
+class Dump:
+    """What one rank wrote."""
+
+    path: Path
+    reason: str
+    message: str
+    global_rank: int
+    steps: list[DumpedStep]
+
+
+def write_dump(
+    folder: Path,
+    reason: str,
+    message: str,
+    steps: list[StepRecord],
+    global_rank: int,
+    threads: dict[str, list[str]] | None = None,
+) -> Path:
+    """Write the file, whole or not at all."""
+    import torch
+
+    from flexcp import __version__
+
+    now = datetime.now(UTC)
+    text = json.dumps(
+        {
+            "format": FORMAT,
+            "version": VERSION,
+            "reason": reason,
+            "message": message,
+            "time": now.isoformat(timespec="milliseconds"),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "global_rank": global_rank,
+            "flexcp": __version__,
+            "torch": str(torch.__version__),
+            "threads": threads or {},
+            "steps": [_step(step) for step in steps],
+        },
+        indent=1,
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = f"flexcp-dump-{now:%Y%m%dT%H%M%S}.{now.microsecond // 1000:03d}-rank{global_rank}"
+    path, draft = folder / f"{stem}.json", folder / f".{stem}.tmp"
+    draft.write_text(text)
+    draft.replace(path)
+    return path
+
+
+def _step(step: StepRecord) -> dict[str, Any]:
+    plan = step.plan
+    return {
+        "number": step.number,
+        "hash": plan.hash,
+        "strategy": plan.strategy,
+        "ranks": plan.ranks,
+        "rank": step.rank,
+        "tokens": plan.batch.tokens,
+        "lengths": plan.batch.lengths.tolist(),
+        "planning_wait_ms": step.planning_wait / 1e6,
+        "error": step.error,
+        "passes": [_pass(p) for p in list(step.passes)[-LAST_PASSES:]],
+        "plan": base64.b64encode(save_plan(plan)).decode(),
+    }
+
+
+def _pass(p: PassRecord) -> dict[str, Any]:
+    times = p.times()
+    return {
+        "pass": p.name,
+        "number": p.number,
+        "reached": p.reached(),
+        "error": p.error,
+        "wait_ms": times.wait / 1e6,
+        "pack_ms": times.pack / 1e6,
+        "compute_ms": times.compute / 1e6,
+    }
+
+
+def find_dumps(path: Path) -> list[Path]:
+    """The dump at ``path``, or all dumps in that folder."""
+    if path.is_dir():
+        found = sorted(path.glob("flexcp-dump-*.json"))
+        if not found:
+            raise ValueError(f"no flexcp-dump-*.json in {path}; give a dump, or the folder that ranks dumped to")
+        return found
+    if not path.is_file():
+        raise ValueError(f"no dump at {path}; give a flexcp-dump-*.json, or the folder that ranks dumped to")
+    return [path]
+
+
+def read_dump(path: Path) -> Dump:
+    """The dump in a file; ValueError names what is wrong with it."""
+    try:
+        data = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no dump: not JSON, or cut off ({error}); copy it again") from None
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise ValueError(f"{path} is JSON, but no flexcp dump; give a flexcp-dump-*.json")
+    if data.get("version") != VERSION:
+        raise ValueError(
+            f"{path} is a dump of version {data.get('version')!r}, and this flexcp reads version {VERSION}; "
+            "replay it with the flexcp that wrote it"
+        )
+    try:
+        steps = [_read_step(path, step) for step in data["steps"]]
+        return Dump(path, str(data["reason"]), str(data["message"]), int(data["global_rank"]), steps)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is a damaged dump: {type(error).__name__} {error}; copy it again") from None
+
+
+def _read_step(path: Path, step: dict[str, Any]) -> DumpedStep:
+    number = int(step["number"])
+    try:
+        plan = load_plan(base64.b64decode(step["plan"], validate=True))
+    except (PlanFormatError, binascii.Error) as error:
+        raise ValueError(f"{path}: the plan of step {number} cannot be read: {error}") from None
+    if plan.hash != step["hash"]:
+        raise ValueError(
+            f"{path}: step {number} says its plan is {str(step['hash'])[:12]}, but holds {plan.hash[:12]}; copy the dump again"
+        )
+    return DumpedStep(number, plan, list(step["passes"]), str(step["error"]))

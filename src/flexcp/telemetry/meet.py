@@ -1,0 +1,69 @@
+"""Meet: what ranks tell rank 0 through the group's store, and how far their clocks are apart. Off the device.
+
+A rank's clock counts from anywhere. Rank 0 answers each rank's questions with its own time; the answer of the shortest round trip is at
+most half of it wrong, and that bound travels with the offset. Clocks of different machines also drift by some microseconds a second, so
+offsets are taken when they are used.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from datetime import timedelta
+from time import perf_counter_ns
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+QUESTIONS = 5
+
+
+def told_to_rank_0(facts: dict[str, Any], group: dist.ProcessGroup, timeout: timedelta) -> list[dict[str, Any]] | None:
+    """On rank 0 the facts of every rank, each with ``offset_ns`` (added to its clock, gives rank 0's) and ``offset_error_ns``.
+
+    Collective over ``group``; None on other ranks.
+    """
+    store, rank, size = group.get_group_store(), dist.get_rank(group), dist.get_world_size(group)
+    key = f"flexcp/meeting/{store.add(f'flexcp/meetings/{rank}', 1)}"
+    try:
+        if rank:
+            offset, error = _ask(store, f"{key}/{rank}", timeout)
+            mine = facts | {"offset_ns": offset, "offset_error_ns": error}
+            store.set(f"{key}/{rank}/facts", zlib.compress(json.dumps(mine).encode()))  # type: ignore[arg-type]
+            store.wait([f"{key}/end"], timeout)
+            return None
+        found = [facts | {"offset_ns": 0, "offset_error_ns": 0}]
+        for other in range(1, size):
+            _answer(store, f"{key}/{other}", timeout)
+            store.wait([f"{key}/{other}/facts"], timeout)
+            found.append(json.loads(zlib.decompress(store.get(f"{key}/{other}/facts"))))
+            store.delete_key(f"{key}/{other}/facts")
+        store.set(f"{key}/end", "")
+        return found
+    except dist.DistStoreError as error:
+        raise RuntimeError(
+            f"rank {rank} met nobody within {timeout.total_seconds():g} s; every rank of the group must call this"
+        ) from error
+
+
+def _ask(store: Store, key: str, timeout: timedelta) -> tuple[int, int]:
+    """(offset to rank 0's clock, how wrong it can be) in nanoseconds."""
+    found = []
+    for i in range(QUESTIONS):
+        asked = perf_counter_ns()
+        store.set(f"{key}/ask/{i}", "")
+        store.wait([f"{key}/answer/{i}"], timeout)
+        heard = perf_counter_ns()
+        theirs = int(store.get(f"{key}/answer/{i}"))
+        store.delete_key(f"{key}/answer/{i}")
+        found.append((heard - asked, theirs - (asked + heard) // 2))
+    trip, offset = min(found)
+    return offset, trip // 2 + 1
+
+
+def _answer(store: Store, key: str, timeout: timedelta) -> None:
+    for i in range(QUESTIONS):
+        store.wait([f"{key}/ask/{i}"], timeout)
+        store.set(f"{key}/answer/{i}", str(perf_counter_ns()))
+        store.delete_key(f"{key}/ask/{i}")

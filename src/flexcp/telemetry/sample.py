@@ -1,0 +1,206 @@
+"""Sample: a few rows of a result, computed again in float64, while training runs.
+
+Keys stay where they are. The sampled rows' queries and results go to every rank (one sum over ranks); each rank scores them against the
+keys it keeps itself, straight from the mask's slices; the parts meet as LSEs (one gather) and as weighted values (one sum). That
+shares nothing with the plan but who keeps which token, moves a few rows and no keys, and gives every rank the same numbers, so
+that all of them raise or none. Every rank of the step must come here in the same call.
+
+Legend: N sampled rows, H query heads, G KV heads, M of this rank's keys, D and V the head sizes.
+
+The rule. The error of a row's output is measured against the size of what was summed, ``sum p |v|``, which neither vanishes where values
+cancel nor hides errors where they are small. Allowed is, for float64, 1e-10; for lower precisions twice what the same sum gives
+when done as the reference kernel does (float32, P and result rounded to the dtype), plus one rounding to the dtype, plus sqrt(n) float32
+roundings for a row of n tiles of keys, which kernels add up one after the other. LSEs: the same, against ``max(1, |LSE|)``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flexcp.executor.kernels import Settings, uploaded
+from flexcp.masks import HI, K0, K1, LO, Q0, Q1
+
+if TYPE_CHECKING:
+    from flexcp.batch import Batch
+    from flexcp.executor.step import Step
+
+Ints = NDArray[np.int64]
+KEYS_AT_ONCE = 16_384
+"""Keys whose float64 copies are in memory at a time."""
+TILE_KEYS = 64
+
+
+class MismatchError(RuntimeError):
+    """A result of attention that a dense computation of the same row does not confirm."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """The worst of the sampled rows: where it is, the larger of its errors and what that may be."""
+
+    token: int
+    document: int
+    row: int
+    head: int
+    rank: int
+    what: str
+    error: float
+    allowed: float
+
+    @property
+    def right(self) -> bool:
+        return self.error <= self.allowed  # a NaN is wrong
+
+    def __str__(self) -> str:
+        return (
+            f"row {self.row} of document {self.document} (stream token {self.token}, kept by rank {self.rank}), head {self.head}: "
+            f"{self.what} is off by {self.error:.3g} of its size, allowed {self.allowed:.3g}"
+        )
+
+
+def chosen_rows(tokens: int, count: int, seed: int, call: int) -> Ints:
+    """Stream tokens to look at in this call: the same on every rank."""
+    found = np.random.default_rng([seed, call]).choice(tokens, size=min(count, tokens), replace=False)
+    return np.sort(found, kind="stable")
+
+
+@torch.no_grad()
+def worst_row(
+    step: Step,
+    mask: int,
+    settings: Settings,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    tokens: Ints,
+) -> Row:
+    """Compute the rows ``tokens`` of the stream again; the one that is furthest off. Collective over the step's group."""
+    q, k, v = qkv
+    here = step.indices.numpy()
+    q_NHD, out_NHV, lse_NH = _everywhere(step, here, tokens, q, out, lse)
+    seen = [_visible(step.plan.batch, mask, int(token), here) for token in tokens]
+    exact, rounded = torch.float64, torch.float64 if q.dtype == torch.float64 else torch.float32
+    logits = {dtype: _logits(q_NHD, k, seen, settings, dtype) for dtype in {exact, rounded}}
+    sink = None if sinks is None else sinks.detach().double()
+    total = {dtype: _total_lse(step, parts, sink) for dtype, parts in logits.items()}
+    sums_3NHV = torch.stack(
+        [
+            _weighted(logits[exact], total[exact], v, seen, exact),
+            _weighted(logits[exact], total[exact], v.abs(), seen, exact),
+            _weighted(logits[rounded], total[rounded], v, seen, q.dtype),
+        ]
+    )
+    _summed(step, sums_3NHV)
+    right_NHV, size_NHV, own_NHV = sums_3NHV
+    size_NH = size_NHV.amax(-1).nan_to_num(nan=1.0).clamp_min(torch.finfo(torch.float64).tiny)
+    lse_size_NH = total[exact].abs().nan_to_num(nan=1.0, posinf=1.0).clamp_min(1.0)
+
+    def errors(values: Tensor, lses: Tensor) -> Tensor:
+        off = _apart(values.double(), right_NHV).amax(-1) / size_NH
+        return torch.stack([off, _apart(lses.double(), total[exact]) / lse_size_NH])
+
+    found_2NH = errors(out_NHV, lse_NH)
+    own_2NH = errors(own_NHV.to(q.dtype), total[rounded].to(rounded))
+    return _worst(step, tokens, found_2NH, own_2NH, q.dtype)
+
+
+def _everywhere(step: Step, here: Ints, tokens: Ints, *tensors: Tensor) -> list[Tensor]:
+    """The rows ``tokens`` (ascending) of per-token tensors on every rank, in float64: each from the rank that keeps it."""
+    mine, device = np.flatnonzero(np.isin(here, tokens)), tensors[0].device
+    at, to = uploaded(mine, device), uploaded(np.searchsorted(tokens, here[mine]), device)
+    flat = [x.detach().flatten(1).double() for x in (t[at] for t in tensors)]
+    rows = torch.zeros(len(tokens), sum(x.shape[1] for x in flat), dtype=torch.float64, device=device)
+    rows[to] = torch.cat(flat, 1)
+    _summed(step, rows)
+    parts = rows.split([x.shape[1] for x in flat], 1)
+    return [part.reshape(len(tokens), *t.shape[1:]) for part, t in zip(parts, tensors, strict=True)]
+
+
+def _visible(batch: Batch, mask: int, token: int, here: Ints) -> Ints:
+    """The local rows whose keys the row of a stream token sees."""
+    document = int(batch.document_of(np.array([token]))[0])
+    start, layer = int(batch.starts[document]), batch.masks[mask]
+    slices, row = layer.slices[layer.first[document] : layer.first[document + 1]], token - start
+    found = np.zeros(len(here), bool)
+    for s in slices[(slices[:, Q0] <= row) & (row < slices[:, Q1])]:
+        first, last = max(s[K0], row + s[LO]), min(s[K1] - 1, row + s[HI])
+        found |= (here >= start + first) & (here <= start + last)
+    return np.flatnonzero(found)
+
+
+def _logits(q_NHD: Tensor, k: Tensor, seen: list[Ints], settings: Settings, dtype: torch.dtype) -> list[Tensor]:
+    """``[H, M]`` for each sampled row, over the keys here that it sees."""
+    found = []
+    for q_HD, rows in zip(q_NHD.to(dtype), seen, strict=True):
+        q_GSD = q_HD.unflatten(0, (k.shape[1], -1))
+        parts = [torch.einsum("gsd,mgd->gsm", q_GSD, part.to(dtype)).flatten(0, 1) for part in _chunks(k, rows)]
+        s_HM = torch.cat(parts, 1) * settings.scale
+        found.append(s_HM if settings.softcap is None else settings.softcap * torch.tanh(s_HM / settings.softcap))
+    return found
+
+
+def _total_lse(step: Step, logits: list[Tensor], sink: Tensor | None) -> Tensor:
+    """``[N, H]`` in float64: the LSE over the keys of all ranks, and the sink."""
+    mine_NH = torch.stack([torch.logsumexp(s_HM, 1) for s_HM in logits]).double()
+    everyone = [mine_NH]
+    if step.group is not None:
+        everyone = [torch.empty_like(mine_NH) for _ in range(step.cp_size)]
+        dist.all_gather(everyone, mine_NH, group=step.group)
+    if sink is not None:
+        everyone.append(sink.expand_as(mine_NH))
+    return torch.logsumexp(torch.stack(everyone), 0)
+
+
+def _weighted(logits: list[Tensor], lse_NH: Tensor, v: Tensor, seen: list[Ints], rounding: torch.dtype) -> Tensor:
+    """``[N, H, V]`` in float64: this rank's share of the output, with P rounded to a dtype."""
+    found = []
+    for s_HM, lse_H, rows in zip(logits, lse_NH, seen, strict=True):
+        shift = torch.where(lse_H == -torch.inf, 0.0, lse_H).to(s_HM.dtype)
+        p_GSM = torch.exp(s_HM - shift[:, None]).to(rounding).to(s_HM.dtype).unflatten(0, (v.shape[1], -1))
+        total_GSV = p_GSM.new_zeros(*p_GSM.shape[:2], v.shape[2])
+        at = 0
+        for part in _chunks(v, rows):
+            total_GSV += torch.einsum("gsm,mgv->gsv", p_GSM[..., at : at + len(part)], part.to(s_HM.dtype))
+            at += len(part)
+        found.append(total_GSV.flatten(0, 1).double())
+    return torch.stack(found)
+
+
+def _chunks(x: Tensor, rows: Ints) -> list[Tensor]:
+    """The rows of a tensor, some at a time; one empty part when there are none."""
+    return [
+        x.detach()[uploaded(rows[i : i + KEYS_AT_ONCE], x.device)] for i in range(0, max(len(rows), 1), KEYS_AT_ONCE)
+    ]
+
+
+def _summed(step: Step, x: Tensor) -> None:
+    if step.group is not None:
+        dist.all_reduce(x, group=step.group)
+
+
+def _apart(found: Tensor, right: Tensor) -> Tensor:
+    """|found - right|, with -inf meeting -inf, and NaN that came in with the inputs meeting NaN."""
+    return torch.where((found == right) | (found.isnan() & right.isnan()), 0.0, (found - right).abs())
+
+
+def _worst(step: Step, tokens: Ints, found_2NH: Tensor, own_2NH: Tensor, dtype: torch.dtype) -> Row:
+    found, own = found_2NH.cpu(), own_2NH.cpu()
+    batch, kept = step.plan.batch, step.plan.placement.kept
+    tiles = int(batch.lengths[batch.document_of(tokens)].max()) / TILE_KEYS
+    rounding = torch.finfo(dtype).eps + torch.finfo(torch.float32).eps * tiles**0.5
+    allowed = [1e-10 if dtype == torch.float64 else 2 * float(part.max()) + rounding for part in own]
+    over = torch.stack([part / limit for part, limit in zip(found, allowed, strict=True)]).nan_to_num(nan=torch.inf)
+    what, n, head = (int(i) for i in np.unravel_index(int(over.argmax()), tuple(over.shape)))
+    token = int(tokens[n])
+    document = int(batch.document_of(tokens[n : n + 1])[0])
+    rank = int(kept.rank[np.searchsorted(kept.start, token, side="right") - 1])
+    row = token - int(batch.starts[document])
+    return Row(token, document, row, head, rank, ("out", "LSE")[what], float(found[what, n, head]), allowed[what])

@@ -1,0 +1,33 @@
+"""Scalars: a step as a handful of numbers, for TensorBoard or any writer with ``add_scalar(tag, value, step)``."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from flexcp.telemetry.records import StepRecord
+
+
+class ScalarWriter(Protocol):
+    """What ``torch.utils.tensorboard.SummaryWriter`` is to us."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
+
+
+def scalars(step: StepRecord) -> dict[str, float]:
+    """The step's numbers by tag; times are this rank's, in milliseconds."""
+    times = step.times()
+    return {
+        "flexcp/compute_balance": step.compute_balance,
+        "flexcp/token_balance": step.token_balance,
+        "flexcp/sent_bytes": float(step.sent_bytes()),
+        "flexcp/compute_ms": times.compute / 1e6,
+        "flexcp/wait_ms": times.wait / 1e6,
+        "flexcp/pack_ms": times.pack / 1e6,
+        "flexcp/wait_share": times.wait / times.total if times.total else 0.0,
+        "flexcp/planning_wait_ms": step.planning_wait / 1e6,
+    }
+
+
+def write_scalars(step: StepRecord, writer: ScalarWriter) -> None:
+    for tag, value in scalars(step).items():
+        writer.add_scalar(tag, value, step.number)

@@ -1,0 +1,245 @@
+"""Telemetry: the object a user passes to ``bind`` to have a step followed. One per process; it outlives steps.
+
+    telemetry = flexcp.Telemetry("dumps", nan_check=True, check_every=500)
+    with telemetry.planning():
+        plan = next(plans)
+    step = flexcp.bind(plan, group, telemetry=telemetry)
+    ...                                       # forward, backward
+    telemetry.log(writer)                     # TensorBoard: what is known of finished steps
+    telemetry.trace("trace.json", group)      # Perfetto: the last steps of all ranks, written by rank 0
+
+It keeps the last ``keep`` steps, each with its plan and where its passes are. When attention raises, stalls or gives NaN, that goes to a
+file in ``dump_dir`` (see ``dump.py``); without a ``dump_dir`` nothing is ever written. Nothing here makes the host wait for the device
+but ``trace``, and the calls that ``check_every`` picks.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from time import perf_counter_ns
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flexcp.executor.kernels import Settings
+from flexcp.plan import Plan
+from flexcp.telemetry.dump import write_dump
+from flexcp.telemetry.finite import FiniteWatch
+from flexcp.telemetry.meet import told_to_rank_0
+from flexcp.telemetry.records import PassRecord, StepRecord
+from flexcp.telemetry.sample import MismatchError, chosen_rows, worst_row
+from flexcp.telemetry.scalars import ScalarWriter, write_scalars
+from flexcp.telemetry.stall import Progress, StallWatch, thread_stacks
+from flexcp.telemetry.stamps import passed, stamper
+from flexcp.telemetry.trace import rank_log, trace
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from flexcp.executor.step import Step
+
+MOST_DUMPS = 4
+"""Files one Telemetry writes by itself: the first ones tell what went wrong."""
+
+
+class Telemetry:
+    """Follows the steps it is bound to.
+
+    ``dump_dir``: where dumps go. ``keep``: how many of the last steps are remembered. ``stall``: seconds without progress after which a
+    dump is written (None: never). ``nan_check``: look for NaN and Inf in every output; found ones are dumped and warned of.
+    ``check_every``: every so many attention calls, ``check_rows`` rows chosen by ``seed`` are computed again densely, and
+    :class:`flexcp.MismatchError` is raised on all ranks when they disagree (0: never). Give every rank the same values.
+    """
+
+    def __init__(
+        self,
+        dump_dir: str | Path | None = None,
+        *,
+        keep: int = 8,
+        stall: float | None = 60.0,
+        nan_check: bool = False,
+        check_every: int = 0,
+        check_rows: int = 4,
+        seed: int = 0,
+    ) -> None:
+        for name, value, least in (("keep", keep, 1), ("check_every", check_every, 0), ("check_rows", check_rows, 1)):
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} is a whole number of at least {least}; got {value!r}")
+        if stall is not None and not stall > 0:
+            raise ValueError(f"stall is a number of seconds above 0, or None for no watch; got {stall!r}")
+        self.dump_dir = None if dump_dir is None else Path(dump_dir)
+        self.check_every, self.check_rows, self.seed = check_every, check_rows, seed
+        self.dumps: list[Path] = []
+        """Files written so far."""
+        self._steps: deque[StepRecord] = deque(maxlen=keep)
+        self._bound, self._forwards, self._logged, self._planning = 0, 0, 0, 0
+        self._finite = FiniteWatch() if nan_check else None
+        self._stall = stall
+        self._stall_watch: StallWatch | None = None
+
+    @property
+    def steps(self) -> list[StepRecord]:
+        """The last steps, oldest first."""
+        return list(self._steps)
+
+    @contextmanager
+    def planning(self) -> Iterator[None]:
+        """Around whatever gives the loop its next plan: how long that takes is the next step's planning wait."""
+        start = perf_counter_ns()
+        yield
+        self._planning += perf_counter_ns() - start
+
+    # --- what the executor calls --------------------------------------------------------------------------------------
+
+    @contextmanager
+    def binding(self, plan: Plan) -> Iterator[None]:
+        record = self._new_step(plan)
+        try:
+            yield
+        except BaseException as error:
+            record.error = f"{type(error).__name__}: {error}"
+            self._dump_error("bind", error)
+            raise
+
+    def watch(self, step: Step, mask: int, backward: bool, device: torch.device) -> PassRecord:
+        record = self._record(step)
+        if self._stall is not None and self._stall_watch is None and self.dump_dir is not None:
+            self._stall_watch = StallWatch(self, self._stall, Telemetry._progress, Telemetry._stalled)
+        slots, name = step.plan.programs[mask][backward].stages, step.plan.batch.masks[mask].name
+        found = PassRecord(name, backward, record.count, slots, stamper(device), self._failed)
+        record.count += 1
+        record.passes.append(found)
+        return found
+
+    def after_forward(
+        self, step: Step, mask: int, settings: Settings, qkv: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, out: Tensor, lse: Tensor
+    ) -> None:  # fmt: skip
+        self._forwards += 1
+        record = self._record(step)
+        if self._finite is not None:
+            call = f"pass {record.count - 1} of step {record.number} ({step.plan.batch.masks[mask].name})"
+            self._finite.look(call, {"q": qkv[0], "k": qkv[1], "v": qkv[2], "out": out})
+            self._tell_not_finite()
+        if self.check_every and self._forwards % self.check_every == 0:
+            tokens = chosen_rows(step.plan.batch.tokens, self.check_rows, self.seed, self._forwards)
+            worst = worst_row(step, mask, settings, qkv, sinks, out, lse, tokens)
+            if not worst.right:
+                error = MismatchError(
+                    f"attention is wrong in step {record.number}, plan {step.plan.hash[:12]}: {worst}"
+                )
+                self._dump_error("mismatch", error)
+                raise error
+
+    # --- what the user calls ------------------------------------------------------------------------------------------
+
+    def log(self, writer: ScalarWriter) -> None:
+        """Write the numbers of every step that the device is through with and that was not written before.
+
+        ``writer`` is a ``torch.utils.tensorboard.SummaryWriter``, or anything with its ``add_scalar``. Call it at the end of a training
+        step. It does not wait: on a GPU a step may appear a call later.
+        """
+        for step in self.steps:
+            if step.number < self._logged:
+                continue
+            if not step.passes or not all(p.finished() for p in list(step.passes)):
+                return
+            write_scalars(step, writer)
+            self._logged = step.number + 1
+
+    def trace(
+        self, path: str | Path, group: dist.ProcessGroup | DeviceMesh | None = None, timeout: float = 120.0
+    ) -> None:
+        """Write the last steps of all ranks of ``group`` as a Perfetto trace. Every rank calls this; rank 0 writes the file.
+
+        Waits for the device and for the other ranks, up to ``timeout`` seconds.
+        """
+        facts = rank_log(self.steps)
+        whole = group if group is None or isinstance(group, dist.ProcessGroup) else group.get_group()
+        if whole is None or dist.get_world_size(whole) == 1:
+            logs: list[dict[str, object]] | None = [facts | {"offset_ns": 0, "offset_error_ns": 0}]
+        else:
+            logs = told_to_rank_0(facts, whole, timedelta(seconds=timeout))
+        if logs is not None:
+            Path(path).write_text(json.dumps(trace(logs), separators=(",", ":")))
+
+    def dump(self, reason: str = "asked", message: str = "") -> Path:
+        """Write what is remembered to a file in ``dump_dir`` now."""
+        if self.dump_dir is None:
+            raise ValueError("there is no folder to dump to; make it Telemetry('folder')")
+        threads = thread_stacks() if reason == "stall" else None
+        path = write_dump(self.dump_dir, reason, message, self.steps, _global_rank(), threads)
+        self.dumps.append(path)
+        return path
+
+    def close(self) -> None:
+        """Stop the thread that looks for stalls, and tell what is still known of NaNs."""
+        if self._stall_watch is not None:
+            self._stall_watch.close()
+            self._stall_watch = None
+        self._tell_not_finite()
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _new_step(self, plan: Plan) -> StepRecord:
+        record = StepRecord(self._bound, plan, self._planning)
+        self._bound, self._planning = self._bound + 1, 0
+        self._steps.append(record)
+        return record
+
+    def _record(self, step: Step) -> StepRecord:
+        """The record of a step; a new one where more than ``keep`` steps are in use at once."""
+        same = [s for s in self._steps if s.plan is step.plan]
+        for record in same:
+            if record.owner is not None and record.owner() is step:
+                return record
+        found = next((s for s in same if s.owner is None), None) or self._new_step(step.plan)
+        found.rank, found.owner = step.rank, weakref.ref(step)
+        return found
+
+    def _failed(self, record: PassRecord, error: BaseException) -> None:
+        self._dump_error(f"{record.name}, which {record.reached()}", error)
+
+    def _dump_error(self, where: str, error: BaseException) -> None:
+        reason = "mismatch" if isinstance(error, MismatchError) else "error"
+        path = self._dumped(reason, f"{where}: {type(error).__name__}: {error}")
+        if path is not None:
+            error.add_note(f"flexcp wrote {path}; flexcp verify @{path} replays its plans")
+
+    def _dumped(self, reason: str, message: str) -> Path | None:
+        """Dump unless there is no folder or there are enough; a dump that fails is a warning, and never hides the cause."""
+        if self.dump_dir is None or len(self.dumps) >= MOST_DUMPS:
+            return None
+        try:
+            return self.dump(reason, message)
+        except Exception as problem:
+            warnings.warn(f"flexcp could not write a dump to {self.dump_dir}: {problem}", stacklevel=2)
+            return None
+
+    def _tell_not_finite(self) -> None:
+        bad = None if self._finite is None else self._finite.found()
+        if bad is not None:
+            path = self._dumped("nan", str(bad))
+            warnings.warn(f"flexcp: {bad}{'' if path is None else f'; wrote {path}'}", stacklevel=2)
+
+    def _progress(self) -> Progress:
+        """Where passes that have begun and not ended are; empty when there is none."""
+        open_passes = [p for step in self.steps for p in list(step.passes) if not p.error and not p.finished()]
+        return tuple((id(p), passed(p.stamps)) for p in open_passes if p.stamps)
+
+    def _stalled(self) -> None:
+        stuck = [p for step in self.steps for p in list(step.passes) if p.stamps and not p.error and not p.finished()]
+        words = "; ".join(f"{p.name} (pass {p.number}) {p.reached()}" for p in stuck[:4])
+        self._dumped("stall", f"nothing moved for {self._stall:g} s: {words}")
+
+
+def _global_rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

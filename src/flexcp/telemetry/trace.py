@@ -1,0 +1,154 @@
+"""Trace: the passes of all ranks as Chrome trace events, which Perfetto (ui.perfetto.dev) shows with ranks side by side.
+
+A rank is a process with a track for its slots and one each for computing, waiting, packing, sending and receiving. A send is drawn while
+it is packed and posted; a receive from when it was posted until it was taken in (it arrived somewhere in between); an
+arrow joins the two.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flexcp.report.ascii import size
+from flexcp.telemetry.records import PassRecord, StepRecord
+from flexcp.telemetry.stamps import host_times
+
+TRACKS = {name: number for number, name in enumerate(("slots", "compute", "wait", "pack", "send", "receive"), 1)}
+Event = dict[str, Any]
+
+
+def rank_log(steps: list[StepRecord]) -> dict[str, Any]:
+    """What a rank has to tell for a trace, as plain data. Waits for the device."""
+    return {
+        "rank": next((s.rank for s in steps if s.rank is not None), 0),
+        "steps": [
+            {
+                "number": step.number,
+                "hash": step.plan.hash,
+                "strategy": step.plan.strategy,
+                "tokens": step.plan.batch.tokens,
+                "compute_balance": step.compute_balance,
+                "sent_bytes": step.sent_bytes(),
+                "planning_wait_ns": step.planning_wait,
+                "messages": {p.name: step.messages(p.mask, p.backward) for p in list(step.passes) if p.done},
+                "passes": [_pass_log(p) for p in list(step.passes) if p.done],
+            }
+            for step in steps
+        ],
+    }
+
+
+def _pass_log(p: PassRecord) -> dict[str, Any]:
+    return {"name": p.name, "number": p.number, "times": host_times(p.stamps), "spans": p.spans()}
+
+
+def trace(logs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The trace of all ranks, from their logs (each with its clock's offset)."""
+    starts = [p["times"][0] + log["offset_ns"] for log in logs for step in log["steps"] for p in step["passes"]]
+    origin = min(starts, default=0)
+    events = [event for log in logs for event in _rank_events(log, origin)]
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "made by": "flexcp",
+            "largest clock error in us": max(log["offset_error_ns"] for log in logs) / 1e3,
+            "steps": [_summary(logs, i) for i in range(min(len(log["steps"]) for log in logs))],
+        },
+    }
+
+
+def _summary(logs: list[dict[str, Any]], back: int) -> dict[str, Any]:
+    """A step over all ranks, counted from the last one each of them has."""
+    steps = [log["steps"][-1 - back] for log in logs]
+    spent = [_spent(step) for step in steps]
+    compute = [s["compute"] for s in spent]
+    total = sum(sum(s.values()) for s in spent)
+    return {
+        "number": steps[0]["number"],
+        "hash": steps[0]["hash"],
+        "strategy": steps[0]["strategy"],
+        "planned compute balance": steps[0]["compute_balance"],
+        "measured compute balance": max(compute) * len(compute) / sum(compute) if sum(compute) else 1.0,
+        "wait share": sum(s["wait"] for s in spent) / total if total else 0.0,
+        "bytes": sum(step["sent_bytes"] for step in steps),
+    }
+
+
+def _spent(step: dict[str, Any]) -> dict[str, int]:
+    found = {"compute": 0, "wait": 0, "pack": 0}
+    for p in step["passes"]:
+        for (_, what), a, b in zip(p["spans"], p["times"], p["times"][1:], strict=False):
+            found[what] += b - a
+    return found
+
+
+def _rank_events(log: dict[str, Any], origin: int) -> list[Event]:
+    rank = log["rank"]
+    events: list[Event] = [
+        {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}},
+        {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}},
+    ]
+    for name, number in TRACKS.items():
+        events += [
+            {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": name}},
+            {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": number, "args": {"sort_index": number}},
+        ]
+    for step in log["steps"]:
+        for p in step["passes"]:
+            at = [(t + log["offset_ns"] - origin) / 1e3 for t in p["times"]]
+            events += _pass_events(rank, step, p, at)
+    return events
+
+
+def _pass_events(rank: int, step: dict[str, Any], p: dict[str, Any], at: list[float]) -> list[Event]:
+    events = []
+    slots: dict[int, tuple[float, float]] = {}
+    args = {"step": step["number"], "plan": step["hash"][:12], "pass": p["number"]}
+    for (slot, what), begin, end in zip(p["spans"], at, at[1:], strict=False):
+        name = f"{p['name']} stage {slot}"
+        slots[slot] = (slots.get(slot, (begin, end))[0], end)
+        if end > begin:
+            events.append(_slice(rank, what, name, begin, end, args))
+    events += [_slice(rank, "slots", f"{p['name']} stage {slot}", a, b, args) for slot, (a, b) in slots.items()]
+    return events if len(at) == 2 else events + _message_events(rank, step, p, at, args)
+
+
+def _message_events(
+    rank: int, step: dict[str, Any], p: dict[str, Any], at: list[float], args: dict[str, Any]
+) -> list[Event]:
+    events = []
+    for stage, (sends, receives) in list(enumerate(step["messages"][p["name"]]))[1:]:
+        # Stage s is packed and posted in slot s - 1, between its second and third stamp, and taken in before slot s's second.
+        packed, posted, taken = at[3 * stage - 2], at[3 * stage - 1], at[3 * stage + 1]
+        for peer, count in sends:
+            what = args | {"bytes": count, "peer": peer, "stage": stage}
+            events.append(_slice(rank, "send", f"{size(count)} to rank {peer}", packed, posted, what))
+            events.append(_arrow("s", rank, "send", packed, _flow(step, p, stage, rank, peer)))
+        for peer, count in receives:
+            what = args | {"bytes": count, "peer": peer, "stage": stage}
+            events.append(_slice(rank, "receive", f"{size(count)} from rank {peer}", posted, taken, what))
+            events.append(_arrow("f", rank, "receive", _inside(posted, taken), _flow(step, p, stage, peer, rank)))
+    return events
+
+
+def _inside(begin: float, end: float) -> float:
+    """A moment just before ``end``: an arrow belongs to the slice it is in."""
+    return max(begin, end - 0.001)
+
+
+def _flow(step: dict[str, Any], p: dict[str, Any], stage: int, source: int, target: int) -> str:
+    return f"{step['number']}.{p['number']}.{stage}.{source}.{target}"
+
+
+def _slice(rank: int, track: str, name: str, begin: float, end: float, args: dict[str, Any]) -> Event:
+    return {
+        "ph": "X", "pid": rank, "tid": TRACKS[track], "cat": track, "name": name, "ts": begin, "dur": end - begin, "args": args
+    }  # fmt: skip
+
+
+def _arrow(phase: str, rank: int, track: str, at: float, flow: str) -> Event:
+    found = {
+        "ph": phase, "pid": rank, "tid": TRACKS[track], "cat": "message", "name": "message", "ts": at, "id": flow
+    }  # fmt: skip
+    return found | ({"bp": "e"} if phase == "f" else {})

@@ -1,0 +1,84 @@
+"""Documents to train on: a length distribution with phrases that can be learnt, or the paragraphs of a text file as bytes.
+
+Step ``n`` of a run gets the same documents on every rank, whatever ran before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flexcp.data.lengths import draw_lengths
+
+
+@dataclass(frozen=True)
+class Documents:
+    """``source`` is a distribution's name or a text file; every step has ``tokens`` tokens, ids are below ``vocabulary``.
+
+    ``shrink`` divides the lengths of a distribution made for long contexts, so that its shape fits a small batch.
+    """
+
+    source: str
+    tokens: int
+    vocabulary: int
+    shrink: int = 16
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise ValueError(f"a step needs at least 1 token; got {self.tokens}")
+        if not Path(self.source).is_file():
+            draw_lengths(self.source, 1)
+        elif not self.paragraphs:
+            raise ValueError(f"{self.source} holds no text to train on")
+
+    @cached_property
+    def paragraphs(self) -> list[bytes]:
+        """The documents of a text file: what blank lines separate."""
+        return [part for part in Path(self.source).read_bytes().split(b"\n\n") if part.strip()]
+
+    def step(self, number: int) -> list[Tensor]:
+        """The documents of a step."""
+        if Path(self.source).is_file():
+            return self._text(number)
+        lengths = shrunk_lengths(self.source, self.tokens, number, self.shrink)
+        return list(phrases(number, lengths, self.vocabulary).split(lengths))
+
+    def _text(self, number: int) -> list[Tensor]:
+        """Paragraphs in an order of the step's own, the last one cut where the batch is full."""
+        order = torch.randperm(len(self.paragraphs), generator=torch.Generator().manual_seed(number)).tolist()
+        found: list[Tensor] = []
+        left = self.tokens
+        while left:
+            for at in order:
+                ids = torch.tensor(list(self.paragraphs[at][:left])) % self.vocabulary
+                found.append(ids)
+                left -= len(ids)
+                if not left:
+                    break
+        return found
+
+
+def shrunk_lengths(name: str, tokens: int, seed: int, shrink: int) -> list[int]:
+    """Lengths of a distribution divided by ``shrink``, that add up to exactly ``tokens``."""
+    lengths = [max(1, n // shrink) for n in draw_lengths(name, tokens * shrink, seed)]
+    lengths[0] += max(0, tokens - sum(lengths))
+    while sum(lengths) > tokens:
+        lengths[lengths.index(max(lengths))] -= min(max(lengths) - 1, sum(lengths) - tokens)
+    return lengths
+
+
+def phrases(seed: int, lengths: list[int], vocabulary: int) -> Tensor:
+    """A stream of documents that can be learnt: each repeats a random phrase of its own, with a few tokens replaced."""
+    generator = torch.Generator().manual_seed(seed)
+    parts = []
+    for n in lengths:
+        size = int(torch.randint(3, 12, (1,), generator=generator))
+        phrase = torch.randint(max(1, vocabulary // 8), (size,), generator=generator)
+        text = phrase.repeat(-(-n // size))[:n]
+        noise = torch.rand(n, generator=generator) < 0.02
+        parts.append(torch.where(noise, torch.randint(vocabulary, (n,), generator=generator), text))
+    return torch.cat(parts)

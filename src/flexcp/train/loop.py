@@ -1,0 +1,120 @@
+"""The training loop of ``flexcp train``: plan, bind, forward, backward, sum gradients, step; and what each step did, in numbers.
+
+One generator, run by every rank, whether the ranks are CPU processes of our own pool or torchrun's. Gradients are summed over ranks by
+all-reduce: every rank holds the whole model. ``examples/fsdp2_pretrain.py`` shows the same loop with a sharded one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flexcp.clusters import cluster
+from flexcp.executor.step import bind
+from flexcp.plan import Plan, imbalance
+from flexcp.simulate import predict
+from flexcp.train.documents import Documents
+from flexcp.train.trainee import make_trainee
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """What is trained, on what, how."""
+
+    model: str = "gpt"
+    data: str = "longtail"
+    tokens: int = 4096
+    steps: int = 20
+    strategy: str = "auto"
+    layout: str = "free"
+    dtype: str = "float32"
+    learning_rate: float = 3e-3
+    preset: str = "cpu"
+    """The cluster whose speeds predictions use."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"training needs at least 1 step; got {self.steps}")
+        if self.dtype not in ("float64", "float32", "bfloat16"):
+            raise ValueError(f"train in float64, float32 or bfloat16; got {self.dtype!r}")
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One step, as all ranks together did it. Bytes are of all attention layers, forward and backward."""
+
+    step: int
+    loss: float
+    documents: int
+    tokens: int
+    planning_ms: float
+    measured_ms: float
+    predicted_ms: float
+    bytes: int
+    compute_imbalance: float
+    token_imbalance: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.measured_ms * 1000
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"tokens_per_second": self.tokens_per_second}
+
+
+def train(group: dist.ProcessGroup, config: TrainConfig) -> Generator[StepReport, None, list[StepReport]]:
+    """Collective over ``group``: this rank's part of the run. Yields each step as it is done."""
+    ranks = dist.get_world_size(group)
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    trainee = make_trainee(config.model, config.dtype, device, cluster(config.preset, 1, ranks), config.strategy)
+    documents = Documents(config.data, config.tokens, trainee.vocabulary)
+    optimizer = torch.optim.AdamW(trainee.model.parameters(), lr=config.learning_rate, eps=1e-6)
+    reports = []
+    for number in range(config.steps):
+        parts = documents.step(number)
+        begin = time.perf_counter()
+        plan = trainee.planner([len(part) for part in parts], masks=trainee.masks, layout=config.layout)
+        planning = time.perf_counter() - begin
+        step = bind(plan, group)
+        tokens = torch.cat(parts).to(device)
+        labels = step.labels(tokens)
+        dist.barrier(group)
+        begin = time.perf_counter()
+        loss = step.loss(trainee.logits(tokens, step), labels)
+        loss.backward()
+        for parameter in trainee.model.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=group)
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        dist.all_reduce(total, group=group)
+        value = float(total)
+        reports.append(_report(number, value, plan, planning, time.perf_counter() - begin))
+        yield reports[-1]
+    return reports
+
+
+def _report(number: int, loss: float, plan: Plan, planning: float, seconds: float) -> StepReport:
+    prediction = predict(plan.placement, plan.shape, plan.cluster, plan.cost)
+    layers = [mask.layers for mask in plan.batch.masks]
+    moved = sum(n * int(plan.bytes(way, mask).sum()) for mask, n in enumerate(layers) for way in (False, True))
+    work = sum((n * plan.work(mask) for mask, n in enumerate(layers)), 0 * plan.work())
+    return StepReport(
+        number,
+        loss,
+        plan.batch.documents,
+        plan.batch.tokens,
+        planning * 1000,
+        seconds * 1000,
+        prediction.total_ns / 1e6,
+        moved,
+        imbalance(work),
+        imbalance(plan.placement.tokens),
+    )

@@ -1,0 +1,61 @@
+"""What ``flexcp train`` shows: a line for every step as it is done, and a summary at the end."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import TYPE_CHECKING
+
+from flexcp.report.ascii import size
+from flexcp.train.loop import StepReport, TrainConfig
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+HEADER = f"{'step':>5} {'loss':>9} {'docs':>5} {'tokens/s':>9} {'measured':>10} {'predicted':>10} {'bytes':>9}  compute  tokens"
+
+
+class Table:
+    """Lines on ``console``; without one (every rank of torchrun but the first) nothing is shown."""
+
+    def __init__(self, console: Console | None, config: TrainConfig) -> None:
+        self.console, self.config = console, config
+        self.reports: list[StepReport] = []
+        if console is not None:
+            console.print(
+                f"{config.model} on {config.data}, {config.tokens} tokens a step, {config.strategy}", highlight=False
+            )
+            self.status = console.status("starting ranks")
+            self.status.start()
+
+    def add(self, report: StepReport) -> None:
+        """A step is done."""
+        self.reports.append(report)
+        if self.console is None:
+            return
+        if len(self.reports) == 1:
+            self.console.print(HEADER, highlight=False)
+        self.console.print(line(report), highlight=False)
+        self.status.update(f"step {report.step + 1} of {self.config.steps}")
+
+    def close(self) -> None:
+        """No more steps come."""
+        if self.console is not None:
+            self.status.stop()
+
+    def summary(self) -> str:
+        """The run in a few words. The first step is left out of times where there are others: it warms up."""
+        timed = self.reports[1:] or self.reports
+        measured, predicted = (median(getattr(r, n) for r in timed) for n in ("measured_ms", "predicted_ms"))
+        return (
+            f"loss {self.reports[0].loss:.4f} -> {self.reports[-1].loss:.4f}; {median(r.tokens_per_second for r in timed):,.0f} tokens/s; "
+            f"{measured:.1f} ms a step measured, {predicted:.1f} ms predicted for {self.config.preset} ({measured / predicted:.2f} x); "
+            f"planning {median(r.planning_ms for r in timed):.1f} ms (medians)"
+        )
+
+
+def line(r: StepReport) -> str:
+    """One step in one line."""
+    return (
+        f"{r.step:>5} {r.loss:>9.5f} {r.documents:>5} {r.tokens_per_second:>9,.0f} {r.measured_ms:>7.1f} ms {r.predicted_ms:>7.1f} ms "
+        f"{size(r.bytes):>9}  {r.compute_imbalance:>7.2f} {r.token_imbalance:>7.2f}"
+    )

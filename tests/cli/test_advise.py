@@ -1,0 +1,153 @@
+"""Proves the advice: equal lengths stay static and it says why, gains are those of ``flexcp compare``, lengths come from all kinds of files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from flexcp.advice import Question, deal, spread_over
+from flexcp.cli.document_lengths import document_lengths
+from flexcp.cli.main import app
+from flexcp.clusters import parse_cluster
+from flexcp.cost import CostModel
+from flexcp.masks import causal
+from flexcp.models import find_model
+from flexcp.report.code_lines import FRAMEWORKS
+
+KEYS = [
+    "simulated", "documents", "tokens", "passes", "simulated_passes", "micro_batches", "error_permille", "bound_ms", "static", "swap",
+    "free", "verdict", "why", "code",
+]  # fmt: skip
+
+
+def invoke(*words: str) -> Any:
+    result = CliRunner().invoke(app, list(words), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def advice(*words: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(invoke("advise", *words, "--json").stdout)
+    assert list(found) == KEYS
+    return found
+
+
+def test_equal_lengths_stay_static_and_say_why() -> None:
+    found = advice("32x8192", "--cluster", "h100:1x8")
+    assert found["verdict"] == "static"
+    assert found["free"]["gain"] < 1.08
+    assert found["why"].startswith("all documents have 8,192 tokens, so equal shares of documents are equal work")
+    assert found["code"] == {}
+    text = " ".join(invoke("advise", "32x8192", "--cluster", "h100:1x8").stdout.split())
+    assert "Do not bother: stay with" in text
+    assert "112 documents" not in text and "32 documents, all of 8,192 tokens." in text
+
+
+@pytest.mark.parametrize("lengths", ["web:131072:0", "libra1m:131072:3"])
+def test_gains_are_those_of_compare(lengths: str) -> None:
+    setting = ["--cluster", "h100:2x4", "--model", "llama3-8b", "--max-tokens-per-rank", "32768"]
+    found = advice(lengths, *setting)
+    beside = json.loads(invoke("compare", "--lengths", lengths, *setting, "--json").stdout)
+    rows = {row["strategy"]: row for row in beside["strategies"] if "speed_up" in row}
+    assert found["static"]["strategy"] == beside["best_static"]
+    assert found["static"]["pass_ms"] == pytest.approx(rows[beside["best_static"]]["step_ms"], abs=1e-3)
+    assert found["free"]["gain"] == pytest.approx(rows[found["free"]["strategy"]]["speed_up"], abs=1e-4)
+    assert found["free"]["gain"] >= 0.999 * max(rows[name]["speed_up"] for name in ("auto", "blocks", "groups"))
+
+
+def test_a_long_tail_gets_code_and_a_page(tmp_path: Path) -> None:
+    page = tmp_path / "advice.html"
+    words = ["advise", "60000,40x500", "--cluster", "h100:1x8", "--today", "dp", "--max-tokens-per-rank", "65536"]
+    text = invoke(*words, "--framework", "all", "--html", str(page)).stdout
+    assert "dp, what you use today," in text
+    for title, _ in FRAMEWORKS.values():
+        assert f"Lines for {title}" in text
+    written = page.read_text()
+    for part in ("What to do", "Lines of code", "Static: dp", "flexcp: "):
+        assert part in written
+
+
+def test_today_decides_what_gains_are_against() -> None:
+    setting = ["60000,40x500", "--cluster", "h100:1x8", "--max-tokens-per-rank", "65536"]
+    best, dp = advice(*setting), advice(*setting, "--today", "dp")
+    assert dp["static"]["strategy"] == "dp"
+    assert dp["free"]["pass_ms"] == best["free"]["pass_ms"]
+    assert dp["free"]["gain"] > best["free"]["gain"] > 1
+    assert dp["verdict"] == "free" or dp["verdict"] == "swap"
+
+
+def test_one_rank_and_too_long_a_document() -> None:
+    found = advice("100,7", "--cluster", "h100:1x1")
+    assert (found["verdict"], found["why"]) == ("static", "there is one rank, so nothing has to be divided")
+    result = CliRunner().invoke(app, ["advise", "100000", "--cluster", "h100:1x2", "--max-tokens-per-rank", "1000"])
+    assert "document 0 has 100000 tokens" in str(result.exception)
+
+
+def test_documents_are_dealt_in_order() -> None:
+    def question(cap: int, step: int) -> Question:
+        return Question(find_model("llama3-8b"), parse_cluster("h100:1x4"), causal(), CostModel(), cap, step)
+
+    assert deal([30, 30, 30, 30, 30], question(20, 70)) == [[30, 30], [30, 30]]
+    assert deal([500, 1, 1], question(20, 70)) == [[500], [1, 1]] or deal([500, 1, 1], question(20, 70)) == [[500]]
+    assert question(20, 70).micro_batches == 1
+    assert question(20, 140).micro_batches == 2
+    assert deal([35] * 4, question(20, 140)) == [[35, 35], [35, 35]]
+    assert spread_over([[i] for i in range(9)], 3) == [[0], [3], [6]]
+
+
+# --- where lengths come from --------------------------------------------------------------------------------------------
+
+
+def test_json_lines_of_lengths_ids_and_texts(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    file = tmp_path / "documents.jsonl"
+    file.write_text('{"text": "a b a"}\n{"input_ids": [5, 6]}\n\n{"length": 7}\n"b"\n4\n')
+    told: list[str] = []
+    assert document_lengths(str(file), str(tmp_path / "tokenizer.json"), None, told.append) == [3, 2, 7, 1, 4]
+    file.write_text('{"body": "a b", "text": "a"}\n')
+    assert document_lengths(f"@{file}", str(tmp_path / "tokenizer.json"), "body") == [2]
+
+
+def test_a_saved_data_set(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"input_ids": [[1, 2, 3], [4]]}).save_to_disk(tmp_path / "set")
+    assert document_lengths(f"hf:{tmp_path / 'set'}", None, None) == [3, 1]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"text": "a"}', ["documents.jsonl, document 1", "--tokenizer"]),
+        ('{"body": 3}', ["no field input_ids", "it has body", "--field"]),
+        ("[1, 2]\nnot", ["documents.jsonl, line 2 is no JSON"]),
+        ("0", ["document 1", "0 is no document"]),
+        ("true", ["True is no document"]),
+        ("", ["holds no documents"]),
+    ],
+)
+def test_mistakes_in_documents(content: str, words: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "documents.jsonl"
+    file.write_text(content)
+    with pytest.raises(ValueError) as error:
+        document_lengths(str(file), None, None)
+    assert not [word for word in words if word not in str(error.value)], error.value
+
+
+def test_other_mistakes(tmp_path: Path) -> None:
+    (tmp_path / "bad.json").write_text("{}")
+    (tmp_path / "d.jsonl").write_text("3\n")
+    for text, tokenizer, field, words in (
+        ("4,5", "x.json", None, "are for .jsonl files"),
+        (str(tmp_path / "none.jsonl"), None, None, "No such file"),
+        (str(tmp_path / "d.jsonl"), str(tmp_path / "bad.json"), None, "is no tokenizer.json"),
+        (f"hf:{tmp_path}", None, None, "cannot load the data set"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            document_lengths(text, tokenizer, field)

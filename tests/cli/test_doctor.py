@@ -1,0 +1,56 @@
+"""Proves that the doctor sees what is there, tries it out, and says what to fix, with exit code 1 when something stands in the way."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from flexcp.cli.main import app
+from flexcp.measure import doctor
+from flexcp.measure.doctor import Finding
+
+
+def test_what_is_here() -> None:
+    found = {f.name: f for f in doctor.examine()}
+    assert found["torch"].value.startswith(torch.__version__)
+    assert found["torch"].ok and found["gloo"].ok
+    assert ("GPU 0" in found) == torch.cuda.is_available()
+    assert found["kernel for bfloat16"].value.partition(":")[0] in ("cpu", "triton", "hopper")
+    assert "not installed" in found["triton"].value or found["triton"].value[0].isdigit()
+
+
+def test_trying_out_runs_two_processes() -> None:
+    result = CliRunner().invoke(app, ["doctor", "--json"], catch_exceptions=False)
+    found = json.loads(result.stdout)
+    assert result.exit_code == (0 if found["ok"] else 1)
+    assert "732 tokens on 2 ranks" in found["tests"]["plan a batch"]
+    assert "bytes as planned" in found["tests"]["two processes against dense attention"]
+    assert found["fixes"] == {}
+
+
+def test_what_fails_is_a_fix_and_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> str:
+        raise RuntimeError("gloo is out\nof order")
+
+    monkeypatch.setattr(doctor, "_run_two", broken)
+    monkeypatch.setattr(doctor, "_can_write", lambda _: False)
+    monkeypatch.setattr("flexcp.jit.cache_folders", lambda: ())
+    result = CliRunner().invoke(app, ["doctor"], catch_exceptions=False)
+    assert result.exit_code == 1
+    assert "fix two processes against dense attention: RuntimeError: gloo is out\n" in result.stdout
+    assert "NUMBA_CACHE_DIR" in result.stdout
+
+
+def test_old_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.10.1+cu126")
+    found = {f.name: f for f in doctor.examine()}
+    assert found["torch"].fix == "flexcp needs torch 2.11 or newer: pip install -U torch"
+
+
+def test_only_looking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda: iter([Finding("a", "1", hint="do b")]))
+    result = CliRunner().invoke(app, ["doctor", "--no-test"], catch_exceptions=False)
+    assert result.stdout == "  a  1\n\nhint: do b\n"

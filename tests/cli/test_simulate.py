@@ -1,0 +1,97 @@
+"""Proves ``flexcp simulate`` and ``compare``: documented JSON, the error beside every table, mistakes in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from flexcp.calibration import Calibration, Errors
+from flexcp.cli.main import app
+from flexcp.cost import CostModel
+
+SMALL = ["--lengths", "9000,800,31", "--cluster", "h100:1x4", "--heads", "8", "--kv-heads", "4", "--head-dim", "64"]
+
+
+def run(*words: str) -> Any:
+    return CliRunner().invoke(app, list(words), catch_exceptions=True)
+
+
+def test_simulate_tells_time_bounds_and_ranks(tmp_path: Path) -> None:
+    result = run("simulate", *SMALL, "--strategy", "zigzag")
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("simulated: attention alone on h100:1x4") and "stated error 8 %" in result.output
+    assert "forward" in result.output and result.output.count(" ms") >= 10
+    data = json.loads(
+        run("simulate", *SMALL, "--strategy", "zigzag", "--json", "--events", str(tmp_path / "e.json")).stdout
+    )
+    documented = (Path(__file__).parents[2] / "docs" / "json.md").read_text()
+    assert data["simulated"] is True and all(f"`{key}`" in documented for key in data)
+    assert data["attention_ms"] == pytest.approx(data["forward_ms"] + data["backward_ms"])
+    assert data["optimality"] >= 1 and data["step_ms"] is None
+    events = json.loads((tmp_path / "e.json").read_text())
+    assert set(events[0]) == {"rank", "track", "name", "begin", "end", "size"} and {e["rank"] for e in events} == {
+        0,
+        1,
+        2,
+        3,
+    }
+
+
+def test_compare_ranks_strategies(tmp_path: Path) -> None:
+    words = ["--strategies", "auto,zigzag,dp", "--model", "llama3-8b", "--sync", "allreduce"]
+    result = run("compare", "--lengths", "9000,800,31", "--cluster", "h100:1x4", *words)
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("simulated: a step of llama3-8b") and "optimality" in result.output
+    assert "x static: against" in result.output and "#" in result.output
+    data = json.loads(run("compare", "--lengths", "9000,800,31", "--cluster", "h100:1x4", *words, "--json").stdout)
+    documented = (Path(__file__).parents[2] / "docs" / "json.md").read_text()
+    assert all(f"`{key}`" in documented for key in [*data, *data["strategies"][0]])
+    by_name = {row["strategy"].partition(":")[0]: row for row in data["strategies"]}
+    assert set(by_name) == {"auto", "zigzag", "dp"} and by_name[data["best_static"].partition(":")[0]]["speed_up"] == 1
+    assert by_name["auto"]["step_ms"] > by_name["auto"]["step"]["other_ms"] > 0
+
+
+def test_a_calibrated_cost_changes_times_and_names_its_error(tmp_path: Path) -> None:
+    slow = Calibration(
+        CostModel("mine", forward_efficiency=56),
+        "a machine",
+        {"intra_mbps": 1000},
+        {"kernels": Errors(9, 0.031, 0.08, 0.1)},
+    )
+    path = tmp_path / "cost.json"
+    path.write_text(json.dumps(slow.to_json()))
+    before, after = (
+        json.loads(run("simulate", *SMALL, "--strategy", "zigzag", "--json", *more).stdout)
+        for more in ([], ["--cost", str(path)])
+    )
+    assert after["forward_ms"] > 5 * before["forward_ms"] and after["held_out"]["kernels"]["median"] == 0.031
+    text = run("compare", *SMALL, "--strategies", "dp,zigzag", "--cost", str(path)).output
+    assert "cost model mine, median error held out: kernels 3.1% (90th percentile 8.0%, 9 shapes)" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["compare", *SMALL, "--strategies", "zigzak"], "did you mean 'zigzag'"),
+        (["compare", *SMALL, "--model", "lama3-8b"], "did you mean 'llama3-8b'"),
+        (["compare", *SMALL, "--sync", "ddp"], "--sync is fsdp, allreduce, none; got 'ddp'"),
+        (["compare", *SMALL, "--overlap", "2"], "--overlap is a share between 0 and 1; got 2"),
+        (["simulate", *SMALL, "--cost", "/nowhere.json"], "cannot read a cost model from /nowhere.json"),
+        (["simulate", *SMALL, "--strategy", "ulysses:3"], "refused"),
+    ],
+)
+def test_mistakes_are_one_line(words: list[str], said: str) -> None:
+    result = run(*words)
+    assert isinstance(result.exception, ValueError) and said in str(result.exception)
+
+
+def test_files_that_are_no_cost_model(tmp_path: Path) -> None:
+    for content, said in [("{", "is no JSON"), ("[]", "is no cost model"), ('{"format": "x"}', "got 'x'")]:
+        path = tmp_path / "bad.json"
+        path.write_text(content)
+        result = run("simulate", *SMALL, "--cost", str(path))
+        assert isinstance(result.exception, ValueError) and said in str(result.exception), result.output

@@ -1,0 +1,142 @@
+"""Proves that wrong input to every command is one readable line and exit code 2: no traceback, nothing on stdout.
+
+Commands and their options are read from the command line itself, so a new command is tried with every mistake that its options allow: a
+missing, an empty and a wordy file, text where a number belongs, an impossible cluster, and typos, for which the nearest name is suggested.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from flexcp.cli.main import app, run
+
+LENGTHS = {"lengths": "40,7"}
+"""What a command needs to get as far as its mistake; by parameter name."""
+FILES = ("show",)
+"""Commands whose argument is a file of another kind than lengths."""
+
+
+def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    group = typer.main.get_command(app) if group is None else group
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, (*path, name))
+        else:
+            yield (*path, name), command
+
+
+def options_of(command: Any) -> dict[str, Any]:
+    return {p.name: p for p in command.params if p.param_type_name == "option"}
+
+
+def valid(command: Any, *without: str) -> list[str]:
+    """The least words that a command needs, less some parameters."""
+    words: list[str] = []
+    for p in command.params:
+        if p.name in LENGTHS and p.name not in without:
+            words += [p.opts[0], LENGTHS[p.name]] if p.param_type_name == "option" else [LENGTHS[p.name]]
+    return words
+
+
+def cases() -> Iterator[tuple[str, list[str], list[str]]]:
+    for path, command in commands():
+        options, name = options_of(command), " ".join(path)
+        given = {p.name: p for p in command.params}
+        if "lengths" in given:
+            way = [given["lengths"].opts[0]] if given["lengths"].param_type_name == "option" else []
+            rest = [*path, *valid(command, "lengths"), *way]
+            yield f"{name}: missing file", [*rest, "@nowhere.txt"], ["nowhere.txt"]
+            yield f"{name}: empty file", [*rest, "@empty"], ["empty"]
+            yield f"{name}: file of words", [*rest, "@words"], ["'abc'"]
+            yield f"{name}: text for numbers", [*rest, "hello"], ["hello"]
+            yield f"{name}: typo of a distribution", [*rest, "wbe:1000:0"], ["did you mean 'web'?"]
+        if "file" in given:
+            yield f"{name}: missing file", [*path, "nowhere.plan"], ["nowhere.plan"]
+            yield f"{name}: empty file", [*path, "empty"], []
+            yield f"{name}: file of words", [*path, "words"], []
+        base = [*path, *valid(command)]
+        if "cluster" in options:
+            yield f"{name}: typo of a cluster", [*base, "--cluster", "h10"], ["h10", "did you mean"]
+            if name != "train":
+                yield f"{name}: impossible cluster", [*base, "--cluster", "h100:0x8"], ["nodes", "0"]
+        if "strategy" in options:
+            yield f"{name}: typo of a strategy", [*base, "--strategy", "blocsk"], ["did you mean 'blocks'?"]
+        if "strategies" in options and name != "bench step":
+            yield f"{name}: typo among strategies", [*base, "--strategies", "blocsk"], ["did you mean 'blocks'?"]
+        if "today" in options:
+            yield f"{name}: typo of today's strategy", [*base, "--today", "zigzga:4"], ["did you mean 'zigzag'?"]
+        if "framework" in options:
+            yield f"{name}: typo of a framework", [*base, "--framework", "pytroch"], ["did you mean 'pytorch'?"]
+        if "mask" in options:
+            yield f"{name}: typo of a mask", [*base, "--mask", "casual"], ["did you mean 'causal'?"]
+        if "model" in options and "llama3-8b" in (options["model"].help or ""):
+            yield f"{name}: typo of a model", [*base, "--model", "lama3-8b"], ["did you mean 'llama3-8b'?"]
+        if "cost" in options:
+            yield f"{name}: missing cost file", [*base, "--cost", "nowhere.json"], ["nowhere.json"]
+            yield f"{name}: empty cost file", [*base, "--cost", "empty"], ["empty"]
+        for option in options.values():
+            if isinstance(option.default, int | float) and not isinstance(option.default, bool):
+                yield f"{name}: {option.opts[0]} of words", [*base, option.opts[0], "many"], [option.opts[0]]
+                break
+        long = next((o.opts[0] for o in options.values() if o.opts[0] not in ("--json", "--quiet")), "--quiet")
+        yield f"{name}: typo of {long}", [*base, long[:-1] + "xx"], ["No such option"]
+        others = sum(p.param_type_name == "argument" and p.name != "lengths" for p in command.params)
+        yield f"{name}: a word too many", [*base, *["x"] * others, "surplus"], ["surplus"]
+
+
+CASES = {name: (words, told) for name, words, told in cases()}
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "empty").touch()
+    (tmp_path / "words").write_text("12\nabc\n")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_line_and_exit_code_2(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, told = CASES[name]
+    monkeypatch.setattr(sys, "argv", ["flexcp", *words])
+    with pytest.raises(SystemExit) as end:
+        run()
+    out, err = capsys.readouterr()
+    assert (end.value.code, out) == (2, ""), err
+    assert err.startswith("flexcp: ") and err.count("\n") == 1, err
+    assert len(err) < 400, err
+    assert not [word for word in told if word not in err], err
+
+
+def test_every_command_is_tried() -> None:
+    names = {" ".join(path) for path, _ in commands()}
+    assert {"plan", "verify", "advise", "doctor", "warmup", "demo", "bench kernel"} <= names
+    assert {name.split(":")[0] for name in CASES} == names
+
+
+@pytest.mark.parametrize("words", [["pln"], ["advice"], ["bench", "kernle"]])
+def test_a_typo_of_a_command_names_the_nearest(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["flexcp", *words])
+    with pytest.raises(SystemExit) as end:
+        run()
+    err = capsys.readouterr().err
+    assert end.value.code == 2
+    assert err.startswith(f"flexcp: No such command '{words[-1]}'. Did you mean '")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", [" ".join(path) for path, _ in commands()])
+def test_every_command_has_json_quiet_and_an_example(name: str) -> None:
+    command = next(c for path, c in commands() if " ".join(path) == name)
+    names = {o for p in command.params for o in p.opts}
+    assert {"--json", "--quiet"} <= names
+    assert "Example: `flexcp" in (command.help or "")

@@ -1,0 +1,47 @@
+"""Planners for the tests: a plain one, and one that misbehaves on purpose. No torch here: planner processes import this file."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import flexcp
+from flexcp.plan import Plan
+
+
+def planner(ranks: int, strategy: str = "zigzag") -> flexcp.Planner:
+    where = flexcp.cluster("cpu", 1, ranks)
+    return flexcp.Planner(4, 2, 32, dtype="float32", cluster=where, strategy=strategy)
+
+
+class Misbehaving:
+    """A planner that does something on purpose before it plans, told by files in a folder; but for failing, not where it was made."""
+
+    def __init__(self, folder: Path, ranks: int = 1) -> None:
+        self.folder, self.inner = folder, planner(ranks)
+        self.cluster, self.strategy = self.inner.cluster, "misbehaving"
+        self.home = os.getpid()
+
+    def __call__(self, lengths: Any, **arguments: Any) -> Plan:
+        tokens = int(np.sum(lengths))
+        if os.getpid() != self.home:
+            self._do_once("die", lambda: os.kill(os.getpid(), signal.SIGKILL))
+            self._do_once("stop", lambda: os.kill(os.getpid(), signal.SIGSTOP))
+            self._do_once("slow", lambda: time.sleep(1.5))
+            if (self.folder / "always die").exists():
+                os.kill(os.getpid(), signal.SIGKILL)
+        if (self.folder / f"fail {tokens}").exists():
+            raise ValueError(f"no plan for {tokens} tokens")
+        return self.inner(lengths, **arguments)
+
+    def _do_once(self, what: str, act: Any) -> None:
+        try:
+            (self.folder / what).unlink()
+        except FileNotFoundError:
+            return
+        act()

@@ -1,0 +1,417 @@
+"""Proves what the loader hands out: the union of all ranks is the batch, each sample once an epoch, labels right at every border.
+
+Expected batches are made by hand from the dataset's own numbers; a token says which sample and row it is. Reads are counted.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from made import LENGTHS, ROWS, Numbered, StatefulStream, Stream, batches_by_hand
+from misbehaving import Misbehaving, planner
+
+import flexcp
+from flexcp.data import Loader, PlanningError
+from flexcp.data.order import count_batches, epoch_order
+from flexcp.measure.ranks import RankError, RankPool
+
+BUDGET = 150
+MODES = ["known", "read", "stream", "stateful"]
+STRATEGIES = ["blocks", "zigzag", "ring", "dp"]
+
+
+def dataset(mode: str, lengths: list[int] = LENGTHS) -> Any:
+    if mode in ("known", "read"):
+        return Numbered(lengths, known=mode == "known")
+    return Stream(lengths) if mode == "stream" else StatefulStream(lengths)
+
+
+def delivered(group: Any, mode: str, strategy: str = "zigzag", epochs: int = 1, **options: Any) -> dict[str, Any]:
+    """What this rank gets in some epochs, and what it read."""
+    ranks = group.size() if group is not None else 1
+    data = dataset(mode)
+    options = {"budget": BUDGET, "workers": 0, "document_fields": ["images"], "group": group, **options}
+    got = []
+    with Loader(data, planner(ranks, strategy), **options) as loader:
+        for _ in range(epochs):
+            for batch in loader:
+                got.append(described(batch))
+        return {"batches": got, "reads": data.reads, "stats": loader.stats.as_json()}
+
+
+def described(batch: Any) -> dict[str, Any]:
+    return {
+        "indices": batch.step.indices,
+        "tokens": batch.tokens,
+        "labels": batch.labels,
+        "positions": batch.positions,
+        "documents": batch.documents,
+        "fields": batch.fields,
+        "values": batch.values,
+        "samples": batch.samples.tolist(),
+        "valid": batch.valid,
+        "place": (batch.epoch, batch.number),
+        "hash": batch.step.plan.hash,
+    }
+
+
+def check_union(results: list[dict[str, Any]], lengths: list[int], numbers: list[int], budget: int = BUDGET) -> None:
+    """The batches are those made by hand, and every rank's rows are the stream's."""
+    expected = batches_by_hand(numbers, lengths, budget)
+    assert [b["samples"] for b in results[0]["batches"]] == expected
+    for step, samples in enumerate(expected):
+        parts = [r["batches"][step] for r in results]
+        sizes = [lengths[n] for n in samples]
+        stream = torch.tensor([n * ROWS + row for n, size in zip(samples, sizes, strict=True) for row in range(size)])
+        document = torch.tensor([d for d, size in enumerate(sizes) for _ in range(size)])
+        rows = torch.tensor([row for size in sizes for row in range(size)])
+        ends = rows + 1 == torch.tensor(sizes)[document]
+        labels = torch.where(ends, -100, stream + 1)
+        kept = torch.cat([p["indices"] for p in parts])
+        real = kept[kept >= 0]
+        assert sorted(real.tolist()) == list(range(len(stream)))
+        for part in parts:
+            index, pad = part["indices"].clamp(min=0), part["indices"] < 0
+            assert torch.equal(part["tokens"], torch.where(pad, 0, stream[index]))
+            assert torch.equal(part["labels"], torch.where(pad, -100, labels[index]))
+            assert torch.equal(part["positions"], torch.where(pad, 0, rows[index]))
+            assert torch.equal(part["documents"], torch.where(pad, -1, document[index]))
+            number = torch.tensor(samples)[document[index]]
+            weight = torch.stack([rows[index] + number, -rows[index]], 1).float()
+            assert torch.equal(part["fields"]["weight"], torch.where(pad[:, None], 0.0, weight))
+            assert part["valid"] == len(stream) - len(samples) == sum(int((p["labels"] != -100).sum()) for p in parts)
+            here = set(part["documents"].tolist()) - {-1}
+            assert {d: v["id"] for d, v in part["values"].items()} == {d: f"sample {samples[d]}" for d in here}
+            assert {d: v["score"] for d, v in part["values"].items()} == {d: samples[d] / 2 for d in here}
+        assert len({p["hash"] for p in parts}) == 1
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_the_union_of_all_ranks_is_the_batch(ranks: int, pool: RankPool) -> None:
+    for i, mode in enumerate(MODES):
+        equal = {"plan_options": {"tokens": "equal", "pad_to": 8}} if (ranks + i) % 2 else {}
+        found = pool.run(delivered_with, mode, STRATEGIES[(ranks + i) % 4], equal, ranks=ranks)
+        check_union(found, LENGTHS, list(range(len(LENGTHS))))
+
+
+def delivered_with(group: Any, mode: str, strategy: str, options: dict[str, Any]) -> dict[str, Any]:
+    return delivered(group, mode, strategy, **options)
+
+
+@pytest.mark.parametrize("mode", ["known", "read"])
+def test_every_epoch_is_another_order_of_all_samples(mode: str, pool: RankPool) -> None:
+    found = pool.run(delivered_with, mode, "zigzag", {"shuffle": True, "seed": 5, "epochs": 3}, ranks=2)
+    orders = []
+    for epoch in range(3):
+        here = [{**r, "batches": [b for b in r["batches"] if b["place"][0] == epoch]} for r in found]
+        orders.append([n for b in here[0]["batches"] for n in b["samples"]])
+        assert sorted(orders[-1]) == list(range(len(LENGTHS)))
+        check_union(here, LENGTHS, orders[-1])
+    assert len(set(map(tuple, orders))) == 3
+    again = pool.run(delivered_with, mode, "blocks", {"shuffle": True, "seed": 5}, ranks=3)
+    assert [n for b in again[0]["batches"] for n in b["samples"]] == orders[0]
+
+
+def test_known_lengths_read_only_what_a_rank_keeps(pool: RankPool) -> None:
+    found = pool.run(delivered_with, "known", "dp", {}, ranks=4)
+    reads = [r["reads"] for r in found]
+    kept = [[b["samples"][d] for b in r["batches"] for d in sorted(b["values"])] for r in found]
+    assert [sorted(x) for x in reads] == [sorted(x) for x in kept]
+    assert sorted(n for r in reads for n in r) == list(range(len(LENGTHS)))
+    parts = pool.run(delivered_with, "known", "zigzag", {}, ranks=4)
+    for r in parts:
+        assert sorted(r["reads"]) == sorted(b["samples"][d] for b in r["batches"] for d in b["values"])
+
+
+@pytest.mark.parametrize("mode", ["read", "stream", "stateful"])
+def test_otherwise_each_sample_is_read_once_by_one_rank(mode: str, pool: RankPool) -> None:
+    found = pool.run(delivered_with, mode, "zigzag", {}, ranks=3)
+    assert sorted(n for r in found for n in r["reads"]) == list(range(len(LENGTHS)))
+    assert all(len(r["reads"]) == 8 for r in found) if mode == "read" else found[1]["reads"] == []
+
+
+def test_a_rank_without_tokens_gets_empty_tensors_of_the_right_kind(pool: RankPool) -> None:
+    for mode in MODES:
+        found = pool.run(short_documents, mode, ranks=4)
+        empty = [b for r in found for b in r if len(b["tokens"]) == 0]
+        assert empty
+        for b in empty:
+            assert (b["tokens"].dtype, b["labels"].dtype) == (torch.int64, torch.int64)
+            assert b["fields"]["weight"].shape == (0, 2) and b["fields"]["weight"].dtype == torch.float32
+
+
+def short_documents(group: Any, mode: str) -> list[dict[str, Any]]:
+    data = dataset(mode, [1, 1, 2])
+    with Loader(data, planner(4, "dp"), budget=3, workers=0, group=group, document_fields=["images"]) as loader:
+        return [described(b) for b in loader]
+
+
+# --- planning ahead and sharing plans ------------------------------------------------------------------------------------
+
+
+def shared_plans(group: Any, workers: int) -> dict[str, Any]:
+    """Plans dealt over ranks; which steps this rank planned, and which keys are left."""
+    store = group.get_group_store()
+    before = store.num_keys()
+    found = delivered(group, "known", "zigzag", epochs=2, share_plans=True, workers=workers, lookahead=3)
+    torch.distributed.barrier(group)
+    found["keys"] = store.num_keys() - before
+    torch.distributed.barrier(group)
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(3, 0), (2, 1)])
+def test_shared_plans_are_planned_once_and_leave_no_keys(ranks: int, workers: int, pool: RankPool) -> None:
+    found = pool.run(shared_plans, workers, ranks=ranks)
+    first = [{**r, "batches": [b for b in r["batches"] if b["place"][0] == 0]} for r in found]
+    check_union(first, LENGTHS, list(range(len(LENGTHS))))
+    steps = len(found[0]["batches"])
+    planned = [r["stats"]["planned_here"] + r["stats"]["planned_ahead"] for r in found]
+    assert sum(planned) == steps and max(planned) - min(planned) <= 2
+    assert all(r["stats"]["steps"] == steps for r in found)
+    # Besides counters of binds and runs, of which there are a few per rank however many steps there were, nothing stays.
+    assert max(r["keys"] for r in found) <= 2 * ranks + 2
+
+
+def failing_shared_plans(group: Any, folder: Path) -> str:
+    data = Numbered(known=True)
+    try:
+        with Loader(
+            data, Misbehaving(folder, 2), budget=BUDGET, workers=0, group=group, share_plans=True, timeout=20,
+            document_fields=["images"],
+        ) as loader:  # fmt: skip
+            return f"{sum(1 for _ in loader)} steps"
+    except PlanningError as error:
+        return str(error)
+
+
+def test_a_plan_that_fails_on_one_rank_stops_all_with_the_cause(tmp_path: Path, pool: RankPool) -> None:
+    tokens = sum(LENGTHS[n] for n in batches_by_hand(list(range(len(LENGTHS))), LENGTHS, BUDGET)[1])
+    (tmp_path / f"fail {tokens}").touch()
+    found = pool.run(failing_shared_plans, tmp_path, ranks=2)
+    assert all(f"no plan for {tokens} tokens" in text for text in found), found
+
+
+def test_plans_are_asked_for_a_look_ahead_before_they_are_needed() -> None:
+    """Deterministic: when a batch is handed out, the next ``lookahead`` steps are with the planner processes, whatever the clock says."""
+    asked: list[int] = []
+    with Loader(Numbered(known=True), planner(1), budget=40, too_long="cut", document_fields=["images"]) as loader:
+        loader.plans.close()
+        real = loader.plans.ask
+
+        def note(step: int, *rest: Any) -> None:
+            asked.append(step)
+            real(step, *rest)
+
+        loader.plans.ask = note  # type: ignore[method-assign]
+        loader.plans.shared = None  # type: ignore[union-attr]
+        total = len(loader)
+        for batch in loader:
+            assert asked == list(range(min(total, batch.number + 1 + loader.lookahead)))
+    assert total > 8
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+def local(data: Any, **options: Any) -> list[Any]:
+    options = {"budget": BUDGET, "workers": 0, "document_fields": ["images"], **options}
+    with Loader(data, planner(1), **options) as loader:
+        return list(loader)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_documents_over_the_maximum(mode: str) -> None:
+    with pytest.raises(ValueError, match=r"(document|sample) 3 has 77 tokens, over max_length 60; .*'cut' or 'drop'"):
+        local(dataset(mode), max_length=60)
+    with pytest.raises(ValueError, match=r"77 tokens, over the budget of 60"):
+        local(dataset(mode), budget=60)
+    dropped = local(dataset(mode), max_length=60, too_long="drop")
+    assert [n for b in dropped for n in b.samples] == [n for n, size in enumerate(LENGTHS) if size <= 60]
+    cut = local(dataset(mode), max_length=60, too_long="cut")
+    assert sum(len(b.tokens) for b in cut) == sum(min(60, n) for n in LENGTHS)
+    for b in cut:
+        ends = b.labels == -100
+        assert int(ends.sum()) == len(b.samples)
+        assert torch.equal(b.labels[~ends], b.tokens[~ends] + 1)
+        assert b.valid == len(b.tokens) - len(b.samples)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_budget_that_no_document_fits_is_refused(mode: str) -> None:
+    with pytest.raises(ValueError, match=r"no (document|sample) has at most 10 tokens"):
+        local(dataset(mode, [11, 30]), budget=10, too_long="drop")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_last_batch_is_kept_or_dropped(mode: str) -> None:
+    kept = local(dataset(mode))
+    left_out = local(dataset(mode), drop_last=True)
+    assert len(left_out) == len(kept) - 1
+    full = local(dataset(mode, [50, 50, 50, 100, 50]), drop_last=True)
+    assert [len(b.tokens) for b in full] == [150, 150]
+
+
+def test_the_number_of_batches_is_known_with_the_lengths() -> None:
+    for drop_last in (False, True):
+        for too_long in ("cut", "drop"):
+            options: dict[str, Any] = {"drop_last": drop_last, "too_long": too_long, "max_length": 60, "shuffle": True}
+            with Loader(Numbered(known=True), planner(1), budget=70, workers=0, **options) as loader:
+                assert len(loader) == count_batches(loader.source.fitted_lengths(), 70, drop_last)  # type: ignore[union-attr]
+            found = local(Numbered(known=True), budget=70, **options)
+            assert len(found) == len(loader)
+    with (
+        Loader(Stream(), planner(1), budget=70, workers=0) as unknown,
+        pytest.raises(TypeError, match="not known before"),
+    ):
+        len(unknown)
+
+
+def test_a_seed_is_an_order_everywhere() -> None:
+    assert epoch_order(12, True, 3, 0).tolist() == [0, 10, 2, 7, 6, 8, 9, 4, 5, 1, 11, 3]
+    many = epoch_order(100_000, True, 0, 1)
+    assert np.array_equal(np.sort(many), np.arange(100_000))
+    assert abs(np.corrcoef(many, np.arange(100_000))[0, 1]) < 0.02
+    assert epoch_order(5, False, 9, 9).tolist() == [0, 1, 2, 3, 4]
+
+
+# --- masks and fields -------------------------------------------------------------------------------------------------
+
+
+def rules_of(batch: Any, name: str | None = None) -> list[flexcp.Mask]:
+    mask = batch.step.plan.batch.mask(name)
+    return list(mask.rules) * (len(batch.samples) if len(mask.rules) == 1 else 1)
+
+
+def test_masks_of_every_origin_reach_the_plan() -> None:
+    each = [flexcp.window(n) for n in range(len(LENGTHS))]
+    for b in local(Numbered(known=True), mask=each):
+        assert rules_of(b) == [each[n] for n in b.samples]
+    for b in local(Numbered(), mask_fn=lambda s: flexcp.prefix(int(s["score"] * 2))):
+        assert rules_of(b) == [flexcp.prefix(int(n)) for n in b.samples]
+    for b in local(Numbered(known=True), mask=flexcp.full()):
+        assert rules_of(b) == [flexcp.full()] * len(b.samples)
+    for b in local(Numbered(known=True), masks={"near": (each, 3), "all": (flexcp.causal(), 1)}):
+        assert rules_of(b, "near") == [each[n] for n in b.samples]
+        assert b.step.plan.batch.mask("near").layers == 3
+    for b in local(Stream(), mask_fn=lambda s: {"a": (flexcp.causal(), 2), "b": (flexcp.window(len(s["tokens"])), 1)}):
+        assert rules_of(b, "b") == [flexcp.window(LENGTHS[n]) for n in b.samples]
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_spans_of_images_are_masks_and_a_field(known: bool) -> None:
+    spans = [[(n // 3, n // 2)] if n > 8 else [] for n in LENGTHS]
+    options: dict[str, Any] = {"spans": spans} if known else {"spans": "images", "document_fields": []}
+    for b in local(Numbered(known=known), max_length=60, too_long="cut", **options):
+        for rule, n in zip(rules_of(b), b.samples, strict=True):
+            cut = [(a, min(e, 60)) for a, e in spans[n] if a < 60]
+            assert rule == flexcp.modality(cut)
+        if not known:
+            number = torch.tensor(b.samples)[b.documents]
+            size = torch.tensor(LENGTHS)[number]
+            inside = (size > 8) & (b.positions >= size // 3) & (b.positions < size // 2)
+            assert torch.equal(b.fields["images"], torch.where(inside, 0, -1))
+
+
+def test_an_explicit_mask_is_cut_with_its_document() -> None:
+    data = Numbered([100], known=True)
+    mask = flexcp.from_slices(100, [(0, 100, 0, 50, None, 0), (70, 100, 60, 100, None, None)])
+    (b,) = local(data, mask=[mask], max_length=80, too_long="cut")
+    assert np.array_equal(rules_of(b)[0].dense(80), mask.dense(100)[:80, :80])
+
+
+class Answers(Numbered):
+    """Labels of their own: only the second half counts."""
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        found = super().__getitem__(number)
+        rows = torch.arange(len(found["tokens"]))
+        return {"tokens": found["tokens"], "target": torch.where(rows < len(rows) // 2, -100, found["tokens"] + 7)}
+
+
+def answers(group: Any, known: bool) -> list[dict[str, Any]]:
+    with Loader(
+        Answers(known=known), planner(3), budget=BUDGET, workers=0, group=group, labels="target"
+    ) as loader:  # fmt: skip
+        return [described(b) for b in loader]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_labels_of_a_field_are_shifted_and_counted(known: bool, pool: RankPool) -> None:
+    found = pool.run(answers, known, ranks=3)
+    for parts in zip(*found, strict=True):
+        assert {p["valid"] for p in parts} == {sum(int((p["labels"] != -100).sum()) for p in parts)}
+        for p in parts:
+            size = torch.tensor(LENGTHS)[torch.tensor(p["samples"])[p["documents"]]]
+            following = p["positions"] + 1
+            counts = (following < size) & (following >= size // 2)
+            assert torch.equal(p["labels"], torch.where(counts, p["tokens"] + 1 + 7, -100))
+
+
+def test_bare_token_ids_and_torch_loaders_are_samples() -> None:
+    documents = [torch.arange(n) for n in (5, 9, 3)]
+    loader = torch.utils.data.DataLoader(documents, batch_size=None)  # type: ignore[arg-type]
+    for data in (documents, [d.tolist() for d in documents], loader):
+        (b,) = local(data, budget=20)
+        assert b.tokens.tolist() == [*range(5), *range(9), *range(3)]
+    in_lists = torch.utils.data.DataLoader(Numbered(), batch_size=4, collate_fn=list)
+    assert [n for b in local(in_lists) for n in b.samples] == list(range(len(LENGTHS)))
+    padded = torch.utils.data.DataLoader(documents[:1])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="batch_size=None"):
+        local(padded, budget=20)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shuffle": True}, "shuffle=True needs a map-style dataset"),
+        ({"lengths": [1]}, "lengths= needs a map-style dataset"),
+        ({"mask": flexcp.causal(), "mask_fn": len}, "give one of mask, masks, mask_fn and spans"),
+        ({"too_long": "keep"}, "must be 'refuse', 'cut' or 'drop'"),
+        ({"lookahead": -1}, "lookahead is a count"),
+        ({"budget": 0}, "at least 1"),
+        ({"mask_fn": lambda s: "causal"}, "mask_fn must return a mask"),
+        ({"labels": "target"}, "no field 'target'"),
+        ({"tokens": "ids"}, "say which one holds the token ids"),
+    ],
+)
+def test_mistakes_name_the_value_and_the_way_out(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        local(Stream([9, 12, 30]), **options)
+
+
+def test_wrong_lengths_and_odd_samples_are_refused() -> None:
+    with pytest.raises(ValueError, match="document 1 has 12 tokens, but its length was given as 13"):
+        local(Numbered([9, 12]), lengths=[9, 13])
+    with pytest.raises(ValueError, match="one whole number for each of the 2 samples"):
+        local(Numbered([9, 12]), lengths=[9])
+    with pytest.raises(ValueError, match="has no tokens; drop it"):
+        local(Numbered([9, 0]))
+    with pytest.raises(ValueError, match="has a field 'labels'"):
+        local([{"tokens": [1, 2], "labels": [1, 2]}])
+    with pytest.raises(ValueError, match="all samples need the same fields"):
+        local([{"tokens": [1, 2]}, {"tokens": [1, 2], "weight": [0.5, 1]}])
+    with pytest.raises(ValueError, match=r"'box' has shape \[2\] for 3 tokens; .*document_fields=\['box'\]"):
+        local([{"tokens": [1, 2, 3], "box": [0.5, 1.0]}])
+    with pytest.raises(ValueError, match="planner is for 3 ranks but the group has 1"):
+        Loader(Numbered(), planner(3), budget=9)
+    with (
+        pytest.raises(ValueError, match="an iterator that has ended cannot begin again"),
+        Loader(iter([[1, 2]]), planner(1), budget=9, workers=0) as loader,
+    ):
+        assert len(list(loader)) == 1
+        list(loader)
+
+
+def read_broken(group: Any) -> int:
+    with Loader(Numbered(broken=7), planner(2), budget=BUDGET, workers=0, group=group) as loader:
+        return len(list(loader))
+
+
+def test_a_sample_that_cannot_be_read_is_an_error_on_every_rank() -> None:
+    with RankPool(2) as ranks, pytest.raises(RankError, match=r"\(2 in all\)(.|\n)*bad disk"):
+        ranks.run(read_broken)

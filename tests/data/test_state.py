@@ -1,0 +1,178 @@
+"""Proves that a loader goes on from its state at the exact next sample: any source, look-ahead and number of ranks, at any step."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from made import LENGTHS, Numbered, StatefulStream, Stream
+from misbehaving import planner
+
+from flexcp.data import Loader
+from flexcp.measure.ranks import RankPool
+
+BUDGET = 150
+MODES = ["known", "read", "stream", "stateful"]
+
+
+def made(mode: str) -> Any:
+    if mode in ("known", "read"):
+        return Numbered(known=mode == "known")
+    return Stream() if mode == "stream" else StatefulStream()
+
+
+def loader(data: Any, group: Any = None, **options: Any) -> Loader:
+    ranks = 1 if group is None else group.size()
+    shuffle = isinstance(data, Numbered)
+    options = {"budget": BUDGET, "workers": 0, "shuffle": shuffle, "document_fields": ["images"], **options}
+    return Loader(data, planner(ranks), group=group, **options)
+
+
+def described(batch: Any) -> Any:
+    """Everything that must be the same after a resume."""
+    return (
+        batch.epoch,
+        batch.number,
+        batch.samples.tolist(),
+        batch.tokens.tolist(),
+        batch.labels.tolist(),
+        batch.valid,
+    )
+
+
+def saved(state: dict[str, Any]) -> Any:
+    """Through a file and back, as a checkpoint goes."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_resume_at_every_step_of_two_epochs(mode: str) -> None:
+    with loader(made(mode), lookahead=3) as whole:
+        expected = [described(b) for _ in range(2) for b in whole]
+    with loader(made(mode), lookahead=3) as running:
+        states = [saved(running.state_dict())]
+        for _ in range(2):
+            for _ in running:
+                states.append(saved(running.state_dict()))
+        states.append(saved(running.state_dict()))
+    steps = len(expected) // 2
+    for at, state in enumerate(states):
+        done = min(at, len(expected))
+        with loader(made(mode), lookahead=(0, 1, 7)[at % 3]) as resumed:
+            resumed.load_state_dict(state)
+            assert saved(resumed.state_dict())["place"] == state["place"]
+            got = [described(b) for b in resumed]
+            if resumed.epoch < 2:
+                got += [described(b) for b in resumed]
+            assert got[: len(expected) - done] == expected[done:], (
+                f"state {at} of {len(states)}, {steps} steps an epoch"
+            )
+
+
+def test_a_stateful_stream_gives_nothing_twice() -> None:
+    """Samples that were read ahead and not delivered are in the state, so the stream is not asked for them again."""
+    with loader(StatefulStream(LENGTHS * 3), lookahead=3) as running:
+        steps = iter(running)
+        next(steps), next(steps)
+        state = saved(running.state_dict())
+        read = list(running.source.dataset.reads)
+        left = [described(b) for b in steps]
+    pending = [place for place, _ in state["source"]["pending"]]
+    assert pending and state["source"]["stream"]["at"] == len(read)
+    data = StatefulStream(LENGTHS * 3)
+    with loader(data, lookahead=1) as resumed:
+        resumed.load_state_dict(state)
+        assert [described(b) for b in resumed] == left
+    assert read + data.reads == list(range(3 * len(LENGTHS)))
+    assert 0 < len(read) < 3 * len(LENGTHS)
+
+
+def test_leaving_an_epoch_in_the_middle_and_coming_back_goes_on() -> None:
+    for mode in MODES:
+        with loader(made(mode)) as whole:
+            expected = [described(b) for b in whole]
+        with loader(made(mode)) as broken:
+            got = []
+            for batch in broken:
+                got.append(described(batch))
+                if len(got) == 2:
+                    break
+            got += [described(b) for b in broken]
+        assert got == expected
+
+
+def test_an_old_iterator_does_not_go_on_beside_a_new_one() -> None:
+    with loader(made("known")) as data:
+        old = iter(data)
+        next(old)
+        next(iter(data))
+        with pytest.raises(RuntimeError, match="iterated anew"):
+            next(old)
+
+
+def part(group: Any, mode: str, state: Any, steps: int | None) -> tuple[list[Any], Any]:
+    """(samples and local tokens of each step, rank 0's state afterwards) of some steps from a state."""
+    got = []
+    with loader(made(mode), group) as data:
+        if state is not None:
+            data.load_state_dict(state)
+        for batch in data:
+            got.append((batch.samples.tolist(), batch.step.indices.tolist(), batch.tokens.tolist()))
+            if len(got) == steps:
+                break
+        return got, data.state_dict()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_another_number_of_ranks_goes_on_with_rank_0s_state(mode: str, pool: RankPool) -> None:
+    with loader(made(mode)) as whole:
+        expected = [(b.samples.tolist(), b.tokens.tolist()) for b in whole]
+    got, state = [], None
+    for ranks, steps in ((3, 1), (1, 1), (4, 2), (2, None)):
+        found = pool.run(part, mode, state, steps, ranks=ranks)
+        state = saved(found[0][1])
+        for parts in zip(*(rows for rows, _ in found), strict=True):
+            union = {i: t for _, indices, tokens in parts for i, t in zip(indices, tokens, strict=True)}
+            got.append((parts[0][0], [union[i] for i in range(len(union))]))
+    assert got == expected
+
+
+def test_a_state_that_does_not_fit_is_refused() -> None:
+    with loader(made("known"), seed=3) as data:
+        next(iter(data))
+        state = data.state_dict()
+    with loader(made("known"), seed=4) as other, pytest.raises(ValueError, match=r"saved with seed=3, .* has 4"):
+        other.load_state_dict(state)
+    with loader(Numbered([5, 6], known=True), seed=3) as other, pytest.raises(ValueError, match="samples=24"):
+        other.load_state_dict(state)
+    with loader(made("known"), seed=3) as other, pytest.raises(ValueError, match="format is None"):
+        other.load_state_dict({"epoch": 1})
+    with loader(made("stream")) as stream:
+        next(iter(stream))
+        plain = stream.state_dict()
+    with loader(made("stateful")) as other, pytest.raises(ValueError, match="load what rank 0 saved"):
+        other.load_state_dict(plain)
+
+
+def test_a_torchdata_loader_is_resumed_by_its_own_state() -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+    def new() -> Loader:
+        return loader(stateful(Numbered(), batch_size=4, collate_fn=list), lookahead=2)
+
+    with new() as whole:
+        expected = [described(b) for b in whole]
+    for steps in (1, 3):
+        with new() as running:
+            ahead = iter(running)
+            got = [described(next(ahead)) for _ in range(steps)]
+            state = saved(running.state_dict())
+        with new() as resumed:
+            resumed.load_state_dict(state)
+            got += [described(b) for b in resumed]
+        assert got == expected

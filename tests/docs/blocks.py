@@ -1,0 +1,56 @@
+"""Python blocks of the docs, and what a comment before a block says about running it.
+
+    (nothing)                        run in CI, after the blocks before it on its page, with their names
+    <!-- run: torchrun N -->         run in CI as a script on N processes
+    <!-- not run here: why -->       not run; why, or where and when it ran
+    <!-- before: code -->            run in CI after ``code``, which readers do not see: what a fragment takes for granted
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FENCE = re.compile(r"(?:^<!--(?P<note>(?:(?!-->).)*)-->\n+)?^```(?:python|py)[^\n]*\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Block:
+    """``ranks`` is 0 for a block that runs in one process; ``excuse`` says why one does not run at all."""
+
+    page: str
+    line: int
+    code: str
+    ranks: int
+    excuse: str | None
+    before: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks_of(text: str, page: str) -> Iterator[Block]:
+    """The Python blocks of a page."""
+    for found in FENCE.finditer(text):
+        note = (found["note"] or "").strip()
+        line = text.count("\n", 0, found.start("code"))
+        script = re.fullmatch(r"run: torchrun (\d+)", note)
+        excuse = re.fullmatch(r"not run here: (.{10,})", note)
+        before = re.fullmatch(r"before:\s*(.*)", note, re.DOTALL)
+        if note and not script and not excuse and not before:
+            raise ValueError(f"{page}:{line}: {note!r} is none of 'run: torchrun N', 'before: code', 'not run here: why'")
+        yield Block(
+            page, line, found["code"], int(script[1]) if script else 0, excuse[1] if excuse else None, before[1] if before else ""
+        )
+
+
+def all_blocks() -> list[Block]:
+    return [block for page in pages() for block in blocks_of(page.read_text(), page.name)]

@@ -1,0 +1,55 @@
+"""Proves that the site builds with warnings as errors, holds every page and public name, and asks nothing of the network."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import flexcp
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("mkdocs")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_every_page_is_there_and_reached(site: Path) -> None:
+    pages = {page.stem for page in (ROOT / "docs").glob("*.md")}
+    assert {page.stem for page in site.glob("*.html")} >= pages
+    start = (site / "index.html").read_text()
+    assert not [page for page in pages if f'href="{page}.html"' not in start and page != "index"]
+
+
+def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
+    for page in site.glob("*.html"):
+        loaded = re.findall(r'<(?:script|link|img|iframe)[^>]*(?:src|href)="(https?:[^"]*)"', page.read_text())
+        assert not loaded, (page.name, loaded)
+
+
+def test_public_names_are_in_the_reference(site: Path) -> None:
+    text = (site / "api.html").read_text()
+    missing = [name for name in flexcp.__all__ if name not in text]
+    assert not missing
+
+
+def test_json_keys_and_commands_are_documented() -> None:
+    import typer
+
+    from flexcp.cli.main import app
+
+    documented = (ROOT / "docs" / "json.md").read_text()
+    listed = (ROOT / "docs" / "commands.md").read_text()
+    for name in typer.main.get_command(app).commands:
+        assert f"flexcp {name}" in documented, name
+        assert f"flexcp {name}" in listed, name

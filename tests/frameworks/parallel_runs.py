@@ -1,0 +1,289 @@
+"""What runs on the ranks in tests of the frameworks room.
+
+Kept apart and light to import: every rank of the pool imports the module of a function it is handed, also ranks that will not run it. Heavy
+packages are imported where they are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import flexcp
+from flexcp.measure.model_runs import Run, make_model, make_plan
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.utils.checkpoint import CheckpointPolicy
+
+STEPS = 3
+
+
+class Longer(Run):
+    """Every rank keeps more than one token in every step: graphs of sizes 0 and 1 are compiled apart, by torch's choice."""
+
+    def lengths(self, step: int) -> list[int]:
+        return [8 + (5 * step) % 17, 1, 11 + (3 * step) % 7]
+
+
+class Training:
+    """A model on this rank, the optimizer of the single-process run, and one step of it."""
+
+    def __init__(self, group: dist.ProcessGroup, run: Run, change: Callable[[nn.Module], None] = lambda model: None):
+        from flexcp.frameworks import huggingface
+
+        self.group, self.run, self.inputs = group, run, huggingface.inputs
+        self.model: Any = make_model(run, "eager")
+        huggingface.turn_on(self.model)
+        change(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=run.learning_rate, eps=1e-3)
+        self.forward: Callable[..., Any] = self.model
+        self.calls = 0
+
+    def step(self, number: int, train: bool = True) -> float:
+        step = flexcp.bind(make_plan(self.run, self.model.config, number), self.group)
+        tokens = self.run.tokens(number)
+        with torch.set_grad_enabled(train):
+            logits = self.forward(**self.inputs(tokens, step)).logits[0]
+            loss = step.loss(logits[: step.local_tokens], step.labels(tokens))
+        if train:
+            loss.backward()
+            self.update()
+        self.calls = step.calls
+        return summed(loss, self.group)
+
+    def update(self) -> None:
+        for parameter in self.model.parameters():
+            if parameter.grad is not None and type(parameter.grad) is Tensor:  # FSDP2 has summed its own
+                dist.all_reduce(parameter.grad, group=self.group)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def summed(loss: Tensor, group: dist.ProcessGroup) -> float:
+    total = loss.detach().clone()
+    dist.all_reduce(total, group=group)
+    return float(total)
+
+
+def shard(group: dist.ProcessGroup, model: Any, **policy: Any) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    from flexcp.frameworks import fsdp
+
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, **policy)
+    fully_shard(model, mesh=mesh, **policy)
+    fsdp.sum_gradients(model)
+
+
+def with_fsdp(group: dist.ProcessGroup, run: Run) -> list[float]:
+    training = Training(group, run, partial(shard, group))
+    return [training.step(n) for n in range(run.steps)]
+
+
+def with_checkpointing(group: dist.ProcessGroup, run: Run) -> list[float | int]:
+    training = Training(group, run)
+    training.model.gradient_checkpointing_enable({"use_reentrant": False})
+    training.model.train()
+    return [*(training.step(n) for n in range(run.steps)), training.calls]
+
+
+def save_attention(context: Any, operator: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    keep = operator == torch.ops.flexcp.attention.default
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def recompute_all_but_attention(model: Any) -> None:
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+    contexts = partial(create_selective_checkpoint_contexts, save_attention)
+    for layer in model.model.layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=contexts)
+
+
+def with_selective_checkpointing(group: dist.ProcessGroup, run: Run) -> list[float | int]:
+    training = Training(group, run, recompute_all_but_attention)
+    return [*(training.step(n) for n in range(run.steps)), training.calls]
+
+
+def with_accumulation(group: dist.ProcessGroup, run: Run) -> list[float]:
+    """Documents dealt to two micro-batches, each under its own plan; FSDP2 reduces once."""
+    from flexcp.frameworks import huggingface
+
+    training = Training(group, run, partial(shard, group))
+    planner = huggingface.planner(
+        training.model.config, flexcp.cluster("cpu", 1, run.ranks), run.dtype, strategy="blocks"
+    )
+    losses = []
+    for number in range(run.steps):
+        documents = run.tokens(number).split(run.lengths(number))
+        targets = len(run.tokens(number)) - len(documents)
+        total = 0.0
+        for part in (documents[:2], documents[2:]):
+            last = part[-1] is documents[-1]
+            training.model.set_requires_gradient_sync(last)
+            step = flexcp.bind(planner([len(d) for d in part], masks=huggingface.masks(training.model.config)), group)
+            tokens = torch.cat(part)
+            logits = training.model(**huggingface.inputs(tokens, step)).logits[0]
+            share = (len(tokens) - len(part)) / targets
+            loss = step.loss(logits[: step.local_tokens], step.labels(tokens)) * share
+            loss.backward()
+            total += summed(loss, group)
+        training.update()
+        losses.append(total)
+    return losses
+
+
+def with_mixed_precision(group: dist.ProcessGroup, run: Run) -> list[float]:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    training = Training(group, run, partial(shard, group, mp_policy=policy))
+    training.run = Run(run.family, run.strategy, ranks=run.ranks, dtype="bfloat16", steps=run.steps)
+    return [training.step(n) for n in range(run.steps)]
+
+
+def with_tensor_parallelism(group: dist.ProcessGroup, run: Run, sequence: bool) -> list[float]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+
+    from flexcp.frameworks import huggingface
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    training = Training(mesh["cp"].get_group(), run, partial(split_heads, mesh["tp"], sequence=sequence))
+    planner = huggingface.planner(
+        training.model.config, flexcp.cluster("cpu", 1, 2), run.dtype, tp=2, strategy="blocks"
+    )
+    losses = []
+    for number in range(run.steps):
+        plan = planner(run.lengths(number), masks=huggingface.masks(training.model.config), tokens="equal", pad_to=2)
+        step, tokens = flexcp.bind(plan, mesh["cp"]), run.tokens(number)
+        logits = training.model(**huggingface.inputs(tokens, step)).logits[0]
+        loss = step.loss(logits, step.labels(tokens))
+        loss.backward()
+        losses.append(summed(loss, training.group))
+        for parameter in training.model.parameters():
+            grad = parameter.grad
+            if isinstance(grad, DTensor):  # sequence parallel norms hold shares of their gradient
+                parameter.grad = grad = grad.redistribute(placements=parameter.placements)
+                grad = grad.to_local()
+            dist.all_reduce(grad, group=training.group)
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+    return losses
+
+
+def split_heads(mesh: DeviceMesh, model: Any, sequence: bool) -> None:
+    """Tensor parallelism by torch's own styles; with ``sequence``, everything between attention and MLP holds half of the rows."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    between = Shard(1) if sequence else Replicate()
+    for layer in model.model.layers:
+        columns = {
+            n: ColwiseParallel()
+            for n in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+        }
+        rows = {n: RowwiseParallel(output_layouts=between) for n in ("self_attn.o_proj", "mlp.down_proj")}
+        plan: dict[str, Any] = columns | rows
+        if sequence:
+            plan |= {n: SequenceParallel() for n in ("input_layernorm", "post_attention_layernorm")}
+            plan["self_attn"] = PrepareModuleInput(
+                input_kwarg_layouts={"hidden_states": Shard(1)},
+                desired_input_kwarg_layouts={"hidden_states": Replicate()},
+            )
+            plan["mlp"] = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+        parallelize_module(layer, mesh, plan)
+    if sequence:
+        whole = {
+            "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "model.norm": SequenceParallel(),
+            "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        }
+        parallelize_module(model, mesh, whole)
+
+
+def with_everything(group: dist.ProcessGroup, run: Run) -> list[float | int]:
+    """Layers compiled whole, recomputed in backward, sharded by FSDP2."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def change(model: Any) -> None:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+        for layer in model.model.layers:
+            layer.compile(backend=counter, fullgraph=True)
+        shard(group, model)
+
+    training = Training(group, run, change)
+    return [*(training.step(n) for n in range(run.steps)), training.calls, counter.frame_count]
+
+
+def with_a_compiled_model(group: dist.ProcessGroup, run: Run) -> list[float | int]:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    training = Training(group, run)
+    training.forward = torch.compile(training.model, backend=counter, fullgraph=True)
+    losses = [training.step(n) for n in range(run.steps)]
+    return [*losses, counter.frame_count]
+
+
+def side_by_side(group: dist.ProcessGroup, runs: list[Run]) -> list[list[float]]:
+    """Two models in turn: forward of both, then backward of both, in the other order."""
+    trainings = [Training(group, run) for run in runs]
+    losses: list[list[float]] = [[], []]
+    for number in range(STEPS):
+        pending = []
+        for training in trainings:
+            run = training.run
+            step = flexcp.bind(make_plan(run, training.model.config, number), group)
+            logits = training.model(**training.inputs(run.tokens(number), step)).logits[0]
+            pending.append(step.loss(logits[: step.local_tokens], step.labels(run.tokens(number))))
+            del step  # the graph keeps what backward needs
+        for loss, training, mine in zip(pending, trainings, losses, strict=True):
+            loss.backward()
+            training.update()
+            mine.append(summed(loss, group))
+    return losses
+
+
+def with_evaluation(group: dist.ProcessGroup, run: Run) -> tuple[list[float], list[float]]:
+    training = Training(group, run)
+    plans = {True: run, False: Run(run.family, "zigzag", "contiguous", run.ranks)}
+    losses: dict[bool, list[float]] = {True: [], False: []}
+    for number in range(run.steps):
+        for train in (False, True):
+            training.run = plans[train]
+            losses[train].append(training.step(number, train))
+    return losses[True], losses[False]
+
+
+def without_a_step(group: dist.ProcessGroup, tokens: Tensor, positions: Tensor) -> str:
+    training = Training(group, Run("llama"))
+    given = {"input_ids": tokens[None], "position_ids": positions[None], "use_cache": False}
+    training.model(**given, step="alone")
+    try:
+        training.model(**given)
+    except ValueError as error:
+        return str(error)
+    return "accepted"

@@ -1,0 +1,245 @@
+"""Proves the Hugging Face adapter around the numbers: masks by layer, packing, refusals by name, and that a given step cannot go unused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from parallel_runs import without_a_step
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+from transformers.masking_utils import and_masks, bidirectional_mask_function, causal_mask_function, or_masks
+
+import flexcp
+from flexcp.executor.step import Step
+from flexcp.frameworks import huggingface, used
+from flexcp.frameworks.huggingface import flexcp_attention, flexcp_mask
+from flexcp.measure.model_runs import FAMILIES, WINDOW, Run, make_config, make_model, train_alone
+from flexcp.measure.ranks import RankPool
+
+LENGTHS = [20, 1, 9, 3]
+TOKENS = torch.randint(64, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
+POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])
+
+
+def bound(family: str = "llama", **options: Any) -> Step:
+    config = make_config(family)
+    planner = huggingface.planner(config, flexcp.cluster("cpu", 1, 1), "float64", strategy="dp")
+    return flexcp.bind(planner(LENGTHS, **({"masks": huggingface.masks(config)} | options)))
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, Any]:
+    """One model of each family, turned on, and its logits document by document under dense attention."""
+    found = {}
+    for family in FAMILIES:
+        run = Run(family, steps=1)
+        train_alone(run)  # registers the dense attention
+        dense = make_model(run, "flexcp_measure_dense")
+        with torch.no_grad():
+            right = torch.cat([dense(t[None], use_cache=False).logits[0] for t in TOKENS.split(LENGTHS)])
+        huggingface.turn_on(dense)
+        found[family] = (dense, right)
+    return found
+
+
+# --- numbers of one process -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_documents_of_one_process_are_attended_alone(models: dict[str, Any], family: str) -> None:
+    model, right = models[family]
+    borders = torch.tensor([0, *LENGTHS]).cumsum(0)
+    packed = {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": 20, "max_length_k": 20}
+    for more in ({}, packed, {"attention_mask": torch.ones_like(TOKENS)[None]}):
+        logits = model(TOKENS[None], position_ids=POSITIONS[None], use_cache=False, **more).logits[0]
+        torch.testing.assert_close(logits, right, atol=1e-11, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_of_one_rank_gives_the_same(models: dict[str, Any], family: str) -> None:
+    model, right = models[family]
+    step = bound(family)
+    found = model(**huggingface.inputs(TOKENS, step))
+    torch.testing.assert_close(found.logits[0], right, atol=1e-11, rtol=0)
+    assert step.calls == 2
+    labels = step.labels(TOKENS)
+    assert float(found.loss) == pytest.approx(float(step.loss(found.logits[0], labels)), rel=1e-6)
+
+
+def test_rows_of_a_batch_are_documents(models: dict[str, Any]) -> None:
+    model, _ = models["gemma2"]
+    both = TOKENS[:20].view(2, 10)
+    logits = model(both, use_cache=False).logits
+    for row, found in zip(both, logits, strict=True):
+        torch.testing.assert_close(found, model(row[None], use_cache=False).logits[0], atol=1e-12, rtol=0)
+
+
+def test_labels_of_ones_own_are_shifted_and_counted() -> None:
+    step = bound()
+    labels = TOKENS.clone()
+    labels[2:7] = -100
+    given = huggingface.inputs(TOKENS, step, labels)
+    assert given["shift_labels"][0, :7].tolist() == [int(TOKENS[1]), -100, -100, -100, -100, -100, int(TOKENS[7])]
+    assert given["num_items_in_batch"] == int((given["shift_labels"] != -100).sum()) == len(TOKENS) - len(LENGTHS) - 5
+
+
+# --- which mask a layer uses ------------------------------------------------------------------------------------------
+
+
+def test_masks_are_counted_by_layer() -> None:
+    assert huggingface.masks(make_config("llama")) == {"full": (flexcp.causal(), 2)}
+    assert huggingface.masks(make_config("mistral")) == {"window": (flexcp.window(WINDOW - 1), 2)}
+    both = {"full": (flexcp.causal(), 1), "window": (flexcp.window(WINDOW - 1), 1)}
+    assert huggingface.masks(make_config("gemma2")) == both
+    config = make_config("qwen3", layer_types=["full_attention", "linear_attention"])
+    with pytest.raises(NotImplementedError, match=r"qwen3.*linear_attention.*masks="):
+        huggingface.masks(config)
+
+
+def test_a_layer_whose_window_the_plan_lacks_is_refused(models: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"window of {WINDOW} keys.*'mask' \(causal\).*flexcp.window\({WINDOW - 1}\)"):
+        models["mistral"][0](**huggingface.inputs(TOKENS, bound("mistral", masks=None)))
+    with pytest.raises(ValueError, match=r"layer without a window.*'mask' \(window:6,0\)"):
+        models["llama"][0](**huggingface.inputs(TOKENS, bound(masks=None, mask=flexcp.window(WINDOW - 1))))
+    two = {"a": (flexcp.causal(), 1), "b": (flexcp.full(), 1)}
+    with pytest.raises(ValueError, match=r"'a' or 'b'.*mask="):
+        models["llama"][0](**huggingface.inputs(TOKENS, bound(masks=two)))
+
+
+def test_documents_inside_the_window_need_no_window(models: dict[str, Any]) -> None:
+    config = make_config("mistral")
+    planner = huggingface.planner(config, flexcp.cluster("cpu", 1, 1), "float64", strategy="dp")
+    tokens = TOKENS[: WINDOW + 2]
+    plain, windowed = (
+        models["mistral"][0](**huggingface.inputs(tokens, flexcp.bind(planner([WINDOW, 2], m)))).logits
+        for m in (flexcp.causal(), flexcp.window(WINDOW - 1))
+    )
+    assert torch.equal(plain, windowed)
+
+
+def test_a_planner_has_the_models_heads() -> None:
+    shape = huggingface.planner(make_config("llama"), flexcp.cluster("cpu", 1, 2), torch.float32, tp=2).shape
+    assert (shape.heads, shape.kv_heads, shape.head_dim, shape.dtype) == (2, 1, 8, "float32")
+    with pytest.raises(ValueError, match=r"4 query and 2 KV heads.*tp=4"):
+        huggingface.planner(make_config("llama"), flexcp.cluster("cpu", 1, 1), tp=4)
+
+
+# --- refusals -----------------------------------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    is_causal = True
+
+
+def call(**change: Any) -> Any:
+    x = torch.zeros(1, 4, len(TOKENS), 8, dtype=torch.float64)
+    given = {"module": Layer(), "query": x, "key": x[:, :2], "value": x[:, :2], "attention_mask": None, "step": bound()}
+    return flexcp_attention(**(given | {"position_ids": POSITIONS[None]} | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"dropout": 0.25}, r"dropout.*0\.25.*attention_dropout=0"),
+        ({"attention_mask": torch.zeros(1, 1, 33, 33)}, r"mask tensor of shape \(1, 1, 33, 33\)"),
+        ({"is_causal": False}, r"Layer is bidirectional"),
+        ({"key": torch.zeros(1, 2, 40, 8)}, r"33 queries against 40 keys.*KV cache"),
+        ({"position_bias": torch.zeros(1)}, r"Layer passes position_bias"),
+        ({"output_attentions": True}, r"output_attentions"),
+        ({"head_mask": torch.ones(4)}, r"head_mask"),
+        ({"something_new": 1}, r"something_new"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(NotImplementedError, match=words):
+        call(**change)
+    call(output_attentions=False, use_cache=True, num_items_in_batch=3, head_mask=None)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"cu_seq_lens_q": torch.tensor([0, 33]), "cu_seq_lens_k": torch.tensor([0, 33])}, r"\[0, 33\].*\[0, 20, 21, 30, 33\]"),
+        ({"position_ids": torch.arange(33)[None]}, r"position_ids=step\.positions\[None\]"),
+        ({n: torch.zeros(2, 4 if n == "query" else 2, 33, 8) for n in ("query", "key", "value")}, r"got 2 rows of 33.*end to end"),
+    ],
+)  # fmt: skip
+def test_mistakes_of_a_caller_are_named(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        call(**change)
+
+
+def test_masks_of_other_kinds_are_refused(models: dict[str, Any]) -> None:
+    assert flexcp_mask(mask_function=causal_mask_function) is None
+    for function in (bidirectional_mask_function, or_masks(causal_mask_function, bidirectional_mask_function),
+                     and_masks(causal_mask_function, lambda *at: True)):  # fmt: skip
+        with pytest.raises(NotImplementedError, match=r"mask function of its own"):
+            flexcp_mask(mask_function=function)
+    with pytest.raises(NotImplementedError, match=r"attention_chunk_size=8"):
+        flexcp_mask(
+            mask_function=causal_mask_function, local_size=8, config=make_config("llama", attention_chunk_size=8)
+        )
+    padding = torch.ones_like(TOKENS)[None].index_fill(1, torch.tensor([0]), 0)
+    with pytest.raises(NotImplementedError, match=r"padding mask.*end to end"):
+        models["llama"][0](TOKENS[None], attention_mask=padding, use_cache=False)
+    with pytest.raises(NotImplementedError, match=r"KV cache"):
+        models["llama"][0].generate(TOKENS[None, :5], max_new_tokens=2, do_sample=False)
+
+
+def test_a_model_with_an_attention_of_its_own_is_refused() -> None:
+    from transformers import BloomConfig
+
+    model = AutoModelForCausalLM.from_config(BloomConfig(vocab_size=16, hidden_size=8, n_layer=1, n_head=2))
+    with pytest.raises(NotImplementedError, match=r"Bloom.*AttentionInterface"):
+        huggingface.turn_on(model)
+
+
+def test_registering_is_known_to_both_interfaces_and_may_be_repeated() -> None:
+    huggingface.register()
+    huggingface.register()
+    assert AttentionInterface()["flexcp"] is flexcp_attention
+    assert AttentionMaskInterface()["flexcp"] is flexcp_mask
+    assert make_model(Run("llama"), "flexcp").config._attn_implementation == "flexcp"
+
+
+# --- a step cannot go unused --------------------------------------------------------------------------------------------
+
+
+def test_a_step_given_to_a_model_that_ignores_it_is_an_error() -> None:
+    step, model = bound(), make_model(Run("llama"), "sdpa")
+    logits = model(**huggingface.inputs(TOKENS, step)).logits[0]
+    assert step.calls == 0
+    with pytest.raises(RuntimeError, match=r"never ran.*docs/frameworks\.md"):
+        step.loss(logits, step.labels(TOKENS))
+    with pytest.raises(RuntimeError, match=r"never used it"), used(step):
+        model(**huggingface.inputs(TOKENS, step))
+    huggingface.turn_on(model)
+    model.set_attn_implementation("sdpa")  # somebody turns it off again
+    with pytest.raises(RuntimeError, match=r"never used it"):
+        model(**huggingface.inputs(TOKENS, step))
+    model.set_attn_implementation("flexcp")
+    with used(step):
+        model(**huggingface.inputs(TOKENS, step))
+    assert step.calls == 2
+
+
+def test_no_step_on_several_ranks_must_be_meant(pool: RankPool) -> None:
+    for message in pool.run(without_a_step, TOKENS, POSITIONS, ranks=2):
+        assert "no step was given" in message
+        assert "step='alone'" in message
+
+
+def test_nothing_is_copied_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers' q, k, v are views of the projections, row by row as flexcp wants them."""
+    seen: list[Tensor] = []
+
+    def look(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **more: Any) -> Tensor:
+        seen.extend([q, k, v])
+        return q
+
+    monkeypatch.setattr(huggingface, "attention", look)
+    x = torch.zeros(1, len(TOKENS), 4, 8, dtype=torch.float64)
+    out, _ = call(query=x.transpose(1, 2), key=x.transpose(1, 2), value=x.transpose(1, 2))
+    assert all(y.data_ptr() == x.data_ptr() and y.is_contiguous() for y in [*seen, out])

@@ -1,0 +1,214 @@
+"""Proves that a Hugging Face vision-language model under two plans equals the same model on one process, gradients and all.
+
+Images of several sizes and a video, text around them, causal as the model is trained and with spans that see both ways; batches as data;
+what balances an encoder beside what balances a language model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import flexcp
+from flexcp.data.images import ImageBatch, Span, with_images
+from flexcp.frameworks import multimodal
+from flexcp.frameworks.multimodal import VisionDocument
+from flexcp.measure.ranks import RankPool
+from flexcp.plan import imbalance
+
+VOCABULARY, PLACE = 50, 1
+GRIDS = [[(1, 4, 8), (1, 2, 2)], [], [(3, 4, 4)], [(1, 8, 6)], [(1, 2, 4)]]
+TEXTS = [(5, 3, 9), (7,), (2, 11), (1, 4), (3, 1)]
+"""Text tokens before, between and after the spans of each document."""
+STEPS = 3
+Arrays = dict[str, np.ndarray]
+
+
+def documents() -> tuple[list[VisionDocument], ImageBatch]:
+    generator = torch.Generator().manual_seed(3)
+    found, spans = [], []
+    for grids, texts in zip(GRIDS, TEXTS, strict=True):
+        tokens, kinds, here = [], [], []
+        for number, text in enumerate(texts):
+            tokens.append(torch.randint(2, VOCABULARY, (text,), generator=generator))
+            kinds.append(torch.zeros(text, dtype=torch.long))
+            if number < len(grids):
+                t, h, w = grids[number]
+                start, size = sum(len(x) for x in tokens), t * h * w // 4
+                here.append(Span(start, start + size, t))
+                tokens.append(torch.full((size,), PLACE))
+                kinds.append(torch.full((size,), multimodal.VIDEO if t > 1 else multimodal.IMAGE))
+        patches = torch.randn(sum(t * h * w for t, h, w in grids), 24, generator=generator, dtype=torch.float64)
+        grid = torch.tensor(grids, dtype=torch.long).reshape(-1, 3)
+        found.append(VisionDocument(torch.cat(tokens), torch.cat(kinds), patches, grid))
+        spans.append(tuple(here))
+    return found, ImageBatch(tuple(len(d.tokens) for d in found), tuple(spans))
+
+
+def model(attention: str) -> Any:
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "mlp_ratio": 2, "patch_size": 2}
+    text = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
+    config = Qwen2VLConfig(
+        vision_config=vision, text_config=text, image_token_id=PLACE, video_token_id=PLACE, attn_implementation=attention
+    )
+    torch.manual_seed(0)
+    return Qwen2VLForConditionalGeneration(config).double()
+
+
+def objective(logits: Tensor, labels: Tensor, valid: int) -> Tensor:
+    return nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum") / valid
+
+
+def trained(vlm: Any, backward: Any) -> tuple[list[float], Arrays]:
+    """Losses of some steps (``backward`` leaves gradients and returns the loss), and the first step's gradients."""
+    optimizer, losses, gradients = torch.optim.AdamW(vlm.parameters(), lr=3e-3, eps=1e-6), [], {}
+    for _ in range(STEPS):
+        losses.append(backward())
+        gradients = gradients or {n: p.grad.numpy().copy() for n, p in vlm.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, gradients
+
+
+def one_process(group: dist.ProcessGroup, both_ways: bool) -> tuple[list[float], Arrays]:
+    """The stock model, document by document; for spans that see both ways its mask is given to it."""
+    vlm = model("eager")
+    return trained(vlm, lambda: stock_backward(vlm, both_ways))
+
+
+def stock_backward(vlm: Any, both_ways: bool) -> float:
+    found, batch = documents()
+    valid, total = sum(batch.lengths) - len(found), 0.0
+    for document, mask in zip(found, batch.masks(), strict=True):
+        hidden = vlm.model.language_model.embed_tokens(document.tokens)
+        if len(document.grids):
+            features = vlm.model.visual(document.patches, grid_thw=document.grids).pooler_output
+            hidden = hidden.masked_scatter((document.tokens == PLACE)[:, None], features)
+        rule = mask if both_ways else flexcp.causal()
+        hides = torch.zeros(1, 1, *[len(document.tokens)] * 2, dtype=torch.float64)
+        hides.masked_fill_(~torch.from_numpy(rule.dense(len(document.tokens))), -torch.inf)
+        positions = multimodal._positions(vlm.model, document)[:, None]
+        out = vlm.model.language_model(
+            inputs_embeds=hidden[None], position_ids=positions, attention_mask={"full_attention": hides}, use_cache=False
+        )
+        loss = objective(vlm.lm_head(out.last_hidden_state[0])[:-1], document.tokens[1:], valid)
+        loss.backward()
+        total += float(loss.detach())
+    return total
+
+
+def two_plans(group: dist.ProcessGroup, both_ways: bool, strategy: str) -> tuple[list[float], Arrays, list[int]]:
+    """(losses, gradients summed over ranks, [patches, tokens, image tokens] of this rank)."""
+    found, batch = documents()
+    where = flexcp.cluster("cpu", 1, dist.get_world_size(group))
+    common = {"dtype": "float64", "cluster": where, "strategy": strategy}
+    masks = batch.masks() if both_ways else flexcp.causal()
+    encoder = flexcp.bind(flexcp.Planner(4, 4, 8, **common)(batch.encoder_lengths, flexcp.full()), group)
+    language = flexcp.bind(flexcp.Planner(4, 2, 8, **common)(batch.lengths, masks), group)
+    vlm = model("eager")
+    multimodal.turn_on(vlm)
+    stream = torch.cat([d.tokens for d in found])
+
+    def backward() -> float:
+        logits = multimodal.qwen2_vl(vlm, found, batch, encoder, language)
+        loss = language.loss(logits, language.labels(stream))
+        loss.backward()
+        total = loss.detach().clone()
+        dist.all_reduce(total, group=group)
+        for parameter in vlm.parameters():
+            dist.all_reduce(parameter.grad, group=group)
+        return float(total)
+
+    places = int((language.shard(stream) == PLACE).sum())
+    return *trained(vlm, backward), [encoder.local_tokens, language.local_tokens, places]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "both_ways", "strategy"), [(2, True, "blocks"), (4, True, "groups"), (4, False, "blocks"), (2, False, "zigzag")]
+)
+def test_two_plans_equal_one_process(pool: RankPool, ranks: int, both_ways: bool, strategy: str) -> None:
+    losses, gradients = pool.run(one_process, both_ways, ranks=1)[0]
+    assert losses[-1] < losses[0]
+    results = pool.run(two_plans, both_ways, strategy, ranks=ranks)
+    assert len(gradients) > 40
+    for found, summed, _ in results:
+        np.testing.assert_allclose(found, losses, rtol=1e-7)
+        assert set(summed) == set(gradients)
+        for name, wanted in gradients.items():
+            # The model rotates in float32.
+            np.testing.assert_allclose(summed[name], wanted, atol=1e-7 * max(1e-3, np.abs(wanted).max()), err_msg=name)
+    _, batch = documents()
+    totals = np.sum([counts for _, _, counts in results], axis=0)
+    assert totals.tolist() == [sum(batch.encoder_lengths), sum(batch.lengths), sum(batch.encoder_lengths) // 4]
+
+
+# --- batches as data --------------------------------------------------------------------------------------------------
+
+
+def test_an_image_batch_is_two_batches() -> None:
+    batch = ImageBatch((10, 4, 6), ((Span(1, 3), Span(5, 9, frames=2)), (), (Span(0, 6, frames=3),)), merge=2)
+    assert batch.encoder_lengths == [4, 4, 4, 4, 4, 4]
+    assert batch.masks() == [flexcp.modality([(1, 3), (5, 9)]), flexcp.causal(), flexcp.modality([(0, 6)])]
+    sources = batch.sources()
+    assert sources[:, 0].tolist() == [-1, 0, 2, -1, -1, 4, 6, 8, 10, -1, -1, -1, -1, -1, 12, 14, 16, 18, 20, 22]
+    assert np.array_equal(np.sort(sources[sources >= 0]), np.arange(24))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "spans", "words"),
+    [
+        ((4,), ((), ()), "2 lists of spans for 1 documents"),
+        ((4,), ((Span(2, 5),),), "document 0 of 4 tokens"),
+        ((9,), ((Span(2, 5), Span(4, 6)),), "after token 5"),
+        ((9,), ((Span(2, 5, frames=5),),), "no 5 frames"),
+    ],
+)
+def test_spans_that_cannot_be_are_refused(lengths: Any, spans: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ImageBatch(lengths, spans)
+
+
+def test_batches_that_are_not_the_plans_are_refused() -> None:
+    planner = flexcp.Planner(4, 4, 8, dtype="float64", cluster=flexcp.cluster("cpu", 1, 1))
+    batch = with_images([40, 30], [0.5, 0.0])
+    encoder, language = flexcp.bind(planner([80])), flexcp.bind(planner([71]))
+    with pytest.raises(ValueError, match="80 patches and 70 tokens.*80 and 71"):
+        multimodal.image_rows(torch.zeros(80, 3), encoder, language, batch)
+    rows, found = multimodal.image_rows(torch.arange(80.0)[:, None], encoder, flexcp.bind(planner([40, 30])), batch)
+    assert rows.tolist() == list(range(16, 36))
+    assert found.shape == (20, 4, 1)
+    assert found.flatten().tolist() == list(range(80))
+
+
+def test_a_call_without_a_step_or_with_a_mask_is_refused() -> None:
+    x = torch.zeros(1, 4, 5, 8, dtype=torch.float64)
+    with pytest.raises(ValueError, match="without a step"):
+        multimodal.planned_attention(nn.Linear(1, 1), x, x, x, None)
+    step = flexcp.bind(flexcp.Planner(4, 4, 8, dtype="float64", cluster=flexcp.cluster("cpu", 1, 1))([5]))
+    with pytest.raises(NotImplementedError, match="drop attention_mask"):
+        multimodal.planned_attention(nn.Linear(1, 1), x, x, x, x, step=step)
+
+
+def test_what_balances_the_encoder_does_not_balance_the_language_model() -> None:
+    batch = with_images([4096, 512, 512, 256, 256, 128, 64, 64], [0.25, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9])
+    where = flexcp.cluster("h100", 1, 4)
+    language = flexcp.Planner(8, cluster=where, strategy="groups")(batch.lengths, batch.masks())
+    encoder = flexcp.Planner(8, cluster=where, strategy="groups")(batch.encoder_lengths, flexcp.full())
+    assert imbalance(encoder.work()) < 1.3
+    owner = np.zeros(sum(batch.lengths), np.int64)
+    for rank, start, stop in zip(*language.placement.runs.matrix().tolist(), strict=True):
+        owner[start:stop] = rank
+    sources = batch.sources()
+    # Encoding every image where its tokens are kept instead: an image of n patches costs n x n, shared as its tokens are.
+    size = np.repeat(batch.encoder_lengths, batch.encoder_lengths)[np.maximum(sources[:, 0], 0)] * (sources[:, 0] >= 0)
+    beside = np.bincount(owner, size, minlength=4)
+    assert beside.max() * 4 / beside.sum() > 1.2 * imbalance(encoder.work())

@@ -1,0 +1,38 @@
+"""A dense attention for torchtitan's own side of the comparison: its flex and varlen attentions have no backward on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchtitan.config.override import derive, override
+from torchtitan.models.common.attention import VarlenAttention
+
+
+class Dense(VarlenAttention):
+    """Causal inside the documents that torchtitan's own metadata names."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(VarlenAttention.Config):
+        """As varlen's."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, attention_masks: Any, scale: Any = None, **others: Any
+    ) -> Tensor:
+        rows, length = q.shape[:2]
+        q, k, v = (x.flatten(0, 1).transpose(0, 1) for x in (q, k, v))
+        k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
+        at = torch.arange(rows * length)
+        document = torch.searchsorted(attention_masks.cu_seq_q.long(), at, right=True)
+        seen = (document[:, None] == document) & (at[:, None] >= at)
+        logits = (q @ k.transpose(1, 2) * (q.shape[-1] ** -0.5 if scale is None else scale)).masked_fill(
+            ~seen, -torch.inf
+        )
+        return (torch.softmax(logits, -1) @ v).transpose(0, 1).unflatten(0, (rows, length))
+
+
+@override(target=VarlenAttention.Config, exact=True, description="dense")
+def dense(config: VarlenAttention.Config) -> Dense.Config:
+    return derive(config, Dense.Config)

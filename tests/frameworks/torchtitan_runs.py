@@ -1,0 +1,142 @@
+"""What runs on the ranks in the test of the torchtitan adapter; light to import (see parallel_runs.py)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+LENGTH = 64
+STEPS = 3
+
+
+def batch(rank: int, step: int) -> tuple[dict[str, Tensor], Tensor]:
+    """Two rows of packed documents: ids, positions that start anew, labels shifted inside documents."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    ids = torch.randint(2000, (2, LENGTH), generator=generator)
+    positions, labels = torch.empty_like(ids), torch.full_like(ids, -100)
+    for row in range(2):
+        cuts = [0, *sorted((1 + torch.randperm(LENGTH - 1, generator=generator)[: 2 + rank]).tolist()), LENGTH]
+        for a, b in pairwise(cuts):
+            positions[row, a:b] = torch.arange(b - a)
+            labels[row, a : b - 1] = ids[row, a + 1 : b]
+    return {"input": ids, "positions": positions}, labels
+
+
+def trained(group: dist.ProcessGroup, folder: str, ours: bool, checkpointing: str) -> dict[str, Any]:
+    """torchtitan's own trainer on this CPU rank for a few steps, with its attention or ours."""
+    import torch._utils
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="1"
+    )
+    # torchtitan knows accelerators only, and asks one for its name and memory: on this machine the CPU answers.
+    answers: dict[str, Any] = {
+        "get_device_name": lambda device: "cpu",
+        "get_device_properties": lambda device: SimpleNamespace(total_memory=1 << 34),
+        "reset_peak_memory_stats": lambda: None,
+        "empty_cache": lambda: None,
+        "memory_stats": lambda device: {},
+    }
+    with (
+        patch.object(torch._utils, "_get_available_device_type", lambda: "cpu"),
+        patch.multiple(torch.cpu, create=True, **answers),
+    ):
+        return _trained(folder, ours, checkpointing)
+
+
+def _trained(folder: str, ours: bool, checkpointing: str) -> dict[str, Any]:
+    import dataclasses
+
+    from torchtitan.components.dataloader import BaseDataLoader
+    from torchtitan.components.tokenizer import BaseTokenizer
+    from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+    from torchtitan.models.llama3 import model_registry
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+    from torchtitan.tools import utils
+
+    from flexcp.frameworks.fsdp import sum_gradients
+
+    class Loader(BaseDataLoader):
+        @dataclass(kw_only=True, slots=True)
+        class Config(BaseDataLoader.Config):
+            pass
+
+        def __init__(self, config: Config, dp_rank: int, **others: Any) -> None:
+            self.rank = dp_rank
+
+        def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+            return (batch(self.rank, step) for step in range(STEPS + 1))
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    class Tokens(BaseTokenizer):
+        @dataclass(kw_only=True, slots=True)
+        class Config(BaseTokenizer.Config):
+            pass
+
+        def __init__(self, config: Config, **others: Any) -> None:
+            pass
+
+        def encode(self, *text: Any, **others: Any) -> list[int]:
+            return []
+
+        def decode(self, *ids: Any, **others: Any) -> str:
+            return ""
+
+        def get_vocab_size(self) -> int:
+            return 2048
+
+    config = llama3_debugmodel()
+    config.model_spec = model_registry("debugmodel", attn_backend="varlen")
+    config.dataloader, config.tokenizer = Loader.Config(), Tokens.Config()
+    config.dump_folder = folder
+    config.training = dataclasses.replace(
+        config.training,
+        local_batch_size=2,
+        seq_len=LENGTH,
+        steps=STEPS,
+        mixed_precision_param="float32",
+        disable_cuda_graphs=True,
+    )
+    config.validator.enable = config.checkpoint.enable = False
+    config.activation_checkpoint = {"none": None, "full": FullAC.Config(), "selective": SelectiveAC.Config()}[
+        checkpointing
+    ]
+    config.parallelism.spmd_backend = "partial_dtensor"
+    if not ours:
+        config.override.imports = ["torchtitan_dense.dense"]
+    else:
+        from flexcp.frameworks import torchtitan
+
+        config = torchtitan.turn_on(config)
+    trainer = config.build()
+    sum_gradients(trainer.model_parts[0])  # torchtitan sums them too, by an operation that gloo lacks
+    losses: list[float] = []
+    before = trainer.forward_backward_step
+
+    def watched(**given: Any) -> Tensor:
+        loss = before(**given)
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(float(total))
+        return loss
+
+    trainer.forward_backward_step = watched
+    with patch("torchtitan.distributed.utils.set_pg_timeouts"):  # its barrier names a device, which gloo refuses
+        trainer.train()
+    calls = trainer._step.calls if ours else 0
+    return {"losses": losses, "calls": calls, "layers": len(trainer.model_parts[0].layers), "device": utils.device_type}

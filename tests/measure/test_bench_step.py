@@ -1,0 +1,68 @@
+"""Proves ``bench step``: real ranks run every strategy and say what they measured and predicted; refusals and foreign packages are rows."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import flexcp
+from flexcp.cli.bench_step import as_data, table
+from flexcp.cost import CostModel
+from flexcp.measure.baselines import baselines
+from flexcp.measure.bench_step import BenchTask, Measured, bench, median_error
+from flexcp.measure.ranks import RankPool
+from flexcp.pieces import Shape
+
+TASK = BenchTask(
+    (300, 60, 20), flexcp.causal(), Shape(4, 2, 16, 16, "float32"), flexcp.cluster("cpu", 1, 2), CostModel(), ("blocks", "zigzag", "ulysses:2", "ulysses:4"), repeats=1
+)  # fmt: skip
+
+
+def test_every_strategy_is_measured_beside_its_prediction(pool: RankPool) -> None:
+    said: list[str] = []
+    rows: list[Measured] = pool.run(bench, TASK, ranks=2, on_item=said.append)[0]
+    assert said[:4] == list(TASK.strategies) and said[4] == "torch.context_parallel"
+    ran = {row.name: row for row in rows if row.step_ms is not None}
+    assert set(ran) == {"blocks", "zigzag", "ulysses:2"}
+    for row in ran.values():
+        assert row.step_ms is not None and row.forward_ms is not None and row.planning_ms is not None
+        assert 0 < row.forward_ms < row.step_ms and row.planning_ms > 0
+        assert row.predicted_ms is not None and row.predicted_ms > 0 and row.error is not None
+        assert row.bytes is not None and row.bytes > 0
+    missing = {row.name: row.missing for row in rows if row.missing is not None}
+    assert "ulysses:4" in missing and "no CPU path" in str(missing["torch.context_parallel"])
+    data = as_data(rows, TASK)
+    documented = (Path(__file__).parents[2] / "docs" / "json.md").read_text()
+    assert all(f"`{key}`" in documented for key in [*data, *data["rows"][0]])
+    assert json.loads(json.dumps(data)) == data
+    text = table(rows, data)
+    assert text.startswith("measured on cpu:1x2") and "median error" in text and "ulysses:4: " in text
+
+
+def test_the_median_error_is_of_what_has_both() -> None:
+    rows = [
+        Measured("a", 1, 1, 10.0, 11.0),
+        Measured("b", 1, 1, 10.0, 8.0),
+        Measured("c", 1, 1, 10.0),
+        Measured("d", missing="x"),
+    ]
+    assert median_error(rows) is not None and abs(median_error(rows) - 0.15) < 1e-9  # type: ignore[operator]
+    assert median_error(rows[2:]) is None
+
+
+def test_what_is_not_ours_says_why_it_does_not_run() -> None:
+    nobody: Any = None
+    found = baselines(nobody, [8], flexcp.lambda_(), TASK.shape, "cuda")
+    assert "knows causal and full attention only" in str(found["torch.context_parallel"])
+
+
+def test_python_m_flexcp_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "flexcp", "--version"], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == flexcp.__version__
+    help_text = subprocess.run(
+        [sys.executable, "-m", "flexcp", "bench", "step", "--help"], capture_output=True, text=True, timeout=120
+    )
+    assert help_text.returncode == 0 and "torchrun" in help_text.stdout

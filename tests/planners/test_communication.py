@@ -1,0 +1,108 @@
+"""Proves communication on random plans of every strategy, mask and machine: rounds, calls, relays, and the symbolic run.
+
+As many rounds in a stage and level as its largest degree, nobody meets two peers in one, chunks cover every message once (counted by hand
+in test_rounds.py). What one rank posts as a call's send, the other posts as that call's receive. Into a node no key and out of it no
+gradient crosses the network twice. A fifth as many plans as other properties; ``make properties`` tries thousands.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+from test_properties import cases
+
+from flexcp.executor.calls import WHOLE_STAGES, CallSettings, rank_calls
+from flexcp.pieces import Kind
+from flexcp.plan import Plan
+from flexcp.planners import STRATEGIES
+from flexcp.planners.request import Refused
+from test_rounds import judge
+
+SOME = max(1, settings().max_examples // 5)
+
+
+def check_calls(plan: Plan, mask: int, backward: bool, how: CallSettings) -> None:
+    """Both sides of every call agree, every byte of every message is in one, and a rank without bytes has no call."""
+    sent: Counter[tuple[int, ...]] = Counter()
+    received: Counter[tuple[int, ...]] = Counter()
+    bytes_between: Counter[tuple[int, int, int]] = Counter()
+    for rank in range(plan.ranks):
+        for stage, calls in enumerate(rank_calls(plan, rank, mask, backward, how)):
+            numbers = [call.number for call in calls]
+            assert numbers == sorted(set(numbers)) and (how != WHOLE_STAGES or numbers in ([], [0]))
+            for call in calls:
+                assert call.sends or call.receives
+                sent.update((stage, call.number, rank, *part) for part in call.sends)
+                received.update((stage, call.number, part.peer, rank, *part[1:]) for part in call.receives)
+                for part in call.sends:
+                    assert 0 <= part.start < part.stop and part.peer != rank
+                    bytes_between[stage, rank, part.peer] += part.stop - part.start
+    assert sent == received and max(sent.values(), default=1) == 1
+    planned: Counter[tuple[int, int, int]] = Counter()
+    t, size = plan.programs[mask][backward].transfers, plan.programs[mask][backward].transfers.bytes(plan.shape)
+    for stage, source, target, n in zip(
+        t.stage.tolist(), t.source.tolist(), t.target.tolist(), size.tolist(), strict=True
+    ):
+        planned[stage, source, target] += n
+    assert bytes_between == +planned
+    # A message's parts are disjoint: as many bytes as the message has, all inside it.
+    ends: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+    for stage, _, rank, peer, start, stop in sent:
+        ends.setdefault((stage, rank, peer), []).append((start, stop))
+    for message, parts in ends.items():
+        edges = [0] + [edge for part in sorted(parts) for edge in part] + [planned[message]]
+        assert edges[::2] == edges[1::2]
+
+
+def check_crossings(plan: Plan, mask: int, backward: bool) -> None:
+    """Of needed traffic with relays: every key enters a node once, every gradient of keys leaves it once."""
+    traffic = plan.placement.traffic
+    if traffic.kind != "needed" or not traffic.relay or plan.placement.assemble_own:  # crumbs are not relayed
+        return
+    t, node = plan.programs[mask][backward].transfers, plan.cluster.ranks_per_node
+    t = t.take(t.source // node != t.target // node)
+    entered: Counter[tuple[int, ...]] = Counter()
+    left: Counter[tuple[int, ...]] = Counter()
+    for _, source, target, kind, owner, start, stop, h0, h1, _ in t.matrix().T.tolist():
+        tokens = [(owner, token, head) for token in range(start, stop) for head in range(h0, h1)]
+        if kind == Kind.KV:
+            entered.update((target // node, *one) for one in tokens)
+        elif kind == Kind.DKV:
+            left.update((source // node, *one) for one in tokens)
+    assert max(entered.values(), default=1) == 1, "a key crosses into a node twice"
+    assert max(left.values(), default=1) == 1, "a gradient leaves a node twice"
+    if backward and not plan.programs[mask][1].keys_kept:
+        assert entered == left, "gradients take the way of the keys back"
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@settings(max_examples=SOME, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_rounds_calls_and_relays_of_any_plan(name: str, data: st.DataObject) -> None:
+    if name == "hypergraph":
+        pytest.importorskip("mtkahypar")
+    planner, call = data.draw(cases(name))
+    try:
+        plan = planner(**call)
+    except Refused as refusal:
+        event(f"refused: {str(refusal)[:40]}")
+        return
+    event("planned")
+    plan.check()
+    chunk_bytes = data.draw(st.sampled_from([None, 64, 1000]))
+    rounds_per_call = data.draw(st.integers(1, 5))
+    for mask in range(len(plan.batch.masks)):
+        for backward in (False, True):
+            program = plan.programs[mask][backward]
+            rounds = plan.rounds(mask, backward, chunk_bytes, rounds_per_call)
+            assert rounds is plan.rounds(mask, backward, chunk_bytes, rounds_per_call)
+            judge(rounds, program, plan.shape, plan.cluster)
+            check_calls(plan, mask, backward, WHOLE_STAGES)
+            check_calls(plan, mask, backward, CallSettings(rounds_per_call, chunk_bytes))
+            check_crossings(plan, mask, backward)
+    for rank in range(plan.ranks):
+        moved = sum(plan.bytes(backward, mask) for mask in range(len(plan.batch.masks)) for backward in (False, True))
+        assert plan.peers(rank) == [p for p in range(plan.ranks) if moved[rank, p] or moved[p, rank]]

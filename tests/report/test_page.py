@@ -1,0 +1,127 @@
+"""Proves the page's text: nothing but itself is needed, what users name cannot break out of it, it stays small, it is written whole or not."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pages
+import pytest
+
+import flexcp
+from flexcp.data.lengths import draw_lengths
+from flexcp.report import page as page_module
+from flexcp.report.page import page, write_report
+from flexcp.report.plan_data import MOST_PAIRS, drawn_documents, plan_data
+from flexcp.report.plan_section import plan_section
+from flexcp.report.sections import code_section, lines_section, words_section
+from flexcp.report.timeline import MOST_BARS, timeline_data
+from flexcp.simulate import predict
+from flexcp.simulator.passes import Event
+
+LIMIT = 3_000_000
+
+
+def planned(strategy: str, nodes: int, each: int, lengths: list[int]) -> flexcp.Plan:
+    return flexcp.Planner(32, 8, 128, cluster=flexcp.cluster("h100", nodes, each), strategy=strategy)(lengths)
+
+
+def data_of(plan: flexcp.Plan) -> dict[str, object]:
+    return plan_data(plan, predict(plan.placement, plan.shape, plan.cluster, plan.cost))
+
+
+def test_nothing_is_loaded_from_elsewhere() -> None:
+    text = page(pages.every_kind(), "title")
+    assert "Content-Security-Policy" in text and "default-src 'none'" in text
+    assert not re.findall(r"https?://|src=|@import|url\(", text)
+
+
+def test_what_users_name_stays_text() -> None:
+    bad = '</script><script>alert("x")</script>'
+    text = page([words_section(bad, [bad]), code_section(bad, [(bad, bad)]), lines_section(bad, [1], {bad: [1.0]}, bad)], bad, bad)
+    assert bad not in text
+    assert text.count("</script>") == 2, "the data's and the program's own"
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', text)
+    assert data is not None
+    assert json.loads(data[1])[2]["series"][0]["name"] == bad
+
+
+@pytest.mark.parametrize("strategy", ["blocks", "zigzag", "allgather"])
+def test_a_page_of_64_ranks_is_small(strategy: str) -> None:
+    from flexcp.cli.reports import timed_plan
+
+    plan = planned(strategy, 8, 8, draw_lengths("web", 1_048_576, 0))
+    assert len(page([timed_plan(plan)], strategy).encode()) < LIMIT
+
+
+def test_all_of_a_small_plan_is_drawn() -> None:
+    plan = pages.two_masks()
+    data = data_of(plan)
+    assert data["drawn"] == list(range(len(pages.LENGTHS)))
+    runs = plan.placement.runs
+    assert data["runs"] == {"rank": runs.rank.tolist(), "start": runs.start.tolist(), "stop": runs.stop.tolist()}
+    for mask, regions in zip(data["masks"], plan.placement.regions, strict=True):  # type: ignore[call-overload]
+        assert mask["regions"]["rank"] == regions.rank.tolist()
+        assert len(mask["slices"]["document"]) == len(plan.batch.masks[0].slices) if mask["name"] == "full" else True
+        forward = np.zeros((8, 8), np.int64)
+        sent = mask["bytes"][0]
+        forward[sent["source"], sent["target"]] = sent["bytes"]
+        number = [m.name for m in plan.batch.masks].index(mask["name"])
+        assert np.array_equal(forward, plan.bytes(mask=number))
+
+
+def test_of_many_cuts_the_longest_documents_are_drawn() -> None:
+    lengths = draw_lengths("web", 524_288, 1)
+    plan = planned("zigzag", 8, 8, lengths)
+    drawn = drawn_documents(plan).tolist()
+    assert 0 < len(drawn) < len(lengths)
+    assert min(lengths[d] for d in drawn) >= max(lengths[d] for d in range(len(lengths)) if d not in set(drawn))
+    assert "Striped" in plan_section(plan).body(0)
+
+
+def test_many_pairs_are_told_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned("allgather", 4, 4, [4096])
+    assert MOST_PAIRS > 16 * 15
+    monkeypatch.setattr("flexcp.report.plan_data.MOST_PAIRS", 100)
+    sent = data_of(plan)["masks"][0]["bytes"][0]  # type: ignore[index]
+    assert sent["unit"] == "node"
+    assert sum(sent["bytes"]) == plan.bytes().sum()
+
+
+def test_bars_that_touch_are_one_and_texts_are_listed_once() -> None:
+    bars = [Event(0, "receive inside", f"full, stage 1, from rank {r}", 10 * r, 10 * r + 10, 5) for r in (1, 2, 3)]
+    bars += [Event(0, "compute", "full, slot 0", 0, 20_000, 0), Event(0, "compute", "full, slot 1", 20_000, 40_000, 0)]
+    data = timeline_data(bars)
+    received = [i for i, lane in enumerate(data["spans"]["lane"]) if data["lanes"][lane]["row"] == 1]
+    assert [(data["spans"]["start"][i], data["spans"]["stop"][i]) for i in received] == [(10, 40)]
+    assert data["labels"][data["spans"]["label"][received[0]]] == "full, stage 1, several"
+    assert len(data["spans"]["rank"]) == 3, "compute is never joined"
+    many = [Event(0, "send across", f"{i}", 7 * i, 7 * i + 1, 1) for i in range(3 * MOST_BARS)]
+    assert len(timeline_data(many)["spans"]["rank"]) <= MOST_BARS
+    with pytest.raises(ValueError, match="unknown tracks"):
+        timeline_data([Event(0, "sleep", "", 0, 1, 0)])
+
+
+def test_lines_of_another_length_are_refused() -> None:
+    with pytest.raises(ValueError, match="'a' has 2 values for 3 steps"):
+        lines_section("Loss", [1, 2, 3], {"a": [1.0, 2.0]}, "")
+    with pytest.raises(ValueError, match="at least one section"):
+        page([], "empty")
+
+
+def test_a_page_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "page.html"
+    size = write_report(target, [words_section("a", ["b"])], "t")
+    assert target.stat().st_size == size
+    monkeypatch.setattr(page_module.os, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        write_report(target, [words_section("a", ["c"])], "t")
+    assert [p.name for p in tmp_path.iterdir()] == ["page.html"]
+    assert "<p>b</p>" in target.read_text()
+
+
+def test_a_page_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot write the report to .*nowhere"):
+        write_report(tmp_path / "nowhere" / "page.html", [words_section("a", ["b"])], "t")

@@ -1,0 +1,175 @@
+"""Proves the event simulator: on any plan no port is used twice at once, nothing happens before it may, no port idles while it could work;
+and small passes take exactly the nanoseconds counted by hand.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import flexcp
+from flexcp.clusters import Cluster
+from flexcp.simulator.messages import Chunks
+from flexcp.simulator.passes import TRACKS, Pass, PassModel, Rules, pass_model, run_pass
+from flexcp.simulator.slot_work import SlotWork
+
+LATENCY = 5
+CALM = Rules(contention=False)
+
+
+def ints(*values: int) -> Any:
+    return np.array(values, np.int64)
+
+
+def hand_made(
+    ns: list[list[int]], chunks: list[tuple[int, int, int, int]], rules: Rules = CALM, slow: int = 1000, link: int = 1000
+) -> PassModel:  # fmt: skip
+    """A pass from compute ``[rank][slot]`` and chunks (stage, source, target, time), all inside one node."""
+    stage, source, target, time = np.array(chunks, np.int64).reshape(-1, 4).T
+    zero = np.zeros_like(stage)
+    work = np.array(ns, np.int64)
+    found = SlotWork(work, work, (work > 0).astype(np.int64), True)
+    messages = Chunks(stage, zero, source, target, time * 7, time, zero)
+    return PassModel("all forward", len(ns), False, found, work, messages, rules, LATENCY, slow, link)
+
+
+def test_a_message_hides_behind_compute_or_is_waited_for() -> None:
+    # Rank 1 gets 100 ns of keys for its slot 1; both post at 0, so they are there at 105.
+    ran = run_pass(hand_made([[30, 0], [40, 50]], [(1, 0, 1, 100)]), ints(0, 0))
+    assert ran.begin.tolist() == [[0, 30], [0, 105]] and ran.end.tolist() == [[30, 30], [40, 155]]
+    assert (ran.chunk_begin.tolist(), ran.chunk_end.tolist()) == ([5], [105])
+    assert ran.done.tolist() == [105, 155]  # rank 0 stays until all has left
+    assert ran.compute_ns.tolist() == [30, 90] and ran.wait_ns.tolist() == [75, 65]
+    # A sender that begins late keeps the receiver waiting; one that has work for 200 ns hides it all.
+    assert run_pass(hand_made([[30, 0], [40, 50]], [(1, 0, 1, 100)]), ints(20, 0)).begin[1, 1] == 125
+    assert run_pass(hand_made([[30, 0], [200, 50]], [(1, 0, 1, 100)]), ints(0, 0)).done[1] == 250
+
+
+def test_ports_take_turns_and_both_directions_go_at_once() -> None:
+    both = [(1, 0, 1, 100), (1, 1, 0, 60)]
+    assert run_pass(hand_made([[0, 1], [0, 1]], both), ints(0, 0)).done.tolist() == [105, 106]
+    # Two senders to one receiver take turns; the third pair is free meanwhile.
+    crowd = [(1, 0, 2, 100), (1, 1, 2, 50), (1, 1, 3, 50)]
+    ran = run_pass(hand_made([[0, 0]] * 4, crowd), ints(0, 0, 0, 0))
+    assert ran.chunk_begin.tolist() == [5, 105, 5]
+
+
+def test_neighbours_share_a_network_port() -> None:
+    # Ranks 0 and 1 send across, to 2 and 3: one after the other through one port, at once through two.
+    both = [(1, 0, 2, 100), (1, 1, 3, 60)]
+    for sharing, begins in ((1, [5, 5]), (2, [5, 105])):
+        model = hand_made([[0, 0]] * 4, both, Rules(ranks_per_nic=sharing))
+        model = replace(model, chunks=model.chunks._replace(across=ints(1, 1)))
+        assert run_pass(model, ints(0, 0, 0, 0)).chunk_begin.tolist() == begins
+
+
+def test_in_line_a_sender_waits_for_its_first_receiver() -> None:
+    crowd = [(1, 0, 2, 100), (1, 1, 2, 50), (1, 1, 3, 50)]
+    ran = run_pass(hand_made([[0, 0]] * 4, crowd, Rules(rounds=False)), ints(0, 0, 0, 0))
+    assert ran.chunk_begin.tolist() == [5, 105, 155]
+
+
+def test_a_stage_is_posted_when_the_slot_before_begins() -> None:
+    # Keys of stage 2 leave when rank 0 enters slot 1, at 80, and rank 1 has too, at 10.
+    ran = run_pass(hand_made([[80, 10, 0], [10, 20, 30]], [(2, 0, 1, 40)]), ints(0, 0))
+    assert ran.chunk_begin[0] == 85 and ran.begin[1, 2] == 125
+    # Without overlap, when it has computed slot 1, at 90.
+    turns = run_pass(hand_made([[80, 10, 0], [10, 20, 30]], [(2, 0, 1, 40)], Rules(overlap=False)), ints(0, 0))
+    assert turns.chunk_begin[0] == 95 and turns.begin[1, 2] == 135 and turns.end[1, 2] == 165
+
+
+def test_compute_and_transfers_slow_each_other() -> None:
+    # 100 ns of transfer at 80 %: 5 to 130. Meanwhile rank 1's 300 ns of compute run at 1 / 1.25: 5 + 125 (100 done), then 195 more.
+    ran = run_pass(hand_made([[0, 0], [300, 0]], [(1, 0, 1, 100)], slow=1250, link=800), ints(0, 0))
+    assert ran.chunk_end[0] == 130 and ran.end[1, 0] == 325
+    # Rank 2 has no transfers and is not disturbed.
+    alone = run_pass(hand_made([[0, 0], [300, 0], [300, 0]], [(1, 0, 1, 100)], slow=1250), ints(0, 0, 0))
+    assert alone.end[:, 0].tolist() == [0, 320, 300]
+
+
+def judge(ran: Pass) -> None:
+    """Every rule of the simulator, from the finished timeline."""
+    model, c = ran.model, ran.model.chunks
+    ranks, slots = ran.begin.shape
+    arrived = np.zeros((ranks, slots), np.int64)
+    np.maximum.at(arrived, (c.target, c.stage), ran.chunk_end)
+    before = np.concatenate([ran.start[:, None], ran.end[:, :-1]], axis=1)
+    np.testing.assert_array_equal(ran.begin, np.maximum(before, arrived))
+    posted = ran.begin[:, :-1] + model.latency_ns
+    ready = np.maximum(posted[c.source, c.stage - 1], posted[c.target, c.stage - 1])
+    assert (ran.chunk_begin >= ready).all()
+    assert (ran.chunk_end - ran.chunk_begin == c.ns).all() or model.link != 1000
+    ports = defaultdict(list)
+    for i in range(len(c.ns)):
+        ports["out", int(c.across[i]), int(c.source[i])].append((int(ran.chunk_begin[i]), int(ran.chunk_end[i]), i))
+        ports["in", int(c.across[i]), int(c.target[i])].append((int(ran.chunk_begin[i]), int(ran.chunk_end[i]), i))
+    ends = {}
+    for name, busy in ports.items():
+        busy.sort()
+        assert all(a[1] <= b[0] for a, b in pairwise(busy)), f"{name} carries two chunks at once"
+        ends[name] = {b[1] for b in busy}
+    if model.rules.rounds:  # nothing waits but for its post or a port
+        for i in range(len(c.ns)):
+            freed = ends["out", int(c.across[i]), int(c.source[i])] | ends["in", int(c.across[i]), int(c.target[i])]
+            assert ran.chunk_begin[i] == ready[i] or int(ran.chunk_begin[i]) in freed
+    sent = np.zeros(ranks, np.int64)
+    np.maximum.at(sent, c.source, ran.chunk_end)
+    np.testing.assert_array_equal(ran.done, np.maximum(ran.end[:, -1], sent))
+    if model.slow == 1000:
+        np.testing.assert_array_equal(ran.end - ran.begin, model.ns)
+    else:
+        assert (ran.end - ran.begin >= model.ns).all() and (
+            (ran.end - ran.begin) * 1000 <= model.ns * model.slow + 10**4
+        ).all()
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.integers(1, 4000), min_size=1, max_size=6),
+    st.sampled_from(["blocks", "ring", "zigzag:2", "allgather", "ulysses:2", "usp:2,2", "minheap:512"]),
+    st.sampled_from([flexcp.causal(), flexcp.causal_blockwise(64, 1)]),
+    st.booleans(),
+    st.builds(Rules, st.booleans(), st.integers(1, 3), st.booleans()),
+)
+def test_any_plan_keeps_the_rules(
+    lengths: list[int], strategy: str, mask: flexcp.Mask, backward: bool, rules: Rules
+) -> None:
+    machine = Cluster("slow", 2, 2, gflops=100_000, intra_mbps=3000, inter_mbps=500, latency_ns=700)
+    plan = flexcp.Planner(8, 4, 32, cluster=machine, strategy=strategy)(lengths, mask)
+    model = pass_model(plan, 0, backward, plan.cost, rules)
+    ran = run_pass(model, ints(0, 1000, 0, 50_000))
+    judge(ran)
+    again = run_pass(model, ints(0, 1000, 0, 50_000))
+    np.testing.assert_array_equal(ran.chunk_begin, again.chunk_begin)
+    assert model.chunks.size.sum() == plan.bytes(backward).sum()
+
+
+def test_a_timeline_accounts_for_all_time_and_bytes() -> None:
+    machine = flexcp.cluster("a100", 2, 2)
+    plan = flexcp.Planner(8, 4, 32, cluster=machine, strategy="blocks")([5000, 900, 31])
+    ran = run_pass(pass_model(plan, 0, True, plan.cost, Rules()), ints(0, 0, 0, 0))
+    events = list(ran.events())
+    assert {e.track for e in events} <= set(TRACKS)
+    for rank in range(4):
+        mine = [e for e in events if e.rank == rank]
+        busy = sum(e.end - e.begin for e in mine if e.track in ("compute", "wait"))
+        assert busy == ran.done[rank] and sum(e.end - e.begin for e in mine if e.track == "wait") == ran.wait_ns[rank]
+        assert sum(e.size for e in mine if e.track.startswith("send")) == plan.bytes(True)[rank].sum()
+        across = sum(e.size for e in mine if e.track == "receive across")
+        assert across == plan.bytes(True)[[r for r in range(4) if r // 2 != rank // 2], rank].sum()
+
+
+def test_measured_compute_takes_the_models_place() -> None:
+    plan = flexcp.Planner(4, 4, 32, cluster=flexcp.cluster("h100", 1, 2), strategy="zigzag")([1000])
+    slots = plan.programs[0][0].stages
+    model = pass_model(plan, 0, False, plan.cost, Rules(contention=False), np.full((2, slots), 10**9))
+    assert run_pass(model, ints(0, 0)).done.min() >= slots * 10**9
+    with pytest.raises(ValueError, match=r"\[rank, slot\] = \(2, 2\).*got an array of \(2, 3\)"):
+        pass_model(plan, 0, False, plan.cost, Rules(), np.zeros((2, 3), np.int64))

@@ -1,0 +1,122 @@
+"""Proves slot work: for any plan, pairs and kernels of every rank and slot are those of the program that the executor would run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import flexcp
+from flexcp.executor.program import rank_program
+from flexcp.masks import area
+from flexcp.plan import Plan
+from flexcp.simulator import slot_work as module
+from flexcp.simulator.slot_work import slot_ns, slot_work
+from flexcp.work import count_pairs, rank_work, rings_of
+
+STRATEGIES = ["dp", "ring", "zigzag:2", "allgather", "ulysses:2", "usp:2,2", "blocks", "groups", "minheap:512", "hdp"]
+MASKS = [
+    flexcp.causal(),
+    flexcp.full(),
+    flexcp.lambda_(16, 200),
+    flexcp.shared_question(3, 0.2),
+    flexcp.causal_blockwise(64, 1),
+]
+
+
+def by_program(plan: Plan, mask: int, backward: bool) -> tuple[Any, Any]:
+    """Pairs x heads and kernels ``[rank, slot]``, from each rank's own program."""
+    slots = plan.programs[mask][backward].stages
+    pairs, kernels = np.zeros((2, plan.ranks, slots), np.int64)
+    for rank in range(plan.ranks):
+        for number, slot in enumerate(rank_program(plan, rank, mask, backward).slots):
+            for work in slot.work:
+                pairs[rank, number] += int(area(work.slices).sum()) * (work.h1 - work.h0)
+                kernels[rank, number] += 1
+    return pairs, kernels
+
+
+def assert_same(plan: Plan, mask: int = 0) -> None:
+    for backward in (False, True):
+        found = slot_work(plan, mask, backward)
+        pairs, kernels = by_program(plan, mask, backward)
+        assert found.exact
+        np.testing.assert_array_equal(found.pairs.sum(axis=1), pairs.sum(axis=1))
+        held = plan.programs[mask][backward].held
+        if held:  # held work is cut at whole tiles of rows, here at the plan's share
+            other = [s for s in range(pairs.shape[1]) if s != 0]
+            assert abs(found.pairs[:, 0] - pairs[:, 0]).max() <= 128 * plan.batch.lengths.max() * plan.shape.heads
+            assert (kernels[:, other] <= found.kernels[:, other] + 1).all()
+        else:
+            np.testing.assert_array_equal(found.pairs, pairs)
+            np.testing.assert_array_equal(found.kernels, kernels)
+        assert ((found.work > found.pairs) == (found.pairs > 0)).all()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_work_is_the_executors(strategy: str, mask: flexcp.Mask) -> None:
+    machine = flexcp.cluster("a100", 2, 2)
+    plan = flexcp.Planner(8, 4, 32, cluster=machine, strategy=strategy)([3000, 700, 40, 900, 1], mask)
+    assert_same(plan)
+
+
+@settings(max_examples=12)
+@given(
+    st.lists(st.integers(1, 1500), min_size=1, max_size=5),
+    st.sampled_from(MASKS),
+    st.sampled_from(["zigzag", "contiguous", "scattered"]),
+)
+def test_fixed_layouts(lengths: list[int], mask: flexcp.Mask, layout: Any) -> None:
+    tokens = sum(lengths)
+    if layout == "scattered":
+        layout = [list(range(rank, tokens, 3)) for rank in range(3)]
+    machine = flexcp.cluster("h20", 1, 3)
+    plan = flexcp.Planner(4, 2, 32, cluster=machine, strategy="blocks")(lengths, mask, layout=layout)
+    assert_same(plan)
+
+
+def test_several_masks_and_moved_queries() -> None:
+    machine = flexcp.cluster("a100", 2, 4)
+    planner = flexcp.Planner(16, 8, 64, cluster=machine, strategy="blocks")
+    plan = planner([9000, 500, 300], masks={"all": (flexcp.causal(), 1), "near": (flexcp.window(100), 3)})
+    for mask in (0, 1):
+        assert_same(plan, mask)
+
+
+@pytest.mark.parametrize("strategy", ["zigzag", "usp:2,4", "ulysses", "zigzag:2"])
+def test_a_large_ring_is_spread_evenly(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = flexcp.cluster("h100", 1, 8)
+    plan = flexcp.Planner(8, 8, 32, cluster=machine, strategy=strategy)([4096, 2048])
+    exact = slot_work(plan, 0, False)
+    monkeypatch.setattr(module, "MOST_PARTS", 0)
+    spread = slot_work(plan, 0, False)
+    assert exact.exact and not spread.exact
+    np.testing.assert_array_equal(spread.pairs.sum(axis=1), exact.pairs.sum(axis=1))
+    # Zig-zag with equal parts has the same work in every hop, up to the few rows by which parts differ. Before heads are exchanged a rank
+    # can do what needs only its own tokens; spread, that waits.
+    first = 2 if strategy[0] == "u" else 1
+    joined = [
+        np.concatenate([x[:, :first].sum(axis=1, keepdims=True), x[:, first:]], axis=1)
+        for x in (spread.pairs, exact.pairs)
+    ]
+    np.testing.assert_allclose(*joined, rtol=0.02)
+
+
+def test_time_is_the_cost_models() -> None:
+    plan = flexcp.Planner(8, 8, 64, cluster=flexcp.cluster("h100", 1, 2), strategy="zigzag")([2048])
+    found = slot_work(plan, 0, True)
+    ns = slot_ns(found, plan, plan.cost, True)
+    rings = rings_of(plan.placement)
+    regions = plan.placement.regions[0]
+    pairs = count_pairs(plan.placement, plan.batch.masks[0], regions, rings)
+    own, rest, _ = rank_work(plan.placement, regions, pairs, plan.cost)
+    np.testing.assert_array_equal(found.work[:, :2], np.stack([own, rest], axis=1))
+    np.testing.assert_array_equal(
+        ns[:, 0],
+        plan.cost.attention_ns(own, plan.shape, plan.cluster, True) + plan.cost.kernel_ns * found.kernels[:, 0],
+    )
+    assert (ns[:, 2:] == 0).all()

@@ -1,0 +1,152 @@
+"""Proves simulations: bounds that no plan beats, useful work over time, and steps that add up to what was counted by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import flexcp
+from flexcp.batch import make_batch
+from flexcp.clusters import Cluster
+from flexcp.cost import CostModel
+from flexcp.data.lengths import draw_lengths
+from flexcp.models import PRESETS, find_model
+from flexcp.plan import Plan
+from flexcp.simulate import predict
+from flexcp.simulator.bounds import pass_bounds, unavoidable_bytes
+from flexcp.simulator.passes import Rules
+from flexcp.simulator.training import Simulation, Training, simulate
+
+CALM = Rules(contention=False)
+LLAMA = find_model("llama3-8b")
+
+
+def planned(strategy: str, lengths: list[int], machine: Cluster, layers: int = 1, **more: object) -> Plan:
+    planner = flexcp.Planner(8, 4, 64, cluster=machine, strategy=strategy, model=LLAMA.model)
+    return planner(lengths, masks={"all": (flexcp.causal(), layers)}, **more)  # type: ignore[arg-type]
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.integers(1, 6000), min_size=1, max_size=4),
+    st.sampled_from(["blocks", "zigzag", "allgather", "ulysses:2", "usp:2,2", "minheap:512", "dp"]),
+    st.sampled_from([20, 500, 100_000]),
+)
+def test_no_plan_beats_the_bounds(lengths: list[int], strategy: str, mbps: int) -> None:
+    machine = Cluster("any", 2, 2, gflops=100_000, intra_mbps=2 * mbps, inter_mbps=mbps, latency_ns=100)
+    found = simulate(planned(strategy, lengths, machine), rules=CALM)
+    assert found.optimality >= 1 and found.pass_optimality(False) >= 1 and found.pass_optimality(True) >= 1
+    assert 0 < found.mfu() < found.plan.cost.backward_efficiency / 1000 * 1.13
+
+
+@pytest.mark.parametrize("strategy", ["blocks", "zigzag", "ulysses", "usp", "minheap:512", "hdp"])
+@pytest.mark.parametrize("lengths", [[16_384], [9000, 7000], [16_000, *[300] * 5]], ids=len)
+def test_every_plan_moves_what_is_unavoidable_and_it_is_no_small_share(strategy: str, lengths: list[int]) -> None:
+    machine = flexcp.cluster("h100", 4, 8)
+    shape = flexcp.Planner(64, 32, 128).shape
+    plan = flexcp.Planner(64, 32, 128, cluster=machine, strategy=strategy)(lengths)
+    areas, tokens = np.array([n * (n + 1) / 2 * 64 for n in lengths]), np.array(lengths, float)
+    key, row = 512.0, 256 + 256 + 4.0
+    least = unavoidable_bytes(areas, tokens, float(plan.work().max()), key, row, shape)
+    assert least <= plan.bytes().sum()
+    nodes = plan.work().reshape(4, 8).sum(axis=1).max()
+    across = unavoidable_bytes(areas, tokens, float(nodes), key, row, shape)
+    assert across <= plan.inter_node_bytes()
+    if lengths == [16_384] and strategy in ("blocks", "ulysses"):
+        assert least > plan.bytes().sum() / 8
+
+
+def test_a_document_that_nobody_can_do_alone_must_move() -> None:
+    batch = make_batch([1_000_000], flexcp.causal())
+    shape = flexcp.Planner(64, 8, 128).shape
+    found = [
+        pass_bounds(batch, 0, shape, flexcp.cluster("h100", nodes, 8), CostModel(), backward)
+        for nodes in (8, 32)
+        for backward in (False, True)
+    ]
+    assert all(b.link > 0 for b in found)
+    assert found[0].compute == pytest.approx(4 * found[2].compute, rel=1e-6)
+    assert found[0].link < found[1].link  # gradients come on top
+    # Documents that a rank can do alone need no link.
+    alone = pass_bounds(
+        make_batch([4096] * 64, flexcp.causal()), 0, shape, flexcp.cluster("h100", 8, 8), CostModel(), False
+    )
+    assert alone.link < alone.compute == alone.floor
+    # Slower links raise the bound past compute.
+    slow = replace(flexcp.cluster("h100", 32, 8), inter_mbps=10, intra_mbps=10)
+    assert pass_bounds(batch, 0, shape, slow, CostModel(), False).floor > found[2].compute
+
+
+def test_attention_alone_is_its_passes() -> None:
+    machine = flexcp.cluster("h100", 1, 2)
+    plan = planned("zigzag", [5000], machine, layers=3)
+    found = simulate(plan, rules=CALM)
+    forward, backward = (int(p.done.max()) for p in found.passes[0])
+    assert found.attention_ns == 3 * (forward + backward) and found.pass_ns(True) == 3 * backward
+    useful = 5000 * 5001 // 2 * 8 * 2 * 128
+    assert found.tflops(False) == pytest.approx(useful / forward / 2 / 1000)
+    assert found.mfu(True) == pytest.approx(useful * 2.5 / (2 * 989_000 * backward))
+    assert found.exposed_ns == sum(3 * int(p.wait_ns[p.done.argmax()]) for p in found.passes[0])
+    events = found.events()
+    assert max(e.end for e in events) == forward + backward and min(e.begin for e in events) == 0
+
+
+def test_the_closed_form_agrees_where_ranks_need_no_results_of_each_other() -> None:
+    machine = flexcp.cluster("h100", 2, 4)
+    for strategy in ("zigzag:4", "ulysses:4", "allgather:4", "usp:2,2"):
+        plan = planned(strategy, [9000, 8000, 3000, 700], machine)
+        short = predict(plan.placement, plan.shape, machine, plan.cost)
+        found = simulate(plan, rules=CALM)
+        assert found.attention_ns == pytest.approx(int((short.attention_ns + short.exposed_ns).max()), rel=0.06)
+
+
+def test_a_step_of_one_rank_is_a_sum() -> None:
+    machine = flexcp.cluster("h100", 1, 1)
+    plan = planned("dp", [3000], machine, layers=5)
+    found = simulate(plan, training=Training(LLAMA, "none"))
+    linear = 5 * int(plan.cost.linear_ns(np.array([3000]), plan.shape, machine)[0])
+    head = int(plan.cost.head_ns(np.array([3000]), LLAMA.head_flops_per_token, plan.shape, machine)[0])
+    assert found.step is not None
+    assert found.step.total_ns == found.attention_ns + linear + head
+    assert (found.step.attention_ns, found.step.linear_ns) == (found.attention_ns, linear + head)
+    assert found.step.wait_ns == found.step.sync_ns == 0
+
+
+def step_ns(found: Simulation) -> int:
+    assert found.step is not None
+    return found.step.total_ns
+
+
+def test_sync_costs_what_compute_does_not_hide() -> None:
+    machine = flexcp.cluster("a100", 2, 2)
+    plan = planned("zigzag", [4000], machine, layers=4)
+    none, fsdp, reduce = (step_ns(simulate(plan, training=Training(LLAMA, s))) for s in ("none", "fsdp", "allreduce"))  # type: ignore[arg-type]
+    bare = step_ns(simulate(plan, training=Training(LLAMA, "fsdp", overlap_permille=0)))
+    assert none < reduce and none < fsdp < bare
+    # Everything exposed: one gather forward, a gather and a scatter backward for each of 4 layers, and the first gather.
+    size = 2 * LLAMA.layer_parameters
+    each = int(plan.cost.link_ns(np.array([size // 4]), machine.inter_mbps)[0]) + machine.latency_ns
+    assert bare - none == pytest.approx(each * (4 * 3 + 1), rel=0.01)
+
+
+def test_ranks_that_need_results_of_each_other_wait() -> None:
+    """Unequal tokens balance the sum of attention and the rest; but results of others' work must be there before the rest begins."""
+    planner = flexcp.Planner(32, 8, cluster=flexcp.cluster("h100", 1, 8), strategy="blocks", model=LLAMA.model)
+    lengths, masks = draw_lengths("libra256k", 65_536), {"all": (flexcp.causal(), 8)}
+    priced, equal = (planner(lengths, masks=masks, tokens=tokens) for tokens in ("priced", "equal"))
+    assert priced.placement.tokens.max() > 1.2 * priced.placement.tokens.mean()
+    found, even = (simulate(p, rules=CALM, training=Training(LLAMA, "none")) for p in (priced, equal))
+    assert found.step is not None and found.step.wait_ns > 0
+    assert step_ns(found) > 1.05 * step_ns(even)
+
+
+def test_presets_have_their_sizes() -> None:
+    billions = {name: preset.parameters / 1e9 for name, preset in PRESETS.items()}
+    expected = {"llama3-8b": 8.0, "llama3-70b": 70.6, "gpt-8b": 6.0, "qwen3-30b-a3b": 30.5, "qwen2.5-vl-7b": 7.6}
+    assert billions == pytest.approx(expected, rel=0.03)
+    with pytest.raises(ValueError, match=r"unknown model 'llama3-8'.*did you mean 'llama3-8b'"):
+        find_model("llama3-8")
