@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint docs screenshots verify-all planning auto groups hypergraph properties clean
+.PHONY: demo test lint docs screenshots verify-all planning auto groups multimodal models experiments hypergraph properties data fuzz-plans clean
 
 demo: .venv/ready
 	$(BIN)/flexcp demo
@@ -39,9 +39,29 @@ auto: .venv/ready
 groups: .venv/ready
 	$(BIN)/python benchmarks/groups.py --write docs/groups.md
 
+# Published figures first, then ours in the same settings, all simulated; writes docs/experiments.md.
+experiments: .venv/ready
+	$(BIN)/python benchmarks/experiments.py --write docs/experiments.md
+
+# Every model family x strategy x layout x ranks over 50 steps against one process; writes docs/models.md.
+models: .venv/ready
+	$(BIN)/python benchmarks/models.py --write docs/models.md
+
+# Vision-language batches under static layouts and ours, predicted and measured; writes the tables of docs/multimodal.md.
+multimodal: .venv/ready
+	$(BIN)/python benchmarks/multimodal.py --write docs/multimodal.md
+
 # hypergraph beside blocks: bytes, balance and seconds; writes docs/planning-hypergraph.md.
 hypergraph: .venv/ready
 	$(BIN)/python benchmarks/hypergraph.py --write docs/planning-hypergraph.md
+
+# The data pipeline's promises: kills, slow planning, a million lengths, mutated plan files; writes the table of docs/data.md.
+data: .venv/ready
+	$(BIN)/python benchmarks/data.py --write docs/data.md
+
+# 100,000 mutated plan files, read and watched.
+fuzz-plans: .venv/ready
+	$(BIN)/python benchmarks/fuzz_plans.py
 
 # Every strategy on thousands of random batches, masks and machines, against a count by hand.
 properties: .venv/ready

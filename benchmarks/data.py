@@ -44,7 +44,7 @@ def resume(quick: bool) -> dict[str, Any]:
     kills = 2 if quick else 10
     found: dict[str, Any] = {}
     for ranks in (1, 2):
-        steps = 6 * kills + 4
+        steps = 12 * kills + 10
         with tempfile.TemporaryDirectory() as folder:
             expected = undisturbed(Path(folder) / "whole", ranks, steps)
             killed = disturbed(Path(folder) / "killed", ranks, steps, kills, seed=20 + ranks)
@@ -85,7 +85,7 @@ def _planner(strategy: str = "blocks") -> Any:
 
 
 def planners(quick: bool) -> dict[str, Any]:
-    """Kill a planner process every quarter of a second, and compare the samples."""
+    """Kill a planner process every other second, and compare the samples."""
     from flexcp.data import Loader
 
     data = Sized(_lengths(2_000 if quick else 20_000))
@@ -98,7 +98,7 @@ def planners(quick: bool) -> dict[str, Any]:
         pool: Any = loader.plans
 
         def kill() -> None:
-            while not done.wait(1.0):
+            while not done.wait(2.0):
                 for pid in rng.sample(pool.processes(), min(1, len(pool.processes()))):
                     os.kill(pid, signal.SIGKILL)
 
@@ -126,11 +126,10 @@ def waits(quick: bool) -> dict[str, Any]:
 
     def run(planner: Any, lookahead: int, work: float) -> dict[str, float]:
         with Loader(data, planner, budget=32_768, lookahead=lookahead) as loader:
-            begin, count = 0.0, 0
-            for _ in loader:
+            begin = 0.0
+            for batch in loader:
                 begin = begin or time.perf_counter()
-                count += 1
-                if count > steps:
+                if batch.number == steps:
                     break
                 time.sleep(work)
             seconds = time.perf_counter() - begin

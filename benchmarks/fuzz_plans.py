@@ -6,9 +6,9 @@ Each begins as the file of a good plan and is changed in one of three ways:
 - *sealed*: the inflated body, or a value of its facts, deflated and sealed again with a right checksum, as somebody hostile does;
 - *forged*: fields or cells of the plan itself, saved with everything right around them.
 
-Reading one must give an equal plan, a plan that can be hashed and shown (forged ones may be valid), or a PlanFormatError. It is watched while it
-reads: an audit hook sees every import, file, process, socket or piece of code; memory is limited, and its peak measured on a sample; an
-alarm ends a read that takes long. The watching cannot be undone, so this is a program of its own.
+Reading one must give an equal plan, another valid plan (of a forged one), or a PlanFormatError. It is watched while it reads: an audit
+hook sees every import, file, process, socket or piece of code; memory is limited, and its peak measured on a sample; an alarm ends a read
+that takes long. The watching cannot be undone, so this is a program of its own.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ from flexcp.plan import Plan
 SECONDS = 20
 MEMORY = 512 << 20
 MEASURED_EVERY = 25
-PEAK_ROOM, PEAK_PER_BYTE = 48 << 20, 1024
+PEAK_ROOM, PEAK_PER_BYTE = 16 << 20, 512
 """Memory a read may take at its peak: so much, and so much for each byte of its file."""
 FORBIDDEN = (
     "exec",
@@ -301,7 +302,7 @@ def fuzz(count: int, seed: int, tell: Callable[[int], None]) -> Outcome:
     for plan, data in zip(plans, files, strict=True):
         assert wire.load_plan(data) == plan
     np.seterr(all="ignore")
-    now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY, now + MEMORY))
     signal.signal(signal.SIGALRM, _too_slow)
     rng, outcome, watch = random.Random(seed), Outcome(), Watch()

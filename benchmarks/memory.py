@@ -16,7 +16,9 @@ BATCHES = {"one document": [131_072], "`web:131072:0`": parse_lengths("web:13107
 
 
 def main() -> None:
-    print("| batch | strategy | arena forward | arena backward | saved | kept keys | results | all ranks send backward |")
+    print(
+        "| batch | strategy | arena forward | arena backward | saved | kept keys | results | all ranks send backward |"
+    )
     print("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     for batch, lengths in BATCHES.items():
         for strategy, keep in CASES:

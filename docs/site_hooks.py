@@ -1,5 +1,5 @@
-"""Hooks of the site, so that nothing is forgotten: pages that the navigation does not name are put under "How to" or "Numbers", public names that
-the reference does not name at its end.
+"""Hooks of the site, so that nothing is forgotten: pages that the navigation does not name are put under "How to" or "Numbers", public
+names that the reference does not name at its end.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Add every public name to the reference that it lacks."""
     if page.file.src_uri != "api.md":
         return markdown
-    missing = [f"::: flexcp.{home}.{name}\n" for name, home in flexcp._HOMES.items() if not _named(name, home, markdown)]
+    missing = [
+        f"::: flexcp.{home}.{name}\n" for name, home in flexcp._HOMES.items() if not _named(name, home, markdown)
+    ]
     return markdown + ("\n## More\n\n" + "\n".join(missing) if missing else "")
 
 

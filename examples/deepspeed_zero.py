@@ -46,9 +46,7 @@ def alone(steps: int) -> list[float]:
     def attend(*qkv: Tensor) -> Tensor:
         documents = zip(*(x.split(LENGTHS) for x in qkv), strict=True)
         heads = [[x.transpose(0, 1)[None] for x in parts] for parts in documents]
-        outs = [
-            torch.nn.functional.scaled_dot_product_attention(*h, is_causal=True, enable_gqa=True)[0] for h in heads
-        ]
+        outs = [torch.nn.functional.scaled_dot_product_attention(*h, is_causal=True, enable_gqa=True)[0] for h in heads]
         return torch.cat([out.transpose(0, 1) for out in outs])
 
     for number in range(steps):
@@ -76,6 +74,7 @@ def main() -> None:
         "zero_optimization": {"stage": given.stage},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": 0.0,  # DeepSpeed clips at 1 unless told not to; the run alone does not
     }
     engine, *_ = deepspeed.initialize(model=gpt, optimizer=optimizer_of(gpt.parameters()), config=settings)
     ranks = dist.get_world_size()

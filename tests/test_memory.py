@@ -276,6 +276,25 @@ def test_a_backward_without_keys_keeps_every_invariant(
         check_layout(kept, rank, 0, True)
 
 
+def test_kept_keys_are_worked_on_from_the_start_and_own_work_ends_it() -> None:
+    plan = planned("blocks", 1, 4, [30_000], flexcp.causal(), heads=32, kv_heads=8, head_dim=128, keep_kv=1 << 40)
+    assert any(plan.programs[0][1].held), "the example must hold work"
+    seen = 0
+    for rank in range(plan.ranks):
+        program = rank_program(plan, rank, 0, True)
+        received = dict(enumerate(program.shelves[2:], start=2))
+        if not received or any(shelf.side == QUERIES for shelf in received.values()):
+            continue
+        assert [shelf.stage for shelf in received.values()] == list(range(len(received)))
+        work = [(slot, w) for slot, s in enumerate(program.slots) for w in s.work]
+        others = [slot for slot, w in work if w.kv_shelf in received]
+        own = [slot for slot, w in work if w.kv_shelf == KEYS]
+        assert min(others) == 0
+        assert max(own) == max(others) + 1
+        seen += 1
+    assert seen
+
+
 def test_relayed_keys_may_be_kept() -> None:
     plan = planned("groups", 2, 4, [30_000, 900], flexcp.causal(), heads=32, kv_heads=8, head_dim=128, keep_kv=1 << 40)
     t = plan.programs[0][0].transfers

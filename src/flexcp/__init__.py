@@ -44,6 +44,7 @@ _HOMES = {
     "from_mask_mod": "masks",
     "bind": "executor.step",
     "Step": "executor.step",
+    "ExchangeError": "executor.exchange",
     "attention": "executor.op",
     "Telemetry": "telemetry.telemetry",
     "MismatchError": "telemetry.sample",
@@ -58,6 +59,7 @@ _HOMES = {
 __all__ = [
     "Cluster",
     "CostModel",
+    "ExchangeError",
     "LatentForms",
     "Mask",
     "MismatchError",
@@ -94,6 +96,7 @@ __all__ = [
 if TYPE_CHECKING:
     from flexcp.clusters import Cluster, cluster
     from flexcp.cost import CostModel, Model
+    from flexcp.executor.exchange import ExchangeError
     from flexcp.executor.kernels.choose import choose_kernel
     from flexcp.executor.kernels.fastest import fastest_kernel
     from flexcp.executor.latent import latent_attention

@@ -48,7 +48,7 @@ class Question:
     max_tokens_per_rank: int
     tokens_per_step: int
     today: str | None = None
-    rules: Rules = Rules()
+    rules: Rules = Rules()  # noqa: RUF009 - immutable
 
     @property
     def micro_batches(self) -> int:
@@ -130,14 +130,16 @@ class Advice:
             return "there is one rank, so nothing has to be divided"
         if len(set(self.lengths)) == 1:
             return (
-                f"all documents have {self.lengths[0]:,} tokens, so equal shares of documents are equal work: {self.static.name} keeps every rank "
-                f"within {100 * (self.static.compute_imbalance - 1):.1f} % of the mean"
+                f"all documents have {self.lengths[0]:,} tokens, so equal shares of documents are equal work: "
+                f"{self.static.name} keeps every rank within {100 * (self.static.compute_imbalance - 1):.1f} % of the mean"
             )
         if self.static.share("attention") + self.static.share("wait") < SMALL_SHARE:
             share = 100 * (self.static.share("attention") + self.static.share("wait"))
             return f"attention, waiting included, is {share:.1f} % of the step; the rest does not depend on how documents are divided"
         near = self.static.total_ns / max(self.bound_ns, 1) - 1
-        return f"{self.static.name} is already within {100 * near:.0f} % of perfectly divided compute on these documents"
+        return (
+            f"{self.static.name} is already within {100 * near:.0f} % of perfectly divided compute on these documents"
+        )
 
 
 def advise(question: Question, lengths: Sequence[int], tell: Callable[[str], None] = lambda _: None) -> Advice:

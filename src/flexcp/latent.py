@@ -70,9 +70,7 @@ class LatentForms:
     def planner(self, form: str, cluster: Cluster, **options: Any) -> Planner:
         """A planner for this form; ``options`` go to :class:`flexcp.Planner`."""
         s = self.shape(form)
-        return Planner(
-            s.heads, s.kv_heads, s.head_dim, s.v_head_dim, s.dtype, cluster, latent=s.latent, **options
-        )
+        return Planner(s.heads, s.kv_heads, s.head_dim, s.v_head_dim, s.dtype, cluster, latent=s.latent, **options)
 
     def step_ns(self, form: str, plan: Plan) -> int:
         """Predicted time of the slowest rank for one step of a plan of this form, with what it expands besides its own tokens once."""

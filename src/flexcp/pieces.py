@@ -66,8 +66,8 @@ FIELDS: dict[Kind, tuple[Field, ...]] = {
 class Shape:
     """The attention layer: query heads, KV heads, sizes of a key and of a value head, dtype of activations.
 
-    ``latent`` is how many numbers of a token stand for the keys and values of all heads while they travel (multi-latent attention); there is
-    then one KV head, and head sizes are those of the heads expanded from it.
+    ``latent`` is how many numbers of a token stand for the keys and values of all heads while they travel (multi-latent attention); there
+    is then one KV head, and head sizes are those of the heads expanded from it.
     """
 
     heads: int
@@ -88,9 +88,13 @@ class Shape:
             )
         if self.latent is not None:
             if not isinstance(self.latent, int) or self.latent < 1:
-                raise ValueError(f"latent is the numbers of a token that travel, at least 1, or None; got {self.latent!r}")
+                raise ValueError(
+                    f"latent is the numbers of a token that travel, at least 1, or None; got {self.latent!r}"
+                )
             if self.kv_heads != 1:
-                raise ValueError(f"a latent of {self.latent} stands for the keys of all heads: kv_heads must be 1; got {self.kv_heads}")
+                raise ValueError(
+                    f"a latent of {self.latent} stands for the keys of all heads: kv_heads must be 1; got {self.kv_heads}"
+                )
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}; got {self.dtype!r}")
 

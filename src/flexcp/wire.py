@@ -150,7 +150,9 @@ def _check_comparisons(table: Sequence[Sequence[int]]) -> None:
     first = np.sort(rows[:, m.Q0])
     ends = np.searchsorted(first, np.sort(rows[:, m.Q1]), side="left")
     if int(np.maximum(ends - np.arange(len(rows)), 0).sum()) > MAX_COMPARISONS:
-        raise ValueError(f"a mask of {len(rows)} slices that share rows is too fine for a file; use a block-sparse kernel for it")
+        raise ValueError(
+            f"a mask of {len(rows)} slices that share rows is too fine for a file; use a block-sparse kernel for it"
+        )
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -165,14 +167,16 @@ def load_plan(data: bytes) -> Plan:
         facts_size = struct.unpack_from("<Q", body)[0]
         if facts_size > min(len(body) - 8, FACTS_ROOM + FACTS_PER_BYTE * len(deflated)):
             raise ValueError(f"{facts_size} bytes of facts are more than a file of this size may hold")
-        facts = json.loads(
-            body[8 : 8 + facts_size], parse_int=_small_integer, parse_float=float, parse_constant=_refuse_constant
-        )
+        # Decoded here: json would guess the encoding of bytes, and load a codec for it.
+        text = body[8 : 8 + facts_size].decode("utf-8")
+        facts = json.loads(text, parse_int=_small_integer, parse_constant=_refuse_constant)
         plan = _plan(facts, Reader(body[8 + facts_size :], room))
         promised, found = _text(facts["hash"], "the hash"), plan.hash
     except (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError, struct.error) as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
-        raise PlanFormatError(f"this is no valid flexcp plan: {what[:200]}; save it again with flexcp.save_plan") from error
+        raise PlanFormatError(
+            f"this is no valid flexcp plan: {what[:200]}; save it again with flexcp.save_plan"
+        ) from error
     if found != promised:
         raise PlanFormatError(
             f"the plan in this file has hash {found[:12]}, but was saved as {str(promised)[:12]!r}; save it again"

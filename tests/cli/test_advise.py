@@ -1,4 +1,4 @@
-"""Proves the advice: equal lengths stay static and it says why, gains are those of ``flexcp compare``, lengths come from all kinds of files."""
+"""Proves the advice: equal lengths stay static, and why; gains are those of ``flexcp compare``; lengths come from all kinds of files."""
 
 from __future__ import annotations
 

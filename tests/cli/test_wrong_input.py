@@ -6,6 +6,7 @@ missing, an empty and a wordy file, text where a number belongs, an impossible c
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -139,4 +140,4 @@ def test_every_command_has_json_quiet_and_an_example(name: str) -> None:
     command = next(c for path, c in commands() if " ".join(path) == name)
     names = {o for p in command.params for o in p.opts}
     assert {"--json", "--quiet"} <= names
-    assert "Example: `flexcp" in (command.help or "")
+    assert re.search(r"Example: `[^`]*flexcp " + name, command.help or "")

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flexcp.data.lengths import DISTRIBUTIONS, draw_lengths, parse_lengths
+from flexcp.data import dataset_lengths
+from flexcp.data.lengths import DISTRIBUTIONS, draw_lengths, jsonl_lengths, parse_lengths
 
 # The documented range of a document before the last is cut to fill the budget; web is cut at a quarter of the budget too.
 BOUNDS = {
@@ -208,3 +209,46 @@ def test_wrong_files_are_refused(tmp_path: Path, content: bytes, words: list[str
 def test_a_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot read lengths.*directory"):
         parse_lengths(f"@{tmp_path}")
+
+
+# --- files of JSON and datasets ---------------------------------------------------------------------------------------
+
+
+def test_jsonl_lengths(tmp_path: Path) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"length": 7}\n{"tokens": [1, 2, 3]}\n\n{"input_ids": [4]}\n12\n[1, 2]\n')
+    assert jsonl_lengths(file) == parse_lengths(f"@{file}") == [7, 3, 1, 12, 2]
+    file.write_text('{"n": 4, "length": 9}\n{"n": [1, 2], "length": 9}\n')
+    assert jsonl_lengths(str(file), "n") == [4, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"length": 7}\n{"size": 3}\n', "line 2 has no length or tokens or input_ids; it has size"),
+        ("{length: 7}\n", "line 1 is not JSON"),
+        ('{"length": 7.5}\n', "'7.5' is neither a length nor a list of tokens"),
+        ('{"length": true}\n', "'True' is neither"),
+        ("\n", "holds no lengths"),
+    ],
+)
+def test_jsonl_mistakes_name_the_line(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        parse_lengths(f"@{file}")
+
+
+def test_lengths_of_a_hugging_face_dataset() -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = {"input_ids": [[1, 2, 3], [4], [5, 6]], "size": [3, 1, 2], "text": ["a", "b", "c"]}
+    dataset = datasets.Dataset.from_dict(rows)
+    assert dataset_lengths(dataset).tolist() == [3, 1, 2]
+    assert dataset_lengths(dataset, "size").tolist() == [3, 1, 2]
+    assert dataset_lengths(dataset.select([2, 0])).tolist() == [2, 3]
+    with pytest.raises(ValueError, match="no column 'ids'"):
+        dataset_lengths(dataset, "ids")
+    with pytest.raises(ValueError, match="neither lists nor whole numbers"):
+        dataset_lengths(dataset, "text")
+    with pytest.raises(ValueError, match="say which column"):
+        dataset_lengths(dataset.remove_columns("input_ids"))

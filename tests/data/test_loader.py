@@ -5,6 +5,7 @@ Expected batches are made by hand from the dataset's own numbers; a token says w
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -415,3 +416,32 @@ def read_broken(group: Any) -> int:
 def test_a_sample_that_cannot_be_read_is_an_error_on_every_rank() -> None:
     with RankPool(2) as ranks, pytest.raises(RankError, match=r"\(2 in all\)(.|\n)*bad disk"):
         ranks.run(read_broken)
+
+
+def test_an_epoch_leaves_no_memory_behind() -> None:
+    """A small version of what ``make data`` does with 1,000,000 lengths."""
+    lengths = np.random.default_rng(0).integers(1, 80, 2_000)
+    data = Plain(lengths)
+    with Loader(data, planner(1), budget=2_000, workers=0, shuffle=True) as loader:
+        steps = len(loader)
+        tracemalloc.start()
+        try:
+            for batch in loader:
+                if batch.number == steps // 4:
+                    early = tracemalloc.get_traced_memory()[0]
+            assert batch.number == steps - 1 > 30
+            assert tracemalloc.get_traced_memory()[0] - early < 300_000
+        finally:
+            tracemalloc.stop()
+    assert loader.stats.documents_read == len(lengths)
+
+
+class Plain:
+    def __init__(self, lengths: Any) -> None:
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, number: int) -> Any:
+        return np.zeros(self.lengths[number], np.int64)

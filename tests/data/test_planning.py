@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from made import LENGTHS, Numbered, batches_by_hand
-from misbehaving import Misbehaving, planner
+from misbehaving import Misbehaving, Unloadable, planner
 
 from flexcp.data import Loader, PlanningError
 from flexcp.data.planning import Pool
@@ -132,20 +132,6 @@ def test_a_planner_that_cannot_be_loaded_is_an_error_with_the_cause() -> None:
     with pytest.raises(PlanningError, match=r"cannot load the planner(.|\n)*only here"):
         pool.take(0)
     pool.close()
-
-
-class Unloadable:
-    def __reduce__(self) -> Any:
-        return _only_in, (os.getpid(),)
-
-    def __call__(self, lengths: Any) -> Any:
-        raise AssertionError("never called")
-
-
-def _only_in(pid: int) -> Unloadable:
-    if os.getpid() != pid:
-        raise RuntimeError("only here")
-    return Unloadable()
 
 
 SCRIPT = """

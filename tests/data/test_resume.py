@@ -10,7 +10,7 @@ import pytest
 from flexcp.measure.resume import disturbed, undisturbed
 
 
-@pytest.mark.parametrize(("ranks", "kills", "steps"), [(1, 3, 16), (2, 1, 8)])
+@pytest.mark.parametrize(("ranks", "kills", "steps"), [(1, 3, 32), (2, 1, 14)])
 def test_a_killed_run_ends_with_the_same_samples_and_losses(ranks: int, kills: int, steps: int, tmp_path: Path) -> None:
     expected = undisturbed(tmp_path / "whole", ranks, steps)
     found = disturbed(tmp_path / "killed", ranks, steps, kills, seed=ranks)

@@ -1,9 +1,9 @@
 """Python blocks of the docs, and what a comment before a block says about running it.
 
-    (nothing)                        run in CI, after the blocks before it on its page, with their names
-    <!-- run: torchrun N -->         run in CI as a script on N processes
-    <!-- not run here: why -->       not run; why, or where and when it ran
-    <!-- before: code -->            run in CI after ``code``, which readers do not see: what a fragment takes for granted
+(nothing)                        run in CI, after the blocks before it on its page, with their names
+<!-- run: torchrun N -->         run in CI as a script on N processes
+<!-- not run here: why -->       not run; why, or where and when it ran
+<!-- before: code -->            run in CI after ``code``, which readers do not see: what a fragment takes for granted
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FENCE = re.compile(r"(?:^<!--(?P<note>(?:(?!-->).)*)-->\n+)?^```(?:python|py)[^\n]*\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(
+    r"(?:^<!--(?P<note>(?:(?!-->).)*)-->\n+)?^```(?:python|py)[^\n]*\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
+)
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,16 @@ def blocks_of(text: str, page: str) -> Iterator[Block]:
         excuse = re.fullmatch(r"not run here: (.{10,})", note)
         before = re.fullmatch(r"before:\s*(.*)", note, re.DOTALL)
         if note and not script and not excuse and not before:
-            raise ValueError(f"{page}:{line}: {note!r} is none of 'run: torchrun N', 'before: code', 'not run here: why'")
+            raise ValueError(
+                f"{page}:{line}: {note!r} is none of 'run: torchrun N', 'before: code', 'not run here: why'"
+            )
         yield Block(
-            page, line, found["code"], int(script[1]) if script else 0, excuse[1] if excuse else None, before[1] if before else ""
+            page,
+            line,
+            found["code"],
+            int(script[1]) if script else 0,
+            excuse[1] if excuse else None,
+            before[1] if before else "",
         )
 
 

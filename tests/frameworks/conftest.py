@@ -1,4 +1,7 @@
-"""Ranks for the frameworks' tests. Their packages take seconds to import, so the process that ranks are forked from imports them once."""
+"""Ranks for packages that insist on the whole world (Accelerate, torchtitan, Megatron-Core take no process group).
+
+These packages take seconds to import, so the process that ranks are forked from imports the heaviest once.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,14 @@ for package, modules in HEAVY.items():
 
 
 @pytest.fixture(scope="session")
+def two() -> Iterator[RankPool]:
+    """A world of two ranks."""
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
 def four() -> Iterator[RankPool]:
-    """Four ranks that are a world of their own, which Megatron's groups span."""
+    """A world of four."""
     with RankPool(4) as pool:
         yield pool

@@ -197,9 +197,7 @@ def alone(group: dist.ProcessGroup, case: Case, steps: int) -> tuple[list[float]
         return losses, gradients, weights
 
 
-def planned(
-    group: dist.ProcessGroup, case: Case, steps: int, weights: Arrays
-) -> tuple[list[float], Arrays, Share]:
+def planned(group: dist.ProcessGroup, case: Case, steps: int, weights: Arrays) -> tuple[list[float], Arrays, Share]:
     """(losses on the last stage, this rank's gradients of the first step by full name, its :class:`Share` of the work)."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -242,8 +240,10 @@ def planned(
         layers = len(model.decoder.layers)
         moved = [b.step.sent_bytes["forward"] for b in given]
         wanted = [b.step.plan.bytes()[b.step.rank] * layers for b in given]
-        return losses, gradients, Share(
-            [b.tokens.shape[1] for b in given], np.array(moved), np.array(wanted), shards(model, names, state)
+        return (
+            losses,
+            gradients,
+            Share([b.tokens.shape[1] for b in given], np.array(moved), np.array(wanted), shards(model, names, state)),
         )
 
 

@@ -1,11 +1,7 @@
-"""Proves the Trainer adapter: the Trainer's own run in data parallelism, and ours where ranks share every batch, have the same numbers.
-
-The Trainer needs a process group of its own, so these tests start two ranks for themselves.
-"""
+"""Proves the Trainer adapter: the Trainer's own run in data parallelism, and ours where ranks share every batch, have the same numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +11,6 @@ from trainer_runs import one_process, trained, with_accelerate
 
 from flexcp.frameworks.shared_batch import lengths_of, next_in_document
 from flexcp.measure.ranks import RankError, RankPool
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="module")

@@ -122,7 +122,9 @@ def test_bytes_of_a_key_are_the_latents_whatever_the_heads() -> None:
     table = forms.shape("latent").bytes_per_token_head()
     assert table[Kind.DKV].tolist() == [2 * 576, 4 * 576]
     assert table[Kind.Q, 0] == 2 * 192
-    plans = {f: forms.planner(f, flexcp.cluster("h100", 1, 8), strategy="blocks")([65536]) for f in ("expanded", "latent")}
+    plans = {
+        f: forms.planner(f, flexcp.cluster("h100", 1, 8), strategy="blocks")([65536]) for f in ("expanded", "latent")
+    }
     assert int(plans["latent"].bytes().sum()) % (2 * 576) == 0  # whole latents, and nothing else
     assert plans["latent"].bytes().sum() < plans["expanded"].bytes().sum() / 20
 

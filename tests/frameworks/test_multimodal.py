@@ -58,7 +58,11 @@ def model(attention: str) -> Any:
     text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
     text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
     config = Qwen2VLConfig(
-        vision_config=vision, text_config=text, image_token_id=PLACE, video_token_id=PLACE, attn_implementation=attention
+        vision_config=vision,
+        text_config=text,
+        image_token_id=PLACE,
+        video_token_id=PLACE,
+        attn_implementation=attention,
     )
     torch.manual_seed(0)
     return Qwen2VLForConditionalGeneration(config).double()
@@ -98,7 +102,10 @@ def stock_backward(vlm: Any, both_ways: bool) -> float:
         hides.masked_fill_(~torch.from_numpy(rule.dense(len(document.tokens))), -torch.inf)
         positions = multimodal._positions(vlm.model, document)[:, None]
         out = vlm.model.language_model(
-            inputs_embeds=hidden[None], position_ids=positions, attention_mask={"full_attention": hides}, use_cache=False
+            inputs_embeds=hidden[None],
+            position_ids=positions,
+            attention_mask={"full_attention": hides},
+            use_cache=False,
         )
         loss = objective(vlm.lm_head(out.last_hidden_state[0])[:-1], document.tokens[1:], valid)
         loss.backward()
@@ -133,7 +140,8 @@ def two_plans(group: dist.ProcessGroup, both_ways: bool, strategy: str) -> tuple
 
 
 @pytest.mark.parametrize(
-    ("ranks", "both_ways", "strategy"), [(2, True, "blocks"), (4, True, "groups"), (4, False, "blocks"), (2, False, "zigzag")]
+    ("ranks", "both_ways", "strategy"),
+    [(2, True, "blocks"), (4, True, "groups"), (4, False, "blocks"), (2, False, "zigzag")],
 )
 def test_two_plans_equal_one_process(pool: RankPool, ranks: int, both_ways: bool, strategy: str) -> None:
     losses, gradients = pool.run(one_process, both_ways, ranks=1)[0]
@@ -181,7 +189,7 @@ def test_batches_that_are_not_the_plans_are_refused() -> None:
     planner = flexcp.Planner(4, 4, 8, dtype="float64", cluster=flexcp.cluster("cpu", 1, 1))
     batch = with_images([40, 30], [0.5, 0.0])
     encoder, language = flexcp.bind(planner([80])), flexcp.bind(planner([71]))
-    with pytest.raises(ValueError, match="80 patches and 70 tokens.*80 and 71"):
+    with pytest.raises(ValueError, match=r"80 patches and 70 tokens.*80 and 71"):
         multimodal.image_rows(torch.zeros(80, 3), encoder, language, batch)
     rows, found = multimodal.image_rows(torch.arange(80.0)[:, None], encoder, flexcp.bind(planner([40, 30])), batch)
     assert rows.tolist() == list(range(16, 36))

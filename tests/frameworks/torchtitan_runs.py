@@ -102,6 +102,7 @@ def _trained(folder: str, ours: bool, checkpointing: str) -> dict[str, Any]:
 
     config = llama3_debugmodel()
     config.model_spec = model_registry("debugmodel", attn_backend="varlen")
+    config.model_spec.model.layers = config.model_spec.model.layers[:2]
     config.dataloader, config.tokenizer = Loader.Config(), Tokens.Config()
     config.dump_folder = folder
     config.training = dataclasses.replace(

@@ -16,9 +16,9 @@ from flexcp.measure.bench_step import BenchTask, Measured, bench, median_error
 from flexcp.measure.ranks import RankPool
 from flexcp.pieces import Shape
 
-TASK = BenchTask(
-    (300, 60, 20), flexcp.causal(), Shape(4, 2, 16, 16, "float32"), flexcp.cluster("cpu", 1, 2), CostModel(), ("blocks", "zigzag", "ulysses:2", "ulysses:4"), repeats=1
-)  # fmt: skip
+SHAPE = Shape(4, 2, 16, 16, "float32")
+STRATEGIES = ("blocks", "zigzag", "ulysses:2", "ulysses:4")
+TASK = BenchTask((300, 60, 20), flexcp.causal(), SHAPE, flexcp.cluster("cpu", 1, 2), CostModel(), STRATEGIES, repeats=1)
 
 
 def test_every_strategy_is_measured_beside_its_prediction(pool: RankPool) -> None:

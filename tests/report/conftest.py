@@ -17,7 +17,9 @@ CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--screenshots", metavar="FOLDER", default=None, help="Keep pictures of the report in this folder.")
+    parser.addoption(
+        "--screenshots", metavar="FOLDER", default=None, help="Keep pictures of the report in this folder."
+    )
 
 
 @pytest.fixture(scope="session")

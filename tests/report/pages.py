@@ -42,9 +42,7 @@ def strategy_times(names: tuple[str, ...] = ("dp", "zigzag", "allgather", "block
         parts = prediction.breakdown
         size, balance = int(plan.bytes().sum()), imbalance(plan.work())
         mark = "proposed" if name == "blocks" else ""
-        found.append(
-            StrategyTime(name, parts["attention"], parts["exposed"], parts["linear"], size, balance, mark)
-        )
+        found.append(StrategyTime(name, parts["attention"], parts["exposed"], parts["linear"], size, balance, mark))
     return found
 
 
@@ -55,7 +53,9 @@ def every_kind() -> list[Section]:
         timed_plan(two_masks()),
         timed_plan(head_groups(), "Heads split"),
         strategies_section(strategy_times(), "Predicted for one batch."),
-        lines_section("Loss", [1, 2, 3, 4], {"one process": [3.0, 2.5, 2.2, 2.1], "blocks": [3.0, 2.5, 2.2, 2.1]}, "Loss."),
+        lines_section(
+            "Loss", [1, 2, 3, 4], {"one process": [3.0, 2.5, 2.2, 2.1], "blocks": [3.0, 2.5, 2.2, 2.1]}, "Loss."
+        ),
         table_section("Micro-batches", ["micro-batch", "tokens"], [[0, 10], [1, 9], [2, 300]], "Two of them."),
         code_section("Code", [("PyTorch", "step = flexcp.bind(plan)  # </script>")]),
     ]
@@ -77,7 +77,10 @@ def write_example(path: Path) -> int:
         parts = predict(plan.placement, plan.shape, plan.cluster, plan.cost).breakdown
         size, balance = int(plan.bytes().sum()), imbalance(plan.work())
         found.append(StrategyTime(name, parts["attention"], parts["exposed"], parts["linear"], size, balance))
-    sections = [timed_plan(plans["blocks"]), strategies_section(found, "Predicted step time of one layer, forward and backward.")]
+    sections = [
+        timed_plan(plans["blocks"]),
+        strategies_section(found, "Predicted step time of one layer, forward and backward."),
+    ]
     return write_report(path, sections, "web, 131,072 tokens on 2 nodes of 4 H100", "made by the tests' browser run")
 
 

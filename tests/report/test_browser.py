@@ -74,7 +74,13 @@ def test_the_matrix_says_who_computes(page: Any) -> None:
         text = hover(page, picture("matrix"), x, y, left=58, top=6)
         row, key = (int(part.split()[1].replace(",", "")) for part in text.split("\n")[0].split(": ")[1].split(", "))
         assert abs(row - y * length) < 0.01 * length and abs(key - x * length) < 0.01 * length
-        at = (regions.document == 0) & (regions.q0 <= row) & (row < regions.q1) & (regions.k0 <= key) & (key < regions.k1)
+        at = (
+            (regions.document == 0)
+            & (regions.q0 <= row)
+            & (row < regions.q1)
+            & (regions.k0 <= key)
+            & (key < regions.k1)
+        )
         at &= regions.h0 == 0
         assert np.count_nonzero(at) == 1
         assert f"computed by rank {int(regions.rank[at][0])}," in text
@@ -109,7 +115,9 @@ def test_traffic_says_the_plans_bytes(page: Any) -> None:
 def test_times_and_lines_say_their_numbers(page: Any) -> None:
     assert "ms" in hover(page, picture("balance"), 0.2, 0.5, left=40, top=4)
     assert hover(page, picture("timeline"), 0.001, 0.06, left=40, top=4).startswith("rank 0 at ")
-    assert hover(page, picture("batch"), 0.01, 0.9, left=58, top=8).startswith("document 0\n24,000 tokens\n1. longest of 7")
+    assert hover(page, picture("batch"), 0.01, 0.9, left=58, top=8).startswith(
+        "document 0\n24,000 tokens\n1. longest of 7"
+    )
     fastest = min(pages.strategy_times(), key=lambda s: s.total_ns)
     assert hover(page, picture("strategies", 3), 0.1, 0.05, left=130, top=4, right=70).startswith(fastest.name)
     assert "blocks: 2.10000" in hover(page, picture("lines", 4), 0.99, 0.5, left=58, top=8, right=12)
@@ -120,7 +128,9 @@ def test_every_control_changes_what_it_should(page: Any) -> None:
     figures = page.locator("figure[data-picture]")
     for i in range(figures.count()):
         figure = figures.nth(i)
-        where = f'{picture(str(figure.get_attribute("data-picture")), int(figure.get_attribute("data-section")))} canvas'
+        where = (
+            f"{picture(str(figure.get_attribute('data-picture')), int(figure.get_attribute('data-section')))} canvas"
+        )
         whole = pixels(page, where)
         if figure.locator("[data-zoom]").count():
             figure.locator("[data-zoom=in]").click()

@@ -1,4 +1,4 @@
-"""Proves the page's text: nothing but itself is needed, what users name cannot break out of it, it stays small, it is written whole or not."""
+"""Proves the page's text: it needs nothing else, what users name cannot break out of it, it stays small, it is written whole or not."""
 
 from __future__ import annotations
 
@@ -40,7 +40,11 @@ def test_nothing_is_loaded_from_elsewhere() -> None:
 
 def test_what_users_name_stays_text() -> None:
     bad = '</script><script>alert("x")</script>'
-    text = page([words_section(bad, [bad]), code_section(bad, [(bad, bad)]), lines_section(bad, [1], {bad: [1.0]}, bad)], bad, bad)
+    text = page(
+        [words_section(bad, [bad]), code_section(bad, [(bad, bad)]), lines_section(bad, [1], {bad: [1.0]}, bad)],
+        bad,
+        bad,
+    )
     assert bad not in text
     assert text.count("</script>") == 2, "the data's and the program's own"
     data = re.search(r'<script type="application/json" id="data">(.*?)</script>', text)
@@ -123,5 +127,5 @@ def test_a_page_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_page_that_cannot_be_written_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="cannot write the report to .*nowhere"):
+    with pytest.raises(ValueError, match=r"cannot write the report to .*nowhere"):
         write_report(tmp_path / "nowhere" / "page.html", [words_section("a", ["b"])], "t")

@@ -17,7 +17,19 @@ from flexcp.simulator import slot_work as module
 from flexcp.simulator.slot_work import slot_ns, slot_work
 from flexcp.work import count_pairs, rank_work, rings_of
 
-STRATEGIES = ["dp", "ring", "zigzag:2", "allgather", "ulysses:2", "usp:2,2", "blocks", "groups", "minheap:512", "hdp"]
+STRATEGIES = [
+    "dp",
+    "ring",
+    "zigzag:2",
+    "allgather",
+    "ulysses:2",
+    "usp:2,2",
+    "blocks",
+    "groups",
+    "minheap:512",
+    "hdp",
+    "wlb",
+]
 MASKS = [
     flexcp.causal(),
     flexcp.full(),
@@ -76,6 +88,13 @@ def test_fixed_layouts(lengths: list[int], mask: flexcp.Mask, layout: Any) -> No
         layout = [list(range(rank, tokens, 3)) for rank in range(3)]
     machine = flexcp.cluster("h20", 1, 3)
     plan = flexcp.Planner(4, 2, 32, cluster=machine, strategy="blocks")(lengths, mask, layout=layout)
+    assert_same(plan)
+
+
+def test_kept_keys_are_worked_on_without_arriving_again() -> None:
+    planner = flexcp.Planner(8, 4, 32, cluster=flexcp.cluster("a100", 2, 2), strategy="blocks", keep_kv=10**9)
+    plan = planner([3000, 700, 40, 900, 1])
+    assert plan.programs[0][1].keys_kept
     assert_same(plan)
 
 

@@ -50,7 +50,7 @@ def on_check(group: dist.ProcessGroup, plan: Plan, wrong: dict[int, str], call: 
     def kernel(
         right: Any, q: Tensor, k: Tensor, v: Tensor, work: Any, settings: Settings, out: Tensor, lse: Tensor
     ) -> None:
-        right(q, k * 1.1 if mistake == "keys" else k, v, work, settings, out, lse)
+        right(q, k * 1.1 if mistake == "keys" else k, v * 1.06 if mistake == "values" else v, work, settings, out, lse)
         if mistake == "scaled":
             out.mul_(1 + 1e-6)
         if mistake == "nan" and len(out):
@@ -110,7 +110,13 @@ def test_every_rank_sees_the_same_worst_row(pool: RankPool) -> None:
 
 @pytest.mark.parametrize(
     ("mistake", "dtype", "call"),
-    [("scaled", "float64", {}), ("keys", "bfloat16", {"softcap": 5.0}), ("nan", "float32", {}), ("lse", "float64", {})],
+    [
+        ("scaled", "float64", {}),
+        ("keys", "bfloat16", {"softcap": 5.0}),
+        ("values", "bfloat16", {}),
+        ("nan", "float32", {}),
+        ("lse", "float64", {}),
+    ],
 )
 def test_one_rank_with_a_wrong_kernel_stops_all(
     pool: RankPool, tmp_path: Path, mistake: str, dtype: str, call: Call

@@ -22,14 +22,25 @@ Documents = Annotated[
         help="4096,800,1 or 64x2048 or @file or NAME:TOKENS:SEED; a .jsonl of texts or token ids; hf:NAME, a Hugging Face data set.",
     ),
 ]
-ModelName = Annotated[str, typer.Option("--model", help="llama3-8b, llama3-70b, gpt-8b, qwen3-30b-a3b or qwen2.5-vl-7b.")]
+ModelName = Annotated[
+    str, typer.Option("--model", help="llama3-8b, llama3-70b, gpt-8b, qwen3-30b-a3b or qwen2.5-vl-7b.")
+]
 ClusterText = Annotated[str, typer.Option("--cluster", help="Preset and shape, as in h100:4x8.")]
 Cap = Annotated[int, typer.Option("--max-tokens-per-rank", help="Tokens that fit a rank's memory.")]
 StepTokens = Annotated[int | None, typer.Option(help="Tokens of a training step; as many as fit the ranks by default.")]
 Today = Annotated[str | None, typer.Option(help="What you use now, as in zigzag:8; the best static method by default.")]
-Framework = Annotated[str, typer.Option(help="pytorch, huggingface, trainer, fsdp, or all: whose lines of code to print.")]
-Tokenizer = Annotated[str | None, typer.Option(help="For texts: a tokenizer.json, or the name of a Hugging Face tokenizer.")]
-Field = Annotated[str | None, typer.Option(help="The field of a .jsonl or data set that holds the text or the token ids.")]
+Framework = Annotated[
+    str,
+    typer.Option(
+        help="pytorch, huggingface, trainer, fsdp, torchtitan, megatron or all: whose lines of code to print."
+    ),
+]
+Tokenizer = Annotated[
+    str | None, typer.Option(help="For texts: a tokenizer.json, or the name of a Hugging Face tokenizer.")
+]
+Field = Annotated[
+    str | None, typer.Option(help="The field of a .jsonl or data set that holds the text or the token ids.")
+]
 
 
 def advise(
@@ -83,7 +94,9 @@ def advise(
         found = advise(asked, numbers, progress.update)
     names = list(FRAMEWORKS) if framework == "all" else [framework]
     strategy = "auto" if found.verdict == "swap" else found.free.name
-    lines = Lines(asked.preset.shape, where, strategy, max_tokens_per_rank, found.verdict == "swap")
+    lines = Lines(
+        asked.preset.shape, where, strategy, max_tokens_per_rank, asked.tokens_per_step, found.verdict == "swap"
+    )
     code = [code_lines(name, lines) for name in names] if found.verdict != "static" else []
     if html is not None:
         _report(html, found, code)
@@ -152,13 +165,19 @@ def _report(path: Path, advice: Advice, code: list[tuple[str, str]]) -> None:
     from flexcp.report.sections import StrategyTime, code_section, strategies_section, words_section
 
     times = []
-    for mark, found in (("static", advice.static), ("attention swapped", advice.swap), ("with the loader", advice.free)):
+    for mark, found in (
+        ("static", advice.static),
+        ("attention swapped", advice.swap),
+        ("with the loader", advice.free),
+    ):
         if found is None:
             continue
         parts = [sum(getattr(step, f"{part}_ns") for step in found.steps) for part in ("attention", "wait")]
         moved = int(found.plans[0].bytes().sum() + found.plans[0].bytes(backward=True).sum())
         times.append(
-            StrategyTime(found.name, parts[0], parts[1], found.total_ns - sum(parts), moved, found.compute_imbalance, mark)
+            StrategyTime(
+                found.name, parts[0], parts[1], found.total_ns - sum(parts), moved, found.compute_imbalance, mark
+            )
         )
     sections = [words_section(title, paragraphs) for title, paragraphs in advice_words(advice)]
     sections.append(strategies_section(times, "All passes that were simulated, forward and backward."))
@@ -170,4 +189,6 @@ def _report(path: Path, advice: Advice, code: list[tuple[str, str]]) -> None:
         assert chosen is not None
         sections.append(timed_plan(chosen.plans[0], f"flexcp: {chosen.name}"))
     question = advice.question
-    write(path, sections, f"Advice for {question.preset.model.name} on {question.cluster}", advice_words(advice)[0][1][0])
+    write(
+        path, sections, f"Advice for {question.preset.model.name} on {question.cluster}", advice_words(advice)[0][1][0]
+    )

@@ -162,7 +162,8 @@ def table(rows: list[Measured], data: dict[str, Any]) -> str:
     shape = data["shape"]
     lines = [
         f"measured on {data['cluster']} ({data['device']}, torch {data['torch']}): attention of {sum(data['lengths']):,} tokens, "
-        f"{data['mask']}, {shape['heads']} / {shape['kv_heads']} heads of {shape['head_dim']}, {shape['dtype']}; milliseconds of the slowest rank",
+        f"{data['mask']}, {shape['heads']} / {shape['kv_heads']} heads of {shape['head_dim']}, {shape['dtype']}; "
+        "milliseconds of the slowest rank",
         f"{'strategy':<24} {'planning':>9} {'forward':>9} {'step':>9} {'planned + step':>15} {'predicted':>10} {'error':>7} {'MB':>8}",
     ]
     ran = sorted((row for row in rows if row.step_ms is not None), key=lambda row: row.step_ms or 0)

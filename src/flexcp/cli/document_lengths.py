@@ -48,7 +48,9 @@ def _length(record: Any, where: str, field: str | None, count: Count | None) -> 
     if isinstance(record, dict):
         name = field or next((f for f in FIELDS if f in record), None)
         if name is None or name not in record:
-            raise ValueError(f"{where} has no field {name or ' or '.join(FIELDS)}; it has {', '.join(record)}: name one with --field")
+            raise ValueError(
+                f"{where} has no field {name or ' or '.join(FIELDS)}; it has {', '.join(record)}: name one with --field"
+            )
         value = record[name]
     if isinstance(value, str):
         if count is None:
@@ -57,7 +59,9 @@ def _length(record: Any, where: str, field: str | None, count: Count | None) -> 
     elif isinstance(value, list):
         value = len(value)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{where}: {value!r} is no document; it should be a text, a list of token ids or a length of at least 1")
+        raise ValueError(
+            f"{where}: {value!r} is no document; it should be a text, a list of token ids or a length of at least 1"
+        )
     return value
 
 
@@ -84,10 +88,16 @@ def _dataset(text: str) -> Iterable[Any]:
         raise ValueError(f"{text} needs the datasets package: pip install datasets") from None
     name, _, split = text.removeprefix("hf:").partition(":")
     try:
-        found: Any = datasets.load_from_disk(name) if Path(name).is_dir() else datasets.load_dataset(name, split=split or "train")
+        found: Any = (
+            datasets.load_from_disk(name)
+            if Path(name).is_dir()
+            else datasets.load_dataset(name, split=split or "train")
+        )
         records: Iterable[Any] = found[split or "train"] if isinstance(found, dict) else found
     except Exception as error:
-        raise ValueError(f"cannot load the data set {name!r}: {str(error).splitlines()[0] if str(error) else error!r}") from None
+        raise ValueError(
+            f"cannot load the data set {name!r}: {str(error).splitlines()[0] if str(error) else error!r}"
+        ) from None
     return records
 
 

@@ -8,7 +8,9 @@ from typing import Annotated
 
 import typer
 
-from flexcp.cli.options import Json
+from flexcp.cli.options import Html, Json
+from flexcp.cli.progress import compiling
+from flexcp.cli.reports import report_plan
 
 LARGEST = 1 << 28
 DRAWN_RANKS = 4096
@@ -18,7 +20,7 @@ File = Annotated[Path, typer.Argument(help="A file written by flexcp plan --save
 Check = Annotated[bool, typer.Option("--check", help="Execute the plan symbolically, forward and backward.")]
 
 
-def show(file: File, check: Check = False, as_json: Json = False) -> None:
+def show(file: File, check: Check = False, html: Html = None, as_json: Json = False) -> None:
     """Show a saved plan: who keeps and computes what, and what moves.
 
     A damaged file, or one of an unknown version, is refused with exit code 2; with `--check`, so is a plan that would compute nonsense.
@@ -26,6 +28,7 @@ def show(file: File, check: Check = False, as_json: Json = False) -> None:
     Example: `flexcp plan --lengths 4096,800,1 --ranks 8 --save a.plan && flexcp show a.plan`
     """
     from flexcp.cli.plan import summary
+    from flexcp.report.rounds_table import rounds_table
     from flexcp.wire import load_plan
 
     data = _read(file)
@@ -34,10 +37,13 @@ def show(file: File, check: Check = False, as_json: Json = False) -> None:
         plan.check()
     if plan.ranks > DRAWN_RANKS:
         raise ValueError(f"{file} is a plan of {plan.ranks} ranks; show draws up to {DRAWN_RANKS}")
+    if html is not None:
+        report_plan(html, plan)
     if as_json:
         typer.echo(json.dumps({**summary(plan), "file_bytes": len(data)}, indent=2))
     else:
-        typer.echo(str(plan))
+        with compiling():
+            typer.echo(f"{plan}\n\n{rounds_table(plan)}")
 
 
 def _read(path: Path) -> bytes:

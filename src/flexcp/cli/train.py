@@ -10,6 +10,7 @@ import typer
 
 from flexcp.cli import options as o
 from flexcp.cli.progress import console
+from flexcp.cli.reports import report_training
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,16 +39,18 @@ def train(
     dtype: o.Dtype = "float32",
     learning_rate: Rate = 3e-3,
     cluster: Preset = None,
+    html: o.Html = None,
     as_json: o.Json = False,
 ) -> None:
     """Train, and say of every step: loss, tokens/s, balance, bytes, predicted and measured time.
 
-    Example: `flexcp train --ranks 4 --steps 20`, or `torchrun --nproc-per-node 8 --no-python flexcp train --model config.json --dtype bfloat16`
+    Example: `flexcp train --ranks 4 --steps 20`; on GPUs `torchrun --nproc-per-node 8 --no-python flexcp train --model config.json`
     """
     from flexcp.clusters import cluster as machine
     from flexcp.planners import find_strategy
     from flexcp.train.loop import TrainConfig
     from flexcp.train.report import Table
+    from flexcp.train.trainee import checked_source
 
     launched = "TORCHELASTIC_RUN_ID" in os.environ
     preset = cluster or ("h100" if launched and _has_gpu() else "cpu")
@@ -55,11 +58,16 @@ def train(
     find_strategy(strategy)
     config = TrainConfig(model, data, tokens, steps, strategy, layout, dtype, learning_rate, preset)
     quiet_rank = launched and os.environ["RANK"] != "0"
+    checked_source(model, data, tokens)
     table = Table(console() if not quiet_rank else None, config)
+    if ranks < 1:
+        raise ValueError(f"training needs at least 1 rank; got --ranks {ranks}")
     reports = _under_torchrun(config, table.add) if launched else _on_cpu_ranks(config, ranks, table.add)
     if quiet_rank:
         return
     table.close()
+    if html is not None:
+        report_training(html, reports, config)
     if as_json:
         typer.echo(json.dumps([r.as_json() for r in reports], indent=2))
     else:
@@ -70,8 +78,6 @@ def _on_cpu_ranks(config: TrainConfig, ranks: int, add: Callable[[StepReport], N
     from flexcp.measure.ranks import RankPool
     from flexcp.train.loop import train as loop
 
-    if ranks < 1:
-        raise ValueError(f"training needs at least 1 rank; got --ranks {ranks}")
     with RankPool(ranks) as pool:
         found: list[StepReport] = pool.run(loop, config, on_item=add)[0]
     return found

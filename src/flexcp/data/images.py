@@ -42,7 +42,9 @@ class ImageBatch:
             end = 0
             for span in spans:
                 if not end <= span.start < span.stop <= n:
-                    raise ValueError(f"{span} does not lie in document {document} of {n} tokens after token {end}; spans ascend")
+                    raise ValueError(
+                        f"{span} does not lie in document {document} of {n} tokens after token {end}; spans ascend"
+                    )
                 if span.frames < 1 or (span.stop - span.start) * self.merge % span.frames:
                     patches = (span.stop - span.start) * self.merge
                     raise ValueError(f"{span} has {patches} patches, which are no {span.frames} frames of equal size")
@@ -73,7 +75,9 @@ class ImageBatch:
         return found
 
 
-def with_images(lengths: Sequence[int], shares: Sequence[float], merge: int = 4, frames: Sequence[int] | None = None) -> ImageBatch:
+def with_images(
+    lengths: Sequence[int], shares: Sequence[float], merge: int = 4, frames: Sequence[int] | None = None
+) -> ImageBatch:
     """A batch in which each document begins with a little text, then one span of about its share of the tokens, then text again."""
     spans = []
     for document, (n, share) in enumerate(zip(lengths, shares, strict=True)):

@@ -3,7 +3,7 @@
 A :class:`Pool` has a thread per worker process. The thread takes the next job, hands it to its worker and waits for the answer; that is
 all it does, so whatever happens to a worker happens to one thread and one job:
 
-    worker dies        its job is done again by a fresh worker, with a warning; after ``TRIES`` deaths over the same job the cause is raised
+    worker dies        its job is done again by a fresh worker, with a warning; after ``TRIES`` deaths over the same job it is an error
     planning fails     the worker's own traceback is raised where the training loop takes that plan
     worker is stuck    after ``patience`` seconds of waiting the loop warns, ends the worker and plans the step itself
 
@@ -40,7 +40,8 @@ from flexcp.wire import load_plan
 Ints = NDArray[np.int64]
 PlannerLike = Callable[..., Plan]
 
-TRIES = 3
+TRIES, STARTS = 3, 10
+"""Workers that may die over one job while they plan it, and while they start."""
 
 
 class PlanningError(RuntimeError):
@@ -57,6 +58,7 @@ class Job:
     plan: Plan | None = None
     error: str | None = None
     deaths: int = 0
+    false_starts: int = 0
     dropped: bool = False
 
     @property
@@ -261,12 +263,13 @@ def _tend(shared: _Shared, number: int) -> None:
 def _done(shared: _Shared, number: int, worker: _Worker | None, job: Job) -> _Worker | None:
     """Get one job done, by as many workers as it takes; the worker that is left."""
     while not job.dropped:
-        plan, error, seconds = None, None, 0.0
+        plan, error, seconds, ready = None, None, 0.0, worker is not None
         try:
             if worker is None:
                 worker = _Worker(shared.planner)
                 _at_work(shared, number, worker, job)
                 worker.greet()
+                ready = True
             _at_work(shared, number, worker, job)
             what, seconds, value = worker.plan(job)
             plan, error = (load_plan(value), None) if what == "plan" else (None, str(value))
@@ -277,12 +280,13 @@ def _done(shared: _Shared, number: int, worker: _Worker | None, job: Job) -> _Wo
                 shared.at_work.pop(number, None)
                 if shared.closed or job.dropped:
                     return None
-                job.deaths += 1
+                job.deaths += ready
+                job.false_starts += not ready
                 shared.stats.deaths += 1
                 shared.notes.append(f"a planner process {how} over step {job.key}; another does it again")
-            if job.deaths < TRIES:
+            if job.deaths < TRIES and job.false_starts < STARTS:
                 continue
-            error = f"{TRIES} planner processes ended over it, the last one {how}"
+            error = f"{job.deaths + job.false_starts} planner processes ended over it, the last one {how}"
         except Exception as failure:
             error = f"{failure}"
         with shared.change:

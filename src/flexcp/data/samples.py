@@ -15,7 +15,7 @@ Labels are made here, before anything is cut to ranks: the next token of the doc
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -47,10 +47,12 @@ class Fields:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """An opened sample: ``columns`` have a row per token and always hold tokens and labels, ``values`` are the document's own."""
+    """An opened sample: ``columns`` have a row per token and always hold tokens and labels, ``values`` belong to the document."""
 
     columns: dict[str, Tensor]
-    values: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any]
+    whole: int
+    """Tokens it had before it was cut."""
 
     def __len__(self) -> int:
         return len(self.columns[TOKENS])
@@ -58,11 +60,6 @@ class Sample:
     @property
     def schema(self) -> Schema:
         return tuple((name, c.dtype, tuple(c.shape[1:])) for name, c in self.columns.items())
-
-
-def length_of(sample: Any, fields: Fields, where: str) -> int:
-    """How many tokens a sample has."""
-    return len(_tokens(sample, fields, where)[1])
 
 
 def opened(sample: Any, fields: Fields, limit: int, where: str) -> Sample:
@@ -86,7 +83,7 @@ def opened(sample: Any, fields: Fields, limit: int, where: str) -> Sample:
             columns[key] = _column(given, key, whole, where)[:limit]
         else:
             values[key] = given[key]
-    return Sample(columns, values)
+    return Sample(columns, values, whole)
 
 
 def _tokens(sample: Any, fields: Fields, where: str) -> tuple[str, Tensor]:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from flexcp.data.documents import Document, Limits
 from flexcp.data.order import epoch_order
-from flexcp.data.samples import Fields, Masks, Sample, Schema, length_of, opened
+from flexcp.data.samples import Fields, Masks, Sample, Schema, opened
 from flexcp.data.sharing import Peers
 from flexcp.data.stats import Stats
 
@@ -94,10 +94,9 @@ class Known:
         where = f"document {document.number}"
         raw = self.dataset[document.number]
         fields, stats = self.reading.fields, self.reading.stats
-        found = length_of(raw, fields, where)
-        if found != document.whole:
-            raise ValueError(f"{where} has {found} tokens, but its length was given as {document.whole}")
         sample = opened(raw, fields, document.length, where)
+        if sample.whole != document.whole:
+            raise ValueError(f"{where} has {sample.whole} tokens, but its length was given as {document.whole}")
         self.schema = checked_schema(self.schema, sample.schema, where)
         stats.documents_read += 1
         stats.reading_s += time.perf_counter() - begin
@@ -226,14 +225,13 @@ class Read:
     def _opened(self, number: int, raw: Any) -> tuple[Document, Sample]:
         where = f"sample {number}"
         reading = self.reading
-        whole = length_of(raw, reading.fields, where)
+        sample = opened(raw, reading.fields, reading.limits.longest, where)
+        whole, length = sample.whole, len(sample)
         reading.stats.documents_read += 1
-        length = min(whole, reading.limits.longest)
         if length < whole and reading.limits.too_long != "cut":
             if reading.limits.too_long == "refuse":
                 raise ValueError(reading.limits.refusal(whole, where))
-            return Document(number, 0, whole, None, dropped=True), Sample({})
-        sample = opened(raw, reading.fields, length, where)
+            return Document(number, 0, whole, None, dropped=True), sample
         valid = int((sample.columns["labels"] != reading.fields.ignore).sum())
         size = len(pickle.dumps(sample.values)) if sample.values else 0
         mask = reading.masks.of(number, raw, length)

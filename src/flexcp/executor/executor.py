@@ -66,7 +66,7 @@ def run_forward(
 
 
 def run_backward(
-    prepared: Prepared, runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, kept: Tensor
+    prepared: Prepared, runtime: Runtime, kept: Tensor, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv (accumulator dtype) of this rank's own tokens in stream order; ``kept`` is the forward's."""
     with runtime.watched(), runtime.exchange:

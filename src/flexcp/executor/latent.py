@@ -58,8 +58,8 @@ def latent_attention(
     """Attention of the whole batch, seen from this rank: ``[local tokens, heads, v_head_dim]``.
 
     ``q`` is ``[local tokens, heads, head_dim]`` and ``latent`` ``[local tokens, width]``, with whatever of the keys is shared by all heads
-    (rotated parts too) in it. ``expand(latent, *weights)`` makes ``k`` and ``v``, ``[rows, heads, ...]``, of any rows; it must be a function
-    of its arguments alone, row by row. Gradients reach ``q``, ``latent`` and ``weights``, the last as this rank's share.
+    (rotated parts too) in it. ``expand(latent, *weights)`` makes ``k`` and ``v``, ``[rows, heads, ...]``, of any rows; it must be a
+    function of its arguments alone, row by row. Gradients reach ``q``, ``latent`` and ``weights``, the last as this rank's share.
     """
     _check(q, latent, step)
     number = step.plan.batch.masks.index(step.plan.batch.mask(mask))
@@ -172,7 +172,9 @@ def _slices(plan: Plan, rank: int, mask: int, own: Ints, arena: Ints) -> Ints:
     batch, regions = plan.batch, plan.placement.regions[mask]
     regions = regions.take(regions.rank == rank)
     if len(regions) and (regions.h0.any() or (regions.h1 != plan.shape.heads).any()):
-        raise NotImplementedError(f"strategy {plan.strategy!r} splits heads, and latent attention takes all; use 'blocks' or 'groups'")
+        raise NotImplementedError(
+            f"strategy {plan.strategy!r} splits heads, and latent attention takes all; use 'blocks' or 'groups'"
+        )
     index, slices = batch.masks[mask].cuts(regions.document, regions.q0, regions.q1, regions.k0, regions.k1)
     begin = batch.starts[regions.document[index]]
     slices = masks.shift(slices, begin, begin)
@@ -267,7 +269,9 @@ def _local(x: Tensor, step: Step) -> Tensor:
 def _check(q: Tensor, latent: Tensor, step: Step) -> None:
     shape = step.plan.shape
     if shape.latent is None:
-        raise ValueError("this plan counts keys and values of heads; plan with Planner(kv_heads=1, latent=WIDTH) for latents")
+        raise ValueError(
+            "this plan counts keys and values of heads; plan with Planner(kv_heads=1, latent=WIDTH) for latents"
+        )
     wanted = {
         "q": (q, (step.local_tokens, shape.heads, shape.head_dim)),
         "latent": (latent, (step.local_tokens, shape.latent)),
@@ -276,4 +280,6 @@ def _check(q: Tensor, latent: Tensor, step: Step) -> None:
         if tuple(x.shape) != size:
             raise ValueError(f"{name} has shape {tuple(x.shape)}, but rank {step.rank} of this plan expects {size}")
         if str(x.dtype).removeprefix("torch.") != shape.dtype:
-            raise ValueError(f"{name} is {x.dtype}, but the plan counts bytes of {shape.dtype}; plan with Planner(dtype=...)")
+            raise ValueError(
+                f"{name} is {x.dtype}, but the plan counts bytes of {shape.dtype}; plan with Planner(dtype=...)"
+            )

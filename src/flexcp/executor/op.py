@@ -147,7 +147,7 @@ def _gradients(
     runtime = _runtime(step, q, settings, number, backward=True)
     prepared = step.prepared(number, True, step.choose_kernel(q.device, kernel), runtime.types)
     inputs = (_kept(x, step) for x in (q, k, v, do, lse, delta))
-    dq, dk, dv = (_local(x, step) for x in run_backward(prepared, runtime, *inputs, kept=keys))
+    dq, dk, dv = (_local(x, step) for x in run_backward(prepared, runtime, keys, *inputs))
     dsinks = q.new_empty(0) if sinks is None else sinks_gradient(sinks, lse, delta)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
 
@@ -181,7 +181,9 @@ def _runtime(step: Step, q: Tensor, settings: Settings, mask: int, backward: boo
 def _check(q: Tensor, k: Tensor, v: Tensor, step: Step) -> None:
     shape = step.plan.shape
     if shape.latent is not None:
-        raise ValueError(f"this plan moves latents of {shape.latent} numbers a token; call flexcp.latent_attention under it")
+        raise ValueError(
+            f"this plan moves latents of {shape.latent} numbers a token; call flexcp.latent_attention under it"
+        )
     wanted = {
         "q": (q, (step.local_tokens, shape.heads, shape.head_dim)),
         "k": (k, (step.local_tokens, shape.kv_heads, shape.head_dim)),

@@ -5,8 +5,8 @@ context-parallel group, are one *pool*: a micro-batch is a list of documents for
 ranks keeps. Four seams are used, none is patched:
 
 - the layer spec's ``core_attention`` becomes :class:`PlannedAttention` (:func:`planned_spec`);
-- ``PackedSeqParams``, Megatron's own per-micro-batch carrier, brings the step to every layer (:class:`PlannedSequences`). Each stage binds the
-  same plan to its own pool, so a plan travels with its micro-batch through a pipeline without being sent;
+- ``PackedSeqParams``, Megatron's own per-micro-batch carrier, brings the step to every layer (:class:`PlannedSequences`). Each stage binds
+  the same plan to its own pool, so a plan travels with its micro-batch through a pipeline without being sent;
 - a rotary embedding is asked for its length and then called with that length, both on the same module: :class:`PlannedRotary` answers the
   first with the step and makes the second return the angles of this rank's positions (:func:`adapt`);
 - the data iterator yields :class:`MicroBatch` inside Megatron's ``RerunDataIterator``, and :func:`forward_step` returns the (sum, tokens,
@@ -66,6 +66,8 @@ class MicroBatch:
     loss_mask: Tensor
     position_ids: Tensor
     packed_seq_params: PlannedSequences
+    padding_mask: Tensor | None = None
+    """True for pads, for models with experts."""
 
     @property
     def step(self) -> Step:
@@ -80,8 +82,9 @@ def planned_spec(spec: Any) -> Any:
     found = copy.deepcopy(spec)
     layers = found.layer_specs if isinstance(found, TransformerBlockSubmodules) else [found]
     for layer in layers:
-        attentions = getattr(getattr(layer, "submodules", None), "self_attention", None)
-        parts = getattr(attentions, "submodules", None)
+        parts: Any = layer
+        for name in ("submodules", "self_attention", "submodules"):
+            parts = getattr(parts, name, None)
         if not hasattr(parts, "core_attention"):
             raise NotImplementedError(
                 f"flexcp plans self-attention layers; this spec has none with a core attention: {layer}"
@@ -268,8 +271,10 @@ def data_iterator(
     ``pad_to``: with the most tokens a rank ever keeps, every micro-batch has the same shape.
     """
     pool = group or parallel_state.get_data_parallel_group(with_context_parallel=True)
-    more = {"mask": mask, "tokens": tokens, "pad_to": pad_to, "device": device}
-    return RerunDataIterator(micro_batch(documents, planner, config, pool, **more) for documents in batches)
+    return RerunDataIterator(
+        micro_batch(documents, planner, config, pool, mask=mask, tokens=tokens, pad_to=pad_to, device=device)
+        for documents in batches
+    )
 
 
 def micro_batch(
@@ -311,15 +316,23 @@ def micro_batch(
     carrier = PlannedSequences(
         "thd" if latent else "sbhd", borders, borders, max_seqlen_q=longest, max_seqlen_kv=longest, step=step
     )
-    rows = (step.shard(stream), labels.clamp(min=0), (labels != IGNORE).float(), step.positions)
-    return MicroBatch(*(x[None].to(device) for x in rows), carrier)
+    # Megatron looks up every label before the loss mask is applied. Experts leave pads out of their balance where Megatron can tell them.
+    valid, pads = labels != IGNORE, step.indices < 0
+    tell = (
+        config.num_moe_experts
+        and pads.any()
+        and not (config.sequence_parallel and config.pipeline_model_parallel_size > 1)
+    )
+    rows = [x[None].to(device) for x in (step.shard(stream), labels.clamp(min=0), valid.float(), step.positions, pads)]
+    return MicroBatch(rows[0], rows[1], rows[2], rows[3], carrier, rows[4] if tell else None)
 
 
 def forward_step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
     """Megatron's forward step for a language model."""
     batch = next(iterator)
+    more = {} if batch.padding_mask is None else {"padding_mask": batch.padding_mask}
     losses = model(
-        batch.tokens, batch.position_ids, None, labels=batch.labels, packed_seq_params=batch.packed_seq_params
+        batch.tokens, batch.position_ids, None, labels=batch.labels, packed_seq_params=batch.packed_seq_params, **more
     )
     return losses, partial(token_loss, batch.loss_mask)
 

@@ -114,7 +114,7 @@ def qwen2_vl(
     model: Any, documents: Sequence[VisionDocument], batch: ImageBatch, encoder: Step, language: Step
 ) -> Tensor:
     """Logits ``[local tokens, vocabulary]`` of a ``Qwen2VLForConditionalGeneration``. Every rank is given all documents."""
-    features = encoded(model.model.visual, documents, encoder)
+    features = encoded(model.model.visual, documents, encoder)  # [local patches, width]
     text = model.model.language_model
     stream = torch.cat([d.tokens for d in documents])
     embeddings = text.embed_tokens(language.shard(stream))
@@ -133,7 +133,7 @@ def encoded(visual: Any, documents: Sequence[VisionDocument], step: Step) -> Ten
 
     patches = step.shard(torch.cat([d.patches for d in documents]))
     places = get_vision_position_ids(torch.cat([d.grids for d in documents]), visual.spatial_merge_size)
-    hidden = visual.patch_embed(patches)
+    hidden: Tensor = visual.patch_embed(patches)
     angles = visual.rotary_pos_emb(hidden, step.shard(places))
     # One stretch for Transformers: which patches are a frame is in the plan.
     whole = torch.tensor([0, len(hidden)])

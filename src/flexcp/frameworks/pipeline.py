@@ -1,12 +1,13 @@
 """Pipelines of torch.distributed.pipelining: one plan for each micro-batch, travelling with it through the stages.
 
 The ranks of a stage are a pool, and every stage binds the same plans to its own pool. Nothing of a plan is sent: planning is the same
-integers everywhere, so a micro-batch's number names its step on every stage. The number goes through the schedule as a tensor like any other
-input, the list of steps as a keyword that the schedule copies to every micro-batch, and :class:`PlannedStage` puts the two together again.
+integers everywhere, so a micro-batch's number names its step on every stage. The number goes through the schedule as a tensor like any
+other input, the list of steps as a keyword that the schedule copies to every micro-batch, and :class:`PlannedStage` puts the two
+together again.
 
 torch's pipelines allocate for one shape, so all micro-batches keep the same number of tokens on every rank: plan them with
-``tokens="equal"`` and ``pad_to`` the most that any of them needs (with ``planner.micro_batches``: the cap). Megatron's pipelines take shapes
-that change (:mod:`flexcp.frameworks.megatron`).
+``tokens="equal"`` and ``pad_to`` the most that any of them needs (with ``planner.micro_batches``: the cap). Megatron's pipelines take
+shapes that change (:mod:`flexcp.frameworks.megatron`).
 
     parts    = planner.micro_batches(lengths, tokens="equal", pad_to=cap)
     batches  = PlannedMicroBatches(parts, group)

@@ -37,11 +37,11 @@ from flexcp.masks import causal, window
 from flexcp.planner import Planner
 
 
-class FlexcpAttention(Module):  # type: ignore[misc]
+class FlexcpAttention(Module):
     """An inner attention that runs the step it is given as ``attention_masks``: ``[1, L, N, H]`` in and out."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Module.Config):  # type: ignore[misc]
+    class Config(Module.Config):
         """``window``: keys a query sees, itself included; 0 for all before it."""
 
         window: int = 0
@@ -85,11 +85,11 @@ class FlexcpAttention(Module):  # type: ignore[misc]
         return out_THD[None] if out_transform is None else out_transform(out_THD[None], lse_TH[None])
 
 
-class FlexcpSelectiveAC(SelectiveAC):  # type: ignore[misc]
+class FlexcpSelectiveAC(SelectiveAC):
     """Selective checkpointing that keeps attention's results: recomputing them would exchange keys again."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(SelectiveAC.Config):  # type: ignore[misc]
+    class Config(SelectiveAC.Config):
         """As torchtitan's."""
 
     def get_save_ops(self) -> set[Any]:
@@ -129,11 +129,11 @@ def selective(config: SelectiveAC.Config) -> FlexcpSelectiveAC.Config:
 OVERRIDES = [f"{__name__}.{function.__name__}" for function in (sdpa, flex, varlen, selective)]
 
 
-class FlexcpTrainer(Trainer):  # type: ignore[misc]
+class FlexcpTrainer(Trainer):
     """torchtitan's trainer, whose data parallel ranks share every batch."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Trainer.Config):  # type: ignore[misc]
+    class Config(Trainer.Config):
         """torchtitan's, and how to plan: for which ``cluster``, by which ``strategy``, with which ``options`` of the planner's call."""
 
         cluster: Cluster | None = None

@@ -43,7 +43,9 @@ def examine() -> Iterator[Finding]:
     import flexcp
 
     yield Finding("flexcp", f"{flexcp.__version__} in {Path(flexcp.__file__).parent}")
-    yield Finding("machine", f"{platform.system()} {platform.machine()}, Python {platform.python_version()}, {_cores()}")
+    yield Finding(
+        "machine", f"{platform.system()} {platform.machine()}, Python {platform.python_version()}, {_cores()}"
+    )
     yield from _torch()
     yield from _kernels()
     yield _cache()
@@ -92,9 +94,15 @@ def _torch() -> Iterator[Finding]:
     old = None if parts >= LEAST_TORCH else "flexcp needs torch 2.11 or newer: pip install -U torch"
     yield Finding("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'not built in'}", fix=old)
     gloo = dist.is_available() and dist.is_gloo_available()
-    yield Finding("gloo", "there, for CPU ranks" if gloo else "missing", fix=None if gloo else "install a torch built with gloo")
+    yield Finding(
+        "gloo", "there, for CPU ranks" if gloo else "missing", fix=None if gloo else "install a torch built with gloo"
+    )
     if not torch.cuda.is_available():
-        why = "torch has no CUDA" if torch.version.cuda is None else "no device, or its driver does not answer (try nvidia-smi)"
+        why = (
+            "torch has no CUDA"
+            if torch.version.cuda is None
+            else "no device, or its driver does not answer (try nvidia-smi)"
+        )
         yield Finding("GPU", f"none: {why}; everything runs on the CPU, for planning, tests and simulation")
         return
     for number in range(torch.cuda.device_count()):
@@ -150,7 +158,9 @@ def _timed(name: str, work: Callable[[], str]) -> Finding:
     try:
         found = work()
     except Exception as error:  # whatever goes wrong on a machine is a finding
-        return Finding(name, "failed", fix=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        return Finding(
+            name, "failed", fix=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        )
     return Finding(name, f"{found}, {time.perf_counter() - begin:.1f} s")
 
 

@@ -21,7 +21,8 @@ from torch import Tensor
 from flexcp.cost import CostModel
 from flexcp.executor.kernels import Settings, accumulator_dtype, find_kernel
 from flexcp.executor.kernels.choose import choose_kernel
-from flexcp.executor.program import KEYS, QUERIES, RankProgram, Work, rank_program
+from flexcp.executor.program import RankProgram, Work, rank_program
+from flexcp.memory import KEYS
 from flexcp.pieces import Shape
 from flexcp.plan import Plan
 from flexcp.simulator.passes import Rules
@@ -76,12 +77,11 @@ def _shelves(program: RankProgram, shape: Shape, device: torch.device) -> dict[i
     for number, shelf in enumerate(program.shelves):
         rows, heads = shelf.rows, shelf.h1 - shelf.h0
         d, v = (rows, heads, shape.head_dim), (rows, heads, shape.v_head_dim)
-        random, zeros = {KEYS: (("k", d), ("v", v)), QUERIES: (("q", d), ("do", v))}, {}
-        if shelf.side == KEYS:
-            zeros = {"dk": d, "dv": v}
-        else:
+        random = (("k", d), ("v", v)) if shelf.side == KEYS else (("q", d), ("do", v))
+        zeros: dict[str, tuple[int, ...]] = {"dk": d, "dv": v}
+        if shelf.side != KEYS:
             zeros = {"dq": d, "out": v, "lse": (rows, heads), "delta": (rows, heads)}
-        found[number] = {name: torch.randn(size, device=device).to(dtype) for name, size in random[shelf.side]}
+        found[number] = {name: torch.randn(size, device=device).to(dtype) for name, size in random}
         found[number] |= {name: torch.zeros(size, dtype=more, device=device) for name, size in zeros.items()}
     return found
 

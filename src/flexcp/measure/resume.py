@@ -25,6 +25,8 @@ EVERY = 2
 """Steps between checkpoints."""
 SAMPLES, LONGEST, BUDGET, SEED = 37, 60, 96, 11
 LIMIT = 300.0
+PACE = 0.02
+"""Seconds each step sleeps, so that a moment drawn in seconds lies within a few steps on any machine."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,8 @@ def disturbed(folder: Path, ranks: int, steps: int, kills: int, seed: int) -> Ki
         with _Launch(folder, ranks, steps) as launch:
             # Some die while they start, some between steps, some inside of one or of a checkpoint.
             more = rng.choice((0, 1, 1, 2, 3))
-            ended = launch.wait_for(lambda n=before + more, least=more: len(_lines(folder)) >= n or least == 0)  # type: ignore[misc]
-            time.sleep(rng.random() * (1.0 if more == 0 else 0.04))
+            ended = launch.wait_for(lambda n=before + more, least=more: len(_lines(folder)) >= n or least == 0)
+            time.sleep(rng.random() * (0.7 if more == 0 else 2 * PACE))
             if ended:
                 raise RuntimeError(f"the run ended before it was killed {kills} times; give it more than {steps} steps")
             launch.kill(rng.randrange(ranks))
@@ -176,6 +178,7 @@ def train(folder: Path, rank: int, ranks: int, steps: int, port: int) -> None:
                     dist.all_reduce(parameter.grad, group=group)
                 dist.all_reduce(value, group=group)
             optimizer.step()
+            time.sleep(PACE)
             done += 1
             if rank == 0:
                 _noted(folder, done, batch, float(value))

@@ -23,7 +23,8 @@ def advice_words(advice: Advice) -> Paragraphs:
 def gain_words(advice: Advice, answer: Answer) -> str:
     """A gain with what the cost model's error makes of it."""
     gain, error = advice.gain(answer), advice.error
-    return f"{gain:.2f} times the speed ({gain / (1 + error):.2f} to {gain * (1 + error):.2f} with the cost model's error of {100 * error:g} %)"
+    least, most = gain / (1 + error), gain * (1 + error)
+    return f"{gain:.2f} times the speed ({least:.2f} to {most:.2f} with the cost model's error of {100 * error:g} %)"
 
 
 def _documents(advice: Advice) -> str:
@@ -33,8 +34,8 @@ def _documents(advice: Advice) -> str:
     longest = np.sort(lengths)[::-1][: max(1, len(lengths) // 10)].astype(float)
     pairs = 100 * (longest**2).sum() / (lengths.astype(float) ** 2).sum()
     return (
-        f"{len(lengths):,} documents of {int(lengths.min()):,} to {int(lengths.max()):,} tokens, median {int(np.median(lengths)):,}. The longest "
-        f"tenth holds {100 * longest.sum() / lengths.sum():.0f} % of the tokens and about {pairs:.0f} % of full attention's work."
+        f"{len(lengths):,} documents of {int(lengths.min()):,} to {int(lengths.max()):,} tokens, median {int(np.median(lengths)):,}. "
+        f"The longest tenth holds {100 * longest.sum() / lengths.sum():.0f} % of the tokens and about {pairs:.0f} % of the attention."
     )
 
 
@@ -44,7 +45,8 @@ def _setting(advice: Advice) -> str:
     passes = f"{advice.passes} passes" if advice.passes > 1 else "one pass"
     looked = f", of which {len(advice.static.steps)} were simulated" if len(advice.static.steps) < advice.passes else ""
     return (
-        f"{q.preset.model.name} with {q.mask} attention on {q.cluster} ({q.cluster.ranks} ranks), at most {q.max_tokens_per_rank:,} tokens a rank: "
+        f"{q.preset.model.name} with {q.mask} attention on {q.cluster} ({q.cluster.ranks} ranks), at most "
+        f"{q.max_tokens_per_rank:,} tokens a rank: "
         f"the documents make {passes}{looked} ({tokens:,} tokens)."
     )
 
@@ -61,14 +63,16 @@ def _static(advice: Advice) -> str:
     who = f"{static.name}, what you use today," if q.today else f"{static.name}, the best static method here,"
     lost = 100 * (1 - advice.bound_ns / static.total_ns)
     return (
-        f"{who} takes {static.total_ns / 1e6 / len(static.steps):,.1f} ms a pass, forward and backward: {_share(static)}. Its busiest rank does "
-        f"{static.compute_imbalance:.2f} times the mean's attention. Perfectly divided compute would save {lost:.0f} %."
+        f"{who} takes {static.total_ns / 1e6 / len(static.steps):,.1f} ms a pass, forward and backward: {_share(static)}. "
+        f"Its busiest rank does {static.compute_imbalance:.2f} times the mean's attention. "
+        f"Perfectly divided compute would save {lost:.0f} %."
     )
 
 
 def _gains(advice: Advice) -> list[str]:
     found = [
-        f"With flexcp's loader, strategy {advice.free.name!r}: {_ms(advice.free)} a pass, {gain_words(advice, advice.free)}. {_share(advice.free)}."
+        f"With flexcp's loader, strategy {advice.free.name!r}: {_ms(advice.free)} a pass, {gain_words(advice, advice.free)}. "
+        f"{_share(advice.free)}."
     ]
     if advice.swap is None:
         found.append("Swapping attention alone does not fit: a contiguous split is over the cap of tokens.")
@@ -86,7 +90,8 @@ def _ms(answer: Answer) -> str:
 def _todo(advice: Advice) -> list[str]:
     if advice.verdict == "static":
         return [
-            f"Do not bother: stay with {advice.static.name}. The gain is not beyond what the cost model may err by, because {advice.why_static}.",
+            f"Do not bother: stay with {advice.static.name}. The gain is not beyond what the cost model may err by, because "
+            f"{advice.why_static}.",
             "Ask again when lengths, ranks or the mask change, or with --cost and your own calibration (flexcp calibrate).",
         ]
     q, answer = advice.question, advice.swap if advice.verdict == "swap" else advice.free
@@ -105,7 +110,7 @@ def _todo(advice: Advice) -> list[str]:
     return [
         what,
         micro,
-        f"The fullest rank keeps {answer.most_tokens:,} tokens, and attention needs {size(memory)} there: one arena, and what all layers keep for "
-        f"their backward without recomputation.",
+        f"The fullest rank keeps {answer.most_tokens:,} tokens, and attention needs {size(memory)} there: one arena, and what all "
+        "layers keep for their backward without recomputation.",
         "All of this is simulated, not measured. Check it on your machines with flexcp bench step, and calibrate with flexcp calibrate.",
     ]

@@ -56,9 +56,21 @@ def choice(name: str, label: str, options: Sequence[tuple[Any, str]]) -> str:
 
 
 def figure(
-    picture: str, section: int, *, title: str, says: str, caption: str, behind: str, tools: str = "", zoom: bool = True, half: bool = False
+    picture: str,
+    section: int,
+    *,
+    title: str,
+    says: str,
+    caption: str,
+    behind: str,
+    tools: str = "",
+    zoom: bool = True,
+    half: bool = False,
 ) -> str:
-    """A canvas that the script ``picture`` draws; ``says`` is what it shows in words, ``behind`` the table of the same. Two ``half`` figures stand side by side."""
+    """A canvas that the script ``picture`` draws; ``says`` is what it shows in words, ``behind`` the table of the same.
+
+    Two ``half`` figures stand side by side.
+    """
     buttons = "".join(
         f'<button type="button" data-zoom="{way}" aria-label="{name}: {escape(title, quote=True)}">{sign}</button>'
         for way, name, sign in (("in", "Zoom in", "+"), ("out", "Zoom out", "\u2212"), ("all", "Show all", "all"))
@@ -67,7 +79,8 @@ def figure(
     inside = (buttons if zoom else "") + tools
     bar = f'<div class="tools" role="group" aria-label="{escape(label, quote=True)}">{inside}</div>' if inside else ""
     return (
-        f'<figure{" class=half" if half else ""} data-picture="{picture}" data-section="{section}"><h3>{escape(title)}</h3><p class="caption">{escape(caption)}</p>'
+        f'<figure{" class=half" if half else ""} data-picture="{picture}" data-section="{section}"><h3>{escape(title)}</h3>'
+        f'<p class="caption">{escape(caption)}</p>'
         f'{bar}<canvas tabindex="0" role="application" aria-roledescription="picture" aria-describedby="keys" '
         f'aria-label="{escape(title + ": " + says, quote=True)}"></canvas>{behind}</figure>'
     )

@@ -91,7 +91,14 @@ def _batch(plan: Plan, number: int) -> str:
     ]
     caption = f"The {min(len(order), MOST_DOCUMENTS)} longest documents"
     behind = folded("As a table", table(["document", "tokens", "% of tokens", "% of attention"], rows, caption))
-    return figure("batch", number, title="The batch", says=says, caption=f"{says} Bars: tokens of each document, longest first, on a logarithmic scale.", behind=behind)
+    return figure(
+        "batch",
+        number,
+        title="The batch",
+        says=says,
+        caption=f"{says} Bars: tokens of each document, longest first, on a logarithmic scale.",
+        behind=behind,
+    )
 
 
 def _kept(plan: Plan, number: int) -> str:
@@ -99,7 +106,9 @@ def _kept(plan: Plan, number: int) -> str:
     counts = np.bincount(runs.rank, minlength=plan.ranks)
     rows = [[r, r // plan.cluster.ranks_per_node, int(tokens[r]), int(counts[r])] for r in range(plan.ranks)]
     says = f"ranks keep {int(tokens.min()):,} to {int(tokens.max()):,} tokens in {len(runs):,} runs."
-    caption = "The stream from left to right: documents, the rank that keeps each part, and below a line for every rank."
+    caption = (
+        "The stream from left to right: documents, the rank that keeps each part, and below a line for every rank."
+    )
     if len(drawn_documents(plan)) < plan.batch.documents:
         caption += " Striped: short documents cut into too many parts to draw here."
     behind = folded("As a table", table(["rank", "node", "tokens", "runs"], rows, "Tokens and runs of every rank"))
@@ -122,8 +131,13 @@ def _matrix(plan: Plan, number: int) -> str:
     ]
     says = f"compute of ranks is {float(work.min()) / mean:.3f} to {float(work.max()) / mean:.3f} of the mean."
     caption = "Rows (queries) down, keys right: each part in the colour and with the number of the rank that computes it. Grey is masked."
-    behind = folded("As a table", table(["rank", "pairs x query heads", "of the mean", "regions"], rows, "Attention of every rank, first mask"))
-    return figure("matrix", number, title="Who computes what", says=says, caption=caption, behind=behind, tools=tools, half=True)
+    behind = folded(
+        "As a table",
+        table(["rank", "pairs x query heads", "of the mean", "regions"], rows, "Attention of every rank, first mask"),
+    )
+    return figure(
+        "matrix", number, title="Who computes what", says=says, caption=caption, behind=behind, tools=tools, half=True
+    )
 
 
 def _masks(plan: Plan) -> str:
@@ -159,7 +173,10 @@ def _traffic(plan: Plan, number: int) -> str:
     for backward in (False, True):
         matrix = plan.bytes(backward)
         source, target = np.nonzero(matrix)
-        rows += [["backward" if backward else "forward", int(s), int(t), int(matrix[s, t])] for s, t in zip(source, target, strict=True)]
+        rows += [
+            ["backward" if backward else "forward", int(s), int(t), int(matrix[s, t])]
+            for s, t in zip(source, target, strict=True)
+        ]
     rows.sort(key=lambda row: -int(row[3]))
     forward = plan.bytes()
     says = (
@@ -170,4 +187,13 @@ def _traffic(plan: Plan, number: int) -> str:
     caption = "Senders down, receivers right; the darker, the more bytes. Lines part nodes."
     shown = f"The {min(len(rows), MOST_TRANSFERS)} largest of {len(rows):,} pairs of ranks, first mask"
     behind = folded("As a table", table(["direction", "from", "to", "bytes"], rows[:MOST_TRANSFERS], shown))
-    return figure("traffic", number, title="Bytes between ranks", says=says, caption=caption, behind=behind, tools=tools, half=True)
+    return figure(
+        "traffic",
+        number,
+        title="Bytes between ranks",
+        says=says,
+        caption=caption,
+        behind=behind,
+        tools=tools,
+        half=True,
+    )

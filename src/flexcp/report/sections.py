@@ -56,16 +56,22 @@ def words_section(title: str, texts: Sequence[str], figures: Sequence[tuple[str,
 
 def code_section(title: str, blocks: Sequence[tuple[str, str]]) -> Section:
     """(what it is for, code) pairs."""
-    inside = "".join(f'<h3>{escape(name)}</h3><pre tabindex="0"><code>{escape(code)}</code></pre>' for name, code in blocks)
+    inside = "".join(
+        f'<h3>{escape(name)}</h3><pre tabindex="0"><code>{escape(code)}</code></pre>' for name, code in blocks
+    )
     return Section(title, lambda _: f'<div class="words">{inside}</div>', {})
 
 
-def table_section(title: str, headers: Sequence[str], rows: Sequence[Sequence[str | int | float]], says: str) -> Section:
+def table_section(
+    title: str, headers: Sequence[str], rows: Sequence[Sequence[str | int | float]], says: str
+) -> Section:
     """A table alone."""
     return Section(title, lambda _: paragraphs([says]) + table(headers, rows, title), {})
 
 
-def strategies_section(strategies: Sequence[StrategyTime], says: str, title: str = "Strategies side by side") -> Section:
+def strategies_section(
+    strategies: Sequence[StrategyTime], says: str, title: str = "Strategies side by side"
+) -> Section:
     """Predicted step time of strategies, the fastest first."""
     ordered = sorted(strategies, key=lambda s: s.total_ns)
     best = ordered[0]
@@ -83,7 +89,17 @@ def strategies_section(strategies: Sequence[StrategyTime], says: str, title: str
         ]
         for s in ordered
     ]
-    headers = ["strategy", "step ms", "x fastest", "attention ms", "waiting ms", "other layers ms", "bytes a layer", "imbalance", "remark"]
+    headers = [
+        "strategy",
+        "step ms",
+        "x fastest",
+        "attention ms",
+        "waiting ms",
+        "other layers ms",
+        "bytes a layer",
+        "imbalance",
+        "remark",
+    ]
     slowest = ordered[-1]
     shown = f"{best.name} is fastest with {best.total_ns / 1e6:.2f} ms, {slowest.name} slowest with {slowest.total_ns / 1e6:.2f} ms."
 
@@ -107,13 +123,17 @@ def strategies_section(strategies: Sequence[StrategyTime], says: str, title: str
     return Section(title, body, data)
 
 
-def lines_section(title: str, steps: Sequence[int], series: Mapping[str, Sequence[float]], says: str, unit: str = "step") -> Section:
+def lines_section(
+    title: str, steps: Sequence[int], series: Mapping[str, Sequence[float]], says: str, unit: str = "step"
+) -> Section:
     """Values over steps, a line for each name."""
     for name, values in series.items():
         if len(values) != len(steps):
             raise ValueError(f"line {name!r} has {len(values)} values for {len(steps)} steps")
     rows = [[int(step), *(float(values[i]) for values in series.values())] for i, step in enumerate(steps)]
-    ends = "; ".join(f"{name} from {values[0]:.4g} to {values[-1]:.4g}" for name, values in series.items() if len(values))
+    ends = "; ".join(
+        f"{name} from {values[0]:.4g} to {values[-1]:.4g}" for name, values in series.items() if len(values)
+    )
 
     def body(number: int) -> str:
         behind = folded("As a table", table([unit, *series], rows, title))

@@ -20,8 +20,8 @@ from flexcp.cost import CostModel
 from flexcp.intervals import overlaps
 from flexcp.masks import K0, K1, Q0, Q1, area, is_empty, shift, trim
 from flexcp.pieces import Kind
-from flexcp.plan import Placement, Plan, Program, Transfers, sums
-from flexcp.work import count_pairs, rank_work, rings_of
+from flexcp.plan import Placement, Plan, Program, sums
+from flexcp.work import Pairs, count_pairs, rank_work, rings_of
 
 Ints = NDArray[np.int64]
 MOST_PARTS = 4_000_000
@@ -40,7 +40,10 @@ class SlotWork(NamedTuple):
 
 
 class _Segments(NamedTuple):
-    """What each rank holds of one side: stream ranges with a head range and the slot in which they are there."""
+    """What each rank holds of one side: stream ranges with a head range, the slot from which on they are there, and their shelf.
+
+    Shelf 0 is a rank's own tokens; what arrives together is on one.
+    """
 
     rank: Ints
     start: Ints
@@ -48,22 +51,26 @@ class _Segments(NamedTuple):
     h0: Ints
     h1: Ints
     slot: Ints
+    shelf: Ints
 
 
 class _Parts(NamedTuple):
-    """Slices of regions (in stream coordinates) for query heads ``h0..h1``; the slots in which their queries and keys are there."""
+    """Slices of regions (in stream coordinates) for query heads ``h0..h1``; the slot in which they can run, shelves of queries and keys."""
 
     region: Ints
     slices: Ints
     h0: Ints
     h1: Ints
-    q_slot: Ints
-    k_slot: Ints
+    slot: Ints
+    q_shelf: Ints
+    k_shelf: Ints
 
 
 def slot_work(plan: Plan, mask: int, backward: bool) -> SlotWork:
     """The work of a mask's program in one direction."""
     program, placement = plan.programs[mask][backward], plan.placement
+    if placement.traffic.kind == "gather" and not placement.assemble_own:
+        return _gathered(plan, mask, program)
     if placement.traffic.kind == "ring" and _ring_parts(placement, mask, program) > MOST_PARTS:
         return _spread_ring(plan, mask, program)
     return _summed(plan, mask, program, _parts(plan, mask, program))
@@ -86,7 +93,7 @@ def _parts(plan: Plan, mask: int, program: Program) -> _Parts:
     index, slices = placement.batch.masks[mask].cuts(regions.document, regions.q0, regions.q1, regions.k0, regions.k1)
     begin = placement.batch.starts[regions.document[index]]
     now = np.zeros_like(index)
-    parts = _Parts(index, shift(slices, begin, begin), regions.h0[index], regions.h1[index], now, now)
+    parts = _Parts(index, shift(slices, begin, begin), regions.h0[index], regions.h1[index], now, now, now)
     for kind, each in ((Kind.Q, 1), (Kind.KV, share)):
         parts = _cut(parts, regions.rank, _held(plan, mask, program, kind), kind, each, placement.stream)
     return parts
@@ -105,12 +112,14 @@ def _held(plan: Plan, mask: int, program: Program, kind: Kind) -> _Segments:
     piece, run = overlaps(t.owner * span + t.start, t.owner * span + t.stop, base, base + stop - start)
     first = np.maximum(t.start[piece], local[run]) - local[run] + start[run]
     last = np.minimum(t.stop[piece], local[run] + (stop - start)[run]) - local[run] + start[run]
-    arrived = (t.target[piece], first, last, t.h0[piece], t.h1[piece], t.stage[piece])
+    stage = t.stage[piece]
+    arrived = (t.target[piece], first, last, t.h0[piece], t.h1[piece], stage, stage + 1)
     if placement.assemble_own:
         return _Segments(*arrived)
     everything = plan.shape.heads if kind == Kind.Q else plan.shape.kv_heads
     count = len(kept.rank)
-    own = (kept.rank, kept.start, kept.stop, _full(count, 0), _full(count, everything), _full(count, program.own_stage))
+    numbers = (_full(count, x) for x in (0, everything, program.own_stage, 0))
+    own = (kept.rank, kept.start, kept.stop, *numbers)
     return _Segments(*(np.concatenate(pair) for pair in zip(own, arrived, strict=True)))
 
 
@@ -138,9 +147,10 @@ def _cut(parts: _Parts, rank_of: Ints, held: _Segments, kind: Kind, share: int, 
         inside[:, last] = np.minimum(inside[:, last], held.stop[of][segment])
         inside = trim(inside)
         keep = ~is_empty(inside)
-        index, slot = chosen[index[keep]], held.slot[of][segment[keep]]
-        slots = (slot, parts.k_slot[index]) if kind == Kind.Q else (parts.q_slot[index], slot)
-        found.append(_Parts(parts.region[index], inside[keep], low[index], high[index], *slots))
+        index, segment = chosen[index[keep]], of[segment[keep]]
+        slot, shelf = np.maximum(parts.slot[index], held.slot[segment]), held.shelf[segment]
+        shelves = (shelf, parts.k_shelf[index]) if kind == Kind.Q else (parts.q_shelf[index], shelf)
+        found.append(_Parts(parts.region[index], inside[keep], low[index], high[index], slot, *shelves))
     return _Parts(*(np.concatenate(column) for column in zip(*found, strict=True)))
 
 
@@ -148,58 +158,48 @@ def _summed(plan: Plan, mask: int, program: Program, parts: _Parts) -> SlotWork:
     """Pairs, row tiles and kernels by rank and slot; a share of the own work waits."""
     ranks, slots = plan.ranks, program.stages
     regions = plan.placement.regions[mask]
-    slot = np.maximum(parts.q_slot, parts.k_slot)
-    # A pass is a region in a slot for some heads: its row tiles count once.
+    own = (parts.q_shelf == 0) & (parts.k_shelf == 0)
+    # A pass is a region in a slot (own work apart) for some heads: its row tiles count once.
+    key = ((parts.region * slots + parts.slot) * 2 + own) * (plan.shape.heads + 1) + parts.h0
+    _, first, of = np.unique(key, return_index=True, return_inverse=True)
     heads = parts.h1 - parts.h0
-    pass_heads = plan.shape.heads + 1
-    _, first, of = np.unique(
-        (parts.region * slots + slot) * pass_heads + parts.h0, return_index=True, return_inverse=True
-    )
     pairs = sums(of, area(parts.slices) * heads, len(first))
-    region, slot, heads = parts.region[first], slot[first], heads[first]
-    tiles = plan.cost.row_tiles_work((regions.q1 - regions.q0)[region]) * heads
-    at = regions.rank[region] * slots + slot
+    region = parts.region[first]
+    tiles = plan.cost.row_tiles_work((regions.q1 - regions.q0)[region]) * heads[first]
+    rank = regions.rank[region]
+    at = rank * slots + parts.slot[first]
     kernels = _kernels(plan, mask, slots, parts)
     found = []
     for amount in (pairs + tiles, pairs):
         total = sums(at, amount, ranks * slots).reshape(ranks, slots)
+        if program.held:
+            moved = sums(rank, amount * own[first], ranks) * np.array(program.held, np.int64) // 1000
+            later = _slot_after_inputs(plan, mask, program)
+            total[:, program.own_stage] -= moved
+            total[np.arange(ranks), later] += moved
         found.append(total)
     if program.held:
-        inputs = plan.inputs(mask, program is plan.programs[mask][1])
-        later = _slot_after_inputs(inputs, program.keys_kept, ranks, slots)
-        share = np.array(program.held, np.int64)
-        kernels[np.arange(ranks), later] += (found[1][:, 0] > 0) & (share > 0)
-        own = [total[:, 0] for total in found]
-        if program.keys_kept:  # work on kept keys is in the first slot too, and does not wait
-            counted = count_pairs(plan.placement, plan.batch.masks[mask], regions, rings_of(plan.placement))
-            own[0] = np.minimum(own[0], rank_work(plan.placement, regions, counted, plan.cost).own)
-            own[1] = sums(regions.rank, counted.own * (regions.h1 - regions.h0), ranks)
-        for total, amount in zip(found, own, strict=True):
-            moved = amount * share // 1000
-            total[:, 0] -= moved
-            total[np.arange(ranks), later] += moved
+        kernels[np.arange(ranks), later] += moved > 0
     return SlotWork(found[0], found[1], kernels, True)
 
 
 def _kernels(plan: Plan, mask: int, slots: int, parts: _Parts) -> Ints:
     """Launches: one for each pair of a query and a key shelf and head range that have work together, as in the executor."""
     rank = plan.placement.regions[mask].rank[parts.region]
-    heads = plan.shape.heads + 1
-    shelves = (parts.q_slot * slots + parts.k_slot) * heads**2 + parts.h0 * heads + parts.h1
-    launch = np.unique(rank * (slots**2 * heads**2) + shelves)
-    rank, shelves = np.divmod(launch, slots**2 * heads**2)
-    slot = np.maximum(shelves // heads**2 // slots, shelves // heads**2 % slots)
-    return sums(rank * slots + slot, np.ones_like(rank), plan.ranks * slots).reshape(plan.ranks, slots)
+    launch = np.unique(np.stack([rank, parts.slot, parts.q_shelf, parts.k_shelf, parts.h0, parts.h1]), axis=1)
+    at = launch[0] * slots + launch[1]
+    return sums(at, np.ones_like(at), plan.ranks * slots).reshape(plan.ranks, slots)
 
 
-def _slot_after_inputs(inputs: Transfers, keys_kept: bool, ranks: int, slots: int) -> Ints:
+def _slot_after_inputs(plan: Plan, mask: int, program: Program) -> Ints:
     """The slot in which held work runs."""
-    last = np.full(ranks, 0 if keys_kept else 1, np.int64)
-    np.maximum.at(last, inputs.target, inputs.stage)
-    return np.minimum(last + 1, slots - 1)
+    t = plan.inputs(mask, program is plan.programs[mask][1])
+    last = np.full(plan.ranks, 0 if program.keys_kept else 1, np.int64)
+    np.maximum.at(last, t.target, t.stage)
+    return np.minimum(last + 1, program.stages - 1)
 
 
-# --- a ring of many ----------------------------------------------------------------------------------------------------
+# --- a gather, and a ring of many --------------------------------------------------------------------------------------
 
 
 def _ring_parts(placement: Placement, mask: int, program: Program) -> int:
@@ -212,15 +212,35 @@ def _ring_parts(placement: Placement, mask: int, program: Program) -> int:
     return arriving + int(of_document[placement.regions[mask].document].sum()) // 2
 
 
+def _gathered(plan: Plan, mask: int, program: Program) -> SlotWork:
+    """All other keys come in one stage, so own work and the rest are all there is to count."""
+    found = []
+    for columns in _own_and_rest(plan, mask):
+        total = np.zeros((plan.ranks, program.stages), np.int64)
+        total[:, : len(columns)] = np.stack(columns[: program.stages], axis=1)
+        found.append(total)
+    return SlotWork(found[0], found[1], (found[1] > 0).astype(np.int64), True)
+
+
+def _own_and_rest(plan: Plan, mask: int) -> tuple[tuple[Ints, Ints], tuple[Ints, Ints]]:
+    """Work of each rank on keys at home and on others, with row tiles and without."""
+    placement = plan.placement
+    regions = placement.regions[mask]
+    pairs = count_pairs(placement, placement.batch.masks[mask], regions, rings_of(placement))
+    # A region without a pair is no work.
+    some = pairs.all > 0
+    regions, pairs = regions.take(some), Pairs(*(column[some] for column in pairs))
+    heads = regions.h1 - regions.h0
+    own, rest, _ = rank_work(placement, regions, pairs, plan.cost)
+    counts = pairs.own, pairs.all - pairs.own
+    own_pairs, rest_pairs = (sums(regions.rank, count * heads, plan.ranks) for count in counts)
+    return (own, rest), (own_pairs, rest_pairs)
+
+
 def _spread_ring(plan: Plan, mask: int, program: Program) -> SlotWork:
     placement = plan.placement
     rings = rings_of(placement)
-    regions = placement.regions[mask]
-    pairs = count_pairs(placement, placement.batch.masks[mask], regions, rings)
-    heads = regions.h1 - regions.h0
-    own, rest, _ = rank_work(placement, regions, pairs, plan.cost)
-    own_pairs = sums(regions.rank, pairs.own * heads, plan.ranks)
-    rest_pairs = sums(regions.rank, (pairs.all - pairs.own) * heads, plan.ranks)
+    (own, rest), (own_pairs, rest_pairs) = _own_and_rest(plan, mask)
     split = np.array([len(grid[0]) for grid in placement.traffic.groups for row in grid for _ in row], np.int64)
     ranks = np.array([rank for grid in placement.traffic.groups for row in grid for rank in row], np.int64)
     first = np.zeros(plan.ranks, np.int64)

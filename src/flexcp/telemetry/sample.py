@@ -88,7 +88,7 @@ def worst_row(
     q_NHD, out_NHV, lse_NH = _everywhere(step, here, tokens, q, out, lse)
     seen = [_visible(step.plan.batch, mask, int(token), here) for token in tokens]
     exact, rounded = torch.float64, torch.float64 if q.dtype == torch.float64 else torch.float32
-    logits = {dtype: _logits(q_NHD, k, seen, settings, dtype) for dtype in {exact, rounded}}
+    logits = {dtype: _logits(q_NHD, k, seen, settings, dtype) for dtype in (exact, rounded)}
     sink = None if sinks is None else sinks.detach().double()
     total = {dtype: _total_lse(step, parts, sink) for dtype, parts in logits.items()}
     sums_3NHV = torch.stack(

@@ -1,0 +1,217 @@
+"""Megatron-Core on a GPU under a plan: 50 steps on 4 NCCL ranks that share it, against its own run on one rank. Unrun so far.
+
+    python benchmarks/megatron_gpu.py --write megatron.json      # one GPU, megatron-core, a few minutes
+
+A small GPT in bfloat16, weights and optimizer in float32 masters, long-tailed documents. The run alone is stock Megatron with its own
+attention, one document a micro-batch, on one rank. How far losses may differ is measured, not chosen: the run alone is repeated with its
+micro-batches in the opposite order, which changes nothing but the order of sums. CP4, CP2 x TP2 and CP2 x PP2 must stay within twice the
+largest difference so far at every step (and within 2 %, should the noise be larger than that).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import flexcp
+from flexcp.data.lengths import draw_lengths
+from flexcp.measure.gpu_checks import on_nccl_ranks
+
+STEPS, TOKENS, VOCABULARY, LAYERS = 50, 4096, 512, 4
+CASES = {
+    "CP4": {"context_parallel_size": 4},
+    "CP2 x TP2": {"context_parallel_size": 2, "tensor_model_parallel_size": 2},
+    "CP2 x PP2": {"context_parallel_size": 2, "pipeline_model_parallel_size": 2},
+}
+MICRO_BATCHES = 2
+PATIENCE = 1500.0
+Weights = dict[str, Any]
+
+
+def documents(step: int) -> list[torch.Tensor]:
+    """Documents that can be learnt: each repeats a phrase of its own."""
+    generator = torch.Generator().manual_seed(step)
+    lengths = [max(2, n // 16) for n in draw_lengths("longtail", TOKENS * 16, seed=step)]
+    phrases = [torch.randint(VOCABULARY // 8, (7 + i % 5,), generator=generator) for i in range(len(lengths))]
+    return [p.repeat(-(-n // len(p)))[:n] for n, p in zip(lengths, phrases, strict=True)]
+
+
+def config_of(**more: Any) -> Any:
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.transformer import TransformerConfig
+
+    return TransformerConfig(
+        num_layers=LAYERS,
+        hidden_size=512,
+        num_attention_heads=8,
+        num_query_groups=4,
+        ffn_hidden_size=1536,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        calculate_per_token_loss=True,
+        finalize_model_grads_func=finalize_model_grads,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        moe_token_dispatcher_type="alltoall",
+        **more,
+    )
+
+
+def model_of(config: Any, spec: Any, **more: Any) -> Any:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    torch.manual_seed(0)
+    model_parallel_cuda_manual_seed(0)
+    model = GPTModel(config, spec, VOCABULARY, max_sequence_length=8192, position_embedding_type="rope", **more)
+    return model.cuda()
+
+
+class Masters:
+    """AdamW on float32 copies of the parameters."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.parameters = list(model.parameters())
+        self.copies = [p.detach().float().clone() for p in self.parameters]
+        self.optimizer = torch.optim.AdamW(self.copies, lr=1e-3, eps=1e-6)
+
+    def step(self) -> None:
+        for parameter, copy in zip(self.parameters, self.copies, strict=True):
+            copy.grad = parameter.main_grad.float()
+        self.optimizer.step()
+        with torch.no_grad():
+            for parameter, copy in zip(self.parameters, self.copies, strict=True):
+                parameter.copy_(copy)
+
+
+def trained(
+    wrapped: Any, masters: Masters, forward_step: Any, batches: Any, count: Any, more: dict[str, Any]
+) -> list[float]:
+    """Losses of all steps, on the last stage; ``batches(step)`` is the data iterator, ``count(step)`` its micro-batches."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+    losses = []
+    for step in range(STEPS):
+        wrapped.zero_grad_buffer()
+        reports = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=batches(step),
+            model=wrapped,
+            num_microbatches=count(step),
+            micro_batch_size=1,
+            **more,
+        )
+        masters.step()
+        if reports:
+            total = sum(r["lm loss"] for r in reports)
+            dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+            losses.append(float(total[0] / total[1]))
+    return losses
+
+
+def alone(groups: Any, backwards: bool) -> tuple[list[float], Weights]:
+    """Stock Megatron on one rank, one document a micro-batch, and the weights it began with."""
+    from functools import partial
+
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    from flexcp.frameworks.megatron import token_loss
+
+    parallel_state.initialize_model_parallel()
+    model = model_of(config_of(), get_gpt_layer_local_spec())
+    weights = {n: p.detach().float().cpu().numpy() for n, p in model.named_parameters()}
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    wrapped = DistributedDataParallel(model.config, settings, model)
+
+    def forward_step(iterator: Any, model: Any) -> Any:
+        document = next(iterator).cuda()
+        positions = torch.arange(len(document) - 1, device="cuda")[None]
+        losses = model(document[None, :-1], positions, None, labels=document[None, 1:])
+        return losses, partial(token_loss, torch.ones(len(document) - 1, device="cuda"))
+
+    def batches(step: int) -> Any:
+        return iter(documents(step)[::-1] if backwards else documents(step))
+
+    masters, more = Masters(model), {"seq_length": TOKENS}
+    return trained(wrapped, masters, forward_step, batches, lambda step: len(documents(step)), more), weights
+
+
+def planned(groups: Any, sizes: dict[str, int], weights: Weights) -> list[float]:
+    """The same model under TP x PP x (DP x CP)."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    from flexcp.frameworks import megatron as flex
+
+    tp, pp = sizes.get("tensor_model_parallel_size", 1), sizes.get("pipeline_model_parallel_size", 1)
+    parallel_state.initialize_model_parallel(tp, pp, context_parallel_size=sizes["context_parallel_size"])
+    # Without TransformerEngine or Apex Megatron's norm refuses sequence parallelism, so it is off.
+    config = config_of(**sizes, variable_seq_lengths=pp > 1)
+    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    spec = flex.planned_spec(get_gpt_layer_local_spec())
+    model = flex.adapt(model_of(config, spec, pre_process=first, post_process=last))
+    load(model, weights, tp, parallel_state)
+    wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
+    pool = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    planner = flex.planner(config, flexcp.cluster("h100", 1, pool.size()))
+
+    def batches(step: int) -> Any:
+        parts = [documents(step)[i::MICRO_BATCHES] for i in range(MICRO_BATCHES)]
+        return flex.data_iterator(parts, planner, config, device="cuda")
+
+    more = {"seq_length": TOKENS}
+    return trained(wrapped, Masters(model), flex.forward_step, batches, lambda step: MICRO_BATCHES, more)
+
+
+def load(model: Any, weights: Weights, tp: int, state: Any) -> None:
+    """This rank's part of the whole model's weights."""
+    offset = state.get_pipeline_model_parallel_rank() * len(model.decoder.layers)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parts = name.split(".")
+            if parts[:2] == ["decoder", "layers"]:
+                parts[2] = str(int(parts[2]) + offset)
+            full = torch.from_numpy(weights[".".join(parts)])
+            dim = getattr(parameter, "partition_dim", -1)
+            cut = full.chunk(tp, dim)[state.get_tensor_model_parallel_rank()] if dim >= 0 else full
+            parameter.copy_(cut)
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--write", type=Path, help="a JSON file for all losses")
+    given = arguments.parse_args()
+    losses, weights = on_nccl_ranks(1, alone, False, patience=PATIENCE)[0]
+    again, _ = on_nccl_ranks(1, alone, True, patience=PATIENCE)[0]
+    found: dict[str, Any] = {"alone": losses, "alone, opposite order": again}
+    noise = [max(abs(a - b) / a for a, b in list(zip(losses, again, strict=True))[: n + 1]) for n in range(STEPS)]
+    failed = []
+    for name, sizes in CASES.items():
+        results = on_nccl_ranks(4, planned, sizes, weights, patience=PATIENCE)
+        found[name] = next(r for r in reversed(results) if r)
+        errors = [abs(a - b) / a for a, b in zip(losses, found[name], strict=True)]
+        fine = all(e <= max(2 * n, 1e-4) and e <= 0.02 for e, n in zip(errors, noise, strict=True))
+        print(
+            f"{name}: last loss {found[name][-1]:.4f} (alone {losses[-1]:.4f}), largest error {max(errors):.1e}, noise {noise[-1]:.1e}"
+        )
+        failed += [] if fine else [name]
+    if given.write:
+        given.write.write_text(json.dumps(found, indent=1))
+    if failed:
+        raise SystemExit(f"beyond the noise of the run alone: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

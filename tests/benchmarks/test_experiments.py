@@ -1,0 +1,62 @@
+"""Proves the experiments on samples: batches add up, cells hold, the same seed gives the same table, the H200 fit is what docs say."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexcp.clusters import cluster
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+    def fresh(name: str) -> Any:
+        for each in (name, "simulated"):
+            monkeypatch.delitem(sys.modules, each, raising=False)
+        return __import__(name)
+
+    return fresh
+
+
+@pytest.mark.parametrize("scale", [0.5, 1.0, 2.0, 4.0])
+def test_scaled_batches_have_their_tokens(load: Any, scale: float) -> None:
+    lengths = load("simulated").scaled_lengths("longalign", 131_072, scale, 1)
+    assert sum(lengths) == 131_072 and min(lengths) >= 1
+    capped = load("dcp").capped("longalign", 16_384, 0)
+    assert sum(capped) == 131_072 and max(capped) <= 16_384
+
+
+def test_cells_hold_and_repeat(load: Any) -> None:
+    dcp, blocks = load("dcp"), load("block_fcp")
+    first = dcp.sample()
+    assert first > 1.5 and dcp.sample() == first, "auto over a ring across slow links"
+    assert 0.6 < blocks.sample() <= 1
+
+
+def test_a_small_table_is_the_same_twice(load: Any) -> None:
+    magi = load("magi")
+    tables = [magi.weak_scaling(1, (1,), 2048) for _ in range(2)]
+    assert tables[0] == tables[1] and tables[0][2].startswith("| 8 | ") and "(" in tables[0][2]
+
+
+def test_network_cards_are_shared_in_dcps_setting(load: Any) -> None:
+    dcp = load("dcp")
+    assert dcp.MICRO.rules.ranks_per_nic == 2 and dcp.MICRO.cluster == cluster("a100", 4, 8)
+    assert set(dcp.PUBLISHED) == {"longalign", "longtail"} and len(dcp.THEIR_STATIC) == 4
+
+
+def test_the_fit_to_h200_kernels(load: Any) -> None:
+    fit = load("kernel_fit")
+    found = fit.samples("hopper", fit.KERNELS.read_text())
+    assert len(found) == 22
+    errors, signed = fit.left_out(found)
+    assert errors.median < 0.06 and errors.p90 < 0.12 and len(signed) == 22
+    lines = fit.table()
+    assert len(lines) == 8 and f"{errors.median:.1%} | {errors.p90:.1%}" in lines[4]

@@ -1,0 +1,31 @@
+"""Runs an example on the ranks of a pool: its own ``main``, in a group that already exists; light to import (see parallel_runs.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+from pathlib import Path
+from unittest.mock import patch
+
+import torch.distributed as dist
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def printed(group: dist.ProcessGroup, name: str, arguments: list[str]) -> str:
+    """What the example prints on this rank."""
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    text = io.StringIO()
+    with (
+        patch("sys.argv", [name, *arguments]),
+        patch.object(dist, "init_process_group"),
+        patch.object(dist, "destroy_process_group"),
+        contextlib.redirect_stdout(text),
+    ):
+        spec.loader.exec_module(module)
+        module.main()
+    return text.getvalue()

@@ -1,0 +1,96 @@
+"""Proves ``flexcp train``: our GPT and a Hugging Face configuration learn on distributions and on text, and its numbers are the plans'."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from flexcp.cli.main import app
+from flexcp.measure.model_runs import make_config
+from flexcp.measure.ranks import RankPool
+from flexcp.train.documents import Documents, shrunk_lengths
+from flexcp.train.loop import StepReport, TrainConfig, train
+from flexcp.train.report import Table, line
+
+SMALL = {"tokens": 256, "steps": 4}
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    file = tmp_path / "book.txt"
+    file.write_text("\n\n".join("never odd or even, " * (1 + n % 5) for n in range(40)))
+    return str(file)
+
+
+def test_our_gpt_learns_the_same_on_any_number_of_ranks(pool: RankPool, text: str) -> None:
+    runs = {
+        ranks: pool.run(train, TrainConfig(data=text, strategy="zigzag", **SMALL), ranks=ranks)[0] for ranks in (1, 2)
+    }
+    losses = [[r.loss for r in reports] for reports in runs.values()]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert losses[0][-1] < losses[0][0] - 0.2
+    assert runs[1][0].bytes == 0 < runs[2][0].bytes
+    for report in runs[2]:
+        assert report.tokens == 256
+        assert report.predicted_ms > 0
+        assert report.measured_ms > 0
+        assert report.compute_imbalance >= 1
+        assert set(report.as_json()) >= {"loss", "tokens_per_second", "bytes", "predicted_ms", "measured_ms"}
+
+
+def test_a_hugging_face_configuration_trains(pool: RankPool, tmp_path: Path) -> None:
+    make_config("gemma2", vocab_size=256).save_pretrained(tmp_path)
+    shown: list[StepReport] = []
+    config = TrainConfig(model=str(tmp_path), strategy="zigzag", layout="contiguous", **SMALL)
+    reports = pool.run(train, config, ranks=2, on_item=shown.append)[0]
+    assert [r.loss for r in shown] == [r.loss for r in reports]
+    assert reports[-1].loss < reports[0].loss
+
+
+def test_documents_are_the_same_for_everybody_and_fill_the_step(text: str) -> None:
+    for source in (text, "longtail", "web"):
+        documents = Documents(source, 300, 256)
+        assert [d.tolist() for d in documents.step(3)] == [d.tolist() for d in Documents(source, 300, 256).step(3)]
+        assert sum(len(d) for d in documents.step(3)) == 300
+        assert not torch.equal(torch.cat(documents.step(3)), torch.cat(documents.step(4)))
+    assert bytes(Documents(text, 19, 256).step(0)[0].tolist()) == b"never odd or even, "
+    assert sum(shrunk_lengths("longtail", 17, 1, 16)) == 17
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "nowhere.json"], r"no model 'nowhere.json'.*'gpt'"),
+        (["--data", "lontail"], r"did you mean 'longtail'"),
+        (["--steps", "0"], r"at least 1 step"),
+        (["--dtype", "int8"], r"got 'int8'"),
+        (["--ranks", "0"], r"--ranks 0"),
+    ],
+)
+def test_mistakes_are_named_before_anything_trains(arguments: list[str], words: str) -> None:
+    result = CliRunner().invoke(app, ["train", *arguments])
+    assert isinstance(result.exception, ValueError)
+    assert re.search(words, str(result.exception))
+
+
+def test_the_command_prints_json_or_a_summary() -> None:
+    arguments = ["train", "--ranks", "1", "--steps", "2", "--tokens", "64", "--quiet"]
+    found: list[dict[str, Any]] = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    assert [r["step"] for r in found] == [0, 1]
+    assert "tokens/s" in CliRunner().invoke(app, arguments).stdout
+
+
+def test_a_line_and_the_summary_say_what_was_measured() -> None:
+    report = StepReport(3, 2.5, 7, 1000, 1.0, 50.0, 40.0, 2_000_000, 1.25, 1.0)
+    assert report.tokens_per_second == 20_000
+    for words in ("2.50000", "20,000", "50.0 ms", "40.0 ms", "1.25"):
+        assert words in line(report)
+    table = Table(None, TrainConfig())
+    table.add(report)
+    assert "1.25 x" in table.summary()
