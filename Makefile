@@ -39,9 +39,9 @@ auto: .venv/ready
 groups: .venv/ready
 	$(BIN)/python benchmarks/groups.py --write docs/groups.md
 
-# Published figures first, then ours in the same settings, all simulated; writes docs/experiments.md.
+# Published figures first, then ours in the same settings, all simulated; writes docs/experiments.md. QUICK=1 draws fewer batches.
 experiments: .venv/ready
-	$(BIN)/python benchmarks/experiments.py --write docs/experiments.md
+	$(BIN)/python benchmarks/experiments.py --write docs/experiments.md $(if $(QUICK),--quick)
 
 # Every model family x strategy x layout x ranks over 50 steps against one process; writes docs/models.md.
 models: .venv/ready

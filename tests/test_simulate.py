@@ -236,7 +236,11 @@ def by_hand(plan: Plan, cost: CostModel) -> Ints:
                             for r in range(plan.ranks)
                         ]
                     )
-            total += rule.layers * layer
+            # Nobody goes on before the results that others computed for it are home.
+            results = transfers.take(output & (transfers.source != transfers.target))
+            waits = layer.copy()
+            np.maximum.at(waits, results.target, layer[results.source])
+            total += rule.layers * waits
         total += rule.layers * cost.linear_ns(placement.tokens, plan.shape, plan.cluster)
     return total
 
@@ -467,4 +471,4 @@ def test_numbers_are_the_same_on_every_machine() -> None:
     assert {name: p.total_ns for name, p in found.items()} == GOLDEN
 
 
-GOLDEN = {"dp": 27_988_146, "zigzag": 8_330_543, "allgather": 13_902_610, "usp": 8_319_008}
+GOLDEN = {"dp": 27_988_146, "zigzag": 8_330_543, "allgather": 14_170_300, "usp": 8_341_988}

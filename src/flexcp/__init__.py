@@ -127,6 +127,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "data":  # a room of its own, with its own lazy names
+        return importlib.import_module("flexcp.data")
     if name not in _HOMES:
         raise AttributeError(f"module 'flexcp' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"flexcp.{_HOMES[name]}"), name)

@@ -11,7 +11,8 @@ from its own tokens apart from the rest), and puts them together like this, for 
 
 The step takes as long as its slowest rank. *Exposed* is the part of attention's time in which a rank does not compute. What is
 approximate: a ring's work is spread evenly over its hops after the first; every hop takes as long as the slowest link of its ring; an
-exchange takes as long as the busiest port among a rank and the ranks that send to it; ranks do not wait for each other's work.
+exchange takes as long as the busiest port among a rank and the ranks that send to it; a rank waits for the work of the ranks that send
+results to it, but not for whom those wait.
 Everything is an integer in nanoseconds and rounded up.
 
 :func:`lower_bound` is the compute of the batch perfectly divided: no placement is predicted faster.
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 from flexcp.batch import Batch
 from flexcp.clusters import NOMINAL_SPEED, Cluster
 from flexcp.cost import CostModel
-from flexcp.flows import KeptKeys, Moves, exchange_ns, find_needs, moves_of, ports_ns, through_ports
+from flexcp.flows import KeptKeys, Moves, exchange_ns, find_needs, join_flows, moves_of, ports_ns, through_ports
 from flexcp.intervals import united
 from flexcp.masks import Q0, Q1
 from flexcp.pieces import Shape
@@ -116,15 +117,23 @@ def predict(placement: Placement, shape: Shape, cluster: Cluster, cost: CostMode
             work = work_ns(pairs_of_ranks, rings, shape, cluster, cost, bool(backward))
             compute += mask.layers * (work.own + work.rest)
             if needs is None:
-                total += mask.layers * _static_ns(work, moves, rings, cluster, cost)
+                ns = _static_ns(work, moves, rings, cluster, cost)
             else:
                 chosen = choose_stages(placement, needs, work, moves, cluster, cost, forward)
-                forward = chosen if kept else None
-                total += mask.layers * chosen.ns
+                forward, ns = chosen if kept else None, chosen.ns
+            total += mask.layers * _until_results_are_home(ns, moves)
             all_moves.append(moves)
     layers = sum(mask.layers for mask in placement.batch.masks)
     linear = layers * cost.linear_ns(placement.tokens, shape, cluster)
     return Prediction(compute, total - compute, linear, tuple(all_moves), cluster)
+
+
+def _until_results_are_home(ns: Ints, moves: Moves) -> Ints:
+    """A rank's attention ends no sooner than that of the ranks which compute results for it."""
+    home = join_flows([moves.relayed, moves.dkv_hops, moves.gradients, moves.outputs])
+    found = ns.copy()
+    np.maximum.at(found, home.target, ns[home.source])
+    return found
 
 
 def lower_bound(batch: Batch, shape: Shape, cluster: Cluster, cost: CostModel) -> int:

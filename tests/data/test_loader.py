@@ -280,6 +280,11 @@ def test_a_seed_is_an_order_everywhere() -> None:
     assert epoch_order(5, False, 9, 9).tolist() == [0, 1, 2, 3, 4]
 
 
+def test_a_batch_without_labels_has_a_normaliser() -> None:
+    (b,) = local(Numbered([1, 1, 1], known=True))
+    assert b.labels.tolist() == [-100] * 3 and b.valid == 1
+
+
 # --- masks and fields -------------------------------------------------------------------------------------------------
 
 

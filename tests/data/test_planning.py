@@ -140,10 +140,13 @@ import numpy as np
 import flexcp
 from flexcp.data.planning import Pool
 from flexcp.data.stats import Stats
+from flexcp.measure.slow_planner import SlowPlanner
 planner = flexcp.Planner(4, 2, 32, cluster=flexcp.cluster("cpu", 1, 2), strategy="zigzag")
-pool = Pool(planner, 1, 60, Stats())
+pool = Pool(SlowPlanner(planner, 100), 1, 60, Stats())
 pool.ask(0, np.array([30]), {})
-pool.take(0)
+while not pool.processes():
+    time.sleep(0.01)
+time.sleep(1)
 print(pool.processes()[0], flush=True)
 if sys.argv[1] == "wait":
     time.sleep(100)
@@ -152,7 +155,7 @@ if sys.argv[1] == "wait":
 
 @pytest.mark.parametrize("ending", ["exit", "interrupt", "kill"])
 def test_no_process_stays_behind(ending: str) -> None:
-    """A script without a __main__ guard, which ends in three ways."""
+    """A script without a __main__ guard, which ends in three ways while its worker is in the middle of a plan."""
     command = [sys.executable, "-c", SCRIPT, "exit" if ending == "exit" else "wait"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None

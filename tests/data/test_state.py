@@ -20,7 +20,8 @@ MODES = ["known", "read", "stream", "stateful"]
 def made(mode: str) -> Any:
     if mode in ("known", "read"):
         return Numbered(known=mode == "known")
-    return Stream() if mode == "stream" else StatefulStream()
+    lengths = LENGTHS * 2  # more than is read ahead
+    return Stream(lengths) if mode == "stream" else StatefulStream(lengths)
 
 
 def loader(data: Any, group: Any = None, **options: Any) -> Loader:
@@ -113,6 +114,13 @@ def test_an_old_iterator_does_not_go_on_beside_a_new_one() -> None:
         next(iter(data))
         with pytest.raises(RuntimeError, match="iterated anew"):
             next(old)
+
+
+def test_a_closed_loader_is_not_iterated() -> None:
+    data = loader(made("known"))
+    data.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        iter(data)
 
 
 def part(group: Any, mode: str, state: Any, steps: int | None) -> tuple[list[Any], Any]:

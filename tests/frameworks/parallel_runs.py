@@ -237,15 +237,19 @@ def with_everything(group: dist.ProcessGroup, run: Run) -> list[float | int]:
     return [*(training.step(n) for n in range(run.steps)), training.calls, counter.frame_count]
 
 
-def with_a_compiled_model(group: dist.ProcessGroup, run: Run) -> list[float | int]:
+def with_a_compiled_model(group: dist.ProcessGroup, run: Run) -> tuple[list[float], list[float], int]:
+    """Losses of a whole model of one layer as it is and compiled, and how often it compiled."""
     from torch._dynamo.testing import CompileCounterWithBackend
+
+    def one_layer(model: Any) -> None:
+        model.model.layers, model.config.num_hidden_layers = model.model.layers[:1], 1
 
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    training = Training(group, run)
-    training.forward = torch.compile(training.model, backend=counter, fullgraph=True)
-    losses = [training.step(n) for n in range(run.steps)]
-    return [*losses, counter.frame_count]
+    plain, compiled = Training(group, run, one_layer), Training(group, run, one_layer)
+    compiled.forward = torch.compile(compiled.model, backend=counter, fullgraph=True)
+    losses = [[training.step(n) for n in range(run.steps)] for training in (plain, compiled)]
+    return losses[0], losses[1], counter.frame_count
 
 
 def side_by_side(group: dist.ProcessGroup, runs: list[Run]) -> list[list[float]]:
@@ -260,7 +264,7 @@ def side_by_side(group: dist.ProcessGroup, runs: list[Run]) -> list[list[float]]
             logits = training.model(**training.inputs(run.tokens(number), step)).logits[0]
             pending.append(step.loss(logits[: step.local_tokens], step.labels(run.tokens(number))))
             del step  # the graph keeps what backward needs
-        for loss, training, mine in zip(pending, trainings, losses, strict=True):
+        for loss, training, mine in reversed(list(zip(pending, trainings, losses, strict=True))):
             loss.backward()
             training.update()
             mine.append(summed(loss, group))

@@ -129,6 +129,14 @@ def test_bytes_of_a_key_are_the_latents_whatever_the_heads() -> None:
     assert plans["latent"].bytes().sum() < plans["expanded"].bytes().sum() / 20
 
 
+def test_a_plan_of_latents_is_another_plan_and_travels() -> None:
+    plan = plan_for("latent", 1, 2, flexcp.causal(), "blocks")
+    assert flexcp.load_plan(flexcp.save_plan(plan)).shape == plan.shape
+    assert flexcp.load_plan(flexcp.save_plan(plan)) == plan
+    same = flexcp.Planner(4, 1, 10, 5, "float64", flexcp.cluster("cpu", 1, 2), strategy="blocks")(LENGTHS)
+    assert same != plan
+
+
 def test_the_fastest_form_follows_what_must_move() -> None:
     forms = flexcp.LatentForms(heads=128, rank=512, rope=64, nope=128, value=128)
     slow = flexcp.cluster("h100", 8, 1)

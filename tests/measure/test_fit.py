@@ -66,7 +66,9 @@ def test_a_calibration_predicts_what_was_measured() -> None:
             + cost.kernel_ns
         )
         assert ns == pytest.approx(sample.ns, rel=0.01)
-    assert int(replace(cost, model=model).linear_ns(np.array([100]), shape, machine)[0]) == pytest.approx(100e3, rel=0.01)
+    assert int(replace(cost, model=model).linear_ns(np.array([100]), shape, machine)[0]) == pytest.approx(
+        100e3, rel=0.01
+    )
     assert int(cost.link_ns(np.array([10**6]), machine.intra_mbps)[0]) == pytest.approx(500_000)
     assert cost.token_bytes == 777 and cost.overlap_forward == cost.overlap_link == 1000
     assert found.held_out["kernels"].worst < 1e-6 and found.held_out["kernels"].count == 8

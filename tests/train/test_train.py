@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from flexcp.cli.main import app
@@ -58,7 +57,7 @@ def test_documents_are_the_same_for_everybody_and_fill_the_step(text: str) -> No
         documents = Documents(source, 300, 256)
         assert [d.tolist() for d in documents.step(3)] == [d.tolist() for d in Documents(source, 300, 256).step(3)]
         assert sum(len(d) for d in documents.step(3)) == 300
-        assert not torch.equal(torch.cat(documents.step(3)), torch.cat(documents.step(4)))
+        assert [d.tolist() for d in documents.step(3)] != [d.tolist() for d in documents.step(4)]
     assert bytes(Documents(text, 19, 256).step(0)[0].tolist()) == b"never odd or even, "
     assert sum(shrunk_lengths("longtail", 17, 1, 16)) == 17
 

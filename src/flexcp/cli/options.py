@@ -47,6 +47,7 @@ MaxPeers = Annotated[int | None, typer.Option(help="Hard cap on the other ranks 
 Tokens = Annotated[str, typer.Option(help="priced, or equal for the same count on every rank.")]
 PadTo = Annotated[int | None, typer.Option(help="With --tokens equal: round counts up to a multiple.")]
 Layout = Annotated[str, typer.Option(help="free, contiguous or zigzag.")]
+CostFile = Annotated[Path | None, typer.Option("--cost", help="A cost model written by flexcp calibrate.")]
 Json = Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")]
 Html = Annotated[
     Path | None, typer.Option("--html", help="Write a report to this file: one page with pictures, no network.")
@@ -80,18 +81,23 @@ class PlanOptions:
     tokens: str
     pad_to: int | None
     layout: str
+    cost: Path | None
 
     def planner(self) -> Planner:
         """The planner these options describe."""
+        from flexcp.calibration import Calibration, read_calibration
+        from flexcp.cost import CostModel
         from flexcp.planner import Planner
 
+        measured = Calibration(CostModel()) if self.cost is None else read_calibration(self.cost)
         return Planner(
             heads=self.heads,
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
             v_head_dim=self.v_head_dim,
             dtype=self.dtype,
-            cluster=self._cluster(),
+            cluster=measured.on(self._cluster()),
+            cost=measured.cost,
             strategy=self.strategy,
             effort=self.effort,
             compute_tolerance=self.compute_tolerance,

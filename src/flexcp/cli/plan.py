@@ -45,6 +45,7 @@ def plan(
     tokens: o.Tokens = "priced",
     pad_to: o.PadTo = None,
     layout: o.Layout = "free",
+    cost: o.CostFile = None,
     save: Save = None,
     html: o.Html = None,
     as_json: o.Json = False,

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flexcp.cli.options import CostFile as CostFile
+
 if TYPE_CHECKING:
     from flexcp.calibration import Calibration
     from flexcp.planners.request import Request
@@ -20,7 +22,6 @@ ModelName = Annotated[
         "--model", help="llama3-8b, llama3-70b, gpt-8b, qwen3-30b-a3b or qwen2.5-vl-7b; without, attention alone."
     ),
 ]
-CostFile = Annotated[Path | None, typer.Option("--cost", help="A cost model written by flexcp calibrate.")]
 Sync = Annotated[str, typer.Option(help="Gradient sync of a step: fsdp, allreduce or none.")]
 Overlap = Annotated[float, typer.Option(help="Share of a layer's time behind which gradient sync may hide.")]
 NoContention = Annotated[

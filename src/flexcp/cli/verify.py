@@ -49,6 +49,7 @@ def verify(
     tokens: o.Tokens = "priced",
     pad_to: o.PadTo = None,
     layout: o.Layout = "free",
+    cost: o.CostFile = None,
     seed: Seed = 0,
     kernel: Kernel = "cpu",
     as_json: o.Json = False,

@@ -114,6 +114,10 @@ class Loader:
                 raise ValueError(f"{name} is a count of 0 or more; got {value!r}")
         self.group = _process_group(group)
         self.peers = Peers(cpu_group if cpu_group is not None else self.group)
+        if cpu_group is not None and (self.group is None or dist.get_world_size(self.group) != self.peers.size):
+            raise ValueError(
+                f"cpu_group has {self.peers.size} ranks; make it of the same ranks as group, in the same order"
+            )
         _check_ranks(planner, self.peers.size)
         self.stats = Stats()
         self.drop_last, self.lookahead, self.device, self.telemetry = drop_last, lookahead, device, telemetry
@@ -133,10 +137,13 @@ class Loader:
             self.plans = SharedPlans(pool, self.group, self.timeout)
         self.epoch = self.place = self.step = 0
         self._iteration = 0
+        self._closed = False
 
     # --- iterating ----------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[LocalBatch]:
+        if self._closed:
+            raise RuntimeError("this loader is closed; make another, and give it this one's state_dict() to go on")
         self._iteration += 1
         return self._steps(self._iteration)
 
@@ -207,7 +214,7 @@ class Loader:
         valid = sum(known)
         if len(known) < len(spec.documents):
             valid = self.peers.total(int((columns[LABELS] != self.reading.fields.ignore).sum()))
-        return local_batch(step, spec, kept, columns, values, valid, self.epoch, self.device)
+        return local_batch(step, spec, kept, columns, values, max(1, valid), self.epoch, self.device)
 
     def _read(self, source: Known, spec: BatchSpec, kept: Ints) -> dict[int, Sample]:
         """The documents of a batch this rank keeps tokens of."""
@@ -269,6 +276,7 @@ class Loader:
     def close(self) -> None:
         """End the planner processes; they also end with the loader and with the process."""
         self._iteration += 1
+        self._closed = True
         self.plans.close()
 
     def __enter__(self) -> Self:

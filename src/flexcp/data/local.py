@@ -25,8 +25,8 @@ class LocalBatch:
 
     ``tokens``, ``labels`` (shifted, ``ignore`` at the ends of documents), ``positions`` (from 0 in each document) and the per-token
     ``fields`` have a row for each token this rank keeps, in the step's local order. ``documents`` is the batch's document each row
-    belongs to, -1 for a pad. ``valid`` is the loss normaliser: labels of the whole batch, on all ranks together, that count. A loss is
-    ``local sum / valid``, and gradients are summed over ranks.
+    belongs to, -1 for a pad. ``valid`` is the loss normaliser: labels of the whole batch, on all ranks together, that count
+    (at least 1). A loss is ``local sum / valid``, and gradients are summed over ranks.
     """
 
     step: Step

@@ -138,8 +138,12 @@ class Read:
 
     def begin(self, epoch: int, place: int) -> None:
         """Go to a place of an epoch; what is held of it stays."""
-        if epoch == self._epoch and place <= self._next and (place in self._documents or place == self._next):
+        if epoch == self._epoch and (place in self._documents or place == self._next):
             return
+        if epoch == self._epoch and self._restored is not None:
+            raise ValueError(
+                f"the loaded state does not hold the stream's sample {place}, which is the next; it is damaged"
+            )
         self._documents.clear()
         self.held.clear()
         self._raw.clear()

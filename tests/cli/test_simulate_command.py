@@ -89,6 +89,14 @@ def test_mistakes_are_one_line(words: list[str], said: str) -> None:
     assert isinstance(result.exception, ValueError) and said in str(result.exception)
 
 
+def test_plans_take_a_cost_model(tmp_path: Path) -> None:
+    path = tmp_path / "cost.json"
+    path.write_text(json.dumps(Calibration(CostModel("mine", forward_efficiency=5), "", {"gflops": 7}).to_json()))
+    words = ["plan", "--lengths", "900,31", "--ranks", "2", "--heads", "4", "--strategy", "zigzag", "--json"]
+    before, after = (json.loads(run(*words, *more).stdout)["hash"] for more in ([], ["--cost", str(path)]))
+    assert before != after
+
+
 def test_files_that_are_no_cost_model(tmp_path: Path) -> None:
     for content, said in [("{", "is no JSON"), ("[]", "is no cost model"), ('{"format": "x"}', "got 'x'")]:
         path = tmp_path / "bad.json"

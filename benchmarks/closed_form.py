@@ -1,0 +1,66 @@
+"""The closed form that ``auto`` is scored by (flexcp/simulate.py) against the event simulator, on whole steps.
+
+    python benchmarks/closed_form.py
+
+Both have the same cost model and neither has contention, so what differs is the form: ranks that wait for each other's work, ports that
+several stages or ranks want at once. Prints every case and the errors by strategy.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from flexcp.clusters import cluster
+from flexcp.data.lengths import draw_lengths
+from flexcp.masks import causal
+from flexcp.measure.fit import errors
+from flexcp.models import find_model
+from flexcp.planner import Planner
+from flexcp.simulate import predict
+from flexcp.simulator.passes import Rules
+from flexcp.simulator.training import Training, simulate
+
+CASES = (
+    ("blocks", "priced"),
+    ("blocks", "equal"),
+    ("groups", "priced"),
+    ("zigzag:8", "priced"),
+    ("minheap", "priced"),
+    ("usp", "priced"),
+)
+LENGTHS = ("web", "libra256k", "longtail", "libra1m", "video", "bimodal")
+
+
+def main() -> None:
+    """Print the tables."""
+    preset = find_model("llama3-8b")
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    print(
+        "| lengths | nodes | strategy | tokens | events ms | closed form / events |\n| --- | --- | --- | --- | --- | --- |"
+    )
+    for lengths in LENGTHS:
+        for nodes in (1, 4):
+            machine = cluster("h100", nodes, 8)
+            batch = draw_lengths(lengths, 8192 * machine.ranks, 0)
+            for strategy, tokens in CASES:
+                planner = Planner(32, 8, cluster=machine, strategy=strategy, model=preset.model)
+                plan = planner(batch, masks={"all": (causal(), preset.model.layers)}, tokens=tokens)
+                step = simulate(plan, rules=Rules(contention=False), training=Training(preset, "none")).step
+                assert step is not None
+                head = plan.cost.head_ns(plan.placement.tokens, preset.head_flops_per_token, plan.shape, machine).max()
+                events = step.total_ns - int(head)
+                short = predict(plan.placement, plan.shape, machine, plan.cost).total_ns
+                for name in (f"{strategy}, {tokens}", "all"):
+                    found[name].append((short, events))
+                print(
+                    f"| {lengths} | {nodes} | {strategy} | {tokens} | {events / 1e6:.0f} | {short / events:.3f} |",
+                    flush=True,
+                )
+    print("\n| strategy | median error | 90th percentile | worst |\n| --- | --- | --- | --- |")
+    for name, pairs in found.items():
+        e = errors([p for p, _ in pairs], [m for _, m in pairs])
+        print(f"| {name} | {e.median:.1%} | {e.p90:.1%} | {e.worst:.1%} |")
+
+
+if __name__ == "__main__":
+    main()
