@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 import flexcp
 from flexcp.clusters import Cluster, cluster
 from flexcp.executor.program import rank_program
-from flexcp.memory import KEYS, QUERIES
 from flexcp.masks import area
+from flexcp.memory import KEYS, QUERIES
 from flexcp.needs import Pieces
 from flexcp.pieces import Kind
 from flexcp.stages import TILE, cut_into_stages

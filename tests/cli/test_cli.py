@@ -35,7 +35,6 @@ PLAN_KEYS = [
     "compute_imbalance",
     "token_imbalance",
     "stages",
-    "rounds",
     "max_rank_peers",
     "max_rank_arena_bytes",
     "max_rank_memory_bytes",
@@ -95,7 +94,6 @@ def test_plan_json_is_the_planners_numbers(strategy: str) -> None:
         "compute_imbalance": round(imbalance(plan.work()), 6),
         "token_imbalance": round(imbalance(plan.placement.tokens), 6),
         "stages": plan.programs[0][0].stages,
-        "rounds": {"forward": rounds_columns(plan, False), "backward": rounds_columns(plan, True)},
         "max_rank_peers": max(len(plan.peers(r)) for r in range(4)),
         "max_rank_arena_bytes": max(plan.memory(r).arena for r in range(4)),
         "max_rank_memory_bytes": max(plan.memory(r).total for r in range(4)),
@@ -117,9 +115,16 @@ def test_plan_json_of_a_plan_worked_out_by_hand() -> None:
 def test_plan_text_is_the_picture() -> None:
     result = invoke("plan", "--lengths", "900,31,1", *SMALL)
     plan = planned([900, 31, 1])
-    assert result.stdout == f"{plan}\n\n{rounds_table(plan)}\n"
+    assert result.stdout == f"{plan}\n"
     for words in ("kept by", "rows down, keys right", "work/mean", "imbalance"):
         assert words in result.stdout
+
+
+def test_plan_shows_rounds_when_asked() -> None:
+    plan = planned([900, 31, 1])
+    assert invoke("plan", "--lengths", "900,31,1", *SMALL, "--rounds").stdout == f"{plan}\n\n{rounds_table(plan)}\n"
+    found = plan_json("--lengths", "900,31,1", *SMALL, "--rounds")
+    assert found["rounds"] == {"forward": rounds_columns(plan, False), "backward": rounds_columns(plan, True)}
 
 
 def test_options_reach_the_planner() -> None:

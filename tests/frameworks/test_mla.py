@@ -143,7 +143,7 @@ def test_the_fastest_form_follows_what_must_move() -> None:
     form, times = forms.fastest([131072], slow, strategy="blocks")
     assert form == "latent"
     assert times["latent"] < times["expanded"]
-    assert times["absorbed"] > 2 * times["latent"]
+    assert times["absorbed"] > 1.5 * times["latent"]
     # Short documents that stay whole move nothing: expanding twice in the backward is then all that latents bring.
     form, times = forms.fastest([4096] * 64, slow, strategy="blocks")
     assert form == "expanded"

@@ -96,7 +96,7 @@ def test_table_has_the_plans_numbers_of_every_rank(strategy: str) -> None:
         assert cells[:3] == [str(rank), str(rank), str(plan.placement.tokens[rank])]
         assert float(cells[3]) == pytest.approx(work[rank] / work.mean(), abs=6e-4)
         moved = [forward[rank].sum(), forward[:, rank].sum(), backward[rank].sum(), backward[:, rank].sum()]
-        assert cells[4:] == " ".join(size(n) for n in moved).split()
+        assert cells[4:] == " ".join(size(n) for n in [*moved, plan.memory(rank).total]).split()
     total = lines[first + 4]
     for words in (
         "all        943",

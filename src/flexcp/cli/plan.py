@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 REPEATS = 7
 Save = Annotated[Path | None, typer.Option(help="Write the plan to this file; `flexcp show FILE` reads it.")]
+ShowRounds = Annotated[bool, typer.Option("--rounds", help="Show each stage's conflict-free rounds too.")]
 
 
 def plan(
@@ -48,6 +49,7 @@ def plan(
     cost: o.CostFile = None,
     save: Save = None,
     html: o.Html = None,
+    rounds: ShowRounds = False,
     as_json: o.Json = False,
 ) -> None:
     """Plan one batch: who keeps and computes what, and what moves.
@@ -55,7 +57,6 @@ def plan(
     Example: `flexcp plan --lengths 4096,800,1 --ranks 8 --heads 8 --kv-heads 2 --strategy blocks`
     """
     from flexcp.data.lengths import parse_lengths
-    from flexcp.report.rounds_table import rounds_table
 
     given = dict(locals())
     asked = o.PlanOptions(**{name: given[name] for name in o.PlanOptions.__dataclass_fields__})
@@ -74,10 +75,24 @@ def plan(
     if html is not None:
         report_plan(html, found)
     if as_json:
-        typer.echo(json.dumps(summary(found, times), indent=2))
+        keys = summary(found, times) | (_rounds_of(found) if rounds else {})
+        typer.echo(json.dumps(keys, indent=2))
     else:
-        with compiling():
-            typer.echo(f"{found}\n\n{rounds_table(found)}")
+        typer.echo(f"{found}\n\n{_rounds_text(found)}" if rounds else str(found))
+
+
+def _rounds_of(plan: Plan) -> dict[str, Any]:
+    from flexcp.report.rounds_table import rounds_columns  # compiled: only who asks for rounds loads Numba
+
+    with compiling():
+        return {"rounds": {way: rounds_columns(plan, bool(i)) for i, way in enumerate(("forward", "backward"))}}
+
+
+def _rounds_text(plan: Plan) -> str:
+    from flexcp.report.rounds_table import rounds_table
+
+    with compiling():
+        return rounds_table(plan)
 
 
 def _write(plan: Plan, path: Path) -> None:
@@ -95,7 +110,6 @@ def _write(plan: Plan, path: Path) -> None:
 def summary(plan: Plan, times_ms: list[float] | None = None) -> dict[str, Any]:
     """The documented JSON keys; ``times_ms`` are the first call and its repeats, where the plan was made now."""
     from flexcp.plan import imbalance
-    from flexcp.report.rounds_table import rounds_columns
 
     times = times_ms or []
     forward = plan.bytes()
@@ -114,7 +128,6 @@ def summary(plan: Plan, times_ms: list[float] | None = None) -> dict[str, Any]:
         "compute_imbalance": round(imbalance(plan.work()), 6),
         "token_imbalance": round(imbalance(plan.placement.tokens), 6),
         "stages": plan.programs[0][0].stages,
-        "rounds": {way: rounds_columns(plan, bool(i)) for i, way in enumerate(("forward", "backward"))},
         "max_rank_peers": max(len(plan.peers(rank)) for rank in range(plan.ranks)),
         "max_rank_arena_bytes": max(memory.arena for memory in memories),
         "max_rank_memory_bytes": max(memory.total for memory in memories),

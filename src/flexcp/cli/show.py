@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from flexcp.cli.options import Html, Json
-from flexcp.cli.progress import compiling
 from flexcp.cli.reports import report_plan
 
 LARGEST = 1 << 28
@@ -28,7 +27,6 @@ def show(file: File, check: Check = False, html: Html = None, as_json: Json = Fa
     Example: `flexcp plan --lengths 4096,800,1 --ranks 8 --save a.plan && flexcp show a.plan`
     """
     from flexcp.cli.plan import summary
-    from flexcp.report.rounds_table import rounds_table
     from flexcp.wire import load_plan
 
     data = _read(file)
@@ -42,8 +40,7 @@ def show(file: File, check: Check = False, html: Html = None, as_json: Json = Fa
     if as_json:
         typer.echo(json.dumps({**summary(plan), "file_bytes": len(data)}, indent=2))
     else:
-        with compiling():
-            typer.echo(f"{plan}\n\n{rounds_table(plan)}")
+        typer.echo(str(plan))
 
 
 def _read(path: Path) -> bytes:
