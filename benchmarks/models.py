@@ -90,10 +90,11 @@ def page(results: list[tuple[Run, Difference]], steps: int, seconds: float) -> s
     for run, found in results:
         worst[run.family, run.dtype, run.strategy].append(found)
     failed = sum(not passed(*result) for result in results)
+    command = "make models" if steps == 50 else f"python benchmarks/models.py --steps {steps}"
     lines = [
         "# Model families against one process",
         "",
-        f"Written by `make models` on {datetime.date.today()}: {platform.machine()}, torch {torch.__version__}, transformers "
+        f"Written by `{command}` on {datetime.date.today()}: {platform.machine()}, torch {torch.__version__}, transformers "
         f"{transformers.__version__}; {len(results)} runs in {seconds / 60:.0f} minutes, {failed} outside the limits.",
         "",
         f"Each run trains a tiny model of the family for {steps} steps in float64 (limit 1e-9 for loss and gradients) or "

@@ -149,7 +149,7 @@ def _web(seeds: int) -> list[str]:
             rows = []
             for seed in track(range(seeds), f"web {ranks} {'equal' if equal else ''}", console=Console(stderr=True)):
                 lengths = draw_lengths("web", 8192 * ranks, seed)
-                how = "equal" if equal else "priced"
+                how = "equal" if equal else "balanced"
                 plan, ms = _timed(partial(planner, lengths, tokens=how), repeats=3)
                 received = _straight(plan).bytes().sum(axis=0)
                 other = int(rival(lengths).bytes().sum())

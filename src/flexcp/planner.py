@@ -91,14 +91,15 @@ class Planner:
         *,
         masks: Mapping[str, tuple[MaskLike, int]] | None = None,
         layout: str | Sequence[Sequence[int]] = "free",
-        tokens: str = "priced",
+        tokens: str = "balanced",
         pad_to: int | None = None,
     ) -> Plan:
         """The plan of one batch.
 
         ``mask`` is one for all documents or one per document (causal when neither it nor ``masks`` is given); ``masks`` names several with
         their layer counts. ``layout`` keeps tokens where the user has them (``"contiguous"``, ``"zigzag"``, or an index array per rank).
-        ``tokens="equal"`` gives every rank the same count, rounded up to a multiple of ``pad_to`` with pads.
+        ``tokens="equal"`` gives every rank the same count, rounded up to a multiple of ``pad_to`` with pads; ``"balanced"`` leaves the
+        strategy a little room; ``"priced"`` lets ``blocks`` balance attention and the rest of the layer as one sum.
         """
         if mask is None and masks is None:
             mask = causal()
@@ -111,7 +112,7 @@ class Planner:
         mask: MaskLike | None = None,
         *,
         masks: Mapping[str, tuple[MaskLike, int]] | None = None,
-        tokens: str = "priced",
+        tokens: str = "balanced",
         pad_to: int | None = None,
     ) -> list[tuple[list[int], Plan]]:
         """(documents, plan) of each micro-batch of a global batch over ``max_tokens_per_rank``, balanced in predicted time.
@@ -150,6 +151,7 @@ class Planner:
             self.max_memory_per_rank,
             self.keep_kv,
             max_peers=self.max_peers,
+            priced_tokens=tokens == "priced",
         )
         refuse_over_cap(request)
         plan = make_plan(self.place(request), self.shape, self.cluster, self.cost, self.strategy, self.keep_kv)
@@ -175,8 +177,8 @@ def _checked_count(name: str, value: int | None, least: int, what: str) -> int |
 
 
 def _checked_tokens(tokens: str, pad_to: int | None, fixed: bool) -> bool:
-    if tokens not in ("priced", "equal"):
-        raise ValueError(f"tokens must be 'priced' or 'equal'; got {tokens!r}")
+    if tokens not in ("balanced", "priced", "equal"):
+        raise ValueError(f"tokens must be 'balanced', 'priced' or 'equal'; got {tokens!r}")
     if pad_to is not None and (tokens != "equal" or not isinstance(pad_to, int) or pad_to < 1):
         raise ValueError(f"pad_to={pad_to} needs tokens='equal' and a multiple of at least 1")
     if tokens == "equal" and fixed:

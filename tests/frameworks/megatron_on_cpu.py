@@ -56,6 +56,7 @@ def megatron_world(tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, vp: int |
     torch.cuda.Stream = torch.cuda.current_stream = lambda *_: stream  # type: ignore[assignment,misc]
     torch.cuda.stream = lambda *_: contextlib.nullcontext()  # type: ignore[assignment]
     CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
+    before = set(dist.distributed_c10d._world.pg_map)
     parallel_state.initialize_model_parallel(
         tp, pp, vp, context_parallel_size=cp, expert_model_parallel_size=ep, create_gloo_process_groups=False
     )
@@ -64,6 +65,10 @@ def megatron_world(tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, vp: int |
             yield parallel_state
     finally:
         parallel_state.destroy_model_parallel()
+        # Megatron makes dozens of groups and leaves them; on gloo each has threads that wake a hundred times a second.
+        dist.barrier()
+        for group in set(dist.distributed_c10d._world.pg_map) - before:
+            dist.destroy_process_group(group)
 
 
 def from_device(x: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -44,7 +44,7 @@ KeepKv = Annotated[
     typer.Option("--keep-kv", help="Bytes a rank may keep received keys in for the backward; 0 fetches them again."),
 ]
 MaxPeers = Annotated[int | None, typer.Option(help="Hard cap on the other ranks that a rank exchanges with.")]
-Tokens = Annotated[str, typer.Option(help="priced, or equal for the same count on every rank.")]
+Tokens = Annotated[str, typer.Option(help="balanced, priced, or equal for the same count on every rank.")]
 PadTo = Annotated[int | None, typer.Option(help="With --tokens equal: round counts up to a multiple.")]
 Layout = Annotated[str, typer.Option(help="free, contiguous or zigzag.")]
 CostFile = Annotated[Path | None, typer.Option("--cost", help="A cost model written by flexcp calibrate.")]

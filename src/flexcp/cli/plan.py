@@ -43,7 +43,7 @@ def plan(
     max_memory_per_rank: o.MaxMemory = None,
     keep_kv: o.KeepKv = 0,
     max_peers: o.MaxPeers = None,
-    tokens: o.Tokens = "priced",
+    tokens: o.Tokens = "balanced",
     pad_to: o.PadTo = None,
     layout: o.Layout = "free",
     cost: o.CostFile = None,

@@ -151,7 +151,9 @@ class Step:
     def _maps(self, name: str | Sequence[Sequence[int]]) -> tuple[layout.Ints, ...]:
         maps = user_layout(name, self.plan.batch.tokens, self.plan.ranks)
         if maps is None:
-            raise ValueError("'free' is the plan's own layout; relayout to 'contiguous', 'zigzag' or an index array per rank")
+            raise ValueError(
+                "'free' is the plan's own layout; relayout to 'contiguous', 'zigzag' or an index array per rank"
+            )
         return maps
 
     def labels(self, tokens: Tensor, ignore: int = -100) -> Tensor:

@@ -100,7 +100,7 @@ def _case(number: int, strategy: str, mask: str, shape: tuple[int, int], heads: 
         else "free"
         if layout == "equal"
         else layout,
-        tokens="equal" if layout == "equal" else "priced",
+        tokens="equal" if layout == "equal" else "balanced",
         pad_to=4 if layout == "equal" else None,
     )
     options = Options(

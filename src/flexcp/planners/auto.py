@@ -184,7 +184,9 @@ class _Search:
         try:
             placement = place(request)
             check_tolerances(self.request, placement)
-            if request.max_memory_per_rank is not None or request.max_peers is not None:  # only known of a candidate's plan
+            if (
+                request.max_memory_per_rank is not None or request.max_peers is not None
+            ):  # only known of a candidate's plan
                 plan = make_plan(placement, *known, name, request.keep_kv)
                 refuse_over_memory(request, plan)
                 refuse_over_peers(request, plan)

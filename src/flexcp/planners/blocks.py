@@ -5,9 +5,11 @@ ranks of each node. Inside a node there is a choice of *teams* of G ranks, G a d
 bin, and splits those too large for one of its ranks by heads. A split item's keys reach the team once, and its rows may be kept by
 any of the team, which levels tokens for free. Each node takes the team size that moves the fewest bytes, counted exactly.
 
-Tolerances hold by construction: what packing leaves over a limit is levelled row by row, work and tokens apart. Without a compute
-tolerance a row's load is its attention *and* its share of the rest of the layer, so that the step's time is balanced and not only
-attention's. Equal tokens are packed with a little room; then rows move on, with their work, until counts are even.
+Tolerances hold by construction: what packing leaves over a limit is levelled row by row, work and tokens apart. Without
+tolerances attention and tokens are balanced too, each as closely as costs few bytes: ranks that share documents wait for each other's keys
+and gradients in every layer, so what a rank saves in attention cannot make up for what it has more of in the rest (simulated by events,
+balancing the sum of both takes up to 1.4 times as long). ``tokens="priced"`` balances that sum. Equal tokens are packed with a little room;
+then rows move on, with their work, until counts are even.
 
 With a fixed layout the tokens stay put and only work moves.
 """
@@ -38,6 +40,7 @@ from flexcp.planners.request import Request, refuse_over_cap
 
 Ints = NDArray[np.int64]
 DEFAULT_TOLERANCE = 0.02
+DEFAULT_TOKEN_TOLERANCE = 0.01
 NODE_TOLERANCES = (0.008, 0.02)
 RETRIED_NODES = range(3, 7)
 """Numbers of nodes for which a second tolerance is tried unless told: with two it saves 1 % (web packs), with many it takes too long."""
@@ -65,17 +68,18 @@ def _free(request: Request) -> Placement:
     rows = _row_limit(request)
     loads = make_field(request.batch, _grain(request), _row_price(request), _thin_price(request))
     limit, aim = _load_limits(request, loads)
-    limits = Limits(limit, np.full(request.ranks, UNLIMITED if rows is None else rows), aim)
+    limits = Limits(limit, np.full(request.ranks, UNLIMITED) if rows is None else rows, aim)
     if request.equal_tokens:
         # Packing needs room to move; counts are made even afterwards.
         limits = replace(limits, rows=limits.rows + limits.rows // EQUAL_ROOM)
     work, kept = _best_shares(request, loads, limits)
     if request.equal_tokens:
-        work, kept = even(loads, work, _rows_allowed(request, 0), limit, _key_bytes(request), _row_bytes(request))
+        rows = np.diff(even_borders(request.batch.tokens, request.ranks))
+        work, kept = even(loads, work, rows, limit, _key_bytes(request), _row_bytes(request))
     work = level_work(loads, work, limit, _nodes(request))
     rank, start, stop = _stream(request, kept)
     if rows is not None:
-        rank, start, stop = level_rows(rank, start, stop, _rows_allowed(request, rows), _nodes(request))
+        rank, start, stop = level_rows(rank, start, stop, rows, _nodes(request))
     runs, pads = runs_of_ranges(rank, start, stop), 0
     if request.equal_tokens:
         runs, pads = equalised(runs, request.ranks, request.batch.tokens, request.pad_to)
@@ -227,8 +231,8 @@ def _grain(request: Request) -> int:
 
 
 def _row_price(request: Request) -> int:
-    """Load of a row besides its attention: nothing when the user balances compute and tokens apart."""
-    if request.compute_tolerance is not None or request.equal_tokens:
+    """Load of a row besides its attention: nothing where compute and tokens are balanced apart."""
+    if not request.priced_tokens or request.compute_tolerance is not None:
         return 0
     return request.cost.pairs_per_token(request.shape)
 
@@ -244,24 +248,25 @@ def _load_limits(request: Request, loads: Field) -> tuple[Ints, Ints]:
     return np.array(most, np.int64), np.array(aim, np.int64)
 
 
-def _row_limit(request: Request) -> int | None:
-    """The most rows a rank may keep, or None."""
-    mean = -(-request.batch.tokens // request.ranks)
+def _row_limit(request: Request) -> Ints | None:
+    """The most rows each rank may keep, or None."""
+    ranks, tokens = request.ranks, request.batch.tokens
+    mean = -(-tokens // ranks)
     if request.equal_tokens:
-        return mean
+        return np.full(ranks, mean)
     limits = []
     if request.token_tolerance is not None:
-        limits.append(max(mean, math.floor(request.batch.tokens * (1 + request.token_tolerance) / request.ranks)))
+        limits.append(np.full(ranks, max(mean, math.floor(tokens * (1 + request.token_tolerance) / ranks))))
+    elif request.compute_tolerance is None and not request.priced_tokens:
+        # By speed, because it is the rest of the layer that tokens take time in.
+        speeds = request.cluster.rank_speeds
+        share = [-(-tokens * s // sum(speeds)) for s in speeds]
+        limits.append(np.array([n + int(n * DEFAULT_TOKEN_TOLERANCE) for n in share]))
     if request.max_tokens_per_rank is not None:
-        limits.append(request.max_tokens_per_rank)
-    return min(limits) if limits else None
-
-
-def _rows_allowed(request: Request, rows: int) -> Ints:
-    """Rows each rank may keep: exactly even counts for equal tokens, the limit otherwise."""
-    if request.equal_tokens:
-        return np.diff(even_borders(request.batch.tokens, request.ranks))
-    return np.full(request.ranks, rows, np.int64)
+        cap = np.full(ranks, request.max_tokens_per_rank)
+        # Slower ranks take more than their share where the cap leaves the fast ones no room.
+        limits = [np.minimum(limit, cap) for limit in limits if int(np.minimum(limit, cap).sum()) >= tokens] or [cap]
+    return limits[0] if limits else None
 
 
 def _nodes(request: Request) -> Ints:
