@@ -113,7 +113,9 @@ def _held(plan: Plan, mask: int, program: Program, kind: Kind) -> _Segments:
     first = np.maximum(t.start[piece], local[run]) - local[run] + start[run]
     last = np.minimum(t.stop[piece], local[run] + (stop - start)[run]) - local[run] + start[run]
     stage = t.stage[piece]
-    arrived = (t.target[piece], first, last, t.h0[piece], t.h1[piece], stage, stage + 1)
+    h0, h1, heads = t.h0[piece], t.h1[piece], plan.shape.heads + 1
+    shelf = 1 + (stage * heads + h0) * heads + h1
+    arrived = (t.target[piece], first, last, h0, h1, stage, shelf)
     if placement.assemble_own:
         return _Segments(*arrived)
     everything = plan.shape.heads if kind == Kind.Q else plan.shape.kv_heads
