@@ -32,7 +32,8 @@ class Request:
 
     ``argument`` is what follows the colon of a strategy's name (``zigzag:4``). ``layout`` holds one index map per rank when the
     tokens are already placed, None when the planner places them too. ``equal_tokens`` asks for the same count on every rank,
-    rounded up to a multiple of ``pad_to``, ``priced_tokens`` for one balance of attention and the rest of the layer. Tolerances are fractions over the mean, or None for "as time profits".
+    rounded up to a multiple of ``pad_to``, ``priced_tokens`` for one balance of attention and the rest of the layer. Tolerances are
+    fractions over the mean, or None for "as time profits".
     ``effort`` is a count of evaluated candidates, None for the strategy's own choice. Memory is a plan's to know: strategies do not look at
     its cap, their plans are checked against it. ``keep_kv`` is the bytes of received keys that a rank may keep for the backward.
     """
