@@ -70,7 +70,8 @@ def test_static_strategies_need_no_numba() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["plan", "--help"], ["verify", "--help"], ["demo", "--help"], ["train", "--help"], ["--version"]]
+    "arguments",
+    [["--help"], ["plan", "--help"], ["verify", "--help"], ["demo", "--help"], ["train", "--help"], ["--version"]],
 )
 def test_help_loads_neither_torch_nor_numpy(arguments: list[str]) -> None:
     assert not loaded_by(HELP.format(arguments=arguments)) & {"torch", "numba", "numpy"}
