@@ -7,8 +7,9 @@ BIN := .venv/bin
 demo: .venv/ready
 	$(BIN)/flexcp demo
 
+# Two processes share the test files; each has its own pool of ranks.
 test: .venv/ready .venv/browser lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: .venv/ready
 	$(BIN)/ruff check .

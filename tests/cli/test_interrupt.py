@@ -27,8 +27,21 @@ def processes(group: int) -> list[int]:
 def test_an_interrupted_command_leaves_nothing_behind() -> None:
     command = [str(Path(sys.executable).parent / "flexcp"), "demo", "--ranks", "2", "--steps", "1000"]
     process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job inherits that it is ignored
     )
+    try:
+        interrupt(process)
+    finally:
+        for pid in processes(process.pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def interrupt(process: subprocess.Popen[str]) -> None:
     until = time.monotonic() + 60
     while len(processes(process.pid)) < 4 and time.monotonic() < until:  # the command, its fork server and two ranks
         time.sleep(0.1)

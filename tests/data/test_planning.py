@@ -157,7 +157,11 @@ if sys.argv[1] == "wait":
 def test_no_process_stays_behind(ending: str) -> None:
     """A script without a __main__ guard, which ends in three ways while its worker is in the middle of a plan."""
     command = [sys.executable, "-c", SCRIPT, "exit" if ending == "exit" else "wait"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    # A background job inherits that SIGINT is ignored.
+    with subprocess.Popen(
+        command, **pipes, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    ) as process:
         assert process.stdout is not None and process.stderr is not None
         worker = int(process.stdout.readline())
         if ending != "exit":
