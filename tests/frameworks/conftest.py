@@ -1,6 +1,7 @@
 """Ranks for packages that insist on the whole world (Accelerate, torchtitan, Megatron-Core take no process group).
 
-These packages take seconds to import, so the process that ranks are forked from imports the heaviest once.
+These packages take seconds to import, so the process that ranks are forked from imports the heaviest once. They also make dozens of groups
+and leave them, whose threads wake a hundred times a second: every file of tests has ranks of its own.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ for package, modules in HEAVY.items():
         ranks.PRELOAD += [name for name in modules if name not in ranks.PRELOAD]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def two() -> Iterator[RankPool]:
     """A world of two ranks."""
     with RankPool(2) as pool:
         yield pool
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def four() -> Iterator[RankPool]:
     """A world of four."""
     with RankPool(4) as pool:
