@@ -285,8 +285,9 @@ def said_by(process: subprocess.Popen[str]) -> list[str]:
     return list(found["said"])
 
 
-def open_to_all(folder: Path, root: Path) -> None:
-    """Let everybody read below ``root``."""
+def open_to_all(folder: Path) -> None:
+    """Let everybody read a folder below pytest's own."""
+    root = next(path for path in folder.parents if path.name.startswith("pytest-of-"))
     for path in (folder, *folder.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
     while folder != root.parent:
@@ -294,10 +295,10 @@ def open_to_all(folder: Path, root: Path) -> None:
         folder = folder.parent
 
 
-def test_what_another_user_warmed_up_is_read_where_nothing_can_be_written(source: Path, tmp_path: Path) -> None:
+def test_what_another_user_warmed_up_is_read_where_nothing_can_be_written(source: Path) -> None:
     """An image: root ran ``flexcp warmup``, somebody without a home runs plans."""
     said_by(started(source))
-    open_to_all(source.parent, tmp_path.parents[1])
+    open_to_all(source.parent)
     if os.geteuid() != 0:
         (source.parent / "__pycache__").chmod(0o555)
     assert said_by(started(source, "nobody")) == []
@@ -307,7 +308,7 @@ def test_what_another_user_warmed_up_is_read_where_nothing_can_be_written(source
 def test_files_of_another_user_are_no_obstacle(source: Path, tmp_path: Path) -> None:
     """A shared folder in which another user's files cannot be read, nor replaced."""
     said_by(started(source))
-    open_to_all(source.parent, tmp_path.parents[1])
+    open_to_all(source.parent)
     folder = kept(source.parent / "__pycache__")[0].parent
     for file in kept(source.parent / "__pycache__"):
         file.chmod(0o600)

@@ -135,7 +135,7 @@ def test_calls_of_few_rounds_give_the_same_results_and_bytes_as_one_call(pool: R
 def test_ranks_with_nothing_to_exchange_and_stages_of_some_ranks(pool: RankPool) -> None:
     lengths, shape = [300, 200, 190], {"heads": 4, "head_dim": 8, "dtype": "float32", "strategy": "blocks"}
     one, four = (
-        flexcp.Planner(cluster=flexcp.cluster("cpu", 1, ranks), **shape)(lengths)  # type: ignore[arg-type]
+        flexcp.Planner(cluster=flexcp.cluster("cpu", 1, ranks), **shape)(lengths, tokens="priced")  # type: ignore[arg-type]
         for ranks in (1, 4)
     )
     assert sorted(len(four.peers(rank)) for rank in range(4)) == [0, 1, 1, 2]

@@ -77,8 +77,10 @@ def _free(request: Request) -> Placement:
         rows = np.diff(even_borders(request.batch.tokens, request.ranks))
         work, kept = even(loads, work, rows, limit, _key_bytes(request), _row_bytes(request))
     work = level_work(loads, work, limit, _nodes(request))
-    rank, start, stop = _stream(request, kept)
-    if rows is not None:
+    # Where latents travel, queries cannot: tokens go where their work went.
+    follow = request.shape.latent is not None and not request.equal_tokens and request.token_tolerance is None
+    rank, start, stop = _stream(request, work[:, [0, 2, 3, 4]] if follow else kept)
+    if rows is not None and not follow:
         rank, start, stop = level_rows(rank, start, stop, rows, _nodes(request))
     runs, pads = runs_of_ranges(rank, start, stop), 0
     if request.equal_tokens:
@@ -169,8 +171,8 @@ def _row_bytes(request: Request) -> int:
 
 
 def _team_sizes(request: Request) -> list[int]:
-    """Teams that both the KV heads and the ranks of a node divide into; heads are split evenly, which suits equal ranks only."""
-    if len(set(request.cluster.rank_speeds)) > 1:
+    """Teams that both the KV heads and the ranks of a node divide into; heads are split evenly, which suits equal ranks and keys by heads only."""
+    if len(set(request.cluster.rank_speeds)) > 1 or request.shape.latent is not None:
         return [1]
     largest = math.gcd(request.shape.kv_heads, request.cluster.ranks_per_node)
     return sorted({1, largest})
