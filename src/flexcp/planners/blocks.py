@@ -171,7 +171,7 @@ def _row_bytes(request: Request) -> int:
 
 
 def _team_sizes(request: Request) -> list[int]:
-    """Teams that both the KV heads and the ranks of a node divide into; heads are split evenly, which suits equal ranks and keys by heads only."""
+    """Teams that both the KV heads and a node's ranks divide into; heads are split evenly, which suits equal ranks and keys by heads."""
     if len(set(request.cluster.rank_speeds)) > 1 or request.shape.latent is not None:
         return [1]
     largest = math.gcd(request.shape.kv_heads, request.cluster.ranks_per_node)
