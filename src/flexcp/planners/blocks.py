@@ -68,7 +68,7 @@ def _free(request: Request) -> Placement:
     rows = _row_limit(request)
     loads = make_field(request.batch, _grain(request), _row_price(request), _thin_price(request))
     limit, aim = _load_limits(request, loads)
-    limits = Limits(limit, np.full(request.ranks, UNLIMITED) if rows is None else rows, aim)
+    limits = Limits(limit, np.full(request.ranks, UNLIMITED) if rows is None else rows, aim, _is_firm(request))
     if request.equal_tokens:
         # Packing needs room to move; counts are made even afterwards.
         limits = replace(limits, rows=limits.rows + limits.rows // EQUAL_ROOM)
@@ -132,7 +132,7 @@ def _over_nodes(request: Request, loads: Field, limits: Limits, tolerance: float
     if rows[0] < UNLIMITED:
         share = -(-batch.tokens // nodes)
         rows = np.minimum(rows, share + (rows - share) // 2)
-    found = pack(loads, everything, Limits(tight, rows, tight))
+    found = pack(loads, everything, Limits(tight, rows, tight, limits.firm))
     order = np.argsort(found.bins, kind="stable")
     return np.split(found.items[order], np.searchsorted(found.bins[order], np.arange(1, nodes)))
 
@@ -141,7 +141,7 @@ def _node(request: Request, loads: Field, items: Ints, limits: Limits, node: int
     """The node's items to its ranks, by the team size that moves least."""
     size = request.cluster.ranks_per_node
     span = slice(node * size, (node + 1) * size)
-    mine = Limits(limits.load[span], limits.rows[span], limits.aim[span])
+    mine = replace(limits, load=limits.load[span], rows=limits.rows[span], aim=limits.aim[span])
     prices = _key_bytes(request), _row_bytes(request)
     placed = [place_node(loads, items, mine, team, *prices) for team in _team_sizes(request)]
     return min(placed, key=lambda p: _score(request, p))
@@ -248,6 +248,12 @@ def _load_limits(request: Request, loads: Field) -> tuple[Ints, Ints]:
     most = [m + int(tolerance * m) for m in mean]
     aim = [m + int(SLACK_USED * tolerance * m) for m in mean]
     return np.array(most, np.int64), np.array(aim, np.int64)
+
+
+def _is_firm(request: Request) -> bool:
+    """Whether the user set a limit, or the balance is only ours."""
+    given = (request.compute_tolerance, request.token_tolerance, request.max_tokens_per_rank)
+    return request.equal_tokens or request.priced_tokens or any(limit is not None for limit in given)
 
 
 def _row_limit(request: Request) -> Ints | None:
