@@ -228,7 +228,7 @@ def table(results: dict[str, dict[str, Any]], quick: bool) -> str:
     }
     for name, found in results.items():
         shown = {k: v for k, v in found.items() if k != "passed"}
-        text = "<br>".join(f"{key}: {_shown(value)}" for key, value in shown.items())
+        text = "<br>".join(f"{key}: {_shown(key, value)}" for key, value in shown.items())
         lines.append(f"| {promises[name]} | {text} | {'yes' if found['passed'] else '**no**'} |")
     lines += [
         "",
@@ -238,11 +238,11 @@ def table(results: dict[str, dict[str, Any]], quick: bool) -> str:
     return "\n".join(lines)
 
 
-def _shown(value: Any) -> str:
+def _shown(key: str, value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{k} {_shown(v)}" for k, v in value.items())
-    if isinstance(value, float) and value < 1:
-        return f"{value:.2%}" if value < 0.5 else f"{value:g}"
+        return ", ".join(f"{k} {_shown(k, v)}" for k, v in value.items())
+    if key.endswith("share"):
+        return f"{value:.2%}"
     return f"{value:,}" if isinstance(value, int) else f"{value}"
 
 
