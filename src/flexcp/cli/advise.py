@@ -25,7 +25,6 @@ Documents = Annotated[
 ModelName = Annotated[
     str, typer.Option("--model", help="llama3-8b, llama3-70b, gpt-8b, qwen3-30b-a3b or qwen2.5-vl-7b.")
 ]
-ClusterText = Annotated[str, typer.Option("--cluster", help="Preset and shape, as in h100:4x8.")]
 Cap = Annotated[int, typer.Option("--max-tokens-per-rank", help="Tokens that fit a rank's memory.")]
 StepTokens = Annotated[int | None, typer.Option(help="Tokens of a training step; as many as fit the ranks by default.")]
 Today = Annotated[str | None, typer.Option(help="What you use now, as in zigzag:8; the best static method by default.")]
@@ -46,7 +45,7 @@ Field = Annotated[
 def advise(
     lengths: Documents,
     model: ModelName = "llama3-8b",
-    cluster: ClusterText = "h100:4x8",
+    cluster: s.ClusterText = "h100:4x8",
     max_tokens_per_rank: Cap = 32_768,
     mask: o.MaskText = "causal",
     tokens_per_step: StepTokens = None,

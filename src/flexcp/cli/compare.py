@@ -18,14 +18,13 @@ if TYPE_CHECKING:
 Names = Annotated[
     str, typer.Option("--strategies", help="Names with or without degrees, as in auto,zigzag:8,ring; or all.")
 ]
-Cluster = Annotated[str, typer.Option("--cluster", help="Preset and shape, as in h100:4x8.")]
 WIDTH = 40
 
 
 def compare(
     lengths: o.Lengths,
     mask: o.MaskText = "causal",
-    cluster: Cluster = "h100",
+    cluster: s.ClusterText = "h100",
     model: s.ModelName = None,
     heads: o.Heads = 32,
     kv_heads: o.KvHeads = 8,

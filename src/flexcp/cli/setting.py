@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from flexcp.simulator.passes import Rules
     from flexcp.simulator.training import Training
 
+ClusterText = Annotated[str, typer.Option("--cluster", help="Preset and shape, as in h100:4x8.")]
 ModelName = Annotated[
     str | None,
     typer.Option(

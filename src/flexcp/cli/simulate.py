@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from flexcp.simulator.passes import Pass
     from flexcp.simulator.training import Simulation
 
-Cluster = Annotated[str, typer.Option("--cluster", help="Preset and shape, as in h100:4x8.")]
 Events = Annotated[
     Path | None, typer.Option(help="Write one layer's timeline as JSON: rank, track, name, begin, end, bytes.")
 ]
@@ -26,7 +25,7 @@ WIDTH, MOST_RANKS = 60, 32
 def simulate(
     lengths: o.Lengths,
     mask: o.MaskText = "causal",
-    cluster: Cluster = "h100",
+    cluster: s.ClusterText = "h100",
     model: s.ModelName = None,
     heads: o.Heads = 32,
     kv_heads: o.KvHeads = 8,

@@ -80,18 +80,18 @@ class _LatentAttention(torch.autograd.Function):
         k, v = _expanded(expand, arena, weights, q)
         module = find_kernel(kernel)
         work = module.prepare(way.slices, q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.device)
-        rows = _kept(q, step)
+        rows = step.in_stream_order(q)
         out, lse = local_forward(module, work, covers(way.slices, len(rows)), types, settings, rows, k, v, True)
         out = out.to(q.dtype)
         ctx.save_for_backward(rows, latent, out, lse, arena if way.keys_kept else None, *weights)
         ctx.call = (expand, step, way, settings, module, work)
-        return _local(out, step)
+        return step.in_local_order(out)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, latent, out, lse, arena, *weights = ctx.saved_tensors
         expand, step, way, settings, module, work = ctx.call
-        do, types = _kept(grads[0].to(out.dtype), step), types_of(q)
+        do, types = step.in_stream_order(grads[0].to(out.dtype)), types_of(q)
         if arena is None:
             arena = _fetched(latent, way.backward, way, step, "backward")
         leaves = [x.detach().requires_grad_() for x in (arena, *weights)]
@@ -102,7 +102,16 @@ class _LatentAttention(torch.autograd.Function):
         found = torch.autograd.grad((k, v), leaves, (dk.to(k.dtype), dv.to(v.dtype)), allow_unused=True)
         darena = torch.zeros_like(arena) if found[0] is None else found[0]
         dlatent = _returned(darena.to(types.accumulator), way, step, latent.dtype)
-        return _local(dq, step).to(q.dtype), _local(dlatent, step), None, None, None, None, None, *found[1:]
+        return (
+            step.in_local_order(dq).to(q.dtype),
+            step.in_local_order(dlatent),
+            None,
+            None,
+            None,
+            None,
+            None,
+            *found[1:],
+        )
 
 
 # --- the way of the latents -------------------------------------------------------------------------------------------
@@ -204,7 +213,7 @@ def _stretches(tokens: Ints) -> tuple[Ints, Ints, Ints]:
 def _fetched(latent: Tensor, stages: tuple[Stage, ...], way: Way, step: Step, direction: str) -> Tensor:
     """The arena: own latents and those that arrive, relayed ones passed on."""
     arena = latent.new_zeros((way.rows, latent.shape[1]))
-    arena[uploaded(way.own, latent.device)] = _kept(latent, step)
+    arena[uploaded(way.own, latent.device)] = step.in_stream_order(latent)
     for stage in stages:
         for rows, message in _exchange(stage, arena, latent.dtype, step, direction):
             arena[rows] = message
@@ -250,20 +259,6 @@ def _expanded(expand: Expand, arena: Tensor, weights: Sequence[Tensor], q: Tenso
             f"got {tuple(k.shape)} and {tuple(v.shape)}"
         )
     return k, v
-
-
-def _kept(x: Tensor, step: Step) -> Tensor:
-    order = step.kept_order_on(x.device)
-    return x if order is None else x[order]
-
-
-def _local(x: Tensor, step: Step) -> Tensor:
-    order = step.kept_order_on(x.device)
-    if order is None:
-        return x
-    out = torch.empty_like(x)
-    out[order] = x
-    return out
 
 
 def _check(q: Tensor, latent: Tensor, step: Step) -> None:

@@ -102,9 +102,9 @@ def _attend(
     runtime = _runtime(step, q, settings, number, backward=False)
     prepared = step.prepared(number, False, step.choose_kernel(q.device, kernel), runtime.types)
     step.calls += 1
-    kept_q, kept_k, kept_v = (_kept(x, step) for x in (q, k, v))
+    kept_q, kept_k, kept_v = (step.in_stream_order(x) for x in (q, k, v))
     out, lse, keys = run_forward(prepared, runtime, kept_q, kept_k, kept_v, rounded=sinks is None)
-    out, lse = _local(out, step), _local(lse, step)
+    out, lse = step.in_local_order(out), step.in_local_order(lse)
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks)
     out = out.to(q.dtype)
@@ -146,30 +146,14 @@ def _gradients(
     delta = delta_of(do, out, dlse, lse.dtype)
     runtime = _runtime(step, q, settings, number, backward=True)
     prepared = step.prepared(number, True, step.choose_kernel(q.device, kernel), runtime.types)
-    inputs = (_kept(x, step) for x in (q, k, v, do, lse, delta))
-    dq, dk, dv = (_local(x, step) for x in run_backward(prepared, runtime, keys, *inputs))
+    inputs = (step.in_stream_order(x) for x in (q, k, v, do, lse, delta))
+    dq, dk, dv = (step.in_local_order(x) for x in run_backward(prepared, runtime, keys, *inputs))
     dsinks = q.new_empty(0) if sinks is None else sinks_gradient(sinks, lse, delta)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
 
 
 register_attention(_forward, _backward)
 register_attention(_keep, _keep_backward, keeps=True)
-
-
-def _kept(x: Tensor, step: Step) -> Tensor:
-    """Local rows in stream order."""
-    order = step.kept_order_on(x.device)
-    return x if order is None else x[order]
-
-
-def _local(x: Tensor, step: Step) -> Tensor:
-    """Undo :func:`_kept`."""
-    order = step.kept_order_on(x.device)
-    if order is None:
-        return x
-    out = torch.empty_like(x)
-    out[order] = x
-    return out
 
 
 def _runtime(step: Step, q: Tensor, settings: Settings, mask: int, backward: bool) -> Runtime:

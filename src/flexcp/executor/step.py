@@ -113,6 +113,20 @@ class Step:
             self._orders[device] = None if order is None else uploaded(order.numpy(), device)
         return self._orders[device]
 
+    def in_stream_order(self, local: Tensor) -> Tensor:
+        """Local rows in stream order, in which programs know them."""
+        order = self.kept_order_on(local.device)
+        return local if order is None else local[order]
+
+    def in_local_order(self, kept: Tensor) -> Tensor:
+        """Undo :meth:`in_stream_order`."""
+        order = self.kept_order_on(kept.device)
+        if order is None:
+            return kept
+        local = torch.empty_like(kept)
+        local[order] = kept
+        return local
+
     def shard(self, full: Tensor, pad: float | int = 0) -> Tensor:
         """This rank's rows of a stream tensor ``[tokens, ...]``; pads get the value ``pad``."""
         return layout.shard(full, self.indices, self.plan.batch.tokens, pad)

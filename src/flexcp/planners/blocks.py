@@ -7,8 +7,8 @@ any of the team, which levels tokens for free. Each node takes the team size tha
 
 Tolerances hold by construction: what packing leaves over a limit is levelled row by row, work and tokens apart. Without
 tolerances attention and tokens are balanced too, each as closely as costs few bytes: ranks that share documents wait for each other's keys
-and gradients in every layer, so what a rank saves in attention cannot make up for what it has more of in the rest (simulated by events,
-balancing the sum of both takes up to 1.4 times as long). ``tokens="priced"`` balances that sum. Equal tokens are packed with a little room;
+and gradients in every layer, so what a rank saves in attention cannot make up for what it has more of in the rest (predicted, balancing
+the sum of both takes up to 1.5 times as long). ``tokens="priced"`` balances that sum. Equal tokens are packed with a little room;
 then rows move on, with their work, until counts are even.
 
 With a fixed layout the tokens stay put and only work moves.
