@@ -21,11 +21,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NoReturn
 
+from box_options import box_cluster, box_parser, parsed
 from flexcp.clusters import Cluster, cluster
 from flexcp.cost import PEAK_PERMILLE, CostModel, Model
 from flexcp.data.lengths import parse_lengths
 from flexcp.masks import causal
-from flexcp.measure.box import Box, why_not
+from flexcp.measure.box import Box
 from flexcp.measure.step_time import Arrays, Part, difference, slowest_ms, time_steps
 from flexcp.plan import Plan
 from flexcp.planner import Planner
@@ -42,10 +43,7 @@ PARTS: tuple[Part, ...] = ("compute", "communication", "whole")
 
 def main() -> None:
     """Measure what is asked for and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--ranks", type=int, default=2, help="ranks of a node")
-    parser.add_argument("--mbit", type=int, default=400, help="megabits a second of a node's link, each way")
+    parser = box_parser(__doc__, nodes=2, mbit=400, repeats=3)
     parser.add_argument("--gflops", type=float, default=20.0, help="speed of a paced device")
     parser.add_argument("--real", action="store_true", help="compute with the CPU kernel instead")
     parser.add_argument("--lengths", default="8192,1024,2048,512,700,300,1500,96,2000")
@@ -53,19 +51,13 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--strategies", default="auto,ring,zigzag,allgather")
-    parser.add_argument("--repeats", type=int, default=3)
-    asked = parser.parse_args()
-    missing = why_not()
-    if missing:
-        print(f"skipped: {missing}")
+    asked = parsed(parser)
+    if asked is None:
         return
     signal.signal(signal.SIGTERM, _end)  # so that the box is taken down
     with Box(asked.nodes, asked.ranks) as box:
         gflops = _real_gflops(box, asked) if asked.real else asked.gflops
-        machine = Cluster(
-            "box", asked.nodes, asked.ranks, round(gflops * 1000 / PEAK_PERMILLE[DTYPE]) or 1,
-            intra_mbps=1000, inter_mbps=max(1, asked.mbit // 8 // asked.ranks), latency_ns=500_000,
-        )  # fmt: skip
+        machine = box_cluster(asked, round(gflops * 1000 / PEAK_PERMILLE[DTYPE]) or 1)
         print(
             f"{machine}, {asked.mbit} Mbit/s a node, {gflops:.1f} GFLOP/s a rank ({'real' if asked.real else 'paced'})"
         )

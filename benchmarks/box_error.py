@@ -9,16 +9,16 @@ told. Then strategies x batches run for real, and the event simulator predicts e
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from dataclasses import replace
 
+from box_options import box_parser, parsed, rank_mbps
 from flexcp.clusters import cluster
 from flexcp.cost import dense_model
 from flexcp.data.lengths import draw_lengths
 from flexcp.masks import causal
 from flexcp.measure.bench_step import BenchTask, Measured, bench
-from flexcp.measure.box import Box, why_not
+from flexcp.measure.box import Box
 from flexcp.measure.calibrate import calibrated, measure
 from flexcp.measure.calibrate_kernels import KernelTask
 from flexcp.pieces import Shape
@@ -30,18 +30,12 @@ BATCHES = ("web", "longtail", "equal")
 
 def main() -> None:
     """Calibrate, measure, compare."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--ranks", type=int, default=2, help="ranks of a node")
-    parser.add_argument("--mbit", type=int, default=400, help="megabits a second of a node's link, each way")
+    parser = box_parser(__doc__, nodes=2, mbit=400, repeats=3)
     parser.add_argument("--tokens", type=int, default=2048, help="tokens of a rank")
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--head-dim", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=3)
-    asked = parser.parse_args()
-    missing = why_not()
-    if missing:
-        print(f"skipped: {missing}")
+    asked = parsed(parser)
+    if asked is None:
         return
     shape = Shape(asked.heads, asked.heads, asked.head_dim, asked.head_dim, "float32")
     with Box(asked.nodes, asked.ranks) as box:
@@ -52,10 +46,7 @@ def main() -> None:
         for name, e in found.held_out.items():
             print(f"held out, {name}: median {e.median:.1%}, 90th percentile {e.p90:.1%}")
         box.network.limit(asked.mbit)
-        # Ranks of a node share its link.
-        machine = replace(
-            found.on(cluster("cpu", asked.nodes, asked.ranks)), inter_mbps=max(1, asked.mbit // 8 // asked.ranks)
-        )
+        machine = replace(found.on(cluster("cpu", asked.nodes, asked.ranks)), inter_mbps=rank_mbps(asked))
         errors, regrets = [], []
         print("| batch | strategy | measured ms | predicted ms | error |\n| --- | --- | --- | --- | --- |")
         for name in BATCHES:

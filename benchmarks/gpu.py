@@ -3,6 +3,7 @@
     python benchmarks/gpu.py --write gpu.json            all parts
     python benchmarks/gpu.py --only cases,recompiles     some of them
     python benchmarks/gpu.py --plans plans.npz --make-plans   on any machine: the work lists of real plans, for one without Numba
+    python benchmarks/gpu.py --nccl-cases c.pkl --make-nccl-cases   the plans of ``nccl``, for a machine without Mt-KaHyPar
 
 Parts: ``cases`` (1,000 random cases by the error rule), ``recompiles`` (100 random batches compile nothing), ``bench`` (ours beside the
 baselines), ``plans`` (work lists of real plans against the kernel's dense rate), ``margin`` (multiprocessors left to a copy that runs
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import pickle
 import subprocess
 import sys
 import time
@@ -39,6 +41,9 @@ def main() -> None:
     parser.add_argument("--write", type=Path)
     parser.add_argument("--plans", type=Path, help="work lists made by --make-plans; planned here without it")
     parser.add_argument("--make-plans", action="store_true")
+    parser.add_argument("--nccl-cases", type=Path, help="plans made by --make-nccl-cases; planned here without it")
+    parser.add_argument("--make-nccl-cases", action="store_true")
+    parser.add_argument("--nccl-checks", default="", help="some of the checks of nccl, by name; all without it")
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--patience", type=int, default=280, help="seconds for each process")
     parser.add_argument("--part", help=argparse.SUPPRESS)
@@ -46,6 +51,11 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.make_plans:
         np.savez_compressed(asked.plans, **plan_work())
+        return
+    if asked.make_nccl_cases:
+        from flexcp.measure import gpu_checks, nccl_checks
+
+        asked.nccl_cases.write_bytes(pickle.dumps(list(gpu_checks.gpu_cases(ranks_of=nccl_checks.RANKS))))
         return
     if asked.part:
         argument = json.loads(asked.argument)
@@ -76,6 +86,10 @@ def _arguments(part: str, asked: argparse.Namespace) -> list[Any]:
         return [{"model": i} for i in (0, 4)]
     if part == "plans":
         return [{"file": str(asked.plans) if asked.plans else None}]
+    if part == "nccl":
+        file = str(asked.nccl_cases) if asked.nccl_cases else None
+        checks = [name for name in asked.nccl_checks.split(",") if name]
+        return [{"ranks": n, "file": file, "checks": checks} for n in (2, 4, 8)]
     return [{}]
 
 
@@ -88,16 +102,21 @@ def _names() -> tuple[str, ...]:
 def _in_processes(part: str, arguments: list[Any], patience: int) -> list[Any]:
     def run(argument: Any) -> Any:
         command = [sys.executable, __file__, "--part", part, "--argument", json.dumps(argument)]
+        # What takes long says on stderr how far it is; the others are quiet unless they fail.
+        errors = None if part == "nccl" else subprocess.PIPE
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=patience, check=False)
+            done = subprocess.run(
+                command, stdout=subprocess.PIPE, stderr=errors, text=True, timeout=patience, check=False
+            )
         except subprocess.TimeoutExpired:
             return {"failed": f"no answer in {patience} s", "argument": argument}
         lines = [x[7:] for x in done.stdout.splitlines() if x.startswith("RESULT ")]
         if done.returncode or not lines:
-            return {"failed": done.stderr[-1500:], "argument": argument}
+            return {"failed": (done.stderr or "see above")[-1500:], "argument": argument}
         return json.loads(lines[-1])
 
-    with ThreadPoolExecutor(12) as pool:
+    # Ranks that wait for each other take turns on the GPU, so more of them at once would only wait longer.
+    with ThreadPoolExecutor(1 if part == "nccl" else 12) as pool:
         found = list(pool.map(run, arguments))
     return [row for answer in found for row in (answer if isinstance(answer, list) else [answer])]
 
@@ -213,7 +232,9 @@ def nccl(argument: Any) -> Any:
     """Real NCCL ranks that share the GPU: right, the same every time, and without a host that waits."""
     from flexcp.measure.nccl_checks import run_all
 
-    return run_all()
+    # Written by --make-nccl-cases, by the same user: nothing of a stranger's is unpickled.
+    cases = pickle.loads(Path(argument["file"]).read_bytes()) if argument["file"] else None
+    return run_all(argument["ranks"], cases=cases, checks=argument["checks"])
 
 
 PARTS: dict[str, Callable[[Any], Any]] = {

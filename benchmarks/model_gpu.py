@@ -1,22 +1,26 @@
-"""A 1B model on one GPU: flexcp against cuDNN attention and FlexAttention, and four NCCL ranks against one. Not yet run: no GPU was there.
+"""A 1B-class model on one GPU: flexcp beside cuDNN attention and FlexAttention, and four NCCL ranks beside one.
 
-    python benchmarks/model_gpu.py --write docs/model_gpu.md
+    python benchmarks/model_gpu.py --write docs/model_gpu.json          # all parts; --only steps,packed,losses,ranks for some
 
-1. One rank, one long document: the model's step time with flexcp against ``attn_implementation="sdpa"`` with cuDNN (at most 3 % slower).
-2. One rank, packed documents: against ``attn_implementation="flex_attention"`` (faster).
-3. The loss of flexcp over 200 steps beside the baseline's, from the same weights on the same documents.
-4. Four NCCL ranks that share the GPU (``NCCL_HOSTID`` of their own, sockets: right, not fast), FSDP2, 50 steps, beside the one-rank losses.
+- ``steps``: one rank, one long document, step time beside the same model on cuDNN attention (asked: at most 3 % more). Models take turns,
+  so that both meet the same clocks.
+- ``packed``: one rank, packed documents, step time beside FlexAttention.
+- ``losses``: 200 steps of one long document each from the same weights, flexcp beside cuDNN. How far two runs may part is measured: the
+  baseline is run again.
+- ``ranks``: a small model under FSDP2 on four NCCL ranks that share the GPU (``NCCL_HOSTID`` of their own, sockets: right, not fast), 50
+  steps, beside one process, which is run again with the documents of every step in the opposite order: only roundings differ.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import date
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -27,145 +31,211 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flexcp
 from flexcp.frameworks import fsdp, huggingface
+from flexcp.measure.gpu_checks import on_nccl_ranks
 from flexcp.train.documents import Documents
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 32_768, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131_072, "tie_word_embeddings": True,
+SIZES: dict[str, dict[str, Any]] = {
+    "1.2B, heads of 64": {
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 64,
+    },
+    "1.4B, heads of 128": {
+        "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "small": {
+        "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "head_dim": 64,
+    },
 }  # fmt: skip
-SHARED_GPU = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+VOCABULARY = 32_768
+WORDS = 512
+"""Tokens that occur: few, so that a loss falls within some hundred steps."""
+STATIC = "sdpa", "flex_attention"
 
 
-def make_model(attention: str) -> Any:
-    from transformers import AutoModelForCausalLM, LlamaConfig
+class Trainer:
+    """A model, its optimizer, and a step of both. ``attention`` is a name Transformers knows, flexcp's included."""
 
-    huggingface.register()
-    torch.manual_seed(0)
-    config = LlamaConfig(**SIZES)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.bfloat16).cuda()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
-    return model
+    def __init__(self, size: str, attention: str, recompute: bool = True) -> None:
+        from transformers import AutoModelForCausalLM, LlamaConfig
+
+        huggingface.register()
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            **SIZES[size], vocab_size=VOCABULARY, max_position_embeddings=131_072, tie_word_embeddings=True
+        )
+        self.model: Any = AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention, dtype=torch.bfloat16
+        ).cuda()
+        if recompute:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.model.train()
+        self.attention = attention
+        self.planner = huggingface.planner(config, flexcp.cluster("h200", ranks_per_node=1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+
+    def step(self, parts: list[Tensor]) -> Tensor:
+        """One step on these documents; its loss, which the device may still be computing."""
+        tokens = torch.cat(parts).cuda()
+        # cuDNN or nothing, so that nobody is compared with another kernel in silence; FlexAttention is no business of SDPA's.
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            if self.attention in STATIC:
+                loss = self._static_loss(tokens, [len(part) for part in parts])
+            else:
+                plan = self.planner([len(part) for part in parts], masks=huggingface.masks(self.model.config))
+                loss = planned_loss(self.model, tokens, flexcp.bind(plan))
+            loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def _static_loss(self, tokens: Tensor, lengths: list[int]) -> Tensor:
+        """Positions that start anew tell Transformers where documents begin."""
+        positions = torch.cat([torch.arange(n) for n in lengths]).cuda()
+        labels = tokens.roll(-1).index_fill(0, torch.tensor(lengths).cumsum(0).cuda() - 1, -100)
+        logits = self.model(tokens[None], position_ids=positions[None], use_cache=False).logits[0]
+        return torch.nn.functional.cross_entropy(logits.float(), labels, ignore_index=-100)
 
 
-def losses_of(model: Any, parts: list[Tensor], step: flexcp.Step | None) -> Tensor:
-    """The loss of one batch: packed, by flexcp's step or by positions that start anew."""
-    tokens = torch.cat(parts).cuda()
-    if step is not None:
-        logits = model(**huggingface.inputs(tokens, step)).logits[0]
-        return step.loss(logits[: step.local_tokens], step.labels(tokens))
-    positions = torch.cat([torch.arange(len(part)) for part in parts]).cuda()
-    labels = tokens.roll(-1).index_fill(0, torch.tensor([len(part) for part in parts]).cumsum(0).cuda() - 1, -100)
-    logits = model(tokens[None], position_ids=positions[None], use_cache=False).logits[0]
-    return torch.nn.functional.cross_entropy(logits.float(), labels, ignore_index=-100)
+def planned_loss(model: Any, tokens: Tensor, step: flexcp.Step) -> Tensor:
+    """This rank's share of a batch's loss."""
+    logits = model(**huggingface.inputs(tokens, step)).logits[0]
+    return step.loss(logits[: step.local_tokens].float(), step.labels(tokens))
 
 
-def trained(attention: str, documents: Callable[[int], list[Tensor]], steps: int) -> tuple[list[float], float]:
-    """Losses, and the median of a step's milliseconds after five to warm up."""
-    model = make_model(attention)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    planner = huggingface.planner(model.config, flexcp.cluster("h200", ranks_per_node=1))
-    losses, times = [], []
-    for number in range(steps):
+def one_document(tokens: int, number: int) -> list[Tensor]:
+    return [torch.cat(Documents("longtail", tokens, WORDS, shrink=1).step(number))]
+
+
+def packed_documents(tokens: int, number: int) -> list[Tensor]:
+    return Documents("longtail", tokens, WORDS, shrink=16).step(number)
+
+
+def step_times(size: str, baseline: str, documents: Any, repeats: int = 12) -> dict[str, Any]:
+    """Median milliseconds of a step of both, in turns, after three to warm up."""
+    trainers = {name: Trainer(size, name) for name in (baseline, huggingface.NAME)}
+    times: dict[str, list[float]] = {name: [] for name in trainers}
+    for number in range(repeats + 3):
         parts = documents(number)
-        step = None
-        if attention == huggingface.NAME:
-            step = flexcp.bind(planner([len(p) for p in parts], masks=huggingface.masks(model.config)))
-            step.prepare("cuda")
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        backend = [SDPBackend.CUDNN_ATTENTION] if attention == "sdpa" else [SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION]
-        with sdpa_kernel(backend):
-            loss = losses_of(model, parts, step)
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        end.record()
-        losses.append(float(loss.detach()))
-        times.append(begin.elapsed_time(end))
-    return losses, statistics.median(times[5:] or times)
+        for name, trainer in trainers.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            begin.record()
+            trainer.step(parts)
+            end.record()
+            torch.cuda.synchronize()
+            if number >= 3:
+                times[name].append(begin.elapsed_time(end))
+        print(f"{size}, {baseline}: step {number + 1} of {repeats + 3}", file=sys.stderr, flush=True)
+    ms = {name: statistics.median(each) for name, each in times.items()}
+    pairs = zip(times[huggingface.NAME], times[baseline], strict=True)
+    return {"size": size, "ms": ms, "flexcp / baseline": statistics.median(a / b for a, b in pairs)}
 
 
-def on_nccl_ranks(tokens: int, steps: int) -> None:
-    """What torchrun starts four times: FSDP2 over ranks that share one GPU; rank 0 prints the losses."""
+def losses(size: str, attention: str, documents: Any, steps: int, recompute: bool = True) -> list[float]:
+    """The losses of a run on ``documents(step)``."""
+    trainer = Trainer(size, attention, recompute)
+    found = [float(trainer.step(documents(number))) for number in range(steps)]
+    print(f"{attention}: {steps} steps, loss {found[0]:.3f} to {found[-1]:.3f}", file=sys.stderr, flush=True)
+    return found
+
+
+def ranks_losses(groups: dict[int, Any], tokens: int, steps: int) -> list[float]:
+    """On four NCCL ranks: the small model under FSDP2, and the losses of the batches."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    os.environ.update(SHARED_GPU, NCCL_HOSTID=f"rank{os.environ['RANK']}")
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl")
     mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    model = make_model(huggingface.NAME)
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    trainer = Trainer("small", huggingface.NAME, recompute=False)
+    # Gradients are summed over ranks in float32, so that a sum of four is rounded no more often than that of one process.
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    for layer in trainer.model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    model: Any = fully_shard(trainer.model, mesh=mesh, mp_policy=policy)
     fsdp.sum_gradients(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     planner = huggingface.planner(model.config, flexcp.cluster("h200", ranks_per_node=mesh.size()))
-    source, losses = Documents("longtail", tokens, SIZES["vocab_size"], shrink=1), []
+    found = []
     for number in range(steps):
-        parts = source.step(number)
-        step = flexcp.bind(planner([len(p) for p in parts], masks=huggingface.masks(model.config)), mesh["cp"])
-        loss = losses_of(model, parts, step)
-        loss.backward()
+        parts = packed_documents(tokens, number)
+        step = flexcp.bind(planner([len(part) for part in parts], masks=huggingface.masks(model.config)), mesh["cp"])
+        loss = planned_loss(model, torch.cat(parts).cuda(), step)
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         total = loss.detach().clone()
         dist.all_reduce(total)
-        losses.append(float(total))
-    if dist.get_rank() == 0:
-        print(json.dumps(losses), flush=True)
-    dist.destroy_process_group()
+        found.append(float(total))
+    return found
+
+
+def parting(run: list[float], baseline: list[float], again: list[float]) -> dict[str, float]:
+    """Largest relative difference from the baseline, and between the baseline's two runs; the most steps differ by as a multiple of it."""
+    mine = [abs(a - b) / b for a, b in zip(run, baseline, strict=True)]
+    noise = list(accumulate((abs(a - b) / b for a, b in zip(again, baseline, strict=True)), max))
+    return {
+        "largest difference": max(mine),
+        "noise": noise[-1],
+        "mean difference": statistics.mean(a - b for a, b in zip(run, baseline, strict=True)),
+        "first loss": baseline[0],
+        "last loss": baseline[-1],
+        "last loss, flexcp": run[-1],
+    }
+
+
+def all_losses(tokens: int, steps: int) -> dict[str, Any]:
+    """The 1B model's runs, one after the other: three copies of it at once would take each other's time."""
+    names = {huggingface.NAME: huggingface.NAME, "sdpa": "sdpa", "sdpa, again": "sdpa"}
+    runs = {n: losses(next(iter(SIZES)), name, partial(one_document, tokens), steps) for n, name in names.items()}
+    mine, baseline, again = runs.values()
+    return {**parting(mine, baseline, again), "tokens": tokens, "steps": steps, "losses": runs}
+
+
+def all_ranks(tokens: int, steps: int) -> dict[str, Any]:
+    """Four ranks and one process, at once."""
+    with ThreadPoolExecutor(1) as pool:
+        four = pool.submit(on_nccl_ranks, 4, ranks_losses, tokens, steps, patience=600.0)
+        documents = partial(packed_documents, tokens)
+        one = losses("small", huggingface.NAME, documents, steps, recompute=False)
+        again = losses("small", huggingface.NAME, lambda number: documents(number)[::-1], steps, recompute=False)
+        ranks = four.result()
+    return {
+        **parting(ranks[0], one, again),
+        "tokens": tokens,
+        "steps": steps,
+        "losses": {"one process": one, "opposite order": again, "four ranks": ranks[0]},
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path)
+    parser.add_argument("--only", default="steps,packed,losses,ranks")
     parser.add_argument("--tokens", type=int, default=16_384)
-    parser.add_argument("--ranks-steps", type=int, default=50)
+    parser.add_argument("--loss-tokens", type=int, default=4_096)
     parser.add_argument("--steps", type=int, default=200)
-    options = parser.parse_args()
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        on_nccl_ranks(options.tokens, options.ranks_steps)
-        return
-    long = Documents("longtail", options.tokens, SIZES["vocab_size"], shrink=1)
-
-    def one(number: int) -> list[Tensor]:
-        return [torch.cat(long.step(number))]
-
-    cudnn, ours = (trained(name, one, 25) for name in ("sdpa", huggingface.NAME))
-    flex, packed = (trained(name, long.step, options.steps) for name in ("flex_attention", huggingface.NAME))
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "4",
-        __file__,
-        "--tokens",
-        str(options.tokens),
-    ]
-    command += ["--ranks-steps", str(options.ranks_steps)]
-    answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip().splitlines()[-1]
-    four: list[float] = json.loads(answer)
-    gap = max(abs(a - b) / b for a, b in zip(four, packed[0], strict=False))
-    overlay = max(abs(a - b) / b for a, b in zip(packed[0], flex[0], strict=True))
-    lines = [
-        "# A 1B model on one GPU",
-        "",
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16, {options.tokens} tokens a step.",
-        "",
-        "| what | flexcp | baseline | ratio |",
-        "| --- | --- | --- | --- |",
-        f"| one document, ms a step (baseline cuDNN) | {ours[1]:.1f} | {cudnn[1]:.1f} | {ours[1] / cudnn[1]:.3f} |",
-        f"| packed, ms a step (baseline FlexAttention) | {packed[1]:.1f} | {flex[1]:.1f} | {packed[1] / flex[1]:.3f} |",
-        f"| largest relative loss difference over {options.steps} steps | {overlay:.2e} | | |",
-        f"| the same, four NCCL ranks with FSDP2 over {options.ranks_steps} steps | {gap:.2e} | | |",
-    ]
-    text = "\n".join(lines) + "\n"
-    if options.write:
-        options.write.write_text(text)
-    print(text)
+    parser.add_argument("--sizes", type=int, default=2, help="how many of the large models")
+    asked = parser.parse_args()
+    sizes = [size for size in SIZES if size != "small"][: asked.sizes]
+    long, packed = partial(one_document, asked.tokens), partial(packed_documents, asked.tokens)
+    parts: dict[str, Any] = {
+        "steps": lambda: [step_times(size, "sdpa", long) for size in sizes],
+        "packed": lambda: [step_times(size, "flex_attention", packed) for size in sizes],
+        "losses": lambda: all_losses(asked.loss_tokens, asked.steps),
+        "ranks": lambda: all_ranks(4096, 50),
+    }
+    found: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "date": date.today().isoformat(), "tokens": asked.tokens
+    }  # fmt: skip
+    for name in asked.only.split(","):
+        found[name] = parts[name]()
+        shown = (
+            found[name] if isinstance(found[name], list) else {k: v for k, v in found[name].items() if k != "losses"}
+        )
+        print(f"{name}: {json.dumps(shown)}", flush=True)
+        if asked.write:
+            asked.write.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

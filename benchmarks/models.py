@@ -19,7 +19,10 @@ import torch
 
 from flexcp.measure.model_runs import (
     FAMILIES,
+    LAYOUTS,
     LIMITS,
+    RANKS,
+    STRATEGIES,
     Difference,
     Run,
     Trained,
@@ -29,14 +32,11 @@ from flexcp.measure.model_runs import (
 )
 from flexcp.measure.ranks import RankPool
 
-STRATEGIES = ("zigzag", "groups", "blocks", "auto")
-LAYOUTS = ("free", "contiguous")
-RANKS = (2, 3, 4)
 FLOAT32_STEPS = 10
 
 
 def runs(families: list[str], steps: int) -> list[Run]:
-    """All combinations; ``groups`` places tokens itself and takes no layout."""
+    """All combinations that there are."""
     found = []
     for family, dtype, strategy, layout, ranks in product(families, LIMITS, STRATEGIES, LAYOUTS, RANKS):
         if strategy == "groups" and layout != "free":

@@ -8,12 +8,10 @@ Milliseconds of the slowest rank in the fastest of ``--repeats``, forward and ba
 
 from __future__ import annotations
 
-import argparse
-
-from flexcp.clusters import Cluster
+from box_options import box_cluster, box_parser, parsed
 from flexcp.data.lengths import parse_lengths
 from flexcp.executor.calls import CallSettings, rank_calls
-from flexcp.measure.box import Box, why_not
+from flexcp.measure.box import Box
 from flexcp.measure.step_time import slowest_ms, time_steps
 from flexcp.plan import Plan
 from flexcp.planner import Planner
@@ -23,21 +21,13 @@ CALLS = (None, 1, 4, 16)
 
 def main() -> None:
     """Measure and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, default=4)
-    parser.add_argument("--ranks", type=int, default=2, help="ranks of a node")
-    parser.add_argument("--mbit", type=int, default=800, help="megabits a second of a node's link, each way")
+    parser = box_parser(__doc__, nodes=4, mbit=800, repeats=5)
     parser.add_argument("--lengths", default="4096,512,1024,256,350,150,750,48,1000")
     parser.add_argument("--strategies", default="blocks,allgather,zigzag")
-    parser.add_argument("--repeats", type=int, default=5)
-    asked = parser.parse_args()
-    missing = why_not()
-    if missing:
-        print(f"skipped: {missing}")
+    asked = parsed(parser)
+    if asked is None:
         return
-    machine = Cluster(
-        "box", asked.nodes, asked.ranks, 20_000, intra_mbps=1000, inter_mbps=max(1, asked.mbit // 8 // asked.ranks), latency_ns=500_000
-    )  # fmt: skip
+    machine = box_cluster(asked, 20_000)
     print("| strategy | MB | rounds per call | calls in a stage, at most | ms |")
     print("| --- " * 5 + "|")
     with Box(asked.nodes, asked.ranks) as box:

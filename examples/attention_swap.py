@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 import flexcp
 from flexcp.train.documents import phrases, shrunk_lengths
 from flexcp.train.gpt import Gpt, GptConfig
+from flexcp.train.update import total_loss, update
 
 
 def main() -> None:
@@ -50,15 +51,10 @@ def main() -> None:
 
         logits = model(mine, my_positions, attend)
         loss = cross_entropy(logits, my_labels, ignore_index=-100, reduction="sum") / int((labels != -100).sum())
-        loss.backward()
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)
-        optimizer.step()
-        optimizer.zero_grad()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
+        update(optimizer, loss, dist.group.WORLD)
+        total = total_loss(loss, dist.group.WORLD)
         if rank == 0:
-            print(f"step {number} loss {float(total):.6f}")
+            print(f"step {number} loss {total:.6f}")
     dist.destroy_process_group()
 
 

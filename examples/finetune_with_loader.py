@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 import flexcp
 from flexcp.frameworks import huggingface, used
 from flexcp.train.documents import phrases, shrunk_lengths
+from flexcp.train.update import total_loss, update
 
 
 def make_model() -> PreTrainedModel:
@@ -65,15 +66,10 @@ def main() -> None:
                     batch.tokens[None], position_ids=batch.positions[None], step=batch.step, use_cache=False
                 ).logits[0]
             loss = torch.nn.functional.cross_entropy(logits, batch.labels, reduction="sum") / batch.valid
-            loss.backward()
-            for parameter in model.parameters():
-                dist.all_reduce(parameter.grad)
-            optimizer.step()
-            optimizer.zero_grad()
-            total = loss.detach().clone()
-            dist.all_reduce(total)
+            update(optimizer, loss, dist.group.WORLD)
+            total = total_loss(loss, dist.group.WORLD)
             if dist.get_rank() == 0:
-                print(f"step {number} loss {float(total):.6f}, {len(batch.tokens)} tokens here")
+                print(f"step {number} loss {total:.6f}, {len(batch.tokens)} tokens here")
     dist.destroy_process_group()
 
 

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 import flexcp
 from flexcp.frameworks import fsdp, huggingface
 from flexcp.train.documents import Documents
+from flexcp.train.update import total_loss
 
 TINY = {
     "hidden_size": 64,
@@ -72,10 +73,9 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
+        total = total_loss(loss, dist.group.WORLD)
         if dist.get_rank() == 0:
-            print(f"step {number} loss {float(total):.6f}")
+            print(f"step {number} loss {total:.6f}")
     dist.destroy_process_group()
 
 

@@ -38,6 +38,22 @@ def total(values):
         found += scaled(x, 2) + scaled(x, len(values))
     return found
 """
+LEAVES = """
+from flexcp.jit import compiled, compiled_leaf
+
+
+@compiled_leaf
+def scaled(values, i, by):
+    return values[i] * by
+
+
+@compiled
+def total(values):
+    found = 0
+    for i in range(len(values)):
+        found += scaled(values, i, 2) + scaled(values, i, len(values))
+    return found
+"""
 VALUES = np.arange(1, 5)
 TOTAL = 2 * 10 + 4 * 10
 
@@ -242,6 +258,34 @@ def test_a_numba_without_a_place_for_a_cache(
     monkeypatch.setattr(numba, "njit", Other)
     said = records(caplog, source)
     assert said and all("no place for a cache" in s for s in said)
+
+
+def test_leaves_are_kept_too(source: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source.write_text(LEAVES)
+    assert records(caplog, source) == BOTH
+    assert records(caplog, source) == []
+
+
+def test_leaves_count_no_references(source: Path) -> None:
+    source.write_text(LEAVES)
+    leaf = fresh(source).scaled
+    assert leaf(VALUES, 1, 3) == 6
+    assert not leaf.targetoptions["_nrt"]
+
+
+def test_a_numba_that_counts_references_always(
+    source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    njit = numba.njit
+
+    def without_options(function: Callable[..., object], **options: object) -> object:
+        if options:
+            raise KeyError(f"Unrecognized options: {set(options)}")
+        return njit(function)
+
+    monkeypatch.setattr(numba, "njit", without_options)
+    source.write_text(LEAVES)
+    assert records(caplog, source) == BOTH
 
 
 # --- other users and processes --------------------------------------------------------------------------------------------

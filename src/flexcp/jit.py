@@ -11,7 +11,7 @@ refuses ends the plan. So results are kept here, as Numba serialises them:
 - written under another name and renamed, so that readers see all of it or nothing, whoever writes at the same time;
 - what fails is logged and no more: then the loop is compiled in this process only.
 
-Keeping rests on names inside Numba that another version may lack or change. They are used in three places, each of which does without.
+Keeping rests on names inside Numba that another version may lack or change. They are used in four places, each of which does without.
 
 Nothing is printed. Every compilation is a record of the logger ``flexcp.compile``, at level INFO; trouble with folders is at WARNING.
 """
@@ -41,6 +41,21 @@ def compiled(function: Loop) -> Loop:
     """The function, compiled on first use; on disk afterwards, where a folder can be written."""
     loop: Any = numba.njit(function)
     if loop is not function:  # it is under NUMBA_DISABLE_JIT
+        _keep(loop, function)
+    return cast(Loop, loop)
+
+
+def compiled_leaf(function: Loop) -> Loop:
+    """Like :func:`compiled`, for a function that makes no arrays and is called millions of times.
+
+    Numba counts references to every array it is handed, an atomic operation each, and that takes most of the time of a short function.
+    """
+    options: Any = {"_nrt": False}
+    try:
+        loop: Any = numba.njit(function, **options)
+    except (KeyError, TypeError):  # another Numba, which has no such option
+        return compiled(function)
+    if loop is not function:
         _keep(loop, function)
     return cast(Loop, loop)
 

@@ -160,6 +160,14 @@ class _Moves:
             row = (stage, source, target, int(kind), owner, 0, self.tokens[owner], *heads, int(partial))
             self.rows.append(row)
 
+    def add_hops(
+        self, hops: list[tuple[int, int, int]], kind: Kind, owner: int, heads: tuple[int, int], partial: bool
+    ) -> None:
+        """The same piece along (stage, source, target): most of what a ring moves, so all hops at once."""
+        if self.tokens[owner]:
+            what = (int(kind), owner, 0, self.tokens[owner], *heads, int(partial))
+            self.rows += [(*hop, *what) for hop in hops]
+
     def table(self) -> Transfers:
         return Transfers(*np.array(self.rows, np.int64).reshape(-1, len(Transfers.names())).T)
 
@@ -201,18 +209,17 @@ def _ring(grid: tuple[tuple[int, ...], ...], moves: _Moves, shape: Shape, backwa
         shared = split > shape.kv_heads
         for c, row in enumerate(grid):
             worker = row[j]
+            passed = [grid[(c + s) % positions][j] for s in range(positions + 1)]
+            keys = [(arrival(s), passed[s - 1], passed[s]) for s in range(1, positions)]
+            grads = [(arrival(s) + 2, passed[s], passed[s + 1]) for s in range(1, positions)]
             for owner in row:
                 moves.add(1, owner, worker, Kind.Q, owner, q_heads, False)
                 moves.add(1, owner, worker, Kind.KV, owner, kv_heads, False)
-                for s in range(1, positions):
-                    source, target = grid[(c + s - 1) % positions][j], grid[(c + s) % positions][j]
-                    moves.add(arrival(s), source, target, Kind.KV, owner, kv_heads, False)
+                moves.add_hops(keys, Kind.KV, owner, kv_heads, False)
                 if not backward:
                     moves.add(home, worker, owner, Kind.O, owner, q_heads, False)
                     continue
                 moves.add(1, owner, worker, Kind.DO, owner, q_heads, False)
                 moves.add(home, worker, owner, Kind.DQ, owner, q_heads, False)
-                for s in range(1, positions):
-                    source, target = grid[(c + s) % positions][j], grid[(c + s + 1) % positions][j]
-                    moves.add(arrival(s) + 2, source, target, Kind.DKV, owner, kv_heads, True)
+                moves.add_hops(grads, Kind.DKV, owner, kv_heads, True)
                 moves.add(home + (positions > 1), worker, owner, Kind.DKV, owner, kv_heads, shared)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -151,3 +153,15 @@ def test_other_mistakes(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=words):
             document_lengths(text, tokenizer, field)
+
+
+def test_an_error_without_words_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def broken(name: str) -> None:
+        raise KeyError
+
+    monkeypatch.setitem(
+        sys.modules, "transformers", SimpleNamespace(AutoTokenizer=SimpleNamespace(from_pretrained=broken))
+    )
+    (tmp_path / "d.jsonl").write_text("3\n")
+    with pytest.raises(ValueError, match=r"cannot load the tokenizer 'nobody/none': KeyError\(\)"):
+        document_lengths(str(tmp_path / "d.jsonl"), "nobody/none", None)

@@ -29,6 +29,7 @@ from flexcp.measure.ranks import PRELOAD
 from flexcp.plan import Plan
 
 RANKS = 4
+LATENT = 8
 LIMIT = 3.0
 SLACK = 6.0  # a loaded machine
 
@@ -81,6 +82,12 @@ def sabotaged(wanted: Callable[[HostExchange, int], bool], act: Callable[[], Non
 
 def layer(step: Step, mask: str | None = None, backward: bool = True) -> None:
     shape = step.plan.shape
+    if shape.latent is not None:
+        q, latent = (torch.ones(step.local_tokens, *n, dtype=torch.float64) for n in ((shape.heads, LATENT), (LATENT,)))
+        out = flexcp.latent_attention(q.requires_grad_(), latent.requires_grad_(), as_heads, [], step, mask=mask)
+        if backward:
+            out.sum().backward()
+        return
     q, k, v = (
         torch.ones(step.local_tokens, h, shape.head_dim, dtype=torch.float64).requires_grad_()
         for h in (shape.heads, shape.kv_heads, shape.kv_heads)
@@ -89,6 +96,11 @@ def layer(step: Step, mask: str | None = None, backward: bool = True) -> None:
     if backward:
         assert isinstance(out, torch.Tensor)
         out.sum().backward()
+
+
+def as_heads(latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of one head: the latent itself."""
+    return latent[:, None], latent[:, None]
 
 
 def fail() -> None:
@@ -119,6 +131,14 @@ def stopped(step: Step, rank: int) -> None:
         )
     for _ in range(3):
         layer(step)
+
+
+def stopped_with_gradients(step: Step, rank: int) -> None:
+    if rank == 2:
+        step.passes.host_exchange = sabotaged(
+            lambda x, stage: x.this.backward and stage == 10, lambda: os.kill(os.getpid(), signal.SIGSTOP)
+        )
+    layer(step)
 
 
 def stopped_between_calls(step: Step, rank: int) -> None:
@@ -165,6 +185,7 @@ class Scenario:
     blamed: int
     stage: str
     reports: bool = False
+    latent: bool = False
 
 
 SCENARIOS = {
@@ -179,6 +200,13 @@ SCENARIOS = {
         one_call_less, 1, "in stage 1 of 6 of the backward.* the ranks made different calls", True
     ),
     "gone early": Scenario(gone_early, 1, "in stage 1 of 4 of the forward of mask 'wide'"),
+    "latents stopped": Scenario(stopped, 2, r"in stage [12] of 4 of the forward .*\(pass 3", latent=True),
+    "latents' gradients stopped": Scenario(
+        stopped_with_gradients, 2, r"in stage (9|1\d) of 12 of the backward", latent=True
+    ),
+    "latents, one call less": Scenario(
+        one_call_less, 1, "in stage 1 of 12 of the backward.* the ranks made different calls", True, True
+    ),
 }
 
 
@@ -216,11 +244,14 @@ def groups() -> Iterator[dict[str, Group]]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     where = flexcp.cluster("cpu", 1, RANKS)
-    planner = flexcp.Planner(4, 4, 8, dtype="float64", cluster=where, strategy="ring")
-    plan = planner([64], masks={"wide": (flexcp.causal(), 1), "narrow": (flexcp.causal(), 1)})
+    common: dict[str, Any] = {"dtype": "float64", "cluster": where, "strategy": "ring"}
+    planners = {False: flexcp.Planner(4, 4, 8, **common), True: flexcp.Planner(4, 1, LATENT, latent=LATENT, **common)}
+    masks = {"wide": (flexcp.causal(), 1), "narrow": (flexcp.causal(), 1)}
+    plans = {latent: planner([64], masks=masks) for latent, planner in planners.items()}
     found = {}
-    for name in SCENARIOS:
-        group = found[name] = Group()
+    for name, scenario in SCENARIOS.items():
+        group, plan = Group(), plans[scenario.latent]
+        found[name] = group
         for rank in range(RANKS):
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(name, rank, plan, theirs), daemon=True)

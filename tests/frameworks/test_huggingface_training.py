@@ -15,7 +15,10 @@ import torch
 
 from flexcp.measure.model_runs import (
     FAMILIES,
+    LAYOUTS,
     LIMITS,
+    RANKS,
+    STRATEGIES,
     Run,
     Trained,
     difference,
@@ -26,10 +29,7 @@ from flexcp.measure.model_runs import (
 )
 from flexcp.measure.ranks import RankPool
 
-STRATEGIES = ("zigzag", "groups", "blocks", "auto")
-LAYOUTS = ("free", "contiguous")
-RANKS = (2, 3, 4)
-DTYPES = ("float64", "float32")
+DTYPES = tuple(LIMITS)
 
 
 def pairwise() -> list[Run]:

@@ -91,6 +91,7 @@ CASES = [
     pytest.param("latent", (1, 2), "blocks", {}, id="latent-2"),
     pytest.param("latent", (1, 4), "blocks", {"keep_kv": 1 << 20}, id="latent-4-keys kept"),
     pytest.param("latent", (2, 2), "groups", {}, id="latent-2 nodes"),
+    pytest.param("latent", (2, 2), "blocks", {}, id="latent-2 nodes-stages without some ranks"),
     pytest.param("latent", (1, 4), "zigzag", {}, id="latent-ring"),
     pytest.param("expanded", (1, 4), "blocks", {}, id="expanded-4"),
     pytest.param("expanded", (1, 2), "ulysses", {}, id="expanded-2-heads"),
@@ -172,7 +173,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
 
 def test_plans_that_move_queries_are_refused() -> None:
     plan = flexcp.Planner(4, 1, 10, 5, "float64", flexcp.cluster("cpu", 1, 2), strategy="ulysses", latent=14)([40])
-    from flexcp.executor.latent import _way
+    from flexcp.executor.latent_way import way_of
 
     with pytest.raises(NotImplementedError, match=r"'ulysses' moves queries.*'blocks'"):
-        _way(plan, 0, 0)
+        way_of(plan, 0, 0)

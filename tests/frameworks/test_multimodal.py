@@ -206,6 +206,57 @@ def test_a_call_without_a_step_or_with_a_mask_is_refused() -> None:
         multimodal.planned_attention(nn.Linear(1, 1), x, x, x, x, step=step)
 
 
+@pytest.mark.parametrize("name", ["cu_seq_lens_q", "position_bias", "output_attentions"])
+def test_keywords_that_would_be_ignored_are_refused_by_name(name: str) -> None:
+    x = torch.zeros(1, 4, 5, 8, dtype=torch.float64)
+    step = flexcp.bind(flexcp.Planner(4, 4, 8, dtype="float64", cluster=flexcp.cluster("cpu", 1, 1))([5]))
+    known = {"is_causal": False, "position_ids": torch.arange(5), "use_cache": False, name: None}
+    assert multimodal.planned_attention(nn.Linear(1, 1), x, x, x, None, step=step, **known)[0].shape == (1, 5, 4, 8)
+    with pytest.raises(NotImplementedError, match=f"Linear passes {name}="):
+        multimodal.planned_attention(nn.Linear(1, 1), x, x, x, None, step=step, **known | {name: torch.ones(2)})
+
+
+def alone() -> tuple[list[VisionDocument], ImageBatch, flexcp.Step, flexcp.Step]:
+    """All documents, and the steps of both parts, on one rank."""
+    found, batch = documents()
+    common = {"dtype": "float64", "cluster": flexcp.cluster("cpu", 1, 1)}
+    encoder = flexcp.bind(flexcp.Planner(4, 4, 8, **common)(batch.encoder_lengths, flexcp.full()))
+    return found, batch, encoder, flexcp.bind(flexcp.Planner(4, 2, 8, **common)(batch.lengths))
+
+
+def test_a_padding_mask_is_refused_on_its_way_through_the_model() -> None:
+    found, _, _, language = alone()
+    vlm = model("eager")
+    multimodal.turn_on(vlm)
+    tokens = torch.cat([d.tokens for d in found])[None]
+    seen = torch.ones_like(tokens)
+    text = vlm.model.language_model
+    assert text(tokens, attention_mask=seen, use_cache=False, step=language).last_hidden_state.shape[1] == len(
+        tokens[0]
+    )
+    seen[0, 3] = 0
+    with pytest.raises(NotImplementedError, match="padding mask"):
+        text(tokens, attention_mask=seen, use_cache=False, step=language)
+
+
+def test_a_step_that_no_attention_uses_raises() -> None:
+    found, batch, encoder, language = alone()
+    vlm = model("eager")
+    with pytest.raises(RuntimeError, match="never used it"):  # nobody turned it on
+        multimodal.encoded(vlm.model.visual, found, encoder)
+    multimodal.turn_on(vlm.model.visual)
+    with pytest.raises(RuntimeError, match="never used it"):  # one part of two
+        multimodal.qwen2_vl(vlm, found, batch, encoder, language)
+    multimodal.turn_on(vlm)
+    assert len(multimodal.encoded(vlm.model.visual, found, encoder)) == sum(batch.encoder_lengths)
+    multimodal.qwen2_vl(vlm, found, batch, encoder, language)
+    vlm.model.language_model.set_attn_implementation("eager")
+    with pytest.raises(RuntimeError, match="never used it"):
+        multimodal.qwen2_vl(vlm, found, batch, encoder, language)
+    with pytest.raises(RuntimeError, match="never used it"):  # a loop of one's own
+        vlm.model.language_model(torch.cat([d.tokens for d in found])[None], use_cache=False, step=language)
+
+
 def test_what_balances_the_encoder_does_not_balance_the_language_model() -> None:
     batch = with_images([4096, 512, 512, 256, 256, 128, 64, 64], [0.25, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9])
     where = flexcp.cluster("h100", 1, 4)

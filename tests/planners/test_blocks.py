@@ -211,7 +211,7 @@ def test_a_node_counts_its_bytes_exactly(team: int) -> None:
     items = np.stack([np.arange(len(LONGTAIL)), np.zeros(len(LONGTAIL), np.int64), batch.lengths], axis=1)
     mean, rows = field.total // 8, np.full(8, batch.tokens)
     limits = Limits(np.full(8, mean + mean // 20), rows, np.full(8, mean + mean // 25))
-    placed = place_node(field, items, limits, team, 1024, 8 * 516)
+    (placed,) = place_node(field, items, limits, [team], 1024, 8 * 516)
     runs = flexcp.plan.Runs(placed.kept[:, 0], *(batch.starts[placed.kept[:, 1]] + placed.kept[:, i] for i in (2, 3)))
     from flexcp.planners.blocks import _regions
     from flexcp.planners.request import Request

@@ -94,10 +94,8 @@ def _dataset(text: str) -> Iterable[Any]:
             else datasets.load_dataset(name, split=split or "train")
         )
         records: Iterable[Any] = found[split or "train"] if isinstance(found, dict) else found
-    except Exception as error:
-        raise ValueError(
-            f"cannot load the data set {name!r}: {str(error).splitlines()[0] if str(error) else error!r}"
-        ) from None
+    except Exception as error:  # the hub's, Arrow's and a loading script's errors have no common name
+        raise ValueError(f"cannot load the data set {name!r}: {_first_line(error)}") from None
     return records
 
 
@@ -111,7 +109,7 @@ def _counter(tokenizer: str | None) -> Count | None:
             raise ValueError("--tokenizer needs the tokenizers package: pip install tokenizers") from None
         try:
             made = Tokenizer.from_file(tokenizer)
-        except Exception as error:
+        except Exception as error:  # the package raises a bare Exception
             raise ValueError(f"{tokenizer} is no tokenizer.json: {error}") from None
         return lambda text: len(made.encode(text).ids)
     try:
@@ -120,6 +118,11 @@ def _counter(tokenizer: str | None) -> Count | None:
         raise ValueError(f"--tokenizer {tokenizer} needs the transformers package: pip install transformers") from None
     try:
         named = AutoTokenizer.from_pretrained(tokenizer)
-    except Exception as error:
-        raise ValueError(f"cannot load the tokenizer {tokenizer!r}: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # the hub's errors, a missing backend's, those of a tokenizer's own code: no common name
+        raise ValueError(f"cannot load the tokenizer {tokenizer!r}: {_first_line(error)}") from None
     return lambda text: len(named(text)["input_ids"])
+
+
+def _first_line(error: Exception) -> str:
+    """What an error says first; its name where it says nothing."""
+    return str(error).splitlines()[0] if str(error) else repr(error)

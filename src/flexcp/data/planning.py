@@ -204,7 +204,7 @@ class Pool:
         begin = time.perf_counter()
         try:
             return self.planner(job.lengths, **job.arguments)
-        except Exception as error:
+        except Exception as error:  # a user's planner may raise anything; callers know one error, as from a worker
             raise PlanningError(f"step {job.key} could not be planned: {type(error).__name__}: {error}") from error
         finally:
             self.stats.planned(time.perf_counter() - begin, here=True)
@@ -287,7 +287,7 @@ def _done(shared: _Shared, number: int, worker: _Worker | None, job: Job) -> _Wo
             if job.deaths < TRIES and job.false_starts < STARTS:
                 continue
             error = f"{job.deaths + job.false_starts} planner processes ended over it, the last one {how}"
-        except Exception as failure:
+        except Exception as failure:  # a thread that ended here would leave the job waiting for ever
             error = f"{failure}"
         with shared.change:
             if worker is not None:

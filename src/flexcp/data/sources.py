@@ -186,7 +186,7 @@ class Read:
                     self.held[place] = sample
                     if self.is_stream:
                         self._raw[place] = raw
-        except Exception as error:
+        except Exception as error:  # a user's dataset raises anything, and the others must hear of it
             failure = (type(error).__name__, str(error), isinstance(error, ValueError), error)
         self.reading.stats.reading_s += time.perf_counter() - begin
         begin = time.perf_counter()

@@ -8,39 +8,34 @@ heads' FLOPs for every pair. This file runs it:
     backward   they arrive again  ->  expand  ->  attention's gradients  ->  expand's gradients: of its weights, which stay here as any
                parameter's share, and of the latents, which go home by the plan's table and are summed where paths meet
 
-All keys lie in one *arena* in stream order, own ones among the received, so work is in few large slices and one launch. Bytes are the
-plan's, in both directions. There is no overlap: everything arrives, then everything is computed. Queries stay at home: a plan that moves
-them is refused.
+All keys lie in one *arena*, as :mod:`flexcp.executor.latent_way` derives from the plan. Bytes are the plan's, in both directions. There is
+no overlap: everything arrives, then everything is computed. So a backward's latents and gradients, which share stages in the plan, travel
+one after the other here. Each stage is one call of the step's exchange: tags, time limits and words on who is late are the same as in any
+attention (:mod:`flexcp.executor.exchange`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
-from flexcp import masks
+from flexcp.executor.arena import Buffers
+from flexcp.executor.calls import Call, Part
 from flexcp.executor.ends import delta_of
+from flexcp.executor.exchange import Exchange
 from flexcp.executor.fields import types_of
 from flexcp.executor.kernels import Settings, find_kernel, uploaded
-from flexcp.executor.layout import local_stream
+from flexcp.executor.latent_way import Block, Stage, Way, way_of
 from flexcp.executor.local import local_backward, local_forward
 from flexcp.executor.prepared import covers
 from flexcp.executor.step import Step
-from flexcp.intervals import overlaps
-from flexcp.pieces import Kind
-from flexcp.plan import Plan
 
-Ints = NDArray[np.int64]
 Expand = Callable[..., tuple[Tensor, Tensor]]
-PLANS = 32
 
 
 def latent_attention(
@@ -74,14 +69,17 @@ class _LatentAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, latent: Tensor, expand: Expand, step: Step, mask: int, settings: Settings, kernel: str, *weights: Tensor
     ) -> Tensor:  # fmt: skip
-        way, types = _way(step.plan, step.rank, mask), types_of(q)
+        way, types = way_of(step.plan, step.rank, mask), types_of(q)
+        mail = _mail(way, step, latent, backward=False)
         step.calls += 1
-        arena = _fetched(latent, way.forward, way, step, "forward")
-        k, v = _expanded(expand, arena, weights, q)
-        module = find_kernel(kernel)
-        work = module.prepare(way.slices, q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.device)
-        rows = step.in_stream_order(q)
-        out, lse = local_forward(module, work, covers(way.slices, len(rows)), types, settings, rows, k, v, True)
+        with mail.exchange:
+            arena = _fetched(latent, way.forward, way, step, mail)
+            mail.exchange.finish()
+            k, v = _expanded(expand, arena, weights, q)
+            module = find_kernel(kernel)
+            work = module.prepare(way.slices, q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.device)
+            rows = step.in_stream_order(q)
+            out, lse = local_forward(module, work, covers(way.slices, len(rows)), types, settings, rows, k, v, True)
         out = out.to(q.dtype)
         ctx.save_for_backward(rows, latent, out, lse, arena if way.keys_kept else None, *weights)
         ctx.call = (expand, step, way, settings, module, work)
@@ -92,16 +90,19 @@ class _LatentAttention(torch.autograd.Function):
         q, latent, out, lse, arena, *weights = ctx.saved_tensors
         expand, step, way, settings, module, work = ctx.call
         do, types = step.in_stream_order(grads[0].to(out.dtype)), types_of(q)
-        if arena is None:
-            arena = _fetched(latent, way.backward, way, step, "backward")
-        leaves = [x.detach().requires_grad_() for x in (arena, *weights)]
-        with torch.enable_grad():
-            k, v = _expanded(expand, leaves[0], leaves[1:], q)
-        inputs = (q, k.detach(), v.detach(), do, lse, delta_of(do, out, None, lse.dtype))
-        dq, dk, dv = local_backward(module, work, types, settings, *inputs)
-        found = torch.autograd.grad((k, v), leaves, (dk.to(k.dtype), dv.to(v.dtype)), allow_unused=True)
-        darena = torch.zeros_like(arena) if found[0] is None else found[0]
-        dlatent = _returned(darena.to(types.accumulator), way, step, latent.dtype)
+        mail = _mail(way, step, latent, backward=True)
+        with mail.exchange:
+            if arena is None:
+                arena = _fetched(latent, way.backward, way, step, mail)
+            leaves = [x.detach().requires_grad_() for x in (arena, *weights)]
+            with torch.enable_grad():
+                k, v = _expanded(expand, leaves[0], leaves[1:], q)
+            inputs = (q, k.detach(), v.detach(), do, lse, delta_of(do, out, None, lse.dtype))
+            dq, dk, dv = local_backward(module, work, types, settings, *inputs)
+            found = torch.autograd.grad((k, v), leaves, (dk.to(k.dtype), dv.to(v.dtype)), allow_unused=True)
+            darena = torch.zeros_like(arena) if found[0] is None else found[0]
+            dlatent = _returned(darena.to(types.accumulator), way, mail, latent.dtype)
+            mail.exchange.finish()
         return (
             step.in_local_order(dq).to(q.dtype),
             step.in_local_order(dlatent),
@@ -114,138 +115,81 @@ class _LatentAttention(torch.autograd.Function):
         )
 
 
-# --- the way of the latents -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Rows of the arena that leave for and arrive from each peer; ``partial`` says which messages are in the accumulator dtype."""
-
-    sends: tuple[tuple[int, Ints, bool], ...]
-    receives: tuple[tuple[int, Ints, bool], ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Way:
-    """A rank's arena (rows, and where its own tokens are), the stages of latents and of their gradients, and its work."""
-
-    rows: int
-    own: Ints
-    forward: tuple[Stage, ...]
-    backward: tuple[Stage, ...]
-    home: tuple[Stage, ...]
-    keys_kept: bool
-    slices: Ints
-
-
-@lru_cache(maxsize=PLANS)
-def _way(plan: Plan, rank: int, mask: int) -> Way:
-    kept = [np.sort(local_stream(plan.placement, r)) for r in range(plan.ranks)]
-    forward, backward = (program.transfers for program in plan.programs[mask])
-    moved = np.union1d(forward.kind, backward.kind)
-    if not np.isin(moved, (Kind.KV, Kind.DKV)).all():
-        raise NotImplementedError(
-            f"strategy {plan.strategy!r} moves queries in this batch, and latent attention keeps them at home; use 'blocks' or 'groups'"
-        )
-    arriving = forward.take((forward.target == rank) & (forward.source != rank))
-    rows = [kept[o][a:b] for o, a, b in zip(arriving.owner, arriving.start, arriving.stop, strict=True)]
-    arena = np.unique(np.concatenate([kept[rank], *rows]))
-
-    def stages(transfers: Any, kind: Kind) -> tuple[Stage, ...]:
-        mine = transfers.take((transfers.kind == kind) & (transfers.source != transfers.target))
-        found: dict[int, tuple[dict[Any, list[Ints]], dict[Any, list[Ints]]]] = {}
-        for at, source, target, _, owner, start, stop, _, _, partial in mine.matrix().T.tolist():
-            for side, (here, peer) in enumerate(((source, target), (target, source))):
-                if here == rank:
-                    pieces = found.setdefault(at, ({}, {}))[side].setdefault((peer, bool(partial)), [])
-                    pieces.append(np.searchsorted(arena, kept[owner][start:stop]))
-        return tuple(Stage(*(_messages(side) for side in found[at])) for at in sorted(found))
-
-    return Way(
-        len(arena),
-        np.searchsorted(arena, kept[rank]),
-        stages(forward, Kind.KV),
-        stages(backward, Kind.KV),
-        stages(backward, Kind.DKV),
-        plan.programs[mask][1].keys_kept,
-        _slices(plan, rank, mask, kept[rank], arena),
-    )
-
-
-def _messages(pieces: dict[Any, list[Ints]]) -> tuple[tuple[int, Ints, bool], ...]:
-    return tuple((peer, np.concatenate(pieces[peer, partial]), partial) for peer, partial in sorted(pieces))
-
-
-def _slices(plan: Plan, rank: int, mask: int, own: Ints, arena: Ints) -> Ints:
-    """This rank's regions as slices over its own rows and the arena's."""
-    batch, regions = plan.batch, plan.placement.regions[mask]
-    regions = regions.take(regions.rank == rank)
-    if len(regions) and (regions.h0.any() or (regions.h1 != plan.shape.heads).any()):
-        raise NotImplementedError(
-            f"strategy {plan.strategy!r} splits heads, and latent attention takes all; use 'blocks' or 'groups'"
-        )
-    index, slices = batch.masks[mask].cuts(regions.document, regions.q0, regions.q1, regions.k0, regions.k1)
-    begin = batch.starts[regions.document[index]]
-    slices = masks.shift(slices, begin, begin)
-    for tokens, first, last in ((own, masks.Q0, masks.Q1), (arena, masks.K0, masks.K1)):
-        start, stop, row = _stretches(tokens)
-        index, at = overlaps(slices[:, first], slices[:, last], start, stop)
-        limits = [slices[index, c] for c in (masks.Q0, masks.Q1, masks.K0, masks.K1)]
-        limits[first], limits[last] = start[at], stop[at]
-        parts = masks.cut(slices[index], *limits)
-        move = row[at] - start[at]
-        parts = masks.shift(parts, move, 0) if first == masks.Q0 else masks.shift(parts, 0, move)
-        slices = parts[~masks.is_empty(parts)]
-    return slices
-
-
-def _stretches(tokens: Ints) -> tuple[Ints, Ints, Ints]:
-    """Ascending tokens as runs of neighbours: (first, one past the last, row of the first)."""
-    breaks = np.flatnonzero(np.diff(tokens) != 1) + 1
-    first = np.concatenate([np.zeros(min(1, len(tokens)), np.int64), breaks])
-    last = np.concatenate([breaks, np.full(min(1, len(tokens)), len(tokens), np.int64)])
-    return tokens[first], tokens[last - 1] + 1, first
-
-
 # --- exchanges --------------------------------------------------------------------------------------------------------
 
 
-def _fetched(latent: Tensor, stages: tuple[Stage, ...], way: Way, step: Step, direction: str) -> Tensor:
+@dataclass(frozen=True)
+class Mail:
+    """The exchange of one pass and what its messages hold: rows of ``width`` numbers, in ``dtype`` or, where partial, the ``wide`` one."""
+
+    exchange: Exchange
+    width: int
+    dtype: torch.dtype
+    wide: torch.dtype
+
+    def exchanged(self, number: int, stage: Stage, arena: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Run one stage: (rows of the arena, what arrived for them), in a fixed order."""
+        leaving, arriving = (
+            Buffers.alone(list(_sizes(blocks, self.width, self.dtype, self.wide).items()), arena.device)
+            for blocks in (stage.sends, stage.receives)
+        )
+        for rows, part in self._parts(leaving, stage.sends):
+            part.copy_(arena[rows])
+        self.exchange.post(number, leaving, arriving)
+        self.exchange.arrived()
+        for rows, part in self._parts(arriving, stage.receives):
+            yield rows, part.to(arena.dtype)
+
+    def _parts(self, buffers: Buffers, blocks: tuple[Block, ...]) -> Iterator[tuple[Tensor, Tensor]]:
+        """(rows, where they lie in the peer's message) of each block; wide ones are in front, so all are aligned."""
+        left = dict(buffers.messages)
+        for peer, rows, partial in blocks:
+            dtype = self.wide if partial else self.dtype
+            size = len(rows) * self.width * dtype.itemsize
+            part, left[peer] = left[peer][:size], left[peer][size:]
+            yield uploaded(rows, part.device), part.view(dtype).view(len(rows), self.width)
+
+
+def _mail(way: Way, step: Step, latent: Tensor, backward: bool) -> Mail:
+    """Open the exchange of the next pass."""
+    form = (latent.shape[1], latent.dtype, types_of(latent).accumulator)
+    stages = way.backward + way.home if backward else way.forward
+    calls = tuple(_calls(stage, *form) for stage in stages)
+    return Mail(step.open_exchange(way.mask, backward, latent.device, calls), *form)
+
+
+def _calls(stage: Stage, *form: Any) -> tuple[Call, ...]:
+    receives, sends = (
+        tuple(Part(peer, 0, size) for peer, size in _sizes(blocks, *form).items())
+        for blocks in (stage.receives, stage.sends)
+    )
+    return (Call(0, receives, sends),) if receives or sends else ()
+
+
+def _sizes(blocks: tuple[Block, ...], width: int, dtype: torch.dtype, wide: torch.dtype) -> Counter[int]:
+    """Bytes of the message to or from each peer."""
+    found: Counter[int] = Counter()
+    for peer, rows, partial in blocks:
+        found[peer] += len(rows) * width * (wide if partial else dtype).itemsize
+    return found
+
+
+def _fetched(latent: Tensor, stages: tuple[Stage, ...], way: Way, step: Step, mail: Mail) -> Tensor:
     """The arena: own latents and those that arrive, relayed ones passed on."""
     arena = latent.new_zeros((way.rows, latent.shape[1]))
     arena[uploaded(way.own, latent.device)] = step.in_stream_order(latent)
-    for stage in stages:
-        for rows, message in _exchange(stage, arena, latent.dtype, step, direction):
+    for number, stage in enumerate(stages):
+        for rows, message in mail.exchanged(number, stage, arena):
             arena[rows] = message
     return arena
 
 
-def _returned(gradient: Tensor, way: Way, step: Step, dtype: torch.dtype) -> Tensor:
+def _returned(gradient: Tensor, way: Way, mail: Mail, dtype: torch.dtype) -> Tensor:
     """Gradients of own latents in stream order, from what every rank found for them."""
-    for stage in way.home:
-        for rows, message in _exchange(stage, gradient, dtype, step, "backward"):
+    for number, stage in enumerate(way.home, len(way.backward)):
+        for rows, message in mail.exchanged(number, stage, gradient):
             gradient[rows] += message
     return gradient[uploaded(way.own, gradient.device)].to(dtype)
-
-
-def _exchange(
-    stage: Stage, arena: Tensor, dtype: torch.dtype, step: Step, direction: str
-) -> list[tuple[Tensor, Tensor]]:
-    """(rows of the arena, what arrived for them), in a fixed order. Partial rows travel in the accumulator dtype, others in ``dtype``."""
-    wide = types_of(arena).accumulator
-    arriving, operations, leaving = [], [], []
-    for peer, rows, partial in stage.receives:
-        message = torch.empty((len(rows), arena.shape[1]), dtype=wide if partial else dtype, device=arena.device)
-        arriving.append((uploaded(rows, arena.device), message))
-        operations.append(dist.P2POp(dist.irecv, message, group=step.group, group_peer=peer))
-    for peer, rows, partial in stage.sends:
-        message = arena[uploaded(rows, arena.device)].to(wide if partial else dtype)
-        leaving.append(message)
-        step.sent_bytes[direction][peer] += message.numel() * message.element_size()
-        operations.append(dist.P2POp(dist.isend, message, group=step.group, group_peer=peer))
-    for work in dist.batch_isend_irecv(operations) if operations else []:
-        work.wait()
-    return [(rows, message.to(arena.dtype)) for rows, message in arriving]
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------

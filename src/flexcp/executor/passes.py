@@ -38,16 +38,18 @@ class Passes:
         self.failure: str | None = None
         self._calls: dict[tuple[int, bool], tuple[tuple[Call, ...], ...]] = {}
 
-    def open(self, mask: int, backward: bool, device: torch.device, sent: list[int]) -> Exchange:
-        """The exchange of the next pass; ``sent`` counts the bytes to each rank."""
+    def open(
+        self, mask: int, backward: bool, device: torch.device, sent: list[int], calls: tuple[tuple[Call, ...], ...] | None = None
+    ) -> Exchange:  # fmt: skip
+        """The exchange of the next pass; ``sent`` counts the bytes to each rank, ``calls`` stand for the plan's own where given."""
         self.check_usable()
         self.count += 1
         notes = None if self.group is None else Notes(self.group, self.step, self.rank)
         wire = Wire(self.group, sent, self.timeout, notes, self._fail)
-        name, stages = self.plan.batch.masks[mask].name, self.plan.programs[mask][backward].stages
-        this = Pass(self.step, self.count, mask, name, backward, stages)
+        stages = self.calls(mask, backward) if calls is None else calls
+        this = Pass(self.step, self.count, mask, self.plan.batch.masks[mask].name, backward, len(stages))
         kind = self.host_exchange if device.type == "cpu" else DeviceExchange
-        return kind(wire, this, self.calls(mask, backward))
+        return kind(wire, this, stages)
 
     def calls(self, mask: int, backward: bool) -> tuple[tuple[Call, ...], ...]:
         """This rank's calls for a mask and direction, derived on first use."""

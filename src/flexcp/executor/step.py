@@ -20,7 +20,7 @@ from torch import Tensor
 from flexcp.executor import layout
 from flexcp.executor.agree import agree
 from flexcp.executor.arena import Arena
-from flexcp.executor.calls import WHOLE_STAGES, CallSettings
+from flexcp.executor.calls import WHOLE_STAGES, Call, CallSettings
 from flexcp.executor.connect import Progress, connect
 from flexcp.executor.exchange import Exchange
 from flexcp.executor.fields import Types, types_of
@@ -216,9 +216,11 @@ class Step:
                 self.passes.calls(mask, backward)
         self.kept_order_on(types.device)
 
-    def open_exchange(self, mask: int, backward: bool, device: torch.device) -> Exchange:
-        """The exchange of the next pass of this step."""
-        return self.passes.open(mask, backward, device, self.sent_bytes["backward" if backward else "forward"])
+    def open_exchange(
+        self, mask: int, backward: bool, device: torch.device, calls: tuple[tuple[Call, ...], ...] | None = None
+    ) -> Exchange:
+        """The exchange of the next pass of this step, in the plan's calls or in those given."""
+        return self.passes.open(mask, backward, device, self.sent_bytes["backward" if backward else "forward"], calls)
 
     def choose_kernel(self, device: torch.device, kernel: str | None) -> str:
         """The name of the kernel for tensors on ``device``; ``kernel`` overrides the choice. Noted in ``self.kernels``."""

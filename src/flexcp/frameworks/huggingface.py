@@ -63,6 +63,11 @@ def turn_on(model: PreTrainedModel) -> None:
         )
     register()
     model.set_attn_implementation(NAME)
+    check_use(model)
+
+
+def check_use(model: nn.Module) -> None:
+    """Raise from now on whenever ``model`` is given a step and no attention inside it uses it."""
     model.register_forward_pre_hook(_note_calls, with_kwargs=True)
     model.register_forward_hook(_check_calls, with_kwargs=True)
 
@@ -185,6 +190,11 @@ def flexcp_mask(
         )
     if local_size is not None and local_size == getattr(config, "attention_chunk_size", None):
         raise NotImplementedError(f"chunked attention (attention_chunk_size={local_size}) is not supported")
+    refuse_padding(attention_mask)
+
+
+def refuse_padding(attention_mask: Tensor | None) -> None:
+    """Raise for a mask that hides tokens; one that hides none says nothing."""
     if attention_mask is not None and (torch.compiler.is_compiling() or not bool(attention_mask.all())):
         raise NotImplementedError(
             "a padding mask is not supported: lay the documents end to end without padding and drop attention_mask"
@@ -230,6 +240,11 @@ def _refuse(
             f"{query.shape[2]} queries against {key.shape[2]} keys: a KV cache from an earlier call is not supported; "
             "generate with another attn_implementation"
         )
+    refuse_ignored(module, others)
+
+
+def refuse_ignored(module: nn.Module, others: Mapping[str, Any]) -> None:
+    """Raise for a keyword of attention that nobody here knows and that is not for :data:`ELSEWHERE`."""
     for name, value in others.items():
         if name not in ELSEWHERE and value is not None and value is not False:
             raise NotImplementedError(

@@ -10,7 +10,8 @@ together.
     language = flexcp.bind(text_planner(batch.lengths, batch.masks()), group)
     logits   = multimodal.qwen2_vl(model, documents, batch, encoder, language)      # [local tokens, vocabulary]
 
-The plan's mask decides who attends whom, in both directions if it says so: Transformers' own mask is not built. :func:`qwen2_vl` is for the
+The plan's mask decides who attends whom, in both directions if it says so: Transformers' own mask is not built. What would be ignored
+raises: padding, windows, borders of documents, keywords nobody here knows, and a step that no attention used. :func:`qwen2_vl` is for the
 Qwen2-VL family, whose encoder works patch by patch besides attention; other models need their own dozen lines of the same kind.
 """
 
@@ -28,6 +29,8 @@ from flexcp.data.images import ImageBatch
 from flexcp.executor import layout
 from flexcp.executor.op import attention
 from flexcp.executor.step import Step
+from flexcp.frameworks import used
+from flexcp.frameworks.huggingface import check_use, refuse_ignored, refuse_padding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,12 +50,15 @@ class VisionDocument:
 
 
 def turn_on(model: PreTrainedModel) -> None:
-    """Let all parts of ``model`` attend under the ``step`` they are called with, by the plan's own mask."""
-    from transformers import AttentionInterface, AttentionMaskInterface
+    """Let all parts of ``model`` attend under the ``step`` they are called with, by the plan's own mask; a step not used raises."""
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
     AttentionInterface.register(NAME, planned_attention)
     AttentionMaskInterface.register(NAME, no_mask)
     model.set_attn_implementation(NAME)
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            check_use(part)
 
 
 def planned_attention(
@@ -65,11 +71,17 @@ def planned_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    is_causal: bool | None = None,
     s_aux: Tensor | None = None,
     step: Step | None = None,
-    **_: Any,
+    position_ids: Tensor | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
-    """What Transformers calls in every layer: ``[1, H, S, D]`` in, ``[1, S, H, D]`` out."""
+    """What Transformers calls in every layer: ``[1, H, S, D]`` in, ``[1, S, H, D]`` out.
+
+    ``is_causal`` is the plan's to say, and ``position_ids`` are in the queries and keys already.
+    """
+    refuse_ignored(module, others)
     if step is None:
         raise ValueError(f"{type(module).__name__} was called without a step; pass step=flexcp.bind(plan, group)")
     if attention_mask is not None or sliding_window:
@@ -82,8 +94,9 @@ def planned_attention(
     return out[None], None
 
 
-def no_mask(*_: Any, **__: Any) -> None:
-    """What Transformers calls for a mask."""
+def no_mask(*, attention_mask: Tensor | None = None, **_: Any) -> None:
+    """What Transformers calls for a mask. There is none to build, whatever rule it would follow: the plan has it."""
+    refuse_padding(attention_mask)
 
 
 def image_rows(features: Tensor, encoder: Step, language: Step, batch: ImageBatch) -> tuple[Tensor, Tensor]:
@@ -122,8 +135,9 @@ def qwen2_vl(
     embeddings = embeddings.index_copy(0, rows, model.model.visual.merger(patches.flatten(0, 1)))
     positions = torch.cat([_positions(model.model, d) for d in documents], dim=1)
     local = language.shard(positions.T).T[:, None]
-    hidden = text(inputs_embeds=embeddings[None], position_ids=local, use_cache=False, step=language).last_hidden_state
-    logits: Tensor = model.lm_head(hidden[0])
+    with used(language):
+        found = text(inputs_embeds=embeddings[None], position_ids=local, use_cache=False, step=language)
+    logits: Tensor = model.lm_head(found.last_hidden_state[0])
     return logits
 
 
@@ -137,8 +151,9 @@ def encoded(visual: Any, documents: Sequence[VisionDocument], step: Step) -> Ten
     angles = visual.rotary_pos_emb(hidden, step.shard(places))
     # One stretch for Transformers: which patches are a frame is in the plan.
     whole = torch.tensor([0, len(hidden)])
-    for block in visual.blocks:
-        hidden = block(hidden, cu_seqlens=whole, position_embeddings=angles, step=step)
+    with used(step):
+        for block in visual.blocks:
+            hidden = block(hidden, cu_seqlens=whole, position_embeddings=angles, step=step)
     return hidden
 
 

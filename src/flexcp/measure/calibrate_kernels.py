@@ -1,7 +1,7 @@
 """Kernel times for calibration: a spread of masks and sizes, both directions, with the kernel that would be chosen on the device.
 
 On CPU ranks the function runs on all ranks of a group at once: ranks that share cores are timed as they will run. On a GPU times are
-between two events. (The GPU path uses the same calls as ``benchmarks/gpu.py``; it has not run yet.)
+between two events, with enough queued before them that the host is ahead: a launch takes it 100 to 200 us, longer than small kernels run.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def matrix_gflops(group: dist.ProcessGroup | None, task: KernelTask, size: int) 
 
 
 def _calls(work: Workload, task: KernelTask) -> Iterator[Callable[[], Any]]:
-    shape, device = task.shape, torch.device(task.device)
+    shape, device = task.shape, torch.empty(0, device=task.device).device  # with its number
     dtype = getattr(torch, shape.dtype)
     kernel = find_kernel(choose_kernel(device, dtype, shape.head_dim, shape.v_head_dim).kernel)
     sizes = [(shape.heads, shape.head_dim), (shape.kv_heads, shape.head_dim), (shape.kv_heads, shape.v_head_dim)]
@@ -75,8 +75,8 @@ def _calls(work: Workload, task: KernelTask) -> Iterator[Callable[[], Any]]:
     lse = torch.full((n, shape.heads), -torch.inf, dtype=more, device=device)
     yield lambda: kernel.forward(q, k, v, slices, settings, out, lse)
     grads = [torch.zeros(x.shape, dtype=more, device=device) for x in (q, k, v)]
-    delta = torch.zeros(n, shape.heads, dtype=more, device=device)
-    yield lambda: kernel.backward(q, k, v, do, lse.nan_to_num(0, 0, 0), delta, slices, settings, *grads)
+    delta, finite = (torch.zeros(n, shape.heads, dtype=more, device=device) for _ in range(2))
+    yield lambda: kernel.backward(q, k, v, do, finite, delta, slices, settings, *grads)
 
 
 def _timed(call: Callable[[], Any], task: KernelTask, group: dist.ProcessGroup | None) -> float:
@@ -96,8 +96,16 @@ def _cpu_ns(call: Callable[[], Any]) -> float:
     return float(time.perf_counter_ns() - begin)
 
 
+def keep_busy() -> None:
+    """Some milliseconds of work for the device, so that what is queued next waits for it and not for the host."""
+    a = torch.empty(8192, 8192, dtype=torch.bfloat16, device="cuda")
+    for _ in range(3):
+        torch.mm(a, a, out=torch.empty_like(a))
+
+
 def _cuda_ns(call: Callable[[], Any], count: int = 5) -> float:
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    keep_busy()
     first.record()
     for _ in range(count):
         call()

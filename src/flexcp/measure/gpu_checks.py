@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import statistics
 import sys
 import time
@@ -23,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, multiprocessing
 from torch._C._distributed_c10d import TCPStore
 
-from flexcp import masks
+from flexcp import masks, planners
 from flexcp.clusters import cluster
 from flexcp.executor.arena import Buffers
 from flexcp.executor.fields import Shelves, message_bytes, new_inputs, new_results, types_of
@@ -48,8 +50,11 @@ from flexcp.planner import Planner
 
 Leaves = tuple[Tensor, Tensor, Tensor]
 LENGTHS = [700, 1, 260, 63, 128, 2]
-STRATEGIES = ("dp", "ring", "zigzag", "allgather", "ulysses", "usp", "blocks", "groups")
+STRATEGIES = tuple(n for n in planners.STRATEGIES if n != "hypergraph" or find_spec("mtkahypar") is not None)
+"""Those that can plan on this machine."""
 RANKS = (1, 2, 4)
+NCCL_LIMIT = 120.0
+"""Seconds NCCL waits for a rank in checks that are meant to pass."""
 MASKS: dict[str, Callable[[int], Mask]] = {
     "full": lambda n: masks.full(),
     "causal": lambda n: masks.causal(),
@@ -73,13 +78,16 @@ class GpuCase:
     options: Options
 
 
-def gpu_cases(kernel: str | None = None, ranks_of: tuple[int, ...] = RANKS) -> Iterator[GpuCase]:
-    """Every strategy x mask on every number of ranks, in bfloat16; softcap, sinks and LSE gradients cycle."""
+def gpu_cases(
+    kernel: str | None = None, ranks_of: tuple[int, ...] = RANKS, strategies: tuple[str, ...] = STRATEGIES
+) -> Iterator[GpuCase]:
+    """Every strategy x mask on every number of ranks, in bfloat16; softcap, sinks, LSE gradients and two nodes (relays) cycle."""
     number = 0
     for ranks in ranks_of:
-        for strategy in STRATEGIES:
+        for strategy in strategies:
             for name, rule in MASKS.items():
-                where = cluster("cpu", 1, ranks)
+                nodes = 2 if ranks >= 4 and number % 2 else 1
+                where = cluster("cpu", nodes, ranks // nodes)
                 planner = Planner(8, 4, 128, dtype="bfloat16", cluster=where, strategy=strategy)
                 options = Options(
                     seed=number,
@@ -90,7 +98,7 @@ def gpu_cases(kernel: str | None = None, ranks_of: tuple[int, ...] = RANKS) -> I
                     device="cuda",
                 )
                 plan = planner(LENGTHS, [rule(n) for n in LENGTHS])
-                yield GpuCase(f"{strategy} {name} {ranks} ranks", plan, options)
+                yield GpuCase(f"{strategy} {name} {nodes}x{ranks // nodes} ranks", plan, options)
                 number += 1
 
 
@@ -99,17 +107,22 @@ def gpu_cases(kernel: str | None = None, ranks_of: tuple[int, ...] = RANKS) -> I
 
 def on_nccl_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, patience: float = 300.0) -> list[Any]:
     """``function(groups, *arguments)`` on NCCL ranks that share GPU 0; ``groups[n]`` is the group of the first n ranks, if in it."""
-    context = multiprocessing.get_context("spawn")
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    answers = context.Queue()
-    work = (ranks, store.port, function, arguments, answers)
-    processes = [context.Process(target=_rank, args=(rank, *work), daemon=True) for rank in range(ranks)]
-    for process in processes:
-        process.start()
+    processes, answers, _store = _started(ranks, function, arguments, NCCL_LIMIT)
     results: dict[int, Any] = {}
+    deadline = time.monotonic() + patience
     try:
-        for _ in processes:
-            rank, error, value = answers.get(timeout=patience)
+        while len(results) < ranks:
+            try:
+                rank, error, value = answers.get(timeout=1)
+            except queue.Empty:
+                codes = [p.exitcode for i, p in enumerate(processes) if i not in results]
+                if any(codes):
+                    raise RuntimeError(f"ranks without an answer ended with exit codes {codes}") from None
+                if time.monotonic() > deadline:
+                    raise TimeoutError(
+                        f"{ranks - len(results)} of {ranks} ranks have no answer after {patience:g} s"
+                    ) from None
+                continue
             if error:
                 raise RuntimeError(f"rank {rank}: {error}")
             results[rank] = value
@@ -119,7 +132,43 @@ def on_nccl_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, pat
     return [results[rank] for rank in range(ranks)]
 
 
-def _rank(rank: int, ranks: int, port: int, function: Callable[..., Any], arguments: Any, answers: Any) -> None:
+def ends_of_nccl_ranks(
+    ranks: int, function: Callable[..., Any], *arguments: Any, limit: float, patience: float
+) -> list[dict[str, Any]]:
+    """How each rank ended when NCCL waits no longer than ``limit`` seconds: exit code, after how long, and the error it raised if any.
+
+    For functions that are meant to fail, which on NCCL may end a process. A rank still there after ``patience`` is killed (code None).
+    """
+    processes, answers, _store = _started(ranks, function, arguments, limit)
+    begin = time.monotonic()
+    ends: list[dict[str, Any]] = [{"code": None, "seconds": None, "error": None} for _ in processes]
+    while time.monotonic() < begin + patience and any(end["code"] is None for end in ends):
+        for process, end in zip(processes, ends, strict=True):
+            if end["code"] is None and process.exitcode is not None:
+                end.update(code=process.exitcode, seconds=round(time.monotonic() - begin, 1))
+        time.sleep(0.1)
+    for process in processes:
+        process.kill()
+    while not answers.empty():
+        rank, error, _ = answers.get()
+        ends[rank]["error"] = error
+    return ends
+
+
+def _started(ranks: int, function: Callable[..., Any], arguments: Any, limit: float) -> tuple[list[Any], Any, TCPStore]:
+    context = multiprocessing.get_context("spawn")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    answers = context.Queue()
+    work = (ranks, store.port, function, arguments, answers, limit)
+    processes = [context.Process(target=_rank, args=(rank, *work), daemon=True) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    return processes, answers, store
+
+
+def _rank(
+    rank: int, ranks: int, port: int, function: Callable[..., Any], arguments: Any, answers: Any, limit: float
+) -> None:
     settings = {
         "SOCKET_IFNAME": "lo",
         "IB_DISABLE": "1",
@@ -131,8 +180,7 @@ def _rank(rank: int, ranks: int, port: int, function: Callable[..., Any], argume
     try:
         torch.cuda.set_device(0)
         store = TCPStore("127.0.0.1", port, is_master=False)
-        limit = timedelta(seconds=120)
-        dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks, timeout=limit)
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=limit))
         groups = {n: dist.new_group(list(range(n))) for n in range(2, ranks)} | {ranks: dist.group.WORLD}
         value = function({n: g for n, g in groups.items() if rank < n}, *arguments)
         torch.cuda.synchronize()
@@ -162,12 +210,13 @@ def _verify_cases(groups: dict[int, Any], cases: list[GpuCase]) -> list[tuple[st
     return found
 
 
-def verify_gpu(cases: list[GpuCase]) -> dict[str, Any]:
+def verify_gpu(cases: list[GpuCase], patience: float = 300.0) -> dict[str, Any]:
     """How many cases passed, by number of ranks, and those that failed with their verdicts."""
     results = _verify_cases({1: None}, cases)
     most = max(case.plan.ranks for case in cases)
     if most > 1:
-        results += on_nccl_ranks(most, _verify_cases, [case for case in cases if case.plan.ranks > 1])[0]
+        many = [case for case in cases if case.plan.ranks > 1]
+        results += on_nccl_ranks(most, _verify_cases, many, patience=patience)[0]
     failed = {name: verdict for name, passed, verdict in results if not passed}
     return {"cases": len(results), "passed": len(results) - len(failed), "failed": failed}
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from flexcp.clusters import cluster
 from flexcp.executor.step import bind
 from flexcp.plan import Plan
+from flexcp.train.update import sum_gradients, total_loss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,6 +47,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # fmt: on
 """Family -> its configuration class, and what makes it special: windows, window and full layers with softcap, sinks."""
+STRATEGIES = ("zigzag", "groups", "blocks", "auto")
+LAYOUTS = ("free", "contiguous")
+RANKS = (2, 3, 4)
+"""What families are trained under: in CI a choice of it, by ``make models`` all. ``groups`` places tokens itself and takes no layout."""
 
 
 @dataclass(frozen=True)
@@ -200,15 +205,8 @@ def _trained(
         optimizer.zero_grad()
         loss = loss_of(number)
         loss.backward()
-        loss = loss.detach()
-        for parameter in model.parameters():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            if group is not None:
-                dist.all_reduce(parameter.grad, group=group)
-        if group is not None:
-            dist.all_reduce(loss, group=group)
-        losses.append(float(loss))
+        sum_gradients(model.parameters(), group)
+        losses.append(total_loss(loss, group))
         if number in (0, run.steps - 1):
             gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
         optimizer.step()

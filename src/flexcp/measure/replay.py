@@ -3,7 +3,7 @@
 What a slot of a rank computes is launched as the executor would (the same work lists over shelves of the same sizes, filled with random
 numbers) and timed alone; then :func:`flexcp.simulator.training.simulate` runs the plan with these times in the place of modelled ones. So
 a plan for 64 ranks can be judged on one GPU by kernels that really ran, which the planner's choice did not know. Not in it: packing,
-reductions, and what transfers cost compute beyond the cost model's overlap. Runs on a CPU too; on a GPU it has not run yet.
+reductions, and what transfers cost compute beyond the cost model's overlap. Runs on a CPU too.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from flexcp.cost import CostModel
 from flexcp.executor.kernels import Settings, accumulator_dtype, find_kernel
 from flexcp.executor.kernels.choose import choose_kernel
 from flexcp.executor.program import RankProgram, Work, rank_program
+from flexcp.measure.calibrate_kernels import keep_busy
 from flexcp.memory import KEYS
 from flexcp.pieces import Shape
 from flexcp.plan import Plan
@@ -56,7 +57,7 @@ def slot_times(
 ) -> Ints:
     """Nanoseconds ``[rank, slot]`` of the kernels of one pass, the median of ``repeats``."""
     shape = plan.shape
-    dtype, where = getattr(torch, shape.dtype), torch.device(device)
+    dtype, where = getattr(torch, shape.dtype), torch.empty(0, device=device).device  # with its number
     module = find_kernel(choose_kernel(where, dtype, shape.head_dim, shape.v_head_dim, kernel).kernel)
     times = np.zeros((plan.ranks, plan.programs[mask][backward].stages), np.int64)
     for rank in range(plan.ranks):
@@ -110,6 +111,7 @@ def _timed(calls: list[Callable[[], Any]], repeats: int, device: str) -> float:
     for _ in range(repeats + 1):
         if device == "cuda":
             first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            keep_busy()
             first.record()
             for call in calls:
                 call()

@@ -147,6 +147,7 @@ def train(folder: Path, rank: int, ranks: int, steps: int, port: int) -> None:
     import flexcp
     from flexcp.data import Loader
     from flexcp.train.gpt import Gpt, GptConfig
+    from flexcp.train.update import total_loss, update
 
     torch.set_num_threads(1)
     group = None
@@ -170,18 +171,12 @@ def train(folder: Path, rank: int, ranks: int, steps: int, port: int) -> None:
             logits = model(batch.tokens, batch.positions, lambda q, k, v, s=batch.step: flexcp.attention(q, k, v, s))
             total = torch.nn.functional.cross_entropy(logits, batch.labels, ignore_index=-100, reduction="sum")
             loss = (total + logits[:0].sum()) / max(1, batch.valid)
-            optimizer.zero_grad()
-            loss.backward()
-            value = loss.detach().clone()
-            if group is not None:
-                for parameter in model.parameters():
-                    dist.all_reduce(parameter.grad, group=group)
-                dist.all_reduce(value, group=group)
-            optimizer.step()
+            update(optimizer, loss, group)
+            value = total_loss(loss, group)
             time.sleep(PACE)
             done += 1
             if rank == 0:
-                _noted(folder, done, batch, float(value))
+                _noted(folder, done, batch, value)
                 if done % EVERY == 0:
                     _saved(folder, done, model, optimizer, loader)
             if done == steps:

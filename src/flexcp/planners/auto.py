@@ -42,7 +42,7 @@ CLOSE = 32
 """Below high effort no other planner is asked once one is within 1/32 of perfectly divided compute, unless that decides about static."""
 FEW = 16
 """Static methods of which only close bounds are made."""
-LARGE = 200_000
+LARGE = 128_000
 """Regions of a static placement beyond which it is not made below high effort, if a dynamic one already beats its bound."""
 
 

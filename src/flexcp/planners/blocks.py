@@ -143,7 +143,7 @@ def _node(request: Request, loads: Field, items: Ints, limits: Limits, node: int
     span = slice(node * size, (node + 1) * size)
     mine = replace(limits, load=limits.load[span], rows=limits.rows[span], aim=limits.aim[span])
     prices = _key_bytes(request), _row_bytes(request)
-    placed = [place_node(loads, items, mine, team, *prices) for team in _team_sizes(request)]
+    placed = place_node(loads, items, mine, _team_sizes(request), *prices)
     return min(placed, key=lambda p: _score(request, p))
 
 

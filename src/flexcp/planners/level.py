@@ -45,9 +45,10 @@ def level_rows(rank: Ints, start: Ints, stop: Ints, limits: Ints, nodes: Ints) -
     ranges: list[list[tuple[int, int]]] = [[] for _ in limits]
     for r, a, b in zip(rank.tolist(), start.tolist(), stop.tolist(), strict=True):
         ranges[r].append((a, b))
+    wide = int(np.abs(room).max()) + 1
     while int(room.min()) < 0:
         donor = int(np.argmin(room))
-        taker = max((i for i in range(len(room)) if room[i] > 0), key=lambda i: (nodes[i] == nodes[donor], room[i], -i))
+        taker = int(np.argmax(np.where(room > 0, room + wide * (nodes == nodes[donor]), 0)))
         a, b = max(ranges[donor], key=lambda r: (r[1] - r[0], -r[0]))
         amount = int(min(-room[donor], room[taker], b - a))
         ranges[donor].remove((a, b))

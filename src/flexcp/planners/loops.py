@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flexcp.jit import compiled
+from flexcp.jit import compiled, compiled_leaf
 
 DOC, LO, HI, LOAD, BIN = range(5)
 MILLION = 1_000_000
@@ -38,7 +38,7 @@ class Reads(NamedTuple):
     thin: Any
 
 
-@compiled
+@compiled_leaf
 def put(items, i, d, lo, hi, load, b):
     """Write item ``i``."""
     items[i, DOC] = d
@@ -76,7 +76,7 @@ def stable_order(keys):
     return order
 
 
-@compiled
+@compiled_leaf
 def most_slices(reads):
     """The most slices that a document has, at least 1."""
     most = 1
@@ -85,7 +85,7 @@ def most_slices(reads):
     return most
 
 
-@compiled
+@compiled_leaf
 def load_before(ruler, d, row):
     """Load of document d's rows before ``row``: exact at the grain, in between in proportion."""
     base, grain = ruler.first[d], ruler.grain
@@ -96,12 +96,12 @@ def load_before(ruler, d, row):
     return ruler.before[at] + (ruler.before[at + 1] - ruler.before[at]) * rest // width
 
 
-@compiled
+@compiled_leaf
 def load_of(ruler, d, lo, hi):
     return load_before(ruler, d, hi) - load_before(ruler, d, lo)
 
 
-@compiled
+@compiled_leaf
 def tail_within(ruler, d, lo, hi, load):
     """Smallest cut x in [lo, hi] at the grain such that rows x..hi carry at most ``load``; hi if there is none."""
     base, grain = ruler.first[d], ruler.grain
@@ -116,7 +116,7 @@ def tail_within(ruler, d, lo, hi, load):
     return min(max(low * grain, lo), hi)
 
 
-@compiled
+@compiled_leaf
 def head_within(ruler, d, lo, hi, load):
     """Largest cut x in [lo, hi] at the grain such that rows lo..x carry at most ``load``; lo if there is none."""
     base, grain = ruler.first[d], ruler.grain
@@ -131,7 +131,7 @@ def head_within(ruler, d, lo, hi, load):
     return min(max(low * grain, lo), hi)
 
 
-@compiled
+@compiled_leaf
 def fetched(reads, count, owned, kept, slices, s0, s1, spans):
     """Keys that the rows ``reads[:count]`` of a document read and that are not among the rows ``owned[:kept]``."""
     found = 0
@@ -175,7 +175,7 @@ def chains(items, n, documents):
     return chain
 
 
-@compiled
+@compiled_leaf
 def bin_cost(items, chain, b, d, skip, x0, x1, y0, y1, reads, ranges, spans):
     """Keys bin ``b`` fetches for document ``d`` without item ``skip`` and with the rows x0..x1 and y0..y1 (when not empty)."""
     count = 0
@@ -198,7 +198,7 @@ def bin_cost(items, chain, b, d, skip, x0, x1, y0, y1, reads, ranges, spans):
     )
 
 
-@compiled
+@compiled_leaf
 def cost_change(items, chain, b, d, skip, x0, x1, reads, ranges, spans):
     """What :func:`bin_cost` becomes without item ``skip`` and with the rows x0..x1, against what it is."""
     change = -bin_cost(items, chain, b, d, -1, 0, 0, 0, 0, reads, ranges, spans)

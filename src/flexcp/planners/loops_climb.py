@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flexcp.jit import compiled
+from flexcp.jit import compiled, compiled_leaf
 from flexcp.planners.loops import (
     BIN,
     DOC,
@@ -28,7 +28,7 @@ from flexcp.planners.loops import (
 )
 
 
-@compiled
+@compiled_leaf
 def detach(items, n, chain, lists, i, x, y, part):
     """Rows x..y of item ``i``, all of it or one of its ends, as an item in no bin; (its index, the item count)."""
     d, lo, hi, a = items[i, DOC], items[i, LO], items[i, HI], items[i, BIN]
@@ -52,7 +52,7 @@ def detach(items, n, chain, lists, i, x, y, part):
     return i, n
 
 
-@compiled
+@compiled_leaf
 def attach(items, chain, lists, i, b):
     """An item in no bin to bin ``b``, joined to an item there that it continues."""
     j = chain[0, items[i, DOC]]
@@ -105,7 +105,7 @@ def climb(items, n, bins, ruler, cap_load, cap_rows, reads, sweeps):
     most = most_slices(reads)
     ranges = np.zeros((len(items) + 3, 2), np.int64)
     spans = np.zeros(((len(items) + 3) * most, 2), np.int64)
-    changed, ends = np.zeros(bins, np.int64), np.zeros(2, np.int64)
+    changed, ends, short = np.zeros(bins, np.int64), np.zeros(2, np.int64), np.zeros(2, np.int64)
     for sweep in range(sweeps):
         n = joined(items, n, len(reads.thin))
         chain = chains(items, n, len(reads.thin))
@@ -133,6 +133,9 @@ def climb(items, n, bins, ruler, cap_load, cap_rows, reads, sweeps):
                 if here < 0:
                     here = bin_cost(items, chain, a, d, -1, 0, 0, 0, 0, reads, ranges, spans)
                     without = bin_cost(items, chain, a, d, i, 0, 0, 0, 0, reads, ranges, spans) - here
+                    x, y = max(lo, hi - grain), min(hi, lo + grain)
+                    short[0] = bin_cost(items, chain, a, d, i, lo, x, 0, 0, reads, ranges, spans) - here
+                    short[1] = bin_cost(items, chain, a, d, i, y, hi, 0, 0, reads, ranges, spans) - here
                 there = bin_cost(items, chain, b, d, -1, 0, 0, 0, 0, reads, ranges, spans)
                 room_load, room_rows = max(cap_load[b] - load[b], 0), max(cap_rows[b] - rows[b], 0)
                 whole = without + bin_cost(items, chain, b, d, -1, lo, hi, 0, 0, reads, ranges, spans) - there
@@ -143,9 +146,7 @@ def climb(items, n, bins, ruler, cap_load, cap_rows, reads, sweeps):
                 # As much of either end as fits. An end that saves nothing when a little of it moves will not do so when more does.
                 for end in range(2):
                     x, y = (lo, min(hi, lo + grain)) if end else (max(lo, hi - grain), hi)
-                    r0, r1 = (y, hi) if end else (lo, x)
-                    ends[end] = bin_cost(items, chain, a, d, i, r0, r1, 0, 0, reads, ranges, spans) - here
-                    ends[end] += bin_cost(items, chain, b, d, -1, x, y, 0, 0, reads, ranges, spans) - there
+                    ends[end] = short[end] + bin_cost(items, chain, b, d, -1, x, y, 0, 0, reads, ranges, spans) - there
                     if ends[end] >= 0:
                         continue
                     x, y = lo, hi
@@ -160,15 +161,16 @@ def climb(items, n, bins, ruler, cap_load, cap_rows, reads, sweeps):
                     change += bin_cost(items, chain, b, d, -1, x, y, 0, 0, reads, ranges, spans) - there
                     if change < best:
                         best, best_b, best_x, best_y, best_j = change, b, x, y, -1
-                # Against rows of b.
+                # Against rows of b. What rows of another document save is found when they are looked at.
+                foreign = whole < 0 or ends[0] < 0 or ends[1] < 0
                 j = lists[0, b]
                 while j >= 0:
                     e, p, q = items[j, DOC], items[j, LO], items[j, HI]
-                    for kind in range(5):
+                    for kind in range(5 if d == e or foreign else 0):
                         # 0: i for j; 1, 2: i for the tail, the head of j; 3, 4: the tail, the head of i for j.
                         x, y, u, v = lo, hi, p, q
                         if kind < 3 and d != e and whole >= 0:
-                            continue  # what j saves is found when j is looked at
+                            continue
                         if kind == 1 or kind == 2:
                             # At least what b must give, at most what a can take.
                             give_load = load[b] + items[i, LOAD] - max(cap_load[b], load[b])
@@ -200,8 +202,8 @@ def climb(items, n, bins, ruler, cap_load, cap_rows, reads, sweeps):
                                     continue
                         if x >= y or u >= v:
                             continue
-                        out = load_of(ruler, d, x, y)
-                        back = load_of(ruler, e, u, v)
+                        out = items[i, LOAD] if kind < 3 else load_of(ruler, d, x, y)
+                        back = load_of(ruler, e, u, v) if kind == 1 or kind == 2 else items[j, LOAD]
                         net_load, net_rows = out - back, (y - x) - (v - u)
                         if net_load > 0 and load[b] + net_load > cap_load[b]:
                             continue

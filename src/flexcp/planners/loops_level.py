@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from flexcp.jit import compiled
+from flexcp.jit import compiled, compiled_leaf
 
 
-@compiled
+@compiled_leaf
 def ramp(x, width):
     x = max(x, 0)
     inside = min(x, width + 1)
     return inside * (inside - 1) // 2 + (x - inside) * width
 
 
-@compiled
+@compiled_leaf
 def exact_before(d, row, price, layers, sfirst, slices, shift):
     """Load of document ``d`` before ``row``, exact at any row: the closed form of :func:`flexcp.masks.rows_area`."""
     total = row * price

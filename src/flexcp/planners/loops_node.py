@@ -280,32 +280,40 @@ def received(work, kept, ranks, kv, row, reads):
     most = most_slices(reads)
     rows, owned = np.zeros((len(work), 2), np.int64), np.zeros((len(kept), 2), np.int64)
     spans = np.zeros((len(work) * most, 2), np.int64)
+    mine, held = np.zeros(len(work), np.int64), np.zeros(len(kept), np.int64)
     total = 0
     for r in range(ranks):
+        works, holds = 0, 0
         for i in range(len(work)):
-            if not work[i, 0] <= r < work[i, 0] + work[i, 1]:
-                continue
-            d, again = work[i, 2], False
-            for j in range(i):
-                again |= work[j, 2] == d and work[j, 0] <= r < work[j, 0] + work[j, 1]
+            if work[i, 0] <= r < work[i, 0] + work[i, 1]:
+                mine[works] = i
+                works += 1
+        for i in range(len(kept)):
+            if kept[i, 0] == r:
+                held[holds] = i
+                holds += 1
+        for at in range(works):
+            d, again = work[mine[at], 2], False
+            for j in mine[:at]:
+                again |= work[j, 2] == d
             if again:
                 continue
             have = 0
-            for j in range(len(kept)):
-                if kept[j, 0] == r and kept[j, 1] == d:
+            for j in held[:holds]:
+                if kept[j, 1] == d:
                     owned[have, 0], owned[have, 1] = kept[j, 2], kept[j, 3]
                     have += 1
             # Whole items first: what they read comes with all heads.
             count, team = 0, 1
-            for j in range(i, len(work)):
-                if work[j, 2] == d and work[j, 0] == r and work[j, 1] == 1:
+            for j in mine[at:works]:
+                if work[j, 2] == d and work[j, 1] == 1:
                     rows[count, 0], rows[count, 1] = work[j, 3], work[j, 4]
                     count += 1
             full = fetched(rows, count, owned, have, reads.slices, reads.first[d], reads.first[d + 1], spans)
             total += (full + reads.thin[d]) * kv
             whole = count
-            for j in range(i, len(work)):
-                if work[j, 2] == d and work[j, 1] > 1 and work[j, 0] <= r < work[j, 0] + work[j, 1]:
+            for j in mine[at:works]:
+                if work[j, 2] == d and work[j, 1] > 1:
                     rows[count, 0], rows[count, 1] = work[j, 3], work[j, 4]
                     count, team = count + 1, work[j, 1]
             if count > whole:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flexcp.jit import compiled
+from flexcp.jit import compiled, compiled_leaf
 from flexcp.planners.loops import (
     BIN,
     DOC,
@@ -28,7 +28,7 @@ from flexcp.planners.loops import (
 from flexcp.planners.loops_climb import climb
 
 
-@compiled
+@compiled_leaf
 def snapped(cut, lo, hi, slices, s0, s1):
     """A cut moved to where a slice begins a little later, if one does: rows before it are then of no use to rows behind it."""
     reach = cut + (hi - cut) // 4
@@ -39,13 +39,17 @@ def snapped(cut, lo, hi, slices, s0, s1):
     return best
 
 
-@compiled
+@compiled_leaf
 def violation(load, rows, cap_load, cap_rows, mean_load, mean_rows):
     """How far a bin is over its limits, in millionths of the mean, linear plus ten times quadratic."""
-    x = max(load - cap_load, 0) * MILLION // mean_load
-    y = max(rows - cap_rows, 0) * MILLION // mean_rows
-    x, y = min(x, 1 << 28), min(y, 1 << 28)
-    return x + x * x // 100_000 + y + y * y // 100_000
+    found = 0
+    if load > cap_load:  # rarely: divisions are dear
+        x = min((load - cap_load) * MILLION // mean_load, 1 << 28)
+        found += x + x * x // 100_000
+    if rows > cap_rows:
+        y = min((rows - cap_rows) * MILLION // mean_rows, 1 << 28)
+        found += y + y * y // 100_000
+    return found
 
 
 @compiled
@@ -159,12 +163,13 @@ def repair(items, n, bins, ruler, cap_load, cap_rows, mean_load, mean_rows, read
     spans = np.zeros(((len(items) + 2) * most, 2), np.int64)
     chain = chains(items, n, len(reads.thin))
     holds, known = np.zeros(bins, np.int64), np.zeros((5, 4), np.int64)
+    over, arrives, swaps = np.zeros(bins, np.int64), np.zeros(bins, np.int64), np.zeros(len(items), np.int64)
     for _ in range(moves):
         worst, worst_value = -1, 0
         for b in range(bins):
-            value = violation(load[b], rows[b], cap_load[b], cap_rows[b], mean_load, mean_rows)
-            if value > worst_value:
-                worst, worst_value = b, value
+            over[b] = violation(load[b], rows[b], cap_load[b], cap_rows[b], mean_load, mean_rows)
+            if over[b] > worst_value:
+                worst, worst_value = b, over[b]
         if worst < 0 or n + 2 >= len(items):
             break
         w = worst
@@ -187,7 +192,7 @@ def repair(items, n, bins, ruler, cap_load, cap_rows, mean_load, mean_rows, read
                 if b == w:
                     continue
                 room_load, room_rows = cap_load[b] - load[b], cap_rows[b] - rows[b]
-                before = worst_value + violation(load[b], rows[b], cap_load[b], cap_rows[b], mean_load, mean_rows)
+                before = worst_value + over[b]
                 there = -1
                 for kind in range(5):
                     x, y = lo, hi
@@ -240,32 +245,36 @@ def repair(items, n, bins, ruler, cap_load, cap_rows, mean_load, mean_rows, read
                     score = (after - before) * weight // MILLION + change
                     if score < best_score:
                         best_score, best_item, best_bin, best_lo, best_hi, best_swap = score, i, b, x, y, -1
-        # Swaps only where no single item can move: they are many.
-        for i in range(n):
-            if best_item >= 0 and best_swap < 0:
-                break
+        # Swaps only where no single item can move: they are many. What an exchange changes is a sum over its four sides, each known once.
+        pairs = best_item < 0
+        for j in range(n if pairs else 0):
+            swaps[j] = HUGE
+        for i in range(n if pairs else 0):
             if items[i, BIN] != w:
                 continue
             d, lo, hi = items[i, DOC], items[i, LO], items[i, HI]
-            here = bin_cost(items, chain, w, d, -1, 0, 0, 0, 0, reads, ranges, spans)
+            leaves = cost_change(items, chain, w, d, i, 0, 0, reads, ranges, spans)
+            for b in range(bins):
+                arrives[b] = HUGE
             for j in range(n):
                 b = items[j, BIN]
                 if b == w:
                     continue
                 part, length = items[i, LOAD] - items[j, LOAD], (hi - lo) - (items[j, HI] - items[j, LO])
-                before = worst_value + violation(load[b], rows[b], cap_load[b], cap_rows[b], mean_load, mean_rows)
+                before = worst_value + over[b]
                 after = violation(load[w] - part, rows[w] - length, cap_load[w], cap_rows[w], mean_load, mean_rows)
-                after += violation(load[b] + part, rows[b] + length, cap_load[b], cap_rows[b], mean_load, mean_rows)
                 if after >= before:
                     continue
+                after += violation(load[b] + part, rows[b] + length, cap_load[b], cap_rows[b], mean_load, mean_rows)
                 e = items[j, DOC]
-                if e == d:
+                if after >= before or e == d:
                     continue
-                change = bin_cost(items, chain, w, d, i, 0, 0, 0, 0, reads, ranges, spans) - here
-                change += cost_change(items, chain, b, d, -1, lo, hi, reads, ranges, spans)
-                change += cost_change(items, chain, b, e, j, 0, 0, reads, ranges, spans)
-                change += cost_change(items, chain, w, e, -1, items[j, LO], items[j, HI], reads, ranges, spans)
-                score = (after - before) * weight // MILLION + change
+                if arrives[b] == HUGE:
+                    arrives[b] = cost_change(items, chain, b, d, -1, lo, hi, reads, ranges, spans)
+                if swaps[j] == HUGE:
+                    swaps[j] = cost_change(items, chain, b, e, j, 0, 0, reads, ranges, spans)
+                    swaps[j] += cost_change(items, chain, w, e, -1, items[j, LO], items[j, HI], reads, ranges, spans)
+                score = (after - before) * weight // MILLION + leaves + arrives[b] + swaps[j]
                 if score < best_score:
                     best_score, best_item, best_bin, best_lo, best_hi, best_swap = score, i, b, lo, hi, j
         if best_item < 0 or best_score >= 0:

@@ -17,6 +17,7 @@ Loads are exact integers, scaled down (by a power of two) until their products f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexcp.batch import Batch, LayerMask
-from flexcp.intervals import offsets
+from flexcp.intervals import offsets, spread
 from flexcp.masks import HI, K0, K1, LO, Q0, Q1, cut, is_empty, rows_area
 
 Ints = NDArray[np.int64]
@@ -83,6 +84,16 @@ class Field:
         from flexcp.planners.loops import Reads
 
         return Reads(self.slices, self.slice_first, self.thin_keys)
+
+    def of_documents(self, documents: Ints) -> tuple[Any, Any]:
+        """Ruler and reads of some documents only, numbered anew: the loops go over all documents they are given, many times."""
+        from flexcp.planners.loops import Reads, Ruler
+
+        counts = self.slice_first[documents + 1] - self.slice_first[documents]
+        index, within = spread(counts)
+        slices = self.slices[self.slice_first[documents][index] + within]
+        ruler = Ruler(self.prefix, self.first[documents], self.batch.lengths[documents], self.grain)
+        return ruler, Reads(slices, offsets(counts), self.thin_keys[documents])
 
     @property
     def total(self) -> int:
@@ -190,7 +201,7 @@ def pack(field: Field, items: Ints, limits: Limits) -> Packed:
     """Items ``[n, 3]`` into bins: peel, deal, repair in a few variants, and climb from the best of them."""
     from flexcp.planners import loops_pack
 
-    table, keys, over = loops_pack.pack(*_arguments(field, items, limits))
+    table, keys, over = loops_pack.pack(*_arguments(field, items, limits, field.ruler, field.reads))
     return Packed(table[:, :3], table[:, loops_pack.BIN], int(keys), int(over))
 
 
@@ -204,20 +215,30 @@ class Placed:
     violation: int
 
 
-def place_node(field: Field, items: Ints, limits: Limits, team: int, key_bytes: int, row_bytes: int) -> Placed:
-    """Items ``[n, 3]`` of a node to its ranks by teams of ``team``."""
+def place_node(
+    field: Field, items: Ints, limits: Limits, teams: Sequence[int], key_bytes: int, row_bytes: int
+) -> list[Placed]:
+    """Items ``[n, 3]`` of a node to its ranks, once by teams of each size."""
     from flexcp.planners import loops_node
 
-    work, kept, moved, over = loops_node.node(*_arguments(field, items, limits), team, key_bytes, row_bytes)
-    return Placed(work, kept, int(moved), int(over))
+    documents, measures = np.arange(field.batch.documents), (field.ruler, field.reads)
+    if len(items) < len(documents):
+        documents, own = np.unique(items[:, 0], return_inverse=True)
+        items, measures = np.column_stack([own, items[:, 1:]]), field.of_documents(documents)
+    arguments = _arguments(field, items, limits, *measures)
+    found = []
+    for team in teams:
+        work, kept, moved, over = loops_node.node(*arguments, team, key_bytes, row_bytes)
+        work[:, 2], kept[:, 1] = documents[work[:, 2]], documents[kept[:, 1]]
+        found.append(Placed(work, kept, int(moved), int(over)))
+    return found
 
 
-def _arguments(field: Field, items: Ints, limits: Limits) -> tuple[Any, ...]:
+def _arguments(field: Field, items: Ints, limits: Limits, ruler: Any, reads: Any) -> tuple[Any, ...]:
     """What the compiled loops take."""
     weight = VIOLATION_WEIGHT * int(field.batch.lengths.max())
     limit = (limits.load, limits.rows, limits.aim)
     variants = VARIANTS if limits.firm else VARIANTS_OF_AIMS
     if limits.rows[0] >= UNLIMITED:
         variants = VARIANTS_WITHOUT_ROW_LIMIT
-    moves = REPAIR_MOVES if limits.firm else REPAIR_MOVES // 8
-    return items, field.ruler, *limit, field.reads, weight, moves, *variants, ENOUGH, SWEEPS
+    return items, ruler, *limit, reads, weight, REPAIR_MOVES, *variants, ENOUGH, SWEEPS

@@ -24,13 +24,13 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from flexcp.intervals import offsets, spread, united
 from flexcp.pieces import Shape
-from flexcp.plan import Placement, Traffic
+from flexcp.plan import Placement, Regions, Runs, Traffic
 from flexcp.planners.layouts import (
     check_cap,
     equalised,
     even_borders,
-    head_regions,
     is_scattered,
     row_regions,
     runs_of_maps,
@@ -166,30 +166,43 @@ def _placed(request: Request, grids: list[Grid], traffic: str, cutter: Cutter) -
     if split == 1:
         regions = row_regions(batch, request.shape.heads, runs.rank, runs.start, runs.stop)
     else:
-        row_of = {rank: row for grid in grids for row in grid for rank in row}
-        workers = np.array([row_of[r] for r in range(request.ranks)], np.int64)[runs.rank]
-        groups = np.arange(split + 1) * request.shape.heads // split
-        each = len(runs)
-        regions = head_regions(
-            batch,
-            workers.T.reshape(-1),
-            np.tile(runs.start, split),
-            np.tile(runs.stop, split),
-            np.repeat(groups[:-1], each),
-            np.repeat(groups[1:], each),
-        )
+        regions = _split_regions(request, [row for grid in grids for row in grid], runs)
     route = Traffic() if traffic == "needed" else Traffic(traffic, tuple(grids))
     return Placement(batch, request.ranks, pads, runs, (regions,) * len(batch.masks), route)
+
+
+def _split_regions(request: Request, rows: list[tuple[int, ...]], runs: Runs) -> Regions:
+    """What the ranks of each row of a grid keep together, each for its heads."""
+    row_of = np.zeros(request.ranks, np.int64)
+    row_of[np.array(rows)] = np.arange(len(rows))[:, None]
+    row, start, stop = united(row_of[runs.rank], runs.start, runs.stop)
+    index, document, q0, q1 = request.batch.split_by_document(start, stop)
+    counts, split = np.bincount(row[index], minlength=len(rows)), len(rows[0])
+    member, within = spread(np.repeat(counts, split))
+    at = offsets(counts)[member // split] + within
+    heads = np.arange(split + 1) * request.shape.heads // split
+    return Regions.make(
+        len(at),
+        rank=np.array(rows).reshape(-1)[member],
+        document=document[at],
+        q0=q0[at],
+        q1=q1[at],
+        k0=0,
+        k1=request.batch.lengths[document[at]],
+        h0=heads[:-1][member % split],
+        h1=heads[1:][member % split],
+    )
 
 
 def deal(lengths: Ints, groups: int) -> list[Ints]:
     """Documents to groups, longest first to the one with the fewest tokens; each group's in stream order."""
     heap = [(0, g) for g in range(groups)]
     dealt: list[list[int]] = [[] for _ in range(groups)]
-    for document in np.argsort(-lengths, kind="stable"):
-        load, group = heapq.heappop(heap)
-        dealt[group].append(int(document))
-        heapq.heappush(heap, (load + int(lengths[document]), group))
+    order = np.argsort(-lengths, kind="stable")
+    for document, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        load, group = heap[0]
+        dealt[group].append(document)
+        heapq.heapreplace(heap, (load + length, group))
     return [np.array(sorted(d), np.int64) for d in dealt]
 
 

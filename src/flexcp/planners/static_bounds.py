@@ -254,8 +254,11 @@ class StaticBounds:
         # A hop carries the keys of a whole ring position, and the slowest link of the ring sets its pace.
         across = of.degree > self.request.cluster.ranks_per_node
         turning = self._link_ns(passed * of.split * (of.positions - 1), across)
+        alone = compute
+        if backward:  # the last hop of gradients has nothing left to hide it
+            compute = compute + self._link_ns(keys * each[Kind.DKV, 1] * of.split * (of.positions > 1), across)
         ring = self._exchange_ns(there, of.split) + np.maximum(compute, turning) + self._exchange_ns(home, of.split)
-        gathered = np.maximum(compute, self._exchange_ns(keys * each[Kind.KV, 0], of.degree))
+        gathered = np.maximum(alone, self._exchange_ns(keys * each[Kind.KV, 0], of.degree))
         if backward:
             gathered = gathered + self._exchange_ns(keys * each[Kind.DKV, 1], of.degree)
         return np.where(of.gathers, gathered, ring)

@@ -220,7 +220,7 @@ class Telemetry:
             return None
         try:
             return self.dump(reason, message)
-        except Exception as problem:
+        except Exception as problem:  # whatever it is: somebody is about to raise what this dump is of
             warnings.warn(f"flexcp could not write a dump to {self.dump_dir}: {problem}", stacklevel=2)
             return None
 

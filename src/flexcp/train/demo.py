@@ -183,6 +183,7 @@ def train_alone(group: dist.ProcessGroup, config: DemoConfig) -> Generator[float
     import torch
 
     from flexcp.executor.layout import next_tokens, token_mean_loss
+    from flexcp.train.update import update
 
     model, optimizer = _model(config)
     losses, seconds = [], 0.0
@@ -199,7 +200,7 @@ def train_alone(group: dist.ProcessGroup, config: DemoConfig) -> Generator[float
 
         begin = time.perf_counter()
         loss = token_mean_loss(model(tokens, positions, attend), labels, None, -100)
-        _update(optimizer, loss, None)
+        update(optimizer, loss, None)
         seconds += time.perf_counter() - begin
         losses.append(float(loss.detach()))
         yield losses[-1]
@@ -211,6 +212,7 @@ def train_on_ranks(group: dist.ProcessGroup, config: DemoConfig, strategy: str) 
     import torch.distributed as dist
 
     import flexcp
+    from flexcp.train.update import total_loss, update
 
     model, optimizer = _model(config)
     losses, seconds = [], 0.0
@@ -228,12 +230,9 @@ def train_on_ranks(group: dist.ProcessGroup, config: DemoConfig, strategy: str) 
         dist.barrier(group)
         begin = time.perf_counter()
         loss = step.loss(model(local, step.positions, attend), labels)
-        _update(optimizer, loss, step.group)
+        update(optimizer, loss, step.group)
         seconds += time.perf_counter() - begin
-        total = loss.detach().clone()
-        if step.group is not None:
-            dist.all_reduce(total, group=step.group)
-        losses.append(float(total))
+        losses.append(total_loss(loss, step.group))
         yield losses[-1]
     return losses, seconds
 
@@ -254,15 +253,3 @@ def _torch_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return out[0].transpose(0, 1)
-
-
-def _update(optimizer: Any, loss: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Backward, gradients summed over ranks, one step of the optimizer."""
-    import torch.distributed as dist
-
-    optimizer.zero_grad()
-    loss.backward()
-    if group is not None:
-        for parameter in optimizer.param_groups[0]["params"]:
-            dist.all_reduce(parameter.grad, group=group)
-    optimizer.step()

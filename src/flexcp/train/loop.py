@@ -20,6 +20,7 @@ from flexcp.plan import Plan, imbalance
 from flexcp.simulate import predict
 from flexcp.train.documents import Documents
 from flexcp.train.trainee import make_trainee
+from flexcp.train.update import total_loss, update
 
 
 @dataclass(frozen=True)
@@ -86,16 +87,8 @@ def train(group: dist.ProcessGroup, config: TrainConfig) -> Generator[StepReport
         dist.barrier(group)
         begin = time.perf_counter()
         loss = step.loss(trainee.logits(tokens, step), labels)
-        loss.backward()
-        for parameter in trainee.model.parameters():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad, group=group)
-        optimizer.step()
-        optimizer.zero_grad()
-        total = loss.detach().clone()
-        dist.all_reduce(total, group=group)
-        value = float(total)
+        update(optimizer, loss, group)
+        value = total_loss(loss, group)
         reports.append(_report(number, value, plan, planning, time.perf_counter() - begin))
         yield reports[-1]
     return reports

@@ -1,0 +1,125 @@
+"""The way of the latents: what :mod:`flexcp.executor.latent` moves and computes on one rank, derived from the plan. Integers only.
+
+All keys lie in one *arena* in stream order, own ones among the received, so work is in few large slices and one launch. Queries stay at
+home and come with all their heads: a plan that moves or splits them is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp import masks
+from flexcp.executor.layout import local_stream
+from flexcp.intervals import overlaps
+from flexcp.pieces import Kind
+from flexcp.plan import Plan
+
+Ints = NDArray[np.int64]
+PLANS = 32
+
+Block = tuple[int, Ints, bool]
+"""A peer, rows of the arena, and whether they are partial: in the accumulator dtype."""
+Pieces = dict[tuple[int, bool], list[Ints]]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What leaves for and arrives from each peer, in the order it has in their message: what is partial first."""
+
+    sends: tuple[Block, ...] = ()
+    receives: tuple[Block, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """A rank's arena (rows, and where its own tokens are), the stages of latents and of their gradients, and its work.
+
+    Stages have the plan's numbers, so that ranks agree on them; where this one has nothing to do, they are empty.
+    """
+
+    mask: int
+    rows: int
+    own: Ints
+    forward: tuple[Stage, ...]
+    backward: tuple[Stage, ...]
+    home: tuple[Stage, ...]
+    keys_kept: bool
+    slices: Ints
+
+
+@lru_cache(maxsize=PLANS)
+def way_of(plan: Plan, rank: int, mask: int) -> Way:
+    """The way of one rank under one mask, derived once."""
+    kept = [np.sort(local_stream(plan.placement, r)) for r in range(plan.ranks)]
+    programs = plan.programs[mask]
+    forward, backward = (program.transfers for program in programs)
+    moved = np.union1d(forward.kind, backward.kind)
+    if not np.isin(moved, (Kind.KV, Kind.DKV)).all():
+        raise NotImplementedError(
+            f"strategy {plan.strategy!r} moves queries in this batch, and latent attention keeps them at home; use 'blocks' or 'groups'"
+        )
+    arriving = forward.take((forward.target == rank) & (forward.source != rank))
+    rows = [kept[o][a:b] for o, a, b in zip(arriving.owner, arriving.start, arriving.stop, strict=True)]
+    arena = np.unique(np.concatenate([kept[rank], *rows]))
+
+    def stages(direction: int, kind: Kind) -> tuple[Stage, ...]:
+        transfers = programs[direction].transfers
+        mine = transfers.take((transfers.kind == kind) & (transfers.source != transfers.target))
+        found: dict[int, tuple[Pieces, Pieces]] = {}
+        for at, source, target, _, owner, start, stop, _, _, partial in mine.matrix().T.tolist():
+            for side, (here, peer) in enumerate(((source, target), (target, source))):
+                if here == rank:
+                    pieces = found.setdefault(at, ({}, {}))[side].setdefault((peer, bool(partial)), [])
+                    pieces.append(np.searchsorted(arena, kept[owner][start:stop]))
+        return tuple(Stage(*(_blocks(side) for side in found.get(at, ()))) for at in range(programs[direction].stages))
+
+    return Way(
+        mask,
+        len(arena),
+        np.searchsorted(arena, kept[rank]),
+        stages(0, Kind.KV),
+        stages(1, Kind.KV),
+        stages(1, Kind.DKV),
+        programs[1].keys_kept,
+        _slices(plan, rank, mask, kept[rank], arena),
+    )
+
+
+def _blocks(pieces: Pieces) -> tuple[Block, ...]:
+    order = sorted(pieces, key=lambda key: (key[0], not key[1]))
+    return tuple((peer, np.concatenate(pieces[peer, partial]), partial) for peer, partial in order)
+
+
+def _slices(plan: Plan, rank: int, mask: int, own: Ints, arena: Ints) -> Ints:
+    """This rank's regions as slices over its own rows and the arena's."""
+    batch, regions = plan.batch, plan.placement.regions[mask]
+    regions = regions.take(regions.rank == rank)
+    if len(regions) and (regions.h0.any() or (regions.h1 != plan.shape.heads).any()):
+        raise NotImplementedError(
+            f"strategy {plan.strategy!r} splits heads, and latent attention takes all; use 'blocks' or 'groups'"
+        )
+    index, slices = batch.masks[mask].cuts(regions.document, regions.q0, regions.q1, regions.k0, regions.k1)
+    begin = batch.starts[regions.document[index]]
+    slices = masks.shift(slices, begin, begin)
+    for tokens, first, last in ((own, masks.Q0, masks.Q1), (arena, masks.K0, masks.K1)):
+        start, stop, row = _stretches(tokens)
+        index, at = overlaps(slices[:, first], slices[:, last], start, stop)
+        limits = [slices[index, c] for c in (masks.Q0, masks.Q1, masks.K0, masks.K1)]
+        limits[first], limits[last] = start[at], stop[at]
+        parts = masks.cut(slices[index], *limits)
+        move = row[at] - start[at]
+        parts = masks.shift(parts, move, 0) if first == masks.Q0 else masks.shift(parts, 0, move)
+        slices = parts[~masks.is_empty(parts)]
+    return slices
+
+
+def _stretches(tokens: Ints) -> tuple[Ints, Ints, Ints]:
+    """Ascending tokens as runs of neighbours: (first, one past the last, row of the first)."""
+    breaks = np.flatnonzero(np.diff(tokens) != 1) + 1
+    first = np.concatenate([np.zeros(min(1, len(tokens)), np.int64), breaks])
+    last = np.concatenate([breaks, np.full(min(1, len(tokens)), len(tokens), np.int64)])
+    return tokens[first], tokens[last - 1] + 1, first

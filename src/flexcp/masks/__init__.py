@@ -1,0 +1,68 @@
+"""Masks: which (query, key) pairs of a document attend.
+
+A mask is a disjoint union of *slices* (:mod:`flexcp.masks.slices`), found for a document by the mask's rule (:mod:`flexcp.masks.mask`).
+Users make one by name (:mod:`flexcp.masks.named`), from another description (:mod:`flexcp.masks.conversions`) or from text
+(:mod:`flexcp.masks.text`). All names are importable from here.
+"""
+
+from flexcp.masks.conversions import (
+    MASK_MOD_MAX_LENGTH,
+    MASK_MOD_MAX_SLICES,
+    from_cu_seqlens,
+    from_key_ranges,
+    from_mask_mod,
+    from_slices,
+)
+from flexcp.masks.mask import Mask
+from flexcp.masks.named import causal, causal_blockwise, full, lambda_, modality, prefix, shared_question, window
+from flexcp.masks.slices import (
+    HI,
+    K0,
+    K1,
+    LO,
+    Q0,
+    Q1,
+    UNBOUNDED,
+    area,
+    cut,
+    is_empty,
+    overlapping_pair,
+    rows_area,
+    shift,
+    trim,
+)
+from flexcp.masks.text import MASK_FORMS, parse_mask
+
+__all__ = [
+    "HI",
+    "K0",
+    "K1",
+    "LO",
+    "MASK_FORMS",
+    "MASK_MOD_MAX_LENGTH",
+    "MASK_MOD_MAX_SLICES",
+    "Q0",
+    "Q1",
+    "UNBOUNDED",
+    "Mask",
+    "area",
+    "causal",
+    "causal_blockwise",
+    "cut",
+    "from_cu_seqlens",
+    "from_key_ranges",
+    "from_mask_mod",
+    "from_slices",
+    "full",
+    "is_empty",
+    "lambda_",
+    "modality",
+    "overlapping_pair",
+    "parse_mask",
+    "prefix",
+    "rows_area",
+    "shared_question",
+    "shift",
+    "trim",
+    "window",
+]

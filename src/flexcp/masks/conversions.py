@@ -1,0 +1,161 @@
+"""Conversions: masks from other people's descriptions: slices, key ranges of every query, cumulative lengths, mask functions.
+
+Key ranges and mask functions are read query by query and joined into few slices: the ends of a range that stand still or move by one from
+query to query are the side of a rectangle or of a band.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.masks.mask import Mask, token_count
+from flexcp.masks.named import causal
+from flexcp.masks.slices import UNBOUNDED, Ints, is_empty, overlapping_pair, trim
+
+SliceRow = tuple[int, int, int, int, int | None, int | None]
+
+MASK_MOD_MAX_LENGTH = 32_768
+MASK_MOD_MAX_SLICES = 4_096
+
+
+def from_slices(length: int, slices: Iterable[Sequence[int | None]]) -> Mask:
+    """An explicit mask of one document from rows ``(q0, q1, k0, k1, lo, hi)``; None is no limit."""
+    if length < 1:
+        raise ValueError(f"a document has at least 1 token; got length {length}")
+    table = []
+    for row in slices:
+        if len(row) != 6:
+            raise ValueError(f"a slice is (q0, q1, k0, k1, lo, hi); got {tuple(row)}")
+        q0, q1, k0, k1 = (token_count(_required(x, row)) for x in row[:4])
+        lo = -UNBOUNDED if row[4] is None else token_count(row[4])
+        hi = UNBOUNDED if row[5] is None else token_count(row[5])
+        if q0 > q1 or k0 > k1 or lo > hi:
+            raise ValueError(f"slice {tuple(row)} needs q0 <= q1, k0 <= k1 and lo <= hi")
+        if q0 < 0 or k0 < 0 or q1 > length or k1 > length:
+            raise ValueError(f"slice {tuple(row)} lies outside its document of {length} tokens")
+        table.append((q0, q1, k0, k1, max(lo, -UNBOUNDED), min(hi, UNBOUNDED)))
+    array = trim(np.array(table, np.int64).reshape(-1, 6))
+    kept = np.flatnonzero(~is_empty(array))
+    clash = overlapping_pair(array[kept])
+    if clash:
+        a, b = (table[kept[i]] for i in clash)
+        raise ValueError(f"slices {a} and {b} share a (query, key) pair; make them disjoint")
+    return Mask("slices", length=length, table=tuple(table))
+
+
+def from_key_ranges(ranges: Sequence[Sequence[Sequence[int]]] | NDArray[np.integer]) -> Mask:
+    """An explicit mask from the half-open key ranges of every query: ``ranges[q] = [(start, end), ...]``.
+
+    Any number of ranges per query; they are united where they overlap.
+    """
+    length = len(ranges)
+    rows = [_united(np.asarray(r, np.int64).reshape(-1, 2), length, q) for q, r in enumerate(ranges)]
+    return from_slices(length, _compressed(rows))
+
+
+def from_cu_seqlens(
+    cu_seqlens: Sequence[int] | NDArray[np.integer], mask: Mask | None = None
+) -> tuple[list[int], Mask]:
+    """``(lengths, mask)`` from cumulative lengths that start at 0: what :class:`flexcp.Planner` takes. Causal by default."""
+    given = np.asarray(cu_seqlens)
+    if given.size and not np.issubdtype(given.dtype, np.integer):
+        raise ValueError(f"cu_seqlens must hold integers; got {cu_seqlens!r}")
+    borders = given.astype(np.int64)
+    if borders.ndim != 1 or len(borders) < 2 or borders[0] != 0:
+        raise ValueError(f"cu_seqlens is a list that starts at 0 and ends at the token count; got {cu_seqlens!r}")
+    lengths = np.diff(borders)
+    if np.any(lengths < 1):
+        raise ValueError(f"cu_seqlens must ascend: documents have at least 1 token; got {cu_seqlens!r}")
+    return [int(n) for n in lengths], mask or causal()
+
+
+def from_mask_mod(mask_mod: Callable[..., Any], length: int) -> Mask:
+    """An explicit mask from a FlexAttention-style ``mask_mod(b, h, q_idx, kv_idx)``, evaluated exactly.
+
+    Refused above ``MASK_MOD_MAX_LENGTH`` tokens or ``MASK_MOD_MAX_SLICES`` slices, where slices are the wrong tool. This is
+    the one conversion that imports torch.
+    """
+    import torch
+
+    if length < 1:
+        raise ValueError(f"a document has at least 1 token; got length {length}")
+    if length > MASK_MOD_MAX_LENGTH:
+        raise NotImplementedError(
+            f"mask_mod is evaluated for every pair, up to {MASK_MOD_MAX_LENGTH} tokens; got {length}. "
+            "Use a named mask or from_slices"
+        )
+    zero = torch.zeros((), dtype=torch.long)
+    keys = torch.arange(length)
+    rows = []
+    chunk = max(1, (1 << 24) // length)
+    for first in range(0, length, chunk):
+        queries = torch.arange(first, min(first + chunk, length))
+        seen = mask_mod(zero, zero, queries[:, None], keys[None, :]).expand(len(queries), length).numpy()
+        padded = np.zeros((len(queries), length + 2), np.int8)
+        padded[:, 1:-1] = seen != 0
+        edges = np.diff(padded, axis=1)
+        for row in edges:
+            rows.append(np.stack([np.flatnonzero(row == 1), np.flatnonzero(row == -1)], axis=1))
+    found = _compressed(rows)
+    if len(found) > MASK_MOD_MAX_SLICES:
+        raise NotImplementedError(
+            f"this mask_mod needs {len(found)} slices, more than {MASK_MOD_MAX_SLICES}; it is not made of bands. "
+            "Use a block-sparse kernel for it"
+        )
+    return from_slices(length, found)
+
+
+def _required(value: int | None, row: Sequence[int | None]) -> int:
+    if value is None:
+        raise ValueError(f"slice {tuple(row)}: only lo and hi may be None")
+    return value
+
+
+def _united(ranges: Ints, length: int, query: int) -> Ints:
+    """The ranges of one query, sorted, without empties, merged where they touch or overlap."""
+    if len(ranges) and (ranges.min() < 0 or ranges.max() > length or np.any(ranges[:, 0] > ranges[:, 1])):
+        raise ValueError(f"query {query}: key ranges {ranges.tolist()} must be start <= end within 0..{length}")
+    ranges = ranges[ranges[:, 0] < ranges[:, 1]]
+    ranges = ranges[np.argsort(ranges[:, 0], kind="stable")]
+    if len(ranges) < 2:
+        return ranges
+    reach = np.maximum.accumulate(ranges[:, 1])
+    first = np.concatenate([[True], ranges[1:, 0] > reach[:-1]])
+    last = np.concatenate([first[1:], [True]])
+    return np.stack([ranges[first, 0], reach[last]], axis=1)
+
+
+def _compressed(rows: Sequence[Ints]) -> list[SliceRow]:
+    """Slices of per-query ranges: consecutive rows join while each end of a range stands still or moves by one."""
+    done: list[SliceRow] = []
+    open_: list[list[int]] = []  # q0, q, start at q0, end at q0, start at q, end at q, start step, end step (-1: free)
+    for q, ranges in enumerate(rows):
+        following: list[list[int]] = []
+        waiting = [tuple(map(int, r)) for r in ranges]
+        for run in open_:
+            fit = next((r for r in waiting if _continues(run, r)), None)
+            if fit is None:
+                done.append(_closed(run))
+                continue
+            waiting.remove(fit)
+            steps = [fit[0] - run[4], fit[1] - run[5]]
+            following.append([run[0], q, run[2], run[3], *fit, *steps])
+        following += [[q, q, a, b, a, b, -1, -1] for a, b in waiting]
+        open_ = following
+    return done + [_closed(run) for run in open_]
+
+
+def _continues(run: list[int], found: tuple[int, ...]) -> bool:
+    steps = (found[0] - run[4], found[1] - run[5])
+    return all(s in (0, 1) and known in (-1, s) for s, known in zip(steps, run[6:], strict=True))
+
+
+def _closed(run: list[int]) -> SliceRow:
+    q0, q, start, _, last_start, last_end, start_step, end_step = run
+    lo = start - q0 if start_step == 1 else None
+    hi = last_end - 1 - q if end_step == 1 else None
+    return q0, q + 1, min(start, last_start), last_end, lo, hi

@@ -1,0 +1,105 @@
+"""Slices: rectangles of queries x keys cut by a diagonal band, and their algebra.
+
+    q0 <= q < q1,    k0 <= k < k1,    lo <= k - q <= hi
+
+is one row of an int64 array with the columns ``q0 q1 k0 k1 lo hi``. Slices are closed under everything the house does with them: cutting
+one by a range of queries or keys gives a slice, moving to other coordinates shifts the band, and areas have a closed form. So the user's
+mask, a rank's region and a kernel's work list are the same thing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+Q0, Q1, K0, K1, LO, HI = range(6)
+UNBOUNDED = 1 << 40
+"""Band limits at or beyond this are "no limit"; it exceeds any document, and its square fits nothing we multiply."""
+
+
+def _ramp(x: Ints, width: Ints) -> Ints:
+    """Sum of clamp(j, 0, width) over all j < x."""
+    x = np.maximum(x, 0)
+    inside = np.minimum(x, width + 1)
+    return np.asarray(inside * (inside - 1) // 2 + (x - inside) * width)
+
+
+def rows_area(slices: Ints, first: Ints | int, last: Ints | int) -> Ints:
+    """Pairs of each slice in the rows ``first <= q < last`` (clipped to the slice)."""
+    q0, q1, k0, k1, lo, hi = (slices[..., column] for column in range(6))
+    a = np.clip(first, q0, q1)
+    b = np.clip(last, a, q1)
+    width = np.maximum(k1 - k0, 0)
+    # Row q holds clamp(q + hi + 1 - k0, 0, width) - clamp(q + lo - k0, 0, width) keys.
+    upper = _ramp(b + hi + 1 - k0, width) - _ramp(a + hi + 1 - k0, width)
+    lower = _ramp(b + lo - k0, width) - _ramp(a + lo - k0, width)
+    return np.asarray(upper - lower)
+
+
+def area(slices: Ints) -> Ints:
+    """Number of (query, key) pairs of each slice."""
+    return rows_area(slices, slices[..., Q0], slices[..., Q1])
+
+
+def cut(slices: Ints, q0: Ints | int, q1: Ints | int, k0: Ints | int, k1: Ints | int) -> Ints:
+    """Each slice restricted to the given query and key ranges, tightened as by :func:`trim`."""
+    out = slices.copy()
+    out[..., Q0] = np.maximum(slices[..., Q0], q0)
+    out[..., Q1] = np.minimum(slices[..., Q1], q1)
+    out[..., K0] = np.maximum(slices[..., K0], k0)
+    out[..., K1] = np.minimum(slices[..., K1], k1)
+    return trim(out)
+
+
+def trim(slices: Ints) -> Ints:
+    """The same pairs in the smallest rectangle and the narrowest band; an empty slice becomes all zeros."""
+    q0, q1, k0, k1, lo, hi = (slices[..., column] for column in range(6))
+    rows0 = np.maximum(q0, k0 - hi)
+    rows1 = np.minimum(q1, k1 - lo)
+    keys0 = np.maximum(k0, rows0 + lo)
+    keys1 = np.minimum(k1, rows1 + hi)
+    empty = (rows0 >= rows1) | (keys0 >= keys1) | (lo > hi)
+    band_lo = np.maximum(lo, keys0 - (rows1 - 1))
+    band_hi = np.minimum(hi, (keys1 - 1) - rows0)
+    out = np.stack([rows0, rows1, keys0, keys1, band_lo, band_hi], axis=-1)
+    out[empty] = 0
+    return out
+
+
+def is_empty(slices: Ints) -> NDArray[np.bool_]:
+    """Which trimmed slices hold no pair."""
+    return np.asarray(slices[..., Q0] >= slices[..., Q1])
+
+
+def shift(slices: Ints, queries: Ints | int, keys: Ints | int) -> Ints:
+    """The slices in coordinates moved by ``queries`` and ``keys``; the band moves with them."""
+    out = slices.copy()
+    out[..., Q0] += queries
+    out[..., Q1] += queries
+    out[..., K0] += keys
+    out[..., K1] += keys
+    out[..., LO] += keys
+    out[..., LO] -= queries
+    out[..., HI] += keys
+    out[..., HI] -= queries
+    return out
+
+
+def overlapping_pair(slices: Ints) -> tuple[int, int] | None:
+    """Two slices that share a pair, or None. Slices are compared only with those whose rows begin inside their own."""
+    order = np.argsort(slices[:, Q0], kind="stable")
+    rows = slices[order]
+    ends = np.searchsorted(rows[:, Q0], rows[:, Q1], side="left")
+    for i, end in enumerate(ends):
+        others = rows[i + 1 : end]
+        if len(others) == 0:
+            continue
+        both = cut(others, rows[i, Q0], rows[i, Q1], rows[i, K0], rows[i, K1])
+        both[..., LO] = np.maximum(both[..., LO], rows[i, LO])
+        both[..., HI] = np.minimum(both[..., HI], rows[i, HI])
+        hit = np.flatnonzero(~is_empty(trim(both)))
+        if len(hit):
+            return int(order[i]), int(order[i + 1 + hit[0]])
+    return None
