@@ -177,6 +177,8 @@ def _divided_up(amount: Ints, numerator: int, denominator: int) -> Ints:
     """``amount * numerator / denominator`` rounded up."""
     common = math.gcd(numerator, denominator)
     numerator, denominator = numerator // common, denominator // common
+    if numerator == 1:  # most links: asked for a hundred times a plan
+        return np.asarray(-(-amount // denominator))
     if len(amount) and int(amount.max()) * numerator > LARGEST:
         return _exactly_divided_up(amount, numerator, denominator)
     return np.asarray(-(-amount * numerator // denominator))

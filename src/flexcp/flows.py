@@ -220,5 +220,5 @@ def exchange_ns(flows: Flows, cluster: Cluster, cost: CostModel) -> Ints:
 
 def ports_ns(size: Ints, cluster: Cluster, cost: CostModel) -> Ints:
     """Time of ``size[across nodes, rank]`` bytes through each rank's two ports at once."""
-    inside, across = cost.link_ns(size[0], cluster.intra_mbps), cost.link_ns(size[1], cluster.inter_mbps)
-    return np.maximum(inside, across)
+    inside = cost.link_ns(size[0], cluster.intra_mbps)
+    return inside if cluster.nodes == 1 else np.maximum(inside, cost.link_ns(size[1], cluster.inter_mbps))

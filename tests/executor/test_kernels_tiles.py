@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexcp import masks
-from flexcp.executor.kernels.tiles import SegmentList, TileList, segment_list, tile_list, transposed, useful
+from flexcp.executor.kernels.tiles import SegmentList, TileList, segment_list, split, tile_list, transposed, useful
 
 SIZE = 150
 NAMED = (
@@ -53,7 +53,7 @@ def block_pairs(rows: range, keys: np.ndarray, band: tuple[int, ...], seen: np.n
         seen[q, keys[inside]] += 1
 
 
-def replay(made: TileList, block: int, shape: tuple[int, int]) -> np.ndarray:
+def replay(made: TileList, block: int, shape: tuple[int, int], once: bool = True) -> np.ndarray:
     seen, rows = np.zeros(shape, int), np.zeros(shape[0], int)
     for first, last, begin, stop in made.tiles:
         rows[first:last] += 1
@@ -65,7 +65,7 @@ def replay(made: TileList, block: int, shape: tuple[int, int]) -> np.ndarray:
             for start in range(k0, k1, block):
                 edge = not full0 <= start < full1
                 block_pairs(range(first, last), np.arange(start, min(start + block, k1)), band, seen, edge)
-    assert rows.max() <= 1
+    assert not once or rows.max() <= 1
     assert rows.sum() == made.rows
     return seen
 
@@ -95,9 +95,15 @@ def test_lists_cover_every_pair_once(
         assert np.diff(made.tiles[:, :2]).max() <= height
         cut = segment_list(made, block, longest)
         assert np.array_equal(replay_segments(cut, block, want.shape), want)
-        assert cut.tiles[:, 3].sum() == made.clear_blocks + made.edge_blocks
+        assert cut.tiles[:, 3].sum() == made.blocks
         assert np.all(np.diff(cut.tiles[:, 3]) <= 0)
         assert longest is None or cut.tiles[:, 3].max() <= longest
+        parts_of = split(made, block, longest or 1000)
+        assert np.array_equal(replay(parts_of, block, want.shape, once=False), want)
+        blocks = [sum(-(-(e[3] - e[0]) // block) for e in parts_of.entries[a:b]) for a, b in parts_of.tiles[:, 2:]]
+        assert sorted(blocks, reverse=True) == blocks == cut.tiles[:, 3].tolist()
+        assert parts_of.longest == blocks[0]
+        assert made.longest == segment_list(made, block).tiles[0, 3]
 
 
 @settings(max_examples=30, deadline=None)
@@ -131,8 +137,9 @@ def test_little_is_computed_for_nothing() -> None:
 
 def test_nothing_to_do() -> None:
     made = tile_list(np.zeros((3, 6), np.int64), 8, 8)
-    assert (len(made.tiles), len(made.entries), made.rows) == (0, 0, 0)
+    assert (len(made.tiles), len(made.entries), made.rows, made.longest) == (0, 0, 0, 0)
     assert len(segment_list(made, 8, 4).tiles) == 0
+    assert (len(split(made, 8, 4).tiles), split(made, 8, 4).longest) == (0, 0)
 
 
 def test_too_many_rows_are_refused() -> None:

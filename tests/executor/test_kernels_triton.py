@@ -17,7 +17,10 @@ import torch
 
 pytest.importorskip("triton")
 
+from flexcp import masks
 from flexcp.executor.kernels import Settings, triton_kernel
+from flexcp.executor.kernels.tiles import tile_list
+from flexcp.measure.kernel_work import workload
 
 SCRIPT = Path(__file__).with_name("triton_cases.py")
 NAMES = {"out", "lse", "dq", "dk", "dv"}
@@ -34,7 +37,7 @@ def shares() -> dict[str, dict[str, float]]:
 
 
 def test_every_case_keeps_the_error_rule(shares: dict[str, dict[str, float]]) -> None:
-    assert len(shares) == 19
+    assert len(shares) == 22
     for name, share in shares.items():
         assert set(share) == NAMES, name
         assert all(s <= 1 for s in share.values()), (name, share)
@@ -74,3 +77,43 @@ def test_packs_heads() -> None:
     pointers, boxes = triton_kernel.Blocks(128, 64, 4, 2), triton_kernel.Blocks(128, 64, 4, 2, tma=True)
     assert [pointers.pack(s) for s in (1, 3, 4, 7, 8, 128, 256)] == [1, 3, 4, 7, 8, 128, 128]
     assert [boxes.pack(s) for s in (1, 3, 4, 7, 12, 256)] == [1, 1, 4, 1, 4, 128]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "turn"),
+    [
+        ("full", 32, 512),
+        ("full", 16, 1024),
+        ("causal", 32, 32),
+        ("blockwise", 32, 32),
+        ("docs16", 32, 32),
+        ("docs64", 16, 32),
+    ],
+)
+def test_heads_take_turns_where_tiles_are_uneven(name: str, rows: int, turn: int) -> None:
+    """An H200's 264 programs at a time, 8 groups of heads, blocks of 64 keys."""
+    made = tile_list(workload(name, 16_384).slices(), rows, 64)
+    assert triton_kernel.tiles_in_turn(made, 8, 264) == turn
+
+
+def test_a_part_of_a_programs_work_is_long() -> None:
+    made = tile_list(masks.full().slices(2048), 32, 64)  # 64 tiles of 32 blocks
+    assert triton_kernel.tiles_in_turn(made, 57, 256) == triton_kernel.CHUNK  # 456 blocks a program: 32 are 7.0 %
+    assert triton_kernel.tiles_in_turn(made, 58, 256) == 64  # 464: 6.9 %
+
+
+def test_long_key_tiles_are_split() -> None:
+    work = triton_kernel.WorkList(masks.window(400, 0).slices(500), 2, 1, 64, 64, torch.device("cpu"))
+    blocks = triton_kernel.keys_blocks(work, torch.float32)
+    whole, parts = work.keys(blocks).counts, work.split_keys(blocks).counts
+    assert parts.blocks == whole.blocks
+    assert parts.longest <= triton_kernel.SHORTEST_PART < whole.longest
+    assert len(parts.tiles) > len(whole.tiles)
+
+
+def test_a_work_list_knows_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors name their device with a number: a list for "cuda" is the current device's."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    wanted = [torch.device("cuda"), torch.device("cuda", 1), torch.device("cpu")]
+    found = [triton_kernel.WorkList(np.zeros((0, 6), np.int64), 2, 2, 64, 64, d).device for d in wanted]
+    assert found == [torch.device("cuda", 3), torch.device("cuda", 1), torch.device("cpu")]

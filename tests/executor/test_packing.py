@@ -10,11 +10,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
+
+from flexcp.executor.kernels import row_kernels
 
 CASES = [("ring", 3, True), ("usp:2,2", 4, False), ("usp:2,2", 4, True), ("blocks", 3, False), ("scattered", 3, True)]
 
@@ -178,6 +182,19 @@ def test_row_packing_equals_plain_packing(tmp_path: Path) -> None:
 
 def test_rows_twice_in_a_message_are_reduced_one_after_the_other_and_delta(tmp_path: Path) -> None:
     interpreted(tmp_path, TWICE + DELTA)
+
+
+def test_outputs_are_merged_by_one_warp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel reads a row's LSEs and then writes them. With more warps a late one read what an early one had written."""
+    asked = {}
+
+    class Launched:
+        def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+            return lambda *arguments, **options: asked.update(options)
+
+    monkeypatch.setattr(row_kernels, "_merge", Launched())
+    row_kernels.merge_rows(*(torch.zeros(8) for _ in range(4)), torch.zeros(10, 1, dtype=torch.int64), 1, 8)
+    assert asked == {"num_warps": 1}
 
 
 def test_ranks_that_pack_by_rows_compute_attention(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ class Case:
     calls: int = 1
     margin: int = 0
     fresh: bool = False
+    deterministic: bool = False  # key tiles are not split
     wide: bool = False  # q, k, v are some heads of wider tensors, and rows outside the slices hold NaN
 
 
@@ -57,6 +58,9 @@ CASES = (
     Case("a margin makes programs persistent", ((45, C), (30, C)), margin=1),
     Case("wide", ((40, C), (25, masks.prefix(7))), wide=True),
     Case("wide, descriptors", ((40, C), (25, C)), dtype=torch.float16, descriptors=True, wide=True),
+    Case("groups in turn", ((136, masks.causal_blockwise(8, 1)),), 16, 2),
+    Case("groups in turn, persistent", ((136, masks.causal_blockwise(8, 1)),), 16, 2, margin=1, deterministic=True),
+    Case("split key tiles", ((500, masks.window(400, 0)), (60, F)), 2, 1),
     Case("nothing to do", ()),
 )
 
@@ -103,7 +107,7 @@ def _inputs(case: Case, tokens: int) -> list[Tensor]:
 def _run(case: Case, inputs: list[Tensor], slices: np.ndarray, kernel=triton_kernel) -> dict[str, Tensor]:  # type: ignore[no-untyped-def]
     q, k, v, do = inputs
     precise = torch.float64 if q.dtype == torch.float64 else torch.float32
-    settings = Settings(q.shape[2] ** -0.5, case.softcap, sm_margin=case.margin)
+    settings = Settings(q.shape[2] ** -0.5, case.softcap, case.deterministic, case.margin)
     out, lse = torch.zeros(do.shape, dtype=precise), torch.full(q.shape[:2], -torch.inf, dtype=precise)
     sizes = (case.heads, case.kv_heads, case.head_dim, case.v_head_dim, q.device)
     works = [kernel.prepare(slices[i :: case.calls], *sizes) for i in range(case.calls)]

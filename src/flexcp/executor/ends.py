@@ -31,8 +31,12 @@ def delta_of(do: Tensor, out: Tensor, dlse: Tensor | None, dtype: torch.dtype) -
 
 
 def sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """Each sink's probability times its logit's gradient, over this rank's rows."""
-    return -(torch.exp(sinks.to(lse.dtype) - _finite(lse)) * delta).sum(0).to(sinks.dtype)
+    """Each sink's probability times its logit's gradient, over this rank's rows.
+
+    Summed in float64: one number a head from all rows, whose terms cancel.
+    """
+    terms = torch.exp(sinks.double() - _finite(lse).double()) * delta.double()
+    return -terms.sum(0).to(sinks.dtype)
 
 
 def _finite(lse: Tensor) -> Tensor:

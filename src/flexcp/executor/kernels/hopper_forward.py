@@ -34,9 +34,9 @@ ROWS = gl.constexpr(64)  # of one warp group
 load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
-@gluon.jit(do_not_specialize=["groups", "n_programs", "scale", "softcap", "so0", "so1", "sl0", "sl1"])
+@gluon.jit(do_not_specialize=["n_tiles", "groups", "chunk", "scale", "softcap", "so0", "so1", "sl0", "sl1"])
 def forward_kernel(
-    q, k, v, out, lse, tiles, segments, groups, n_programs, scale, softcap, so0, so1, sl0, sl1,
+    q, k, v, out, lse, tiles, segments, n_tiles, groups, chunk, scale, softcap, so0, so1, sl0, sl1,
     SHARE: gl.constexpr, PACK: gl.constexpr, D: gl.constexpr, V: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
     SOFTCAP: gl.constexpr, FRESH: gl.constexpr,
 ):  # fmt: skip
@@ -59,7 +59,7 @@ def forward_kernel(
     mbarrier.init(turns.index(1), count=1)
     fence_async_shared()
 
-    common = (tiles, segments, groups, n_programs)
+    common = (tiles, segments, n_tiles, groups, chunk)
     buffers = (q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, turns)
     results = (out, lse, scale, softcap, so0, so1, sl0, sl1)
     gl.warp_specialize(
@@ -78,7 +78,8 @@ def _load(
     q, k, v, common, buffers, SHARE: gl.constexpr, PACK: gl.constexpr, D: gl.constexpr, V: gl.constexpr, N: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    tiles, segments, groups, n_programs = common
+    tiles, segments, n_tiles, groups, chunk = common
+    n_programs = n_tiles * groups
     q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, _turns = buffers
     size: gl.constexpr = q.dtype.primitive_bitwidth // 8
     stage = 0
@@ -87,8 +88,7 @@ def _load(
     program = gl.program_id(0)
     step = 2 * (gl.num_programs(0) - program) - 1
     while program < n_programs:
-        tile = program // groups
-        group = program % groups
+        tile, group = whose(program, n_tiles, groups, chunk)
         row0 = gl.load(tiles + tile * 4)
         segment = gl.load(tiles + tile * 4 + 2)
         blocks = gl.load(tiles + tile * 4 + 3)
@@ -126,7 +126,8 @@ def _compute(
     group_id: gl.constexpr, common, buffers, results, PACK: gl.constexpr, D: gl.constexpr, V: gl.constexpr, N: gl.constexpr,
     STAGES: gl.constexpr, SOFTCAP: gl.constexpr, FRESH: gl.constexpr,
 ):  # fmt: skip
-    tiles, segments, groups, n_programs = common
+    tiles, segments, n_tiles, groups, chunk = common
+    n_programs = n_tiles * groups
     q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, turns = buffers
     out, lse, scale, softcap, so0, so1, sl0, sl1 = results
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
@@ -148,8 +149,7 @@ def _compute(
     program = gl.program_id(0)
     step = 2 * (gl.num_programs(0) - program) - 1
     while program < n_programs:
-        tile = program // groups
-        group = program % groups
+        tile, group = whose(program, n_tiles, groups, chunk)
         row0 = gl.load(tiles + tile * 4)
         row1 = gl.load(tiles + tile * 4 + 1)
         segment = gl.load(tiles + tile * 4 + 2)
@@ -248,6 +248,15 @@ def _compute(
         gl.store(lse_base + m // PACK * sl0 + m % PACK * sl1, (top + gl.log2(total)) * LN2, mask=row < row1)
         program += step
         step = 2 * gl.num_programs(0) - step
+
+
+@gluon.jit
+def whose(program, n_tiles, groups, chunk):
+    """Tile and group of heads of a program: ``chunk`` tiles of each group in turn, then the next ``chunk``."""
+    first = program // (chunk * groups) * chunk
+    within = program - first * groups
+    width = gl.minimum(chunk, n_tiles - first)
+    return first + within % width, within // width
 
 
 @gluon.jit

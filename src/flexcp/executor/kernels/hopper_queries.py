@@ -17,12 +17,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flexcp.executor.kernels.hopper_forward import LOG2E, ROWS, load_box, seen, tanh, zero_tail
+from flexcp.executor.kernels.hopper_forward import LOG2E, ROWS, load_box, seen, tanh, whose, zero_tail
 
 
-@gluon.jit(do_not_specialize=["groups", "n_programs", "scale", "softcap", "sl0", "sl1", "sd0", "sd1", "sdq0", "sdq1"])
+@gluon.jit(
+    do_not_specialize=["n_tiles", "groups", "chunk", "scale", "softcap", "sl0", "sl1", "sd0", "sd1", "sdq0", "sdq1"]
+)
 def queries_kernel(
-    q, k, v, do, lse, delta, dq, tiles, segments, groups, n_programs, scale, softcap, sl0, sl1, sd0, sd1, sdq0, sdq1,
+    q, k, v, do, lse, delta, dq, tiles, segments, n_tiles, groups, chunk, scale, softcap, sl0, sl1, sd0, sd1, sdq0, sdq1,
     SHARE: gl.constexpr, PACK: gl.constexpr, D: gl.constexpr, V: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
     SOFTCAP: gl.constexpr,
 ):  # fmt: skip
@@ -42,7 +44,7 @@ def queries_kernel(
         mbarrier.init(v_bars.index(STAGES + i), count=2)
     fence_async_shared()
 
-    common = (tiles, segments, groups, n_programs)
+    common = (tiles, segments, n_tiles, groups, chunk)
     buffers = (q_smem, do_smem, k_smem, v_smem, q_bars, k_bars, v_bars)
     results = (lse, delta, dq, scale, softcap, sl0, sl1, sd0, sd1, sdq0, sdq1)
     gl.warp_specialize(
@@ -61,7 +63,8 @@ def _load(
     q, k, v, do, common, buffers, SHARE: gl.constexpr, PACK: gl.constexpr, D: gl.constexpr, V: gl.constexpr, N: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    tiles, segments, groups, n_programs = common
+    tiles, segments, n_tiles, groups, chunk = common
+    n_programs = n_tiles * groups
     q_smem, do_smem, k_smem, v_smem, q_bars, k_bars, v_bars = buffers
     size: gl.constexpr = q.dtype.primitive_bitwidth // 8
     stage = 0
@@ -70,8 +73,7 @@ def _load(
     program = gl.program_id(0)
     step = 2 * (gl.num_programs(0) - program) - 1
     while program < n_programs:
-        tile = program // groups
-        group = program % groups
+        tile, group = whose(program, n_tiles, groups, chunk)
         row0 = gl.load(tiles + tile * 4)
         segment = gl.load(tiles + tile * 4 + 2)
         blocks = gl.load(tiles + tile * 4 + 3)
@@ -111,7 +113,8 @@ def _compute(
     group_id: gl.constexpr, common, buffers, results, PACK: gl.constexpr, D: gl.constexpr, V: gl.constexpr, N: gl.constexpr,
     STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    tiles, segments, groups, n_programs = common
+    tiles, segments, n_tiles, groups, chunk = common
+    n_programs = n_tiles * groups
     q_smem, do_smem, k_smem, v_smem, q_bars, k_bars, v_bars = buffers
     lse, delta, dq, scale, softcap, sl0, sl1, sd0, sd1, sdq0, sdq1 = results
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
@@ -132,8 +135,7 @@ def _compute(
     program = gl.program_id(0)
     step = 2 * (gl.num_programs(0) - program) - 1
     while program < n_programs:
-        tile = program // groups
-        group = program % groups
+        tile, group = whose(program, n_tiles, groups, chunk)
         row0 = gl.load(tiles + tile * 4)
         row1 = gl.load(tiles + tile * 4 + 1)
         segment = gl.load(tiles + tile * 4 + 2)

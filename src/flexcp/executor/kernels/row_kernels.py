@@ -49,7 +49,8 @@ def merge_rows(
     if table_10n.shape[1]:
         tile = min(MERGE_HEADS, triton.next_power_of_2(heads))
         tensors = (source, target, source_lse, target_lse)
-        _merge[(table_10n.shape[1],)](*tensors, table_10n, width, tile, triton.next_power_of_2(width))
+        # One warp: every warp of a program would load the few LSEs of a row for itself, and a slow one after a fast one stored the new.
+        _merge[(table_10n.shape[1],)](*tensors, table_10n, width, tile, triton.next_power_of_2(width), num_warps=1)
 
 
 def delta_rows(do_THV: Tensor, out_THV: Tensor, dlse_TH: Tensor | None, delta_TH: Tensor) -> None:

@@ -1,8 +1,8 @@
 """Tiles: a kernel's work list, made from slices on the host ahead of time. Integers only; no tensor.
 
 A *tile* is a run of rows that one program computes, with all the keys its rows see: no row is in two tiles of a list, so a program owns
-its rows' results. A tile's keys are a run of *entries*, one per slice that meets it, each walked in blocks of ``block`` keys from its
-first key on:
+its rows' results (unless long tiles are cut: :func:`split`, :func:`segment_list`). A tile's keys are a run of *entries*, one per slice
+that meets it, each walked in blocks of ``block`` keys from its first key on:
 
     k0 ........ full0 ........ full1 ........ k1        rows q0..q1 of the tile see key k when lo <= k - q <= hi
       edge blocks   clear blocks   edge blocks
@@ -35,13 +35,19 @@ ENTRY_COLUMNS = 8  # k0, full0, full1, k1, lo, hi, q0, q1
 
 @dataclass(frozen=True)
 class TileList:
-    """Tiles and their entries as int32 tables, the rows they cover, and how many blocks the kernel will walk."""
+    """Tiles and their entries as int32 tables, the rows they cover, and how many blocks the kernel will walk, in all and in the longest."""
 
     tiles: NDArray[np.int32]
     entries: NDArray[np.int32]
     rows: int
     clear_blocks: int
     edge_blocks: int
+    longest: int
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of all tiles."""
+        return self.clear_blocks + self.edge_blocks
 
 
 def tile_list(slices: Ints, height: int, block: int, odd_clear: bool = True) -> TileList:
@@ -64,14 +70,13 @@ def tile_list(slices: Ints, height: int, block: int, odd_clear: bool = True) -> 
     blocks = np.bincount(tile, weights=clear + edge, minlength=len(start))
     longest = np.argsort(-blocks, kind="stable")
     tiles = np.stack([start, stop, at[:-1], at[1:]], axis=1)[longest]
-    return TileList(
-        tiles.astype(np.int32), entries.astype(np.int32), int((stop - start).sum()), int(clear.sum()), int(edge.sum())
-    )
+    counts = (int((stop - start).sum()), int(clear.sum()), int(edge.sum()), int(blocks.max(initial=0)))
+    return TileList(tiles.astype(np.int32), entries.astype(np.int32), *counts)
 
 
 def useful(slices: Ints, made: TileList, pairs_per_block: int) -> float:
     """Pairs of the slices over the pairs of all blocks that the list walks."""
-    return float(masks.area(slices).sum()) / max(1, (made.clear_blocks + made.edge_blocks) * pairs_per_block)
+    return float(masks.area(slices).sum()) / max(1, made.blocks * pairs_per_block)
 
 
 def transposed(slices: Ints) -> Ints:
@@ -175,3 +180,36 @@ def segment_list(made: TileList, block: int, longest: int | None = None) -> Segm
     out = out[np.argsort(-out[:, 3], kind="stable")]
     segments = np.concatenate([cut, np.zeros((1, 8), np.int64)])
     return SegmentList(out.astype(np.int32), segments.astype(np.int32))
+
+
+def split(made: TileList, block: int, longest: int) -> TileList:
+    """The same blocks in tiles of at most ``longest``: several tiles with the same rows, for kernels that add to memory.
+
+    Rows that are in several tiles count several times in ``rows``.
+    """
+    entries, tiles = made.entries.astype(np.int64), made.tiles.astype(np.int64)
+    total = offsets(-((entries[:, 0] - entries[:, 3]) // block))
+    begin, size = total[tiles[:, 2]], total[tiles[:, 3]] - total[tiles[:, 2]]
+    parts = np.maximum(1, -(-size // longest))
+    tile, number = spread(parts)
+    each = (-(-size // parts))[tile]
+    first = begin[tile] + np.minimum(number * each, size[tile])
+    last = np.minimum(first + each, (begin + size)[tile])
+    tile, first, last = (x[last > first] for x in (tile, first, last))
+    order = np.argsort(first, kind="stable")
+    entry, part = overlaps(total[:-1], total[1:], first[order], last[order])
+    cut = entries[entry]
+    k0, full0, full1, k1 = cut[:, :4].T
+    start = k0 + (np.maximum(first[order][part], total[entry]) - total[entry]) * block
+    end = k0 + (np.minimum(last[order][part], total[entry + 1]) - total[entry]) * block
+    clear0, clear1 = np.clip(full0, start, end), np.clip(full1, start, end)
+    none = clear0 >= clear1
+    cut[:, :4] = np.stack(
+        [start, np.where(none, start, clear0), np.where(none, start, clear1), np.minimum(end, k1)], axis=1
+    )
+    at = offsets(np.bincount(part, minlength=len(order)).astype(np.int64))
+    rows = tiles[tile[order]]
+    out = np.stack([rows[:, 0], rows[:, 1], at[:-1], at[1:]], axis=1)
+    out = out[np.argsort(-(last - first)[order], kind="stable")]
+    covered, most = int((out[:, 1] - out[:, 0]).sum()), int((last - first).max(initial=0))
+    return TileList(out.astype(np.int32), cut.astype(np.int32), covered, made.clear_blocks, made.edge_blocks, most)

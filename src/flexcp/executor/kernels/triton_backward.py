@@ -1,8 +1,11 @@
-"""The backward Triton kernels: one for dk and dv, one for dq. Every sum has one owner and one order, so results are bitwise the same.
+"""The backward Triton kernels: one for dk and dv, one for dq.
 
 ``keys_kernel``: one program per tile of keys and KV head walks the queries that see it and adds to its own dk and dv, summed over the
 query heads of the KV head. ``queries_kernel``: one program per tile of packed query rows, as in the forward, adds to its own dq. Together
 seven matrix products a block where a fused kernel does five; fused, with dq added by atomics, was slower on an H200 (docs/kernels.md).
+
+A dq has one owner, and so have dk and dv of a list without split tiles: their sums have one order, and results are bitwise the same. Of a
+list with split tiles (``SPLIT``) the parts are several programs, which add to dk and dv in any order.
 
 ``pack_kernel`` lays the statistics out as blocks of queries read them (head chunk, row, head of the chunk), in the base of the logits, so
 that a block is one run of numbers. A query that is not there gets an LSE of +inf: its probabilities are zero without a mask.
@@ -14,10 +17,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flexcp.executor.kernels.triton_forward import added, base_of, load_block, power, tanh
+from flexcp.executor.kernels.triton_forward import added, base_of, load_block, power, tanh, whose
 
 UNSPECIALISED = [
-    "n_tiles", "n_programs", "scale", "softcap", "sq0", "sq1", "sk0", "sk1", "sv0", "sv1", "so0", "so1", "sl0", "sl1",
+    "n_tiles", "groups", "chunk", "n_programs", "scale", "softcap", "sq0", "sq1", "sk0", "sk1", "sv0", "sv1", "so0", "so1", "sl0", "sl1",
     "sd0", "sd1", "sdq0", "sdq1", "sdk0", "sdk1", "sdv0", "sdv1", "rows", "heads",
 ]  # fmt: skip
 
@@ -39,39 +42,38 @@ def pack_kernel(
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def keys_kernel(
-    q, k, v, do, packed, dk, dv, tiles, entries, rows, heads, n_tiles, n_programs, scale, softcap,
+    q, k, v, do, packed, dk, dv, tiles, entries, rows, heads, n_tiles, groups, chunk, n_programs, scale, softcap,
     sq0, sq1, sk0, sk1, sv0, sv1, so0, so1, sdk0, sdk1, sdv0, sdv1,
     SHARE: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, PERSISTENT: tl.constexpr,
-    EDGE_STAGES: tl.constexpr, TMA: tl.constexpr,
+    EDGE_STAGES: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     # fmt: off
     if PERSISTENT:
         for program in range(tl.program_id(0), n_programs, tl.num_programs(0)):
             _keys_tile(
-                program, q, k, v, do, packed, dk, dv, tiles, entries, rows, heads, n_tiles, scale, softcap, sq0, sq1, sk0, sk1,
-                sv0, sv1, so0, so1, sdk0, sdk1, sdv0, sdv1, SHARE, PACK, D, V, BLOCK_D,
-                BLOCK_V, BLOCK_M, BLOCK_N, SOFTCAP, PRECISION, EDGE_STAGES, TMA,
+                program, q, k, v, do, packed, dk, dv, tiles, entries, rows, heads, n_tiles, groups, chunk, scale, softcap, sq0, sq1, sk0,
+                sk1, sv0, sv1, so0, so1, sdk0, sdk1, sdv0, sdv1, SHARE, PACK, D, V, BLOCK_D,
+                BLOCK_V, BLOCK_M, BLOCK_N, SOFTCAP, PRECISION, EDGE_STAGES, TMA, SPLIT,
             )
     else:
         _keys_tile(
-            tl.program_id(0), q, k, v, do, packed, dk, dv, tiles, entries, rows, heads, n_tiles, scale, softcap, sq0, sq1, sk0,
-            sk1, sv0, sv1, so0, so1, sdk0, sdk1, sdv0, sdv1, SHARE, PACK, D, V, BLOCK_D,
-            BLOCK_V, BLOCK_M, BLOCK_N, SOFTCAP, PRECISION, EDGE_STAGES, TMA,
+            tl.program_id(0), q, k, v, do, packed, dk, dv, tiles, entries, rows, heads, n_tiles, groups, chunk, scale, softcap, sq0,
+            sq1, sk0, sk1, sv0, sv1, so0, so1, sdk0, sdk1, sdv0, sdv1, SHARE, PACK, D, V, BLOCK_D,
+            BLOCK_V, BLOCK_M, BLOCK_N, SOFTCAP, PRECISION, EDGE_STAGES, TMA, SPLIT,
         )
     # fmt: on
 
 
 @triton.jit
 def _keys_tile(
-    program, q, k, v, do, packed, dk, dv, tiles, entries, rows, heads, n_tiles, scale, softcap,
+    program, q, k, v, do, packed, dk, dv, tiles, entries, rows, heads, n_tiles, groups, chunk, scale, softcap,
     sq0, sq1, sk0, sk1, sv0, sv1, so0, so1, sdk0, sdk1, sdv0, sdv1,
     SHARE: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, EDGE_STAGES: tl.constexpr,
-    TMA: tl.constexpr,
+    TMA: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    tile = program % n_tiles
-    group = program // n_tiles  # KV head
+    tile, group = whose(program, n_tiles, groups, chunk)  # a group is a KV head
     key0, key1 = tl.load(tiles + tile * 4), tl.load(tiles + tile * 4 + 1)
     first, last = tl.load(tiles + tile * 4 + 2), tl.load(tiles + tile * 4 + 3)
     sq0, sq1, so0, so1 = sq0 * 16, sq1 * 16, so0 * 16, so1 * 16
@@ -92,8 +94,8 @@ def _keys_tile(
     dk_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_NV = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
 
-    for chunk in range(SHARE // PACK):
-        head0 = group * SHARE + chunk * PACK
+    for part in range(SHARE // PACK):
+        head0 = group * SHARE + part * PACK
         lse_M = packed + head0 * rows.to(tl.int64) + m
         delta_M = lse_M + heads * rows.to(tl.int64)
         for entry in range(first, last):
@@ -120,8 +122,12 @@ def _keys_tile(
         unit = unit * softcap
     dk_at = dk + (n * sdk0)[:, None] + d[None, :]
     dv_at = dv + (n * sdv0)[:, None] + e[None, :]
-    tl.store(dk_at, tl.load(dk_at, mask=n_live & d_live) + dk_ND * unit, mask=n_live & d_live)
-    tl.store(dv_at, tl.load(dv_at, mask=n_live & e_live) + dv_NV, mask=n_live & e_live)
+    if SPLIT:
+        tl.atomic_add(dk_at, dk_ND * unit, mask=n_live & d_live, sem="relaxed")
+        tl.atomic_add(dv_at, dv_NV, mask=n_live & e_live, sem="relaxed")
+    else:
+        tl.store(dk_at, tl.load(dk_at, mask=n_live & d_live) + dk_ND * unit, mask=n_live & d_live)
+        tl.store(dv_at, tl.load(dv_at, mask=n_live & e_live) + dv_NV, mask=n_live & e_live)
 
 
 @triton.jit
@@ -182,7 +188,7 @@ def _packed(
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def queries_kernel(
-    q, k, v, do, lse, delta, dq, tiles, entries, n_tiles, n_programs, scale, softcap,
+    q, k, v, do, lse, delta, dq, tiles, entries, n_tiles, groups, chunk, n_programs, scale, softcap,
     sq0, sq1, sk0, sk1, sv0, sv1, so0, so1, sl0, sl1, sd0, sd1, sdq0, sdq1,
     SHARE: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, PERSISTENT: tl.constexpr,
@@ -192,14 +198,14 @@ def queries_kernel(
     if PERSISTENT:
         for program in range(tl.program_id(0), n_programs, tl.num_programs(0)):
             _queries_tile(
-                program, q, k, v, do, lse, delta, dq, tiles, entries, n_tiles, scale, softcap, sq0, sq1, sk0, sk1, sv0, sv1,
-                so0, so1, sl0, sl1, sd0, sd1, sdq0, sdq1, SHARE, PACK, D, V, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N, SOFTCAP,
+                program, q, k, v, do, lse, delta, dq, tiles, entries, n_tiles, groups, chunk, scale, softcap, sq0, sq1, sk0, sk1,
+                sv0, sv1, so0, so1, sl0, sl1, sd0, sd1, sdq0, sdq1, SHARE, PACK, D, V, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N, SOFTCAP,
                 PRECISION, EDGE_STAGES, TMA,
             )
     else:
         _queries_tile(
-            tl.program_id(0), q, k, v, do, lse, delta, dq, tiles, entries, n_tiles, scale, softcap, sq0, sq1, sk0, sk1, sv0,
-            sv1, so0, so1, sl0, sl1, sd0, sd1, sdq0, sdq1, SHARE, PACK, D, V, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N, SOFTCAP,
+            tl.program_id(0), q, k, v, do, lse, delta, dq, tiles, entries, n_tiles, groups, chunk, scale, softcap, sq0, sq1, sk0,
+            sk1, sv0, sv1, so0, so1, sl0, sl1, sd0, sd1, sdq0, sdq1, SHARE, PACK, D, V, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N, SOFTCAP,
             PRECISION, EDGE_STAGES, TMA,
         )
     # fmt: on
@@ -207,14 +213,13 @@ def queries_kernel(
 
 @triton.jit
 def _queries_tile(
-    program, q, k, v, do, lse, delta, dq, tiles, entries, n_tiles, scale, softcap,
+    program, q, k, v, do, lse, delta, dq, tiles, entries, n_tiles, groups, chunk, scale, softcap,
     sq0, sq1, sk0, sk1, sv0, sv1, so0, so1, sl0, sl1, sd0, sd1, sdq0, sdq1,
     SHARE: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, EDGE_STAGES: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    tile = program % n_tiles
-    group = program // n_tiles  # of PACK query heads
+    tile, group = whose(program, n_tiles, groups, chunk)  # a group is PACK query heads
     row0, row1 = tl.load(tiles + tile * 4), tl.load(tiles + tile * 4 + 1)
     first, last = tl.load(tiles + tile * 4 + 2), tl.load(tiles + tile * 4 + 3)
     sq0, sq1, so0, so1 = sq0 * 16, sq1 * 16, so0 * 16, so1 * 16

@@ -22,13 +22,13 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 UNSPECIALISED = [
-    "n_tiles", "n_programs", "scale", "softcap", "sq0", "sq1", "sk0", "sk1", "sv0", "sv1", "so0", "so1", "sl0", "sl1",
+    "n_tiles", "groups", "chunk", "n_programs", "scale", "softcap", "sq0", "sq1", "sk0", "sk1", "sv0", "sv1", "so0", "so1", "sl0", "sl1",
 ]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def forward_kernel(
-    q, k, v, out, lse, tiles, entries, n_tiles, n_programs, scale, softcap,
+    q, k, v, out, lse, tiles, entries, n_tiles, groups, chunk, n_programs, scale, softcap,
     sq0, sq1, sk0, sk1, sv0, sv1, so0, so1, sl0, sl1,
     SHARE: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, FRESH: tl.constexpr, PRECISION: tl.constexpr,
@@ -38,13 +38,13 @@ def forward_kernel(
     if PERSISTENT:
         for program in range(tl.program_id(0), n_programs, tl.num_programs(0)):
             _tile(
-                program, q, k, v, out, lse, tiles, entries, n_tiles, scale, softcap, sq0, sq1, sk0, sk1, sv0, sv1,
+                program, q, k, v, out, lse, tiles, entries, n_tiles, groups, chunk, scale, softcap, sq0, sq1, sk0, sk1, sv0, sv1,
                 so0, so1, sl0, sl1, SHARE, PACK, D, V, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N, SOFTCAP, FRESH, PRECISION,
                 EDGE_STAGES, TMA,
             )
     else:
         _tile(
-            tl.program_id(0), q, k, v, out, lse, tiles, entries, n_tiles, scale, softcap, sq0, sq1, sk0, sk1, sv0, sv1,
+            tl.program_id(0), q, k, v, out, lse, tiles, entries, n_tiles, groups, chunk, scale, softcap, sq0, sq1, sk0, sk1, sv0, sv1,
             so0, so1, sl0, sl1, SHARE, PACK, D, V, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N, SOFTCAP, FRESH, PRECISION,
             EDGE_STAGES, TMA,
         )
@@ -53,14 +53,13 @@ def forward_kernel(
 
 @triton.jit
 def _tile(
-    program, q, k, v, out, lse, tiles, entries, n_tiles, scale, softcap, sq0, sq1, sk0, sk1, sv0, sv1, so0, so1, sl0, sl1,
+    program, q, k, v, out, lse, tiles, entries, n_tiles, groups, chunk, scale, softcap, sq0, sq1, sk0, sk1, sv0, sv1, so0, so1,
+    sl0, sl1,
     SHARE: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, FRESH: tl.constexpr, PRECISION: tl.constexpr,
     EDGE_STAGES: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    # Heads are the slow index: programs that run together read the same keys.
-    tile = program % n_tiles
-    group = program // n_tiles  # of PACK query heads
+    tile, group = whose(program, n_tiles, groups, chunk)  # a group is PACK query heads
     row0, row1 = tl.load(tiles + tile * 4), tl.load(tiles + tile * 4 + 1)
     first, last = tl.load(tiles + tile * 4 + 2), tl.load(tiles + tile * 4 + 3)
     # Strides come in units of 16 elements, so that the compiler knows rows to be aligned without specialising on any.
@@ -136,6 +135,18 @@ def _tile(
     tl.store(out_MV, (acc_MV * share_M[:, None]).to(out.dtype.element_ty), mask=live[:, None] & e_live)
     total_M = top_M + tl.log(sum_M) if PRECISION == "ieee" else (top_M + tl.log2(sum_M)) * LN2
     tl.store(lse + row * sl0 + head * sl1, total_M, mask=live)
+
+
+@triton.jit
+def whose(program, n_tiles, groups, chunk):
+    """Tile and group of heads of a program: ``chunk`` tiles of each group in turn, then the next ``chunk``.
+
+    Programs that run together should read the same keys (large chunks), and long tiles of the last group should not come late (small).
+    """
+    first = program // (chunk * groups) * chunk
+    within = program - first * groups
+    width = tl.minimum(chunk, n_tiles - first)
+    return first + within % width, within // width
 
 
 @triton.jit
