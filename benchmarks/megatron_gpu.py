@@ -1,4 +1,4 @@
-"""Megatron-Core on a GPU under a plan: 50 steps on 4 NCCL ranks that share it, against its own run on one rank. Unrun so far.
+"""Megatron-Core on a GPU under a plan: 50 steps on 4 NCCL ranks that share it, against its own run on one rank.
 
     python benchmarks/megatron_gpu.py --write megatron.json      # one GPU, megatron-core, a few minutes
 
