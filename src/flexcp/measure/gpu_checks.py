@@ -5,6 +5,7 @@
 - :func:`one_rank_overhead`: ``flexcp.attention`` on one rank against its bare kernel.
 - :func:`host_waits`: host synchronisations that torch saw in a layer.
 - :func:`peak_memory`: peak bytes of each of ten steps.
+- :func:`wrong_merges`: outputs merged thousands of times.
 - :func:`packing_times`: a stage's messages packed by rows and field by field.
 - :func:`compiled_model`: ``slice_attention`` in a compiled model.
 
@@ -27,6 +28,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, multiprocessing
@@ -36,7 +38,7 @@ from flexcp import masks, planners
 from flexcp.clusters import cluster
 from flexcp.executor.arena import Buffers
 from flexcp.executor.fields import Shelves, message_bytes, new_inputs, new_results, types_of
-from flexcp.executor.kernels import Settings, find_kernel
+from flexcp.executor.kernels import Settings, find_kernel, row_kernels
 from flexcp.executor.op import attention
 from flexcp.executor.packing import FieldPacking, Packing
 from flexcp.executor.program import rank_program
@@ -399,6 +401,25 @@ def _pack_all(packing: Packing, buffers: list[list[Buffers]], shelves: Shelves) 
         packing.pack(slot, leaving, shelves)
 
 
+def wrong_merges(launches: int = 4000, rows: int = 577, heads: int = 4, width: int = 128, run: int = 16) -> int:
+    """Launches in which outputs merged into nothing did not come out as they went in: what warps that overtake each other would do."""
+    first = np.arange(0, rows, run)
+    columns: list[Any] = [np.minimum(run, rows - first), heads]
+    for step, start in ((heads * width, 0), (2 * heads * width, heads * width), (heads, 0), (2 * heads, heads)):
+        columns += [start + first * step, step]
+    table = torch.from_numpy(np.stack(np.broadcast_arrays(*columns)).astype(np.int64)).cuda()
+    source = torch.randn(rows, heads, width, device="cuda", dtype=torch.bfloat16)
+    source_lse = torch.randn(rows, heads, device="cuda")
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(launches):
+        out = torch.zeros(rows, 2 * heads, width, device="cuda")
+        lse = torch.full((rows, 2 * heads), -torch.inf, device="cuda")
+        row_kernels.merge_rows(source, out, source_lse, lse, table, heads, width)
+        # exp(lse - lse) may be off by a rounding; half of an output is not.
+        wrong += ((out[:, heads:] - source.float()).abs() > 1e-3 * source.float().abs()).any()
+    return int(wrong)
+
+
 def compiled_model(batches: int = 6) -> dict[str, Any]:
     """Largest relative difference of gradients between a compiled and an eager model over batches of many sizes; how often it compiled."""
     from torch._dynamo.testing import CompileCounterWithBackend
@@ -432,6 +453,7 @@ def run_all(
         "host waits": host_waits(kernel),
         "peak memory": peak_memory(kernel=kernel),
         "compiled": compiled_model(),
+        "wrong merges": wrong_merges(),
         "verified": verify_gpu(chosen),
         "queueing on 2 ranks": on_nccl_ranks(2, _queueing, pair, kernel) if pair else None,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -15,7 +15,16 @@ from flexcp.executor.kernels.hopper_forward import forward_kernel
 from flexcp.executor.kernels.hopper_keys import keys_kernel
 from flexcp.executor.kernels.hopper_queries import queries_kernel
 from flexcp.executor.kernels.tiles import TileList, segment_list, tile_list, transposed, useful
-from flexcp.executor.kernels.triton_kernel import WorkList, aligned, base_of, check, pack_statistics, scales, strides
+from flexcp.executor.kernels.triton_kernel import (
+    WorkList,
+    aligned,
+    base_of,
+    check,
+    multiprocessors,
+    pack_statistics,
+    scales,
+    strides,
+)
 
 FRESH = True
 HEAD_SIZES = (64, 128)
@@ -67,7 +76,7 @@ class HopperWork(WorkList):
     @cached_property
     def split_segments(self) -> Segments:
         """The same with long tiles split, for balance: a key's parts are added in any order."""
-        units = torch.cuda.get_device_properties(self.device).multi_processor_count
+        units = multiprocessors(self.device)
         made = self._key_tiles
         blocks = made.blocks * self.kv_heads * (self.share // self.pack)
         return self._key_segments(max(SHORTEST_PART, blocks // (units * PARTS)))
@@ -200,11 +209,16 @@ def _in_turn(made: Segments, work: HopperWork, grid: tuple[int]) -> int:
 
 def _grid(programs: int, settings: Settings, work: HopperWork) -> tuple[int]:
     """One persistent program per multiprocessor that is ours."""
-    units = torch.cuda.get_device_properties(work.device).multi_processor_count
-    return (min(programs, max(1, units - settings.sm_margin)),)
+    return (min(programs, max(1, multiprocessors(work.device) - settings.sm_margin)),)
 
 
 def _described(x_THD: Tensor, rows: int, heads: int) -> TensorDescriptor:
-    shape = [rows, heads, x_THD.shape[2]]
-    layout = gl.NVMMASharedLayout.get_default_for(shape, GLUON_DTYPES[x_THD.dtype])
-    return TensorDescriptor(x_THD, list(x_THD.shape), list(x_THD.stride()), shape, layout)
+    width = x_THD.shape[2]
+    layout = _layout(rows, heads, width, x_THD.dtype)
+    return TensorDescriptor(x_THD, list(x_THD.shape), list(x_THD.stride()), [rows, heads, width], layout)
+
+
+@lru_cache
+def _layout(rows: int, heads: int, width: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """How a block lies in shared memory. Remembered: a launch has three or four, and finding one takes the host as long as launching."""
+    return gl.NVMMASharedLayout.get_default_for([rows, heads, width], GLUON_DTYPES[dtype])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -91,7 +91,7 @@ class WorkList:
     @cached_property
     def residents(self) -> int:
         """Programs that run at a time; on a CPU (the interpreter) a few, so that short lists are split too."""
-        return RESIDENT * (_units(self.device) if self.device.type == "cuda" else 2)
+        return RESIDENT * (multiprocessors(self.device) if self.device.type == "cuda" else 2)
 
     @cached_property
     def _made(self) -> dict[tuple[str, int, int], Tiles]:
@@ -319,7 +319,9 @@ def numbered(device: torch.device) -> torch.device:
     return device
 
 
-def _units(device: torch.device) -> int:
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    """How many the device has."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
@@ -327,7 +329,7 @@ def _grid(programs: int, margin: int, device: torch.device) -> tuple[int]:
     """One block a program; with an SM margin, one per SM that is left."""
     if margin <= 0 or device.type != "cuda":
         return (programs,)
-    return (min(programs, max(1, _units(device) - margin)),)
+    return (min(programs, max(1, multiprocessors(device) - margin)),)
 
 
 def _sizes(q: Tensor, work: WorkList, blocks: Blocks, settings: Settings) -> dict[str, Any]:
