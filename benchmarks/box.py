@@ -5,10 +5,10 @@
 
 Nodes are network namespaces, a node's link carries ``--mbit`` each way, messages are real TCP (flexcp/measure/box.py). By default compute
 is paced, because ranks that share two cores wait for each other as devices of a cluster do not; ``--real`` runs the CPU kernel, calibrates
-the planner on it, and compares results. A row marked "no relays" is the placement of ``auto`` with every key straight from its owner.
+the planner on it, and compares results. A row marked "no relays" is the placement above it with every key straight from its owner.
 
 Columns: MB between nodes and step, as planned and as the links counted (headers included); milliseconds of the slowest rank in the fastest
-of ``--repeats``: compute alone, communication alone, the step; the step over the longer of the two; the step over that of ``auto``. Needs
+of ``--repeats``: compute alone, communication alone, the step; the step over the longer of the two; the step over the first row's. Needs
 root and iproute2; without them it says so and ends with exit code 0.
 """
 
@@ -62,7 +62,7 @@ def main() -> None:
             f"{machine}, {asked.mbit} Mbit/s a node, {gflops:.1f} GFLOP/s a rank ({'real' if asked.real else 'paced'})"
         )
         print(
-            "| plan | stages | MB planned | MB counted | compute | communication | step | step / longer | step / auto's |"
+            "| plan | stages | MB planned | MB counted | compute | communication | step | step / longer | step / first's |"
         )
         print("| --- " * 9 + "|")
         box.network.limit(asked.mbit)
@@ -83,9 +83,9 @@ def _plans(asked: argparse.Namespace, machine: Cluster) -> Iterator[tuple[str, P
         plan = _planner(asked, machine, strategy)(lengths, causal())
         yield strategy, plan
         traffic = plan.placement.traffic
-        if strategy == "auto" and traffic.kind == "needed" and traffic.relay:
+        if traffic.kind == "needed" and traffic.relay:
             placement = replace(plan.placement, traffic=replace(traffic, relay=False))
-            yield "auto, no relays", make_plan(placement, plan.shape, machine, COST, "auto")
+            yield f"{strategy}, no relays", make_plan(placement, plan.shape, machine, COST, strategy)
 
 
 def _planner(asked: argparse.Namespace, machine: Cluster, strategy: str) -> Planner:
