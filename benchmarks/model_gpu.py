@@ -31,8 +31,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flexcp
 from flexcp.frameworks import fsdp, huggingface
-from flexcp.measure.gpu_checks import on_nccl_ranks
+from flexcp.measure.nccl_ranks import on_nccl_ranks
 from flexcp.train.documents import Documents
+from flexcp.train.update import total_loss
 
 SIZES: dict[str, dict[str, Any]] = {
     "1.2B, heads of 64": {
@@ -94,7 +95,7 @@ class Trainer:
                 loss = self._static_loss(tokens, [len(part) for part in parts])
             else:
                 loss = planned_loss(self.model, tokens, planned)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
@@ -174,12 +175,10 @@ def ranks_losses(groups: dict[int, Any], tokens: int, steps: int) -> list[float]
         parts = packed_documents(tokens, number)
         step = flexcp.bind(planner([len(part) for part in parts], masks=huggingface.masks(model.config)), mesh["cp"])
         loss = planned_loss(model, torch.cat(parts).cuda(), step)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        found.append(float(total))
+        found.append(total_loss(loss, dist.group.WORLD))
     return found
 
 

@@ -8,7 +8,7 @@
 - :func:`host_waits`: calls of the CUDA runtime that make the host wait, as the profiler saw them in a layer after the first.
 - :func:`failures`: how ranks end when one of them stands still, or binds another plan.
 
-Ranks get a host id each (:func:`flexcp.measure.gpu_checks.on_nccl_ranks`); NCCL then goes through sockets, so times mean nothing.
+Ranks get a host id each (:mod:`flexcp.measure.nccl_ranks`); NCCL then goes through sockets, so times mean nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from torch import Tensor
 from flexcp.clusters import cluster
 from flexcp.executor.op import attention
 from flexcp.executor.step import Step, bind
-from flexcp.measure.gpu_checks import LENGTHS, GpuCase, ends_of_nccl_ranks, gpu_cases, on_nccl_ranks, verify_gpu
+from flexcp.measure.gpu_checks import LENGTHS, GpuCase, gpu_cases, verify_gpu
+from flexcp.measure.nccl_ranks import ends_of_nccl_ranks, on_nccl_ranks
 from flexcp.plan import Plan
 from flexcp.planner import Planner
 
