@@ -160,7 +160,7 @@ def bench(argument: Any) -> Any:
 
 
 def plan_work() -> dict[str, Any]:
-    """Work lists of real plans: ``data/ranks/seed/rank/direction/number`` -> slices, with rows and heads in a second array."""
+    """Work lists of real plans: ``data/ranks/seed/rank/direction/number`` -> slices; a second array has the rest of a ``Listed``."""
     import flexcp
     from flexcp.data.lengths import draw_lengths
     from flexcp.executor.program import rank_program
@@ -176,9 +176,10 @@ def plan_work() -> dict[str, Any]:
                     work = [w for slot in program.slots for w in slot.work]
                     for number, w in enumerate(work):
                         key = f"{data}/{ranks}/{seed}/{rank}/{direction}/{number}"
-                        rows = (program.shelves[w.q_shelf].rows, program.shelves[w.kv_shelf].rows)
+                        queries, keys = program.shelves[w.q_shelf], program.shelves[w.kv_shelf]
+                        shelf = (w.q_shelf, queries.h1 - queries.h0, w.h0 - queries.h0, w.h1 - queries.h0)
                         made[key] = w.slices
-                        made[key + "/shape"] = np.array([*rows, w.h0, w.h1])
+                        made[key + "/shape"] = np.array([queries.rows, keys.rows, *shelf])
     return made
 
 
@@ -214,11 +215,13 @@ def plans(argument: Any) -> Any:
     return rows
 
 
-def _lists(made: dict[str, Any], prefix: str) -> list[tuple[Any, Any]]:
+def _lists(made: dict[str, Any], prefix: str) -> list[Any]:
+    from flexcp.measure.kernel_bench import Listed
+
     keys = sorted(
         (k for k in made if k.startswith(prefix) and not k.endswith("/shape")), key=lambda k: int(k.split("/")[-1])
     )
-    return [(made[k], made[k + "/shape"]) for k in keys]
+    return [Listed(made[k], *made[k + "/shape"].tolist()) for k in keys]
 
 
 def margin(argument: Any) -> Any:

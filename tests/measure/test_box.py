@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,11 @@ def exchange(group: dist.ProcessGroup, distance: int) -> tuple[float, bool]:
     return time.perf_counter() - begin, bool((came == (rank - distance) % size).all())
 
 
+def counting(group: dist.ProcessGroup, to: int) -> Generator[int, None, int]:
+    yield from range(to)
+    return dist.get_rank(group)
+
+
 def fail(group: dist.ProcessGroup) -> None:
     raise ValueError(f"rank {dist.get_rank(group)} has had enough")
 
@@ -58,6 +64,8 @@ def test_links_carry_what_crosses_nodes_and_not_faster_than_their_limit() -> Non
         assert max(seconds for seconds, _ in answers) >= 0.14
         with pytest.raises(RankError, match="rank 0 has had enough"):
             ranks.run(fail)
+        said: list[int] = []
+        assert ranks.run(counting, 3, on_item=said.append) == [0, 1, 2, 3] and said == [0, 1, 2]
         ranks.network.limit(None)
         assert all(right for _, right in ranks.run(exchange, 1))
         assert len(namespaces(os.getpid())) == 3

@@ -23,12 +23,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from flexcp.measure.ranks import PRELOAD, RankPool
+from flexcp.measure.ranks import PRELOAD, RankPool, answer_calls
 
 PREFIX = "flexcp-box-"
 NAMESPACES = Path("/run/netns")
@@ -174,16 +173,7 @@ def _serve(rank: int, size: int, namespace: str, address: str, pipe: Connection)
     store = TCPStore(address, STORE_PORT, size, is_master=rank == 0, wait_for_workers=False, timeout=limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
     pipe.send(("done", None))
-    while True:
-        try:
-            function, arguments, _ = pipe.recv()
-        except EOFError:
-            return
-        try:
-            answer = ("done", function(dist.group.WORLD, *arguments))
-        except Exception:  # whatever it is, the parent raises it with this traceback
-            answer = ("failed", traceback.format_exc())
-        pipe.send(answer)
+    answer_calls(rank, size, pipe)
 
 
 def _enter(namespace: str) -> None:

@@ -73,7 +73,12 @@ def _calls(work: Workload, task: KernelTask) -> Iterator[Callable[[], Any]]:
     more = accumulator_dtype(dtype)
     out = torch.zeros(n, shape.heads, shape.v_head_dim, dtype=more, device=device)
     lse = torch.full((n, shape.heads), -torch.inf, dtype=more, device=device)
-    yield lambda: kernel.forward(q, k, v, slices, settings, out, lse)
+
+    def forward() -> None:
+        lse.fill_(-torch.inf)  # as a first stage finds it
+        kernel.forward(q, k, v, slices, settings, out, lse)
+
+    yield forward
     grads = [torch.zeros(x.shape, dtype=more, device=device) for x in (q, k, v)]
     delta, finite = (torch.zeros(n, shape.heads, dtype=more, device=device) for _ in range(2))
     yield lambda: kernel.backward(q, k, v, do, finite, delta, slices, settings, *grads)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -300,23 +301,49 @@ def _seen(slices: Any, at: Any, tokens: int, by_row: bool) -> Tensor:
     return torch.from_numpy(out)
 
 
-def work_rate(kernel: str, lists: list[tuple[Any, Any]], backward: bool, rounds: int = 3) -> tuple[float, float]:
-    """(useful TFLOP/s, useful share of what tiles compute) of work lists one after the other: slices and (rows, keys, h0, h1)."""
+@dataclass(frozen=True)
+class Listed:
+    """A work list of a plan: its slices, the rows of its shelves, and which heads of which query shelf it is of."""
+
+    slices: Any
+    rows: int
+    keys: int
+    shelf: int
+    shelf_heads: int
+    h0: int
+    h1: int
+
+
+def work_rate(kernel: str, lists: list[Listed], backward: bool, rounds: int = 3) -> tuple[float, float]:
+    """(useful TFLOP/s, useful share of what tiles compute) of a rank's work lists one after the other.
+
+    As the executor runs them: lists of a query shelf add to the same results, which begin with LSEs of -inf.
+    """
     device = torch.device("cuda", torch.cuda.current_device())
-    module, size = find_kernel(kernel), 128
+    module, size, settings = find_kernel(kernel), 128, Settings(128**-0.5)
+    shelves: dict[int, tuple[Tensor, ...]] = {}
     calls, flops, computed = [], 0.0, 0.0
-    for slices, (rows, keys, h0, h1) in lists:
-        heads = Heads(int(h1 - h0), max(1, int(h1 - h0) // 4), size)
-        q, kv = (random_tensors(int(n), heads, device) for n in (rows, keys))
-        x = _Tensors(q.q, kv.k, kv.v, q.do)
-        calls.append(
-            getattr(our_calls(kernel, slices, x, heads, Settings(size**-0.5)), "backward" if backward else "forward")
-        )
-        work = heads.flops(int(masks.area(slices).sum())) * (BACKWARD if backward else 1.0)
-        flops += work
-        computed += work / module.useful_share(slices, heads.heads // heads.kv_heads, backward)
+    for x in lists:
+        heads = Heads(x.h1 - x.h0, max(1, (x.h1 - x.h0) // 4), size)
+        if x.shelf not in shelves:
+            both = random_tensors(x.rows, Heads(x.shelf_heads, 1, size), device)
+            lse, delta = (torch.zeros(both.q.shape[:2], device=device) for _ in range(2))
+            shelves[x.shelf] = both.q, both.do, torch.zeros(both.q.shape, device=device), lse, delta
+        q, do, result, lse, delta = (t[:, x.h0 : x.h1] for t in shelves[x.shelf])
+        kv = random_tensors(x.keys, heads, device)
+        work = module.prepare(x.slices, heads.heads, heads.kv_heads, size, size, device)
+        if backward:
+            dk, dv = torch.zeros(kv.k.shape, device=device), torch.zeros(kv.v.shape, device=device)
+            calls.append(partial(module.backward, q, kv.k, kv.v, do, lse, delta, work, settings, result, dk, dv))
+        else:
+            calls.append(partial(module.forward, q, kv.k, kv.v, work, settings, result, lse))
+        useful = heads.flops(int(masks.area(x.slices).sum())) * (BACKWARD if backward else 1.0)
+        flops += useful
+        computed += useful / module.useful_share(x.slices, heads.heads // heads.kv_heads, backward)
 
     def run() -> None:
+        for *_, lse, _ in shelves.values():
+            lse.fill_(10.0 if backward else -torch.inf)
         for call in calls:
             call()
 

@@ -99,8 +99,8 @@ def failures(ranks: int, kernel: str | None) -> dict[str, list[dict[str, Any]]]:
     """How each rank ended when the last one stands still before its second layer, and when it binds another plan."""
     plans = [_plan(strategy, ranks) for strategy in ("ring", "allgather")]
     return {
-        name: ends_of_nccl_ranks(ranks, function, plans, kernel, limit=LIMIT, patience=8 * LIMIT)
-        for name, function in (("stands still", _stands_still), ("another plan", _another_plan))
+        name: ends_of_nccl_ranks(ranks, function, plans, kernel, limit=LIMIT, patience=8 * LIMIT, staying=staying)
+        for name, function, staying in (("stands still", _stands_still, 1), ("another plan", _another_plan, 0))
     }
 
 
@@ -132,22 +132,26 @@ def _plan(strategy: str, ranks: int) -> Plan:
 
 def _repeats(groups: dict[int, Any], plans: Sequence[Plan], kernel: str | None) -> list[str]:
     wrong = []
-    for plan in plans:
-        group = groups[plan.ranks]
-        for calls in ({}, {"rounds_per_call": 1, "chunk_bytes": 1 << 16})[: 1 + (plan.strategy in IN_ROUNDS)]:
-            step = bind(plan, group, **calls)  # type: ignore[arg-type]
-            inputs = _inputs(step)
-            exact = _layer(step, inputs, kernel)
-            # Counted on the device: asking after each repeat would keep passes from following each other closely.
-            differ = torch.zeros(REPEATS, dtype=torch.int64, device="cuda")
-            for repeat in range(REPEATS):
-                for again, first in zip(_layer(step, inputs, kernel), exact, strict=True):
-                    differ[repeat] += (again != first).sum()
-            wrong += [f"{plan.strategy} {calls} repeat {n}" for n in differ.nonzero().flatten().tolist()]
-            if not all(bool(torch.isfinite(x).all()) for x in exact):
-                wrong.append(f"{plan.strategy} {calls}: not finite")
-            if step.rank == 0:
-                print(f"{plan.ranks} ranks, {plan.strategy} {calls}: {REPEATS} repeats", file=sys.stderr, flush=True)
+    in_rounds: dict[str, Any] = {"rounds_per_call": 1, "chunk_bytes": 1 << 16}
+    whole: dict[str, Any] = {}
+    runs = [(plan, whole) for plan in plans] + [(plan, in_rounds) for plan in plans if plan.strategy in IN_ROUNDS]
+    for plan, calls in runs:
+        begin = time.monotonic()
+        step = bind(plan, groups[plan.ranks], **calls)
+        inputs = _inputs(step)
+        exact = _layer(step, inputs, kernel)
+        # Counted on the device: asking after each repeat would keep passes from following each other closely.
+        differ = torch.zeros(REPEATS, dtype=torch.int64, device="cuda")
+        for repeat in range(REPEATS):
+            for again, first in zip(_layer(step, inputs, kernel), exact, strict=True):
+                differ[repeat] += (again != first).sum()
+        found = [f"{plan.strategy} {calls} repeat {n}" for n in differ.nonzero().flatten().tolist()]
+        if not all(bool(torch.isfinite(x).all()) for x in exact):
+            found.append(f"{plan.strategy} {calls}: not finite")
+        if step.rank == 0:
+            told = f"{REPEATS} repeats, {len(found)} wrong on rank 0, {time.monotonic() - begin:.0f} s"
+            print(f"{plan.ranks} ranks, {plan.strategy} {calls}: {told}", file=sys.stderr, flush=True)
+        wrong += found
     return wrong
 
 

@@ -20,6 +20,8 @@ from torch._C._distributed_c10d import TCPStore
 
 NCCL_LIMIT = 120.0
 """Seconds NCCL waits for a rank in checks that are meant to pass."""
+DUMP_WAIT_MS = 500
+"""PyTorch's watchdog ends a process four times this long after the limit (15 s unless told, so a minute): time to write its records."""
 
 
 def on_nccl_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, patience: float = 300.0) -> list[Any]:
@@ -50,16 +52,17 @@ def on_nccl_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, pat
 
 
 def ends_of_nccl_ranks(
-    ranks: int, function: Callable[..., Any], *arguments: Any, limit: float, patience: float
+    ranks: int, function: Callable[..., Any], *arguments: Any, limit: float, patience: float, staying: int = 0
 ) -> list[dict[str, Any]]:
     """How each rank ended when NCCL waits no longer than ``limit`` seconds: exit code, after how long, and the error it raised if any.
 
-    For functions that are meant to fail, which on NCCL may end a process. A rank still there after ``patience`` is killed (code None).
+    For functions that are meant to fail, which on NCCL may end a process. A rank still there after ``patience``, or when no more than
+    ``staying`` of them are, is killed (code None).
     """
     processes, answers, _store = _started(ranks, function, arguments, limit)
     begin = time.monotonic()
     ends: list[dict[str, Any]] = [{"code": None, "seconds": None, "error": None} for _ in processes]
-    while time.monotonic() < begin + patience and any(end["code"] is None for end in ends):
+    while time.monotonic() < begin + patience and sum(end["code"] is None for end in ends) > staying:
         for process, end in zip(processes, ends, strict=True):
             if end["code"] is None and process.exitcode is not None:
                 end.update(code=process.exitcode, seconds=round(time.monotonic() - begin, 1))
@@ -94,6 +97,7 @@ def _rank(
         "HOSTID": f"rank{rank}",
     }
     os.environ.update({f"NCCL_{name}": value for name, value in settings.items()})
+    os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = str(DUMP_WAIT_MS)
     try:
         torch.cuda.set_device(0)
         store = TCPStore("127.0.0.1", port, is_master=False)

@@ -131,6 +131,13 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
         store = TCPStore("127.0.0.1", pipe.recv(), size, is_master=False, timeout=limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
     pipe.send(("done", None))
+    answer_calls(rank, size, pipe)
+
+
+def answer_calls(rank: int, size: int, pipe: Connection) -> None:
+    """Run what comes through the pipe, (function, arguments, how many ranks take part), and send what it gives, until the pipe closes."""
+    import torch.distributed as dist
+
     groups = {size: dist.group.WORLD}
     while True:
         try:

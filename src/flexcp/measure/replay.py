@@ -8,9 +8,8 @@ reductions, and what transfers cost compute beyond the cost model's overlap. Run
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,11 +62,14 @@ def slot_times(
     for rank in range(plan.ranks):
         program = rank_program(plan, rank, mask, backward)
         shelves = _shelves(program, shape, where)
-        for number, slot in enumerate(program.slots):
-            calls = [_call(work, program, shape, shelves, module, backward, where) for work in slot.work]
-            if calls:
-                times[rank, number] = round(_timed(calls, repeats, device))
+        slots = [[_call(w, program, shape, shelves, module, backward, where) for w in s.work] for s in program.slots]
+        times[rank, : len(slots)] = np.round(_timed(slots, () if backward else _statistics(shelves), repeats, device))
     return times
+
+
+def _statistics(shelves: dict[int, Fields]) -> list[Tensor]:
+    """The LSEs of all shelves: a forward begins with none."""
+    return [fields["lse"] for fields in shelves.values() if "lse" in fields]
 
 
 def _shelves(program: RankProgram, shape: Shape, device: torch.device) -> dict[int, Fields]:
@@ -106,21 +108,35 @@ def _call(
     return lambda: module.forward(q["q"], kv["k"], kv["v"], listed, settings, q["out"], q["lse"])
 
 
-def _timed(calls: list[Callable[[], Any]], repeats: int, device: str) -> float:
+def _timed(
+    slots: list[list[Callable[[], Any]]], new: Sequence[Tensor], repeats: int, device: str
+) -> NDArray[np.float64]:
+    """Nanoseconds of each slot, the median of passes after a first one; the tensors of ``new`` begin a pass with -inf."""
     samples = []
     for _ in range(repeats + 1):
-        if device == "cuda":
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            keep_busy()
-            first.record()
-            for call in calls:
-                call()
-            last.record()
-            torch.cuda.synchronize()
-            samples.append(float(first.elapsed_time(last)) * 1e6)
-        else:
-            begin = time.perf_counter_ns()
-            for call in calls:
-                call()
-            samples.append(float(time.perf_counter_ns() - begin))
-    return statistics.median(samples[1:])
+        for x in new:
+            x.fill_(-torch.inf)
+        samples.append(_pass_on_gpu(slots) if device == "cuda" else _pass_on_cpu(slots))
+    return np.asarray(np.median(samples[1:], axis=0))
+
+
+def _pass_on_cpu(slots: list[list[Callable[[], Any]]]) -> list[float]:
+    stamps = [time.perf_counter_ns()]
+    for calls in slots:
+        for call in calls:
+            call()
+        stamps.append(time.perf_counter_ns())
+    return [float(b - a) if calls else 0.0 for a, b, calls in zip(stamps, stamps[1:], slots, strict=False)]
+
+
+def _pass_on_gpu(slots: list[list[Callable[[], Any]]]) -> list[float]:
+    stamps = [torch.cuda.Event(enable_timing=True) for _ in range(len(slots) + 1)]
+    keep_busy()
+    stamps[0].record()
+    for calls, stamp in zip(slots, stamps[1:], strict=True):
+        for call in calls:
+            call()
+        stamp.record()
+    torch.cuda.synchronize()
+    between = zip(stamps, stamps[1:], slots, strict=False)
+    return [float(a.elapsed_time(b)) * 1e6 if calls else 0.0 for a, b, calls in between]
