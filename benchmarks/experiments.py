@@ -31,10 +31,12 @@ def sections(quick: bool) -> list[tuple[str, str, Callable[[], list[str]]]]:
     counts = (16, 64, 256) if quick else block_fcp.COUNTS
     return [
         (
-            "How well the cost model's form fits measured H200 kernels",
-            "`python benchmarks/kernel_fit.py`: every workload of [kernels](kernels.md) predicted by a fit to all others. Asked: median"
-            " 5 %, 90th percentile 12 % on an H200's kernels. The `hopper` kernel is at 5.4 and 9.8 %, `triton` at 4.5 and 38 % (causal"
-            " blockwise and 64 documents, whose many narrow slices cost it more than row tiles say).",
+            "How well the cost models fit measured H200 kernels",
+            "`python benchmarks/kernel_fit.py`: raw times of the `hopper` kernel on one H200 (benchmarks/h200.json), fitted as `flexcp "
+            "calibrate` fits them, errors on what was not fitted. Asked: median 5 %, 90th percentile 12 % on tiles and plans. Planners use "
+            "pairs and row tiles; `flexcp simulate`, `compare` and `bench step` with such a calibration time a finished plan by prices of "
+            "tiles. The tables below know no H200's prices: they are of other GPUs, with the analytic model. Kernels of 100 ms and more "
+            "run slower than the fit says, because the chip lowers its clock.",
             lambda: [*kernel_fit.table(), ""],
         ),
         (

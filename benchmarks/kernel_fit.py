@@ -1,110 +1,105 @@
-"""How well the cost model's form fits the H200 kernels of docs/kernels.md: leave one workload out, fit the others, look at the one.
+"""How well the cost models fit an H200's kernels: raw times in h200.json, fitted as ``flexcp calibrate`` fits them, errors on the rest.
 
-The numbers are read from the table "Beside the others" (useful TFLOP/s, 32 / 8 heads of 128). Times come back from them as useful FLOPs
-over rate. *Stated* is the analytic default model as it is, never fitted to this table (its two numbers come from an earlier probe).
-Nothing is measured here; the held-out error of a calibration on a GPU is `flexcp calibrate --device cuda` there.
+    python benchmarks/kernel_fit.py
+
+Two models: *pairs and row tiles*, which planners use, and *prices of tiles*, which the simulator times a finished plan with
+(flexcp/measure/tile_times.py). Fitted are calls of up to 16,384 tokens (two of three) and, for prices, slots of two plans; errors are on
+the other calls, on all ranks of the other plans (``ulysses``, ``groups``, ... on three distributions), and on calls longer than any
+fitted. *Stated* is the analytic default as it is. Nothing is measured here: ``flexcp calibrate --device cuda`` does both on a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
-import statistics
+import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from flexcp.calibration import Errors
+from flexcp.calibration import Errors, TileTimes
 from flexcp.clusters import cluster
-from flexcp.cost import TILE_ROWS, CostModel
-from flexcp.measure.fit import Sample, errors, fit_kernels
-from flexcp.measure.kernel_work import workload
+from flexcp.cost import CostModel
+from flexcp.measure.calibrate_kernels import GPU_TOKENS, sample_of
+from flexcp.measure.calibrate_tiles import PlanSlots, fit_tiles, single_call
+from flexcp.measure.fit import Sample, errors, fit_kernels, split
+from flexcp.measure.tile_times import call_ns
 from flexcp.pieces import Shape
 
-KERNELS = Path(__file__).parents[1] / "docs" / "kernels.md"
-SHAPE = Shape(32, 8, 128, 128)
-NAMES = {
-    "causal": "causal", "full": "full", "window 4,096": "window", "lambda 64 + 4,096": "lambda", "shared question": "question",
-    "causal blockwise": "blockwise", "16 random documents": "docs16", "64 random documents": "docs64",
-}  # fmt: skip
-COLUMNS = {"hopper": 2, "triton": 3}
+RAW = Path(__file__).with_name("h200.json")
 
 
-def samples(kernel: str, text: str) -> list[Sample]:
-    """The measured rows of a kernel as times."""
-    found = []
-    for line in text.splitlines():
-        cells = [cell.strip() for cell in line.strip("| ").split("|")]
-        if len(cells) < 6 or not re.fullmatch(r"[\d,]+", cells[0]) or cells[1] not in NAMES:
-            continue
-        tokens, name = int(cells[0].replace(",", "")), NAMES[cells[1]]
-        work = workload(name, tokens)
-        tiles = int(np.sum(-(-np.array(work.lengths) // TILE_ROWS)))
-        rates = re.fullmatch(r"(\d+) \(\d+ %\) / (\d+)", cells[COLUMNS[kernel]])
-        if rates is None:
-            raise ValueError(f"no rates of {kernel} in {line!r}")
-        for backward in (False, True):
-            flops = (10 if backward else 4) * work.pairs() * SHAPE.heads * SHAPE.head_dim
-            ns = flops / (1000 * float(rates[2 if backward else 1]))
-            found.append(Sample(f"{name} {tokens}", work.pairs() * SHAPE.heads, tiles * SHAPE.heads, backward, ns))
+def singles(raw: dict[str, Any]) -> dict[Shape, list[Sample]]:
+    """Single calls by the heads they had."""
+    found = {}
+    for heads, rows in raw["singles"].items():
+        shape = Shape(*map(int, heads.split("/")), 128, 128)
+        found[shape] = [sample_of(name, tokens, shape, way, ns) for name, tokens, way, ns in rows]
     return found
 
 
-def left_out(all_samples: list[Sample]) -> tuple[Errors, list[tuple[Sample, float]]]:
-    """Errors of every sample under the fit of all other workloads, and each signed."""
-    signed = []
-    for name in dict.fromkeys(s.name for s in all_samples):
-        fit = fit_kernels([s for s in all_samples if s.name != name])
-        signed += [(s, fit.ns(s) / s.ns - 1) for s in all_samples if s.name == name]
-    return errors([1 + e for _, e in signed], [1.0] * len(signed)), signed
+def plan_slots(raw: dict[str, Any]) -> list[PlanSlots]:
+    """Slots of plans."""
+    return [PlanSlots(**{**p, "ns": tuple(map(tuple, p["ns"]))}) for p in raw["plans"]]
 
 
-def stated(all_samples: list[Sample]) -> Errors:
-    """Errors of the default cost model."""
+def short(samples: Sequence[Sample]) -> list[Sample]:
+    """Calls of lengths that a calibration measures."""
+    return [s for s in samples if int(s.name.split()[1]) <= max(GPU_TOKENS)]
+
+
+def rows(raw: dict[str, Any]) -> list[tuple[str, str, Errors]]:
+    """(model, what it is judged on, errors)."""
+    single, units = singles(raw), raw["multiprocessors"]
+    all_heads = next(iter(single))
+    fitted, held = split(sorted(short(single[all_heads]), key=lambda s: s.ns))
+    fit = fit_kernels(fitted)
+    tiles, found = fit_tiles(all_heads, units, {shape: short(s) for shape, s in single.items()}, plan_slots(raw))
+    longer = [s for s in single[all_heads] if s not in short(single[all_heads])]
+    calls = "calls not fitted"
+    return [
+        ("stated", f"all {all_heads.heads} heads, all calls", _stated(short(single[all_heads]), all_heads)),
+        ("pairs and row tiles", f"{all_heads.heads} heads, {calls}", errors([fit.ns(s) for s in held], [s.ns for s in held])),
+        ("prices of tiles", f"{all_heads.heads} and {all_heads.queries_per_key} heads, {calls}", found["tiles"]),
+        ("prices of tiles", "ranks of plans not fitted", found["plans"]),
+        ("prices of tiles", "calls of 32,768 and 65,536 tokens", _longer(longer, all_heads, units, tiles)),
+    ]  # fmt: skip
+
+
+def _longer(samples: list[Sample], shape: Shape, units: int, tiles: TileTimes) -> Errors:
+    predicted = []
+    for s in samples:
+        prices = tiles.backward if s.backward else tiles.forward
+        predicted.append(sum(call_ns(call, prices) for call in single_call(shape, s, units).calls))
+    return errors(predicted, [s.ns for s in samples])
+
+
+def _stated(samples: list[Sample], shape: Shape) -> Errors:
     cost, machine = CostModel(), replace(cluster("h200"), ranks_per_node=1)
     predicted = []
-    for s in all_samples:
+    for s in samples:
         work = np.array([s.pairs + s.tiles * cost.row_tile_pairs])
-        predicted.append(int(cost.attention_ns(work, SHAPE, machine, s.backward)[0]) + cost.kernel_ns)
-    return errors(predicted, [s.ns for s in all_samples])
+        predicted.append(int(cost.attention_ns(work, shape, machine, s.backward)[0]) + cost.kernel_ns)
+    return errors(predicted, [s.ns for s in samples])
 
 
 def table() -> list[str]:
-    """Rows for each kernel and direction."""
-    text = KERNELS.read_text()
+    """The errors as a Markdown table."""
     lines = [
-        "| kernel | direction | median error, left out | 90th percentile | worst (which) | default model: median | 90th percentile |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| model | judged on | how many | median | 90th percentile | worst |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
-    for kernel in COLUMNS:
-        found = samples(kernel, text)
-        _, signed = left_out(found)
-        for title, chosen in (("forward", [False]), ("backward", [True]), ("both", [False, True])):
-            of = [(s, e) for s, e in signed if s.backward in chosen]
-            e = errors([1 + e for _, e in of], [1.0] * len(of))
-            worst, by = max(of, key=lambda each: abs(each[1]))
-            plain = stated([s for s in found if s.backward in chosen])
-            lines.append(
-                f"| {kernel} | {title} | {e.median:.1%} | {e.p90:.1%} | {by:+.1%} ({worst.name}) | {plain.median:.1%} | {plain.p90:.1%} |"
-            )
+    for model, what, e in rows(json.loads(RAW.read_text())):
+        lines.append(f"| {model} | {what} | {e.count} | {e.median:.1%} | {e.p90:.1%} | {e.worst:.1%} |")
     return lines
 
 
 def main() -> None:
-    """Print the table and the fit over all rows."""
+    """Print the table."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print("\n".join(table()))
-    for kernel in COLUMNS:
-        found = samples(kernel, KERNELS.read_text())
-        fit = fit_kernels(found)
-        flops = 2 * (SHAPE.head_dim + SHAPE.v_head_dim)
-        rates = flops / fit.forward, 2.5 * flops / fit.backward
-        noise = statistics.median(abs(fit.ns(s) / s.ns - 1) for s in found)
-        print(
-            f"{kernel}: {rates[0]:.0f} / {rates[1]:.0f} GFLOP/s beyond tiles, {fit.tile_pairs} pairs a row tile, "
-            f"{fit.kernel_ns:.0f} ns a launch; median residual {noise:.1%}"
-        )
 
 
 if __name__ == "__main__":

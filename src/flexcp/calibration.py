@@ -2,13 +2,17 @@
 
 The file holds a cost model, the speeds of a rank and its links as far as they were measured (they replace the cluster's own), and how wrong
 the model was on shapes it was not fitted to. A bare cost model (:meth:`flexcp.cost.CostModel.to_json`) is read too.
+
+Planners compare costs of thousands of candidates, so their model knows pairs and row tiles only. Where a kernel's launches can be counted
+(on Hopper GPUs) the file also holds what a block, a tile and a call cost, with which the simulator times a finished plan more exactly
+(:mod:`flexcp.measure.tile_times`).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +35,43 @@ class Errors:
 
 
 @dataclass(frozen=True)
+class CallPrices:
+    """Nanoseconds of a kernel's call: of each launch what its counts cost a program, and of the call itself."""
+
+    launches: tuple[tuple[float, ...], ...]
+    call_ns: float
+
+
+@dataclass(frozen=True)
+class TileTimes:
+    """Prices of the Hopper kernel on so many multiprocessors, for heads of these sizes."""
+
+    multiprocessors: int
+    head_dim: int
+    v_head_dim: int
+    forward: CallPrices
+    backward: CallPrices
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> TileTimes:
+        """From what ``dataclasses.asdict`` made of it, and JSON of that."""
+        forward, backward = (
+            CallPrices(tuple(tuple(map(float, x)) for x in values[way]["launches"]), float(values[way]["call_ns"]))
+            for way in ("forward", "backward")
+        )
+        units, head_dim, v_head_dim = (int(values[f]) for f in ("multiprocessors", "head_dim", "v_head_dim"))
+        return cls(units, head_dim, v_head_dim, forward, backward)
+
+
+@dataclass(frozen=True)
 class Calibration:
-    """A fitted cost model, speeds of the machine, errors by what was held out, and words about the machine."""
+    """A fitted cost model, speeds of the machine, errors by what was held out, words about the machine, and prices of tiles."""
 
     cost: CostModel
     machine: str = ""
     speeds: Mapping[str, int] = field(default_factory=dict)
     held_out: Mapping[str, Errors] = field(default_factory=dict)
+    tiles: TileTimes | None = None
 
     def on(self, cluster: Cluster) -> Cluster:
         """The cluster with the measured speeds in place of its own."""
@@ -52,6 +86,7 @@ class Calibration:
             "cost": self.cost.to_json(),
             "speeds": dict(self.speeds),
             "held_out": {name: vars(errors) for name, errors in self.held_out.items()},
+            "tiles": None if self.tiles is None else asdict(self.tiles),
         }
 
 
@@ -78,7 +113,12 @@ def read_calibration(path: Path) -> Calibration:
         raise ValueError(
             f"{path}: held_out must hold count, median, p90 and worst of each kind; got {held_out!r}"
         ) from None
-    return Calibration(CostModel.from_json(values.get("cost", {})), str(values.get("machine", "")), speeds, errors)
+    try:
+        tiles = None if values.get("tiles") is None else TileTimes.from_json(values["tiles"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: tiles must be as flexcp calibrate writes them; {error!r}") from None
+    cost = CostModel.from_json(values.get("cost", {}))
+    return Calibration(cost, str(values.get("machine", "")), speeds, errors, tiles)
 
 
 def error_words(cost: CostModel, held_out: Mapping[str, Errors] | None = None) -> str:

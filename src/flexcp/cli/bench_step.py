@@ -96,9 +96,8 @@ def _task(
         dtype or ("float32" if device == "cpu" else "bfloat16"),
     )
     names = NAMES if strategies == "all" else tuple(strategies.split(","))
-    return BenchTask(
-        tuple(parse_lengths(lengths)), rule, shape, where, without_linear(found.cost), names, device, repeats
-    )
+    known = (tuple(parse_lengths(lengths)), rule, shape, where, without_linear(found.cost), names)
+    return BenchTask(*known, device, repeats, tiles=found.tiles)
 
 
 def _on_pool(task: BenchTask, ranks: int, say: Any) -> list[Measured]:

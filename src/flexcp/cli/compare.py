@@ -61,9 +61,8 @@ def compare(
     )
     names = NAMES if strategies == "all" else strategies.split(",")
     with compiling(f"planning and simulating {len(names)} strategies") as progress:
-        found = run(
-            setting.request, names, setting.rules, setting.training, lambda n: progress.update(f"simulating {n}")
-        )
+        asked = (setting.request, names, setting.rules, setting.training)
+        found = run(*asked, lambda n: progress.update(f"simulating {n}"), setting.compute)
     if html is not None:
         _report(html, found, setting)
     if as_json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,7 @@ from flexcp.cli.options import CostFile as CostFile
 if TYPE_CHECKING:
     from flexcp.calibration import Calibration
     from flexcp.planners.request import Request
+    from flexcp.simulator.compare import Compute
     from flexcp.simulator.passes import Rules
     from flexcp.simulator.training import Training
 
@@ -39,6 +41,17 @@ class Setting:
     training: Training | None
     rules: Rules
     calibration: Calibration
+
+    @property
+    def compute(self) -> Compute | None:
+        """Kernel times of a plan's slots from the calibration's prices of tiles, where it has them."""
+        tiles = self.calibration.tiles
+        if tiles is None:
+            return None
+        from flexcp.measure.tile_times import refuse_other_heads, slot_times
+
+        refuse_other_heads(self.request.shape, tiles)
+        return partial(slot_times, times=tiles)
 
     @property
     def title(self) -> str:

@@ -61,7 +61,8 @@ def simulate(
         max_tokens_per_rank,
     )
     with compiling(f"planning and simulating {strategy}"):
-        row = compare(setting.request, [strategy], setting.rules, setting.training).rows[0]
+        asked = (setting.request, [strategy], setting.rules, setting.training)
+        row = compare(*asked, compute=setting.compute).rows[0]
     if row.simulation is None:
         raise ValueError(f"{strategy} refused: {row.refused}")
     found = row.simulation

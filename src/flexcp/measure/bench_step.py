@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,12 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexcp.batch import make_batch
+from flexcp.calibration import TileTimes
 from flexcp.clusters import Cluster
 from flexcp.cost import CostModel
 from flexcp.executor.op import attention
 from flexcp.executor.step import Step, bind
 from flexcp.masks import Mask
 from flexcp.measure.baselines import baselines
+from flexcp.measure.tile_times import slot_times
 from flexcp.pieces import Shape
 from flexcp.plan import Plan
 from flexcp.planners.request import Refused, Request
@@ -46,6 +49,8 @@ class BenchTask:
     device: str = "cpu"
     repeats: int = 3
     tokens_equal: bool = True
+    tiles: TileTimes | None = None
+    """Prices that kernels are predicted with, in the cost model's place."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,8 @@ def _strategy(group: dist.ProcessGroup, task: BenchTask, name: str) -> Measured:
         return Measured(name, missing=str(refusal))
     step = bind(plan, group)
     forward, whole = timed(group, _attention(step, task.device), task.repeats, task.device)
-    predicted = simulate(plan, rules=Rules(contention=task.device != "cpu")).attention_ns / 1e6
+    compute = None if task.tiles is None else partial(slot_times, plan, times=task.tiles)
+    predicted = simulate(plan, rules=Rules(contention=task.device != "cpu"), measured=compute).attention_ns / 1e6
     return Measured(
         name, planning, forward, whole, predicted, int(plan.bytes().sum() + plan.bytes(backward=True).sum())
     )

@@ -4,7 +4,7 @@ Kernels, the rest of a layer and links are measured apart (:mod:`calibrate_kerne
 fitted (:mod:`fit`); every third measurement is held out and tells the error. The peak that efficiencies refer to is a large matrix
 product, measured in the same run. On CPU ranks all ranks measure at the same time, because that is how they will run; compute and
 transfers are then assumed not to slow each other further. On a GPU their slowdown is measured beside a copy (:mod:`kernel_margin`), where
-Triton is there.
+Triton is there; and where the Hopper kernel runs, prices of its tiles are fitted too (:mod:`calibrate_tiles`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import platform
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,9 +21,10 @@ import torch.distributed as dist
 
 from flexcp.calibration import Calibration, Errors
 from flexcp.cost import PEAK_PERMILLE, CostModel, Model, dense_model
-from flexcp.measure.calibrate_kernels import CPU_TOKENS, GPU_TOKENS, KernelTask, kernel_samples, matrix_gflops
+from flexcp.measure.calibrate_kernels import CPU_TOKENS, GPU_TOKENS, GPU_WORK, KernelTask, kernel_samples, matrix_gflops
 from flexcp.measure.calibrate_layers import LayerTimes, layer_times
 from flexcp.measure.calibrate_links import LinkTimes, link_times
+from flexcp.measure.calibrate_tiles import PlanSlots, fit_tiles, has_tiles, measure_plans, one_kv_head
 from flexcp.measure.fit import Sample, errors, fit_kernels, fit_link, split
 from flexcp.measure.ranks import RankPool
 from flexcp.pieces import Shape
@@ -41,6 +42,8 @@ class Measured:
     samples: list[Sample]
     layers: LayerTimes
     links: LinkTimes | None
+    one_kv_head: list[Sample] = field(default_factory=list)
+    plans: list[PlanSlots] = field(default_factory=list)
 
 
 def measure(
@@ -60,7 +63,11 @@ def measure(
     if ranks > 1:
         say("links")
         links = run(link_times, task.device)[0]
-    return Measured(gflops, samples, layer, links)
+    if cpu or not has_tiles(task.shape):
+        return Measured(gflops, samples, layer, links)
+    say("kernels of one KV head, and of real plans")
+    alone = _medians(run(kernel_samples, replace(task, shape=one_kv_head(task.shape))))
+    return Measured(gflops, samples, layer, links, alone, measure_plans(task))
 
 
 def _medians(ranks: Sequence[list[Sample]]) -> list[Sample]:
@@ -102,7 +109,13 @@ def calibrated(found: Measured, task: KernelTask, model: Model, name: str, machi
     together: Any = (
         dict.fromkeys(("overlap_forward", "overlap_backward", "overlap_link"), 1000) if cpu else _gpu_overlap()
     )
-    return Calibration(replace(cost, **together), machine, speeds, held_out)
+    tiles = None
+    if found.plans:
+        units = torch.cuda.get_device_properties().multi_processor_count
+        singles = {shape: found.samples, one_kv_head(shape): found.one_kv_head}
+        tiles, errors_of_tiles = fit_tiles(shape, units, singles, found.plans)
+        held_out |= errors_of_tiles
+    return Calibration(replace(cost, **together), machine, speeds, held_out, tiles)
 
 
 def _permille(share: float) -> int:
@@ -145,7 +158,7 @@ def calibrate_here(shape: Shape, ranks: int, device: str, say: Callable[[str], N
     """Calibrate on this machine: CPU ranks of a pool, or this process's GPU (with the group it may be in)."""
     model = dense_model(shape)
     if device == "cuda":
-        task = KernelTask(shape, "cuda", GPU_TOKENS)
+        task = KernelTask(shape, "cuda", GPU_TOKENS, GPU_WORK)
         group = dist.group.WORLD if dist.is_initialized() else None
         size = dist.get_world_size() if group is not None else 1
 

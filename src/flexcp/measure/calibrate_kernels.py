@@ -23,8 +23,9 @@ from flexcp.measure.fit import Sample
 from flexcp.measure.kernel_work import Workload, workload
 from flexcp.pieces import Shape
 
-CPU_TOKENS, GPU_TOKENS = (256, 512, 1024), (4096, 16_384, 65_536)
+CPU_TOKENS, GPU_TOKENS = (256, 512, 1024), (2048, 4096, 8192, 16_384)
 WORK = ("causal", "full", "docs4", "question", "docs16", "blockwise", "lambda")
+GPU_WORK = (*WORK, "window", "docs64")
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,15 @@ def kernel_samples(group: dist.ProcessGroup | None, task: KernelTask) -> list[Sa
         for name in task.names:
             work = workload(name, tokens)
             for backward, call in enumerate(_calls(work, task)):
-                ns = _timed(call, task, group)
-                heads = task.shape.heads
-                tiles = int(np.sum(-(-np.array(work.lengths) // TILE_ROWS)))
-                found.append(Sample(f"{name} {tokens}", work.pairs() * heads, tiles * heads, bool(backward), ns))
+                found.append(sample_of(name, tokens, task.shape, bool(backward), _timed(call, task, group)))
     return found
+
+
+def sample_of(name: str, tokens: int, shape: Shape, backward: bool, ns: float) -> Sample:
+    """A measured workload."""
+    work = workload(name, tokens)
+    tiles = int(np.sum(-(-np.array(work.lengths) // TILE_ROWS)))
+    return Sample(f"{name} {tokens}", work.pairs() * shape.heads, tiles * shape.heads, backward, ns)
 
 
 def matrix_gflops(group: dist.ProcessGroup | None, task: KernelTask, size: int) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from flexcp.cost import CostModel, Model
 from flexcp.plan import Placement, Plan, imbalance
@@ -19,11 +20,12 @@ from flexcp.planners.static_bounds import static_methods
 from flexcp.schedule import make_plan
 from flexcp.simulate import Prediction, predict
 from flexcp.simulator.passes import Rules
-from flexcp.simulator.training import Simulation, Training, simulate
+from flexcp.simulator.training import Ints, Simulation, Training, simulate
 
 STATIC = ("dp", "ring", "zigzag", "allgather", "ulysses", "usp")
 NAMES = tuple(name for name in STRATEGIES if name != "hypergraph")
 """What is compared unless told; hypergraph takes seconds and a package of its own."""
+Compute = Callable[[Plan, int, bool], Ints]
 ATTENTION_ONLY = Model("attention only", hidden=1, layers=1, feed_forward=1)
 """A token costs nothing besides attention."""
 
@@ -96,14 +98,18 @@ def compare(
     rules: Rules = Rules(),  # noqa: B008 - immutable
     training: Training | None = None,
     on_row: Callable[[str], None] | None = None,
+    compute: Compute | None = None,
 ) -> Comparison:
-    """Plan and simulate every strategy of ``names``; ``on_row`` is told which is next."""
+    """Plan and simulate every strategy of ``names``; ``on_row`` is told which is next.
+
+    ``compute(plan, mask, backward)`` gives kernel times ``[rank, slot]`` in the cost model's place.
+    """
     request = attention_only(request) if training is None else request
     rows = []
     for name in names:
         if on_row is not None:
             on_row(name)
-        rows.append(_row(request, name, rules, training))
+        rows.append(_row(request, name, rules, training, compute))
     return Comparison(request, tuple(rows))
 
 
@@ -124,14 +130,14 @@ def planned(request: Request, name: str) -> tuple[str, Plan]:
     return name, make_plan(placement, request.shape, request.cluster, request.cost, name)
 
 
-def _row(request: Request, name: str, rules: Rules, training: Training | None) -> Row:
+def _row(request: Request, name: str, rules: Rules, training: Training | None, compute: Compute | None) -> Row:
     try:
         begin = time.perf_counter()
         name, plan = planned(request, name)
         planning = (time.perf_counter() - begin) * 1000
     except Refused as refusal:
         return Row(name, refused=str(refusal))
-    found = simulate(plan, rules=rules, training=training)
+    found = simulate(plan, rules=rules, training=training, measured=None if compute is None else partial(compute, plan))
     return Row(name, planning, found, predict(plan.placement, request.shape, request.cluster, request.cost))
 
 

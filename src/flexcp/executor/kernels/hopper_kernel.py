@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
@@ -14,7 +15,17 @@ from flexcp.executor.kernels import Ints, Settings
 from flexcp.executor.kernels.hopper_forward import forward_kernel
 from flexcp.executor.kernels.hopper_keys import keys_kernel
 from flexcp.executor.kernels.hopper_queries import queries_kernel
-from flexcp.executor.kernels.tiles import TileList, segment_list, tile_list, transposed, useful
+from flexcp.executor.kernels.hopper_tiles import (
+    BLOCK,
+    QUERIES,
+    TILE,
+    key_tiles,
+    longest_part,
+    packed_heads,
+    query_tiles,
+    tiles_in_turn,
+)
+from flexcp.executor.kernels.tiles import TileList, segment_list, useful
 from flexcp.executor.kernels.triton_kernel import (
     WorkList,
     aligned,
@@ -29,17 +40,7 @@ from flexcp.executor.kernels.triton_kernel import (
 FRESH = True
 HEAD_SIZES = (64, 128)
 DTYPES = (torch.bfloat16, torch.float16)
-TILE = 128
-"""Packed query rows of a tile: two warp groups of 64."""
-BLOCK = 128
-"""Keys of a block of the forward, and of a tile of the backward."""
-QUERIES = 64
-"""Packed queries of a block of the backward."""
 STAGES = 2
-BEYOND_L2 = 128 << 20
-"""Bytes of keys and values that programs can no longer share through the L2."""
-PARTS, SHORTEST_PART = 6, 32
-"""dk and dv: split tiles of keys until a multiprocessor gets about so many, but none into parts of fewer blocks."""
 GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
@@ -60,13 +61,13 @@ class HopperWork(WorkList):
 
     @cached_property
     def pack(self) -> int:
-        """Query heads of a KV head in one tile: the power of two in their number."""
-        return min(self.share & -self.share, TILE // 2)
+        """Query heads of a KV head in one tile."""
+        return packed_heads(self.share)
 
     @cached_property
     def forward_segments(self) -> Segments:
         """Tiles of packed query rows."""
-        return Segments.of(tile_list(self.slices, TILE // self.pack, BLOCK), BLOCK, self.device)
+        return Segments.of(query_tiles(self.slices, self.share), BLOCK, self.device)
 
     @cached_property
     def backward_segments(self) -> Segments:
@@ -77,13 +78,23 @@ class HopperWork(WorkList):
     def split_segments(self) -> Segments:
         """The same with long tiles split, for balance: a key's parts are added in any order."""
         units = multiprocessors(self.device)
-        made = self._key_tiles
-        blocks = made.blocks * self.kv_heads * (self.share // self.pack)
-        return self._key_segments(max(SHORTEST_PART, blocks // (units * PARTS)))
+        return self._key_segments(longest_part(self._key_tiles, self.kv_heads, self.share, units))
+
+    def in_turn(self, programs: int) -> int:
+        """Tiles of queries that a group of heads takes in turn. Counted once: launches must not make the host wait."""
+        if programs not in self._turns:
+            row_bytes = (self.head_dim + self.v_head_dim) * 2  # of DTYPES
+            blocks, groups = self.forward_segments.blocks, self.heads // self.pack
+            self._turns[programs] = tiles_in_turn(blocks, row_bytes, groups, self.kv_heads, programs)
+        return self._turns[programs]
+
+    @cached_property
+    def _turns(self) -> dict[int, int]:
+        return {}
 
     @cached_property
     def _key_tiles(self) -> TileList:
-        return tile_list(transposed(self.slices), BLOCK, QUERIES // self.pack, odd_clear=False)
+        return key_tiles(self.slices, self.share)
 
     def _key_segments(self, longest: int | None) -> Segments:
         return Segments.of(self._key_tiles, QUERIES // self.pack, self.device, longest)
@@ -91,10 +102,9 @@ class HopperWork(WorkList):
 
 @dataclass(frozen=True)
 class Segments:
-    """A segment list on its device: how many tiles, and keys (of tiles of keys: queries) that the longest walks."""
+    """A segment list on its device, and the blocks of each of its tiles."""
 
-    count: int
-    reach: int
+    blocks: Ints
     tiles: Tensor
     segments: Tensor
 
@@ -102,8 +112,12 @@ class Segments:
     def of(made: TileList, block: int, device: torch.device, longest: int | None = None) -> Segments:
         cut = segment_list(made, block, longest)
         tables = (torch.from_numpy(x.reshape(-1)).pin_memory() for x in (cut.tiles, cut.segments))
-        reach = int(cut.tiles[:, 3].max(initial=0)) * block
-        return Segments(len(cut.tiles), reach, *(t.to(device, non_blocking=True) for t in tables))
+        return Segments(cut.tiles[:, 3].astype(np.int64), *(t.to(device, non_blocking=True) for t in tables))
+
+    @property
+    def count(self) -> int:
+        """How many tiles there are."""
+        return len(self.blocks)
 
 
 def prepare(
@@ -129,7 +143,7 @@ def forward(
     grid = _grid(made.count * groups, settings, work)
     forward_kernel[grid](
         _described(q, TILE // 2 // pack, pack), _described(k, BLOCK, 1), _described(v, BLOCK, 1), out_THV, lse_TH,
-        made.tiles, made.segments, made.count, groups, _in_turn(made, work, grid), *scales(settings, q.dtype),
+        made.tiles, made.segments, made.count, groups, work.in_turn(grid[0]), *scales(settings, q.dtype),
         *strides(out_THV, lse_TH),
         SHARE=work.share, PACK=pack, D=work.head_dim, V=work.v_head_dim, N=BLOCK, STAGES=STAGES,
         SOFTCAP=settings.softcap is not None, FRESH=settings.fresh, num_warps=4,
@@ -173,7 +187,7 @@ def _backward_queries(
     queries_kernel[grid](
         _described(q, TILE // 2 // pack, pack), _described(k, BLOCK, 1), _described(v, BLOCK, 1),
         _described(do, TILE // 2 // pack, pack), lse, delta, dq,
-        made.tiles, made.segments, made.count, groups, _in_turn(made, work, grid), *scales(settings, q.dtype),
+        made.tiles, made.segments, made.count, groups, work.in_turn(grid[0]), *scales(settings, q.dtype),
         *strides(lse, delta, dq),
         SHARE=work.share, PACK=pack, D=work.head_dim, V=work.v_head_dim, N=BLOCK, STAGES=STAGES,
         SOFTCAP=settings.softcap is not None, num_warps=4,
@@ -182,29 +196,12 @@ def _backward_queries(
 
 def useful_share(slices: Ints, share: int, backward: bool) -> float:
     """Pairs that attend over pairs that the tiles compute: what tiles alone allow."""
-    pack = min(share & -share, TILE // 2)
-    shares = [useful(slices, tile_list(slices, TILE // pack, BLOCK), TILE // pack * BLOCK)]
+    pack = packed_heads(share)
+    shares = [useful(slices, query_tiles(slices, share), TILE // pack * BLOCK)]
     if not backward:
         return shares[0]
-    rows = QUERIES // pack
-    shares.append(useful(slices, tile_list(transposed(slices), BLOCK, rows, odd_clear=False), rows * BLOCK))
+    shares.append(useful(slices, key_tiles(slices, share), QUERIES // pack * BLOCK))
     return 7 / (3 / shares[0] + 4 / shares[1])  # three of seven products are dq's
-
-
-def tiles_in_turn(reach: int, row_bytes: int, kv_heads: int, programs: int) -> int:
-    """How many tiles a group of heads takes before the next group's turn: 1, or as many as programs run at a time.
-
-    Programs that run together walk ``reach`` keys (a key and its value are ``row_bytes``) of every KV head in step, and share them through
-    the L2. With one tile a turn they walk all KV heads at once. Where that is too much for the L2, all walk the keys of one KV head. On
-    an H200, full, 65,536 tokens, 8 KV heads (256 MiB): forward from 504 to 562 TFLOP/s, dq from 184 to 164 ms. At 16,384 tokens (64 MiB)
-    it costs the forward 5 %. Nothing between was measured.
-    """
-    return programs if reach * row_bytes * kv_heads > BEYOND_L2 else 1
-
-
-def _in_turn(made: Segments, work: HopperWork, grid: tuple[int]) -> int:
-    row_bytes = (work.head_dim + work.v_head_dim) * 2  # of DTYPES
-    return tiles_in_turn(made.reach, row_bytes, work.kv_heads, grid[0])
 
 
 def _grid(programs: int, settings: Settings, work: HopperWork) -> tuple[int]:

@@ -1,0 +1,127 @@
+"""Tile times: how long the Hopper kernel takes for a work list, from what its programs walk, counted.
+
+A launch lasts as long as its busiest program, which pays for each block without a mask, each block with one, each tile, and (forward) each
+tile whose rows have results to be read. Counts come from the work list alone (:mod:`flexcp.executor.kernels.hopper_tiles`), prices are
+fitted to measured calls: linear in the counts of the busiest program, which depends on the prices, so the fit is repeated until it settles.
+Relative errors are what counts. A finished plan's slots can then be timed on any machine (:func:`slot_times`), in the place of replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.calibration import CallPrices, TileTimes
+from flexcp.executor.kernels.hopper_tiles import launches
+from flexcp.executor.program import rank_program
+from flexcp.pieces import Shape
+from flexcp.plan import Plan
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Call = list[Ints]
+"""For each launch ``[program, counts]``."""
+ROUNDS = 15
+FIRST_PRICES = (1.0, 1.2, 2.0, 0.5)
+
+
+@dataclass(frozen=True, eq=False)
+class TimedCalls:
+    """Calls one after the other that took so many nanoseconds together."""
+
+    name: str
+    calls: list[Call]
+    ns: float
+
+
+def counted(slices: Ints, heads: int, kv_heads: int, shape: Shape, units: int, backward: bool, adds: bool) -> Call:
+    """What the programs of a call walk; ``adds`` says that a forward's rows have results already."""
+    found = launches(slices, heads, kv_heads, 2 * (shape.head_dim + shape.v_head_dim), units, backward)
+    return found if backward else [np.concatenate([x, x[:, 2:] * adds], axis=1) for x in found]
+
+
+def plan_calls(plan: Plan, rank: int, mask: int, backward: bool, units: int) -> list[list[Call]]:
+    """The calls of each slot of a rank."""
+    program = rank_program(plan, rank, mask, backward)
+    share = plan.shape.queries_per_key
+    seen: set[int] = set()
+    slots = []
+    for slot in program.slots:
+        calls = []
+        for work in slot.work:
+            kv_heads = -(-work.h1 // share) - work.h0 // share
+            adds = work.q_shelf in seen
+            calls.append(counted(work.slices, work.h1 - work.h0, kv_heads, plan.shape, units, backward, adds))
+        seen |= {work.q_shelf for work in slot.work}
+        slots.append(calls)
+    return slots
+
+
+def call_ns(call: Call, prices: CallPrices) -> float:
+    """Predicted nanoseconds of a call; one without a pair launches nothing."""
+    if not call:
+        return 0.0
+    return prices.call_ns + sum(float((x @ np.array(p)).max()) for x, p in zip(call, prices.launches, strict=True))
+
+
+def slot_times(plan: Plan, mask: int, backward: bool, times: TileTimes) -> Ints:
+    """Predicted nanoseconds ``[rank, slot]`` of the kernels of one pass."""
+    refuse_other_heads(plan.shape, times)
+    prices = times.backward if backward else times.forward
+    found = np.zeros((plan.ranks, plan.programs[mask][backward].stages), np.int64)
+    for rank in range(plan.ranks):
+        for number, calls in enumerate(plan_calls(plan, rank, mask, backward, times.multiprocessors)):
+            found[rank, number] = round(sum(call_ns(call, prices) for call in calls))
+    return found
+
+
+def refuse_other_heads(shape: Shape, times: TileTimes) -> None:
+    """Prices are of one pair of head sizes."""
+    if (shape.head_dim, shape.v_head_dim) != (times.head_dim, times.v_head_dim):
+        raise ValueError(
+            f"this calibration is of heads of {times.head_dim} and {times.v_head_dim}; got {shape.head_dim} and {shape.v_head_dim}: "
+            f"calibrate with --head-dim {shape.head_dim}"
+        )
+
+
+def fit_prices(samples: Sequence[TimedCalls]) -> CallPrices:
+    """The prices that fit these samples best; none is negative."""
+    samples = [s for s in samples if any(s.calls)]
+    if not samples:
+        raise ValueError("prices of tiles need at least one timed call")
+    ns = np.array([s.ns for s in samples])
+    widths = [x.shape[1] for x in next(call for s in samples for call in s.calls if call)]
+    prices = CallPrices(tuple(FIRST_PRICES[:width] for width in widths), 0.0)
+    for _ in range(ROUNDS):
+        table = np.array([_busiest(s.calls, prices) for s in samples])
+        found = _not_negative(table / ns[:, None], np.ones(len(ns)))
+        at = np.cumsum([0, *widths])
+        each = tuple(tuple(map(float, found[a:b])) for a, b in pairwise(at))
+        prices = CallPrices(each, float(found[-1]))
+    return prices
+
+
+def _busiest(calls: list[Call], prices: CallPrices) -> Floats:
+    """The counts of each launch's busiest program, and how many calls there are, summed over calls."""
+    total = np.zeros(sum(map(len, prices.launches)) + 1)
+    for call in filter(None, calls):
+        rows = [x[np.argmax(x @ np.array(p))] for x, p in zip(call, prices.launches, strict=True)]
+        total += np.concatenate([*rows, [1.0]])
+    return total
+
+
+def _not_negative(table: Floats, wanted: Floats) -> Floats:
+    """Least squares; columns that would get a negative price are left out, and cost nothing."""
+    kept = np.arange(table.shape[1])
+    while True:
+        found, *_ = np.linalg.lstsq(table[:, kept], wanted, rcond=None)
+        if found.min() >= 0 or len(kept) == 1:
+            break
+        kept = kept[found > 0]
+    prices = np.zeros(table.shape[1])
+    prices[kept] = np.maximum(found, 0)
+    return prices
