@@ -10,7 +10,8 @@ from its own tokens apart from the rest), and puts them together like this, for 
     step              sum over masks of layers x (forward + backward attention)  +  layers x linear time of its tokens
 
 The step takes as long as its slowest rank. *Exposed* is the part of attention's time in which a rank does not compute. What is
-approximate: a ring's work is spread evenly over its hops after the first; every hop takes as long as the slowest link of its ring; an
+approximate: a ring's work is spread evenly over its hops after the first, which is as good as exact under causal and full masks (under
+others it is counted hop by hop, and a rank waits for the one before it); every hop takes as long as the slowest link of its ring; an
 exchange takes as long as the busiest port among a rank and the ranks that send to it; a rank waits for the work of the ranks that send
 results to it, but not for whom those wait.
 Everything is an integer in nanoseconds and rounded up.
@@ -25,16 +26,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcp.batch import Batch
+from flexcp.batch import Batch, LayerMask
 from flexcp.clusters import NOMINAL_SPEED, Cluster
 from flexcp.cost import CostModel
 from flexcp.flows import KeptKeys, Moves, exchange_ns, find_needs, join_flows, moves_of, ports_ns, through_ports
 from flexcp.intervals import united
-from flexcp.masks import Q0, Q1
+from flexcp.masks import Q0, Q1, causal, full
 from flexcp.pieces import Shape
 from flexcp.plan import Placement, sums
 from flexcp.stages import choose_stages
-from flexcp.work import Rings, Work, count_pairs, rank_work, rings_of, work_ns
+from flexcp.work import Rings, Work, count_pairs, hop_work, rank_work, rings_of, work_ns
 
 Ints = NDArray[np.int64]
 
@@ -112,15 +113,22 @@ def predict(placement: Placement, shape: Shape, cluster: Cluster, cost: CostMode
         needs = find_needs(placement, shape, cluster, mask, regions, pairs) if needed else None
         pairs_of_ranks = rank_work(placement, regions, pairs, cost)
         kept = budget.take(mask, needs)
+        by_hop = hop_work(placement, mask, regions, rings, cost) if rings.turn and _is_uneven(mask) else None
         forward = None
         for backward, moves in enumerate(moves_of(placement, shape, needs, kept)):
-            work = work_ns(pairs_of_ranks, rings, shape, cluster, cost, bool(backward))
-            compute += mask.layers * (work.own + work.rest)
-            if needs is None:
-                ns = _static_ns(work, moves, rings, cluster, cost)
+            if by_hop is not None:
+                spans = np.stack([cost.attention_ns(w, shape, cluster, bool(backward)) for w in by_hop.T], axis=1)
+                spans += cost.kernel_ns * (by_hop > 0)
+                busy, ns = spans.sum(axis=1), _turned_ns(spans, moves, rings, cluster, cost)
             else:
-                chosen = choose_stages(placement, needs, work, moves, cluster, cost, forward)
-                forward, ns = chosen if kept else None, chosen.ns
+                work = work_ns(pairs_of_ranks, rings, shape, cluster, cost, bool(backward))
+                busy = work.own + work.rest
+                if needs is None:
+                    ns = _static_ns(work, moves, rings, cluster, cost)
+                else:
+                    chosen = choose_stages(placement, needs, work, moves, cluster, cost, forward)
+                    forward, ns = chosen if kept else None, chosen.ns
+            compute += mask.layers * busy
             total += mask.layers * _until_results_are_home(ns, moves)
             all_moves.append(moves)
     layers = sum(mask.layers for mask in placement.batch.masks)
@@ -180,6 +188,30 @@ def _static_ns(work: Work, moves: Moves, rings: Rings, cluster: Cluster, cost: C
         alone, together = np.minimum(hops - 1, 1), np.maximum(hops - 2, 0)
         turning += alone * (np.maximum(each, keys) + np.maximum(each, grads) - each) + together * np.maximum(each, both)
     return there + np.where(rings.positions > 1, turning, own + rest) + home
+
+
+def _is_uneven(mask: LayerMask) -> bool:
+    """Whether hops of a ring bring work that differs from hop to hop."""
+    return any(rule not in (causal(), full()) for rule in mask.rules)
+
+
+def _turned_ns(spans: Ints, moves: Moves, rings: Rings, cluster: Cluster, cost: CostModel) -> Ints:
+    """Time of each rank for one layer's attention in one direction around rings, from its work by hop, waiting included."""
+    keys, grads, both = _hops_ns(moves, rings, cluster, cost)
+    if len(moves.dkv_hops.size) == 0:
+        grads, both = np.zeros_like(keys), keys
+    last = rings.positions - 1
+    begin = np.zeros(cluster.ranks, np.int64)
+    for hop in range(spans.shape[1]):
+        # What travels beside this hop's work: the next hop's keys, and gradients two hops behind theirs.
+        beside = np.where(hop < last, keys if hop < 2 else both, grads if hop >= 2 else 0)
+        meeting = np.maximum(begin, begin[rings.before])
+        end = np.maximum(begin + spans[:, hop], np.where(beside > 0, meeting + beside, 0))
+        begin = np.where(hop <= last, end, begin)
+    home = np.where(last > 0, grads, 0)
+    turned = np.maximum(begin, np.where(home > 0, begin[rings.before], 0)) + home
+    there, back = (exchange_ns(flows, cluster, cost) for flows in (moves.inputs, moves.outputs))
+    return np.asarray(there + turned + back)
 
 
 def _hops_ns(moves: Moves, rings: Rings, cluster: Cluster, cost: CostModel) -> tuple[Ints, Ints, Ints]:

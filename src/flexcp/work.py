@@ -1,7 +1,8 @@
 """Work: how many pairs each rank computes, those of its own tokens apart from the rest.
 
 Pairs are counted exactly. Every pass over a region also pays for its row tiles: one over the keys at home, and one for each stage or
-hop that brings keys it reads. For rings, what the ranks of one position keep is at home for all of them.
+hop that brings keys it reads. For rings, what the ranks of one position keep is at home for all of them; :func:`hop_work` counts what each
+hop brings.
 """
 
 from __future__ import annotations
@@ -23,28 +24,34 @@ Ints = NDArray[np.int64]
 
 
 class Rings(NamedTuple):
-    """Where each rank stands: its group's number of ring positions, and labels of its position and its group.
+    """Where each rank stands: its group's number of ring positions, labels of its position and its group, the rank its keys come from.
 
-    Ranks of one position hold each other's keys before the ring turns. Without rings every rank is a position of its own.
+    Ranks of one position hold each other's keys before the ring turns. Without rings every rank is a position of its own. ``number`` is a
+    position's in its ring: keys go from each to the next.
     """
 
     turn: bool
     positions: Ints
     position: Ints
     group: Ints
+    number: Ints
+    before: Ints
 
 
 def rings_of(placement: Placement) -> Rings:
     """Where the ranks of a placement stand."""
     alone = np.arange(placement.ranks, dtype=np.int64)
     if placement.traffic.kind != "ring":
-        return Rings(False, np.ones_like(alone), alone, alone)
+        return Rings(False, np.ones_like(alone), alone, alone, np.zeros_like(alone), alone)
     positions, position, group = np.ones_like(alone), alone.copy(), alone.copy()
+    number, before = np.zeros_like(alone), alone.copy()
     for ranks in grids_by_shape(placement):
         positions[ranks] = ranks.shape[1]
         position[ranks] = ranks[:, :, :1]
         group[ranks] = ranks[:, :1, :1]
-    return Rings(True, positions, position, group)
+        number[ranks] = np.arange(ranks.shape[1])[:, None]
+        before[ranks] = np.roll(ranks, 1, axis=1)
+    return Rings(True, positions, position, group, number, before)
 
 
 def grids_by_shape(placement: Placement) -> list[Ints]:
@@ -116,6 +123,24 @@ def rank_work(placement: Placement, regions: Regions, pairs: Pairs, cost: CostMo
     rest = (pairs.all - pairs.own + tiles * pairs.hops) * heads
     again = tiles * (pairs.hops > 0) * heads
     return Work(*(sums(regions.rank, amount, placement.ranks) for amount in (own, rest, again)))
+
+
+def hop_work(placement: Placement, mask: LayerMask, regions: Regions, rings: Rings, cost: CostModel) -> Ints:
+    """Pairs x query heads of each rank on the keys of each hop, ``[rank, hop]``, row tiles included; hop 0 is what its position keeps."""
+    index, slices = mask.cuts(regions.document, regions.q0, regions.q1, regions.k0, regions.k1)
+    begin = placement.batch.starts[regions.document[index]]
+    order = np.argsort(placement.runs.start)
+    start, stop, keeper = (column[order] for column in (placement.runs.start, placement.runs.stop, placement.runs.rank))
+    item, run = overlaps(begin + slices[:, K0], begin + slices[:, K1], start, stop)
+    pairs = area(cut(slices[item], 0, placement.stream, start[run] - begin[item], stop[run] - begin[item]))
+    worker = regions.rank[index[item]]
+    hop = (rings.number[worker] - rings.number[keeper[run]]) % rings.positions[worker]
+    hops = int(rings.positions.max())
+    of_region = sums(index[item] * hops + hop, pairs, len(regions) * hops).reshape(-1, hops)
+    tiles = cost.row_tiles_work(regions.q1 - regions.q0)[:, None]
+    work = (of_region + tiles * (of_region > 0)) * (regions.h1 - regions.h0)[:, None]
+    at = regions.rank[:, None] * hops + np.arange(hops)
+    return sums(at.reshape(-1), work.reshape(-1), placement.ranks * hops).reshape(-1, hops)
 
 
 def _own_area(slices: Ints, begin: Ints, position: Ints, runs: tuple[Ints, Ints, Ints], stream: int) -> Ints:
