@@ -184,34 +184,34 @@ def plan_work() -> dict[str, Any]:
 
 
 def plans(argument: Any) -> Any:
-    """TFLOP/s of a rank's stages together against the kernel's rate on one full square, and what tiles alone allow."""
+    """TFLOP/s of a rank's stages together against the kernel's rate on one full square, in turns, and what tiles alone allow."""
     import torch
 
     from flexcp.executor.kernels.choose import choose_kernel
     from flexcp.measure import kernel_bench as b
+    from flexcp.measure.kernel_work import workload
 
     made = dict(np.load(argument["file"])) if argument["file"] else plan_work()
     device = torch.device("cuda", 0)
     kernel = choose_kernel(device, torch.bfloat16, 128).kernel
-    dense = b.bench(["full"], 8192, b.Heads(), [kernel], check=False)[0]
+    square, heads = workload("full", TOKENS_PER_RANK), b.Heads()
+    calls = b.our_calls(kernel, square.slices(), b.random_tensors(square.tokens, heads, device), heads)
+    flops = heads.flops(square.pairs()) / 1e9
     rows = []
     for data, ranks in DATA:
-        samples = []
-        for seed in range(PACKS):
-            for rank in range(0, ranks, ranks // RANKS_TIMED):
-                prefix = f"{data}/{ranks}/{seed}/{rank}"
-                samples.append([b.work_rate(kernel, _lists(made, f"{prefix}/{d}/"), bool(d)) for d in (0, 1)])
-        rates = np.array([[way[0] for way in s] for s in samples])
-        tiles = np.array([[way[1] for way in s] for s in samples])
-        rows.append(
-            {
-                "data": data, "ranks": ranks, "kernel": kernel, "samples": len(samples),
-                "dense forward": dense.forward, "dense backward": dense.backward,
-                "forward": rates[:, 0].mean(), "backward": rates[:, 1].mean(),
-                "forward share": rates[:, 0].mean() / dense.forward, "backward share": rates[:, 1].mean() / dense.backward,
-                "tiles allow forward": tiles[:, 0].mean(), "tiles allow backward": tiles[:, 1].mean(),
-            }
-        )  # fmt: skip
+        row: dict[str, Any] = {"data": data, "ranks": ranks, "kernel": kernel}
+        for backward, way in enumerate(("forward", "backward")):
+            dense, worth = getattr(calls, way), flops * (b.BACKWARD if backward else 1.0)
+            found = []
+            for seed in range(PACKS):
+                for rank in range(0, ranks, ranks // RANKS_TIMED):
+                    lists = _lists(made, f"{data}/{ranks}/{seed}/{rank}/{backward}/")
+                    rate, tiles, ms = b.work_rate(kernel, lists, bool(backward), dense)
+                    found.append((rate, worth / ms, tiles))
+            rate, square_rate, tiles = np.mean(found, axis=0)
+            row |= {"samples": len(found), way: rate, f"dense {way}": square_rate, f"tiles allow {way}": tiles}
+            row[f"{way} share"] = float(np.mean([rate / dense for rate, dense, _ in found]))
+        rows.append(row)
     return rows
 
 

@@ -12,7 +12,7 @@ import flexcp
 from flexcp.cli.bench_step import as_data, table
 from flexcp.cost import CostModel
 from flexcp.measure.baselines import baselines
-from flexcp.measure.bench_step import BenchTask, Measured, bench, median_error
+from flexcp.measure.bench_step import BenchTask, Measured, _foreign, bench, median_error
 from flexcp.measure.ranks import RankPool
 from flexcp.pieces import Shape
 
@@ -51,6 +51,18 @@ def test_the_median_error_is_of_what_has_both() -> None:
     ]
     assert median_error(rows) is not None and abs(median_error(rows) - 0.15) < 1e-9  # type: ignore[operator]
     assert median_error(rows[2:]) is None
+
+
+def broken(group: Any, task: BenchTask) -> Measured:
+    def run() -> Any:
+        raise RuntimeError("no kernel\nfor this")
+
+    return _foreign(group, task, "theirs", run)
+
+
+def test_a_failure_of_what_is_not_ours_is_its_row(pool: RankPool) -> None:
+    rows = pool.run(broken, TASK, ranks=2)
+    assert rows == [Measured("theirs", missing="RuntimeError: no kernel")] * 2
 
 
 def test_what_is_not_ours_says_why_it_does_not_run() -> None:

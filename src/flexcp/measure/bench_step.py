@@ -26,7 +26,7 @@ from flexcp.cost import CostModel
 from flexcp.executor.op import attention
 from flexcp.executor.step import Step, bind
 from flexcp.masks import Mask
-from flexcp.measure.baselines import baselines
+from flexcp.measure.baselines import Run, baselines
 from flexcp.measure.tile_times import slot_times
 from flexcp.pieces import Shape
 from flexcp.plan import Plan
@@ -81,12 +81,19 @@ def bench(group: dist.ProcessGroup, task: BenchTask) -> Generator[str, None, lis
         rows.append(_strategy(group, task, name))
     for name, run in baselines(group, task.lengths, task.mask, task.shape, task.device).items():
         yield name
-        if isinstance(run, str):
-            rows.append(Measured(name, missing=run))
-        else:
-            forward, step = timed(group, run, task.repeats, task.device)
-            rows.append(Measured(name, 0.0, forward, step))
+        rows.append(_foreign(group, task, name, run))
     return rows
+
+
+def _foreign(group: dist.ProcessGroup, task: BenchTask, name: str, run: Run | str) -> Measured:
+    """What is not ours may fail (on all ranks alike) without costing us the rows that were measured."""
+    if isinstance(run, str):
+        return Measured(name, missing=run)
+    try:
+        forward, step = timed(group, run, task.repeats, task.device)
+    except Exception as error:  # whatever another package raises is that package's row
+        return Measured(name, missing=f"{type(error).__name__}: {error}".splitlines()[0])
+    return Measured(name, 0.0, forward, step)
 
 
 def _strategy(group: dist.ProcessGroup, task: BenchTask, name: str) -> Measured:

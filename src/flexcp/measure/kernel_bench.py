@@ -314,10 +314,13 @@ class Listed:
     h1: int
 
 
-def work_rate(kernel: str, lists: list[Listed], backward: bool, rounds: int = 3) -> tuple[float, float]:
-    """(useful TFLOP/s, useful share of what tiles compute) of a rank's work lists one after the other.
+def work_rate(
+    kernel: str, lists: list[Listed], backward: bool, dense: Callable[[], Any], rounds: int = 3
+) -> tuple[float, float, float]:
+    """Of a rank's work lists one after the other: useful TFLOP/s, useful share of what tiles compute, and milliseconds of ``dense``.
 
-    As the executor runs them: lists of a query shelf add to the same results, which begin with LSEs of -inf.
+    As the executor runs them: lists of a query shelf add to the same results, which begin with LSEs of -inf. ``dense`` takes turns with
+    them, so that both meet the same clock.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     module, size, settings = find_kernel(kernel), 128, Settings(128**-0.5)
@@ -347,7 +350,8 @@ def work_rate(kernel: str, lists: list[Listed], backward: bool, rounds: int = 3)
         for call in calls:
             call()
 
-    return flops / timed({"all": run}, rounds)["all"] / 1e9, flops / computed
+    ms = timed({"all": run, "dense": dense}, rounds)
+    return flops / ms["all"] / 1e9, flops / computed, ms["dense"]
 
 
 def table(results: list[Result], product: float) -> str:
