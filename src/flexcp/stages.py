@@ -8,7 +8,10 @@ With s stages a rank does this (inputs of the next stage and results of the last
     slot s + 1    its own work, second share       | gradients of the last keys, results for moved queries
 
 The own work is shared between the two ends in proportion to what travels there. More stages hide more and start more kernels and
-messages: each rank takes the number that is fastest by the cost model. Equal parts are enough: own work evens the ends out.
+messages: each rank takes the number that would be fastest for it alone. Equal parts are enough: own work evens the ends out.
+
+But a rank sends a stage only when it has begun the slot before it, so whoever waits makes others wait, once a stage. Time is therefore
+counted over all ranks together, slot by slot, and everybody's number is capped where fewer stages are clearly faster that way.
 
 Where the forward's keys are kept for the backward, nothing but moved queries travels there: the backward works on the same parts, each one
 slot earlier, and its gradients follow. The own work then waits for the end unless queries come.
@@ -38,6 +41,8 @@ Ints = NDArray[np.int64]
 MOST_STAGES = 4
 WORTH_PERMILLE = 990
 """One more stage is taken when it cuts the time of a rank to this."""
+TOGETHER_PERMILLE = 1060
+"""Stages are capped for all when that is faster by more than this: the count over all ranks is not exact either."""
 TILE = 128
 """Parts of a piece are cut at multiples of this, so that kernels see few ragged tiles."""
 
@@ -80,24 +85,38 @@ def choose_stages(
     times = _Times(*(exchange_ns(flows, cluster, cost) for flows in exchanges))
     if kept is not None:
         return _timed_kept(kept.number, work, times, cluster)
-    best = _timed(1, work, times, cluster)
+    number = np.ones(placement.ranks, np.int64)
+    parts = _parts(number, work, times, cluster)
     if placement.assemble_own:
         # All work waits for the one stage in which tokens are put in order.
-        return Stages(
-            best.number, np.zeros_like(best.held), work.own + work.rest + times.there + times.back + times.home
-        )
+        return Stages(number, np.zeros_like(number), work.own + work.rest + times.there + times.back + times.home)
+    best = _alone_ns(parts)
     # More stages help only ranks that read keys and wait for something.
     reads = np.zeros(placement.ranks, bool)
     reads[needs.keys.first.rank] = True
-    reads &= best.ns > work.own + work.rest
-    for number in range(2, MOST_STAGES + 1 if reads.any() else 2):
-        more = _timed(number, work, times, cluster)
-        better = reads & (more.ns * 1000 < best.ns * WORTH_PERMILLE)
-        best = Stages(*(np.where(better, new, old) for new, old in zip(more, best, strict=True)))
-    return best
+    reads &= best > work.own + work.rest
+    for count in range(2, MOST_STAGES + 1 if reads.any() else 2):
+        more = _alone_ns(_parts(np.full_like(number, count), work, times, cluster))
+        better = reads & (more * 1000 < best * WORTH_PERMILLE)
+        number, best = np.where(better, count, number), np.where(better, more, best)
+    return _capped(number, work, times, cluster, _peers(moves))
 
 
-def _timed(number: int, work: Work, times: _Times, cluster: Cluster) -> Stages:
+class _Parts(NamedTuple):
+    """For each rank with its number of stages: its own work before and after them and the work of a stage; what travels beside each."""
+
+    number: Ints
+    held: Ints
+    before: Ints
+    each: Ints
+    after: Ints
+    first: Ints
+    into: Ints
+    out: Ints
+    last: Ints
+
+
+def _parts(number: Ints, work: Work, times: _Times, cluster: Cluster) -> _Parts:
     start = cluster.latency_ns * (number > 1)
     into, again, out, returned = (-(-ns // number) + start * (ns > 0) for ns in times[:4])
     each = -(-(work.rest + (number - 1) * work.again) // number)
@@ -105,12 +124,52 @@ def _timed(number: int, work: Work, times: _Times, cluster: Cluster) -> Stages:
     first = into + again
     last = out + returned + times.home - cluster.latency_ns * ((out > 0) & (times.home > 0))  # one exchange
     held = 1000 * last // np.maximum(first + last, 1)
-    second = work.own * held // 1000
-    ns = np.maximum(work.own - second, first)
-    for slot in range(1, number + 1):
-        under = [into] * (slot < number) + [out] * (slot > 1)
-        ns += np.maximum(each, np.maximum.reduce(under)) if under else each
-    return Stages(np.full_like(held, number), held, ns + np.maximum(second, last))
+    after = work.own * held // 1000
+    return _Parts(number, held, work.own - after, each, after, first, into, out, last)
+
+
+def _slot(p: _Parts, slot: int) -> tuple[Ints, Ints]:
+    """(work, what travels beside it) of each rank in a slot."""
+    if slot == 0:
+        return p.before, p.first
+    inside, end = slot <= p.number, slot == p.number + 1
+    beside = np.maximum(np.where(slot < p.number, p.into, 0), np.where(inside & (slot > 1), p.out, 0))
+    return np.where(inside, p.each, np.where(end, p.after, 0)), np.where(end, p.last, beside)
+
+
+def _alone_ns(p: _Parts) -> Ints:
+    """Time of each rank if everybody else is always ready."""
+    slots = [np.maximum(*_slot(p, slot)) for slot in range(int(p.number.max()) + 2)]
+    return np.asarray(sum(slots))
+
+
+def _together_ns(p: _Parts, source: Ints, target: Ints) -> Ints:
+    """Time of each rank where what a slot brings starts when all who send it have begun the slot before."""
+    begin = np.zeros_like(p.number)
+    for slot in range(int(p.number.max()) + 2):
+        work, beside = _slot(p, slot)
+        ready = begin.copy()
+        np.maximum.at(ready, target, begin[source])
+        begin = np.maximum(begin + work, np.where(beside > 0, ready + beside, 0))
+    return begin
+
+
+def _peers(moves: Moves) -> tuple[Ints, Ints]:
+    """(source, target) of all that moves, each pair once."""
+    flows = join_flows([moves.inputs, moves.relays, moves.gradients, moves.relayed, moves.outputs])
+    span = int(max(flows.source.max(initial=0), flows.target.max(initial=0))) + 1
+    pairs = np.unique((flows.source * span + flows.target)[flows.source != flows.target])
+    return pairs // span, pairs % span
+
+
+def _capped(number: Ints, work: Work, times: _Times, cluster: Cluster, peers: tuple[Ints, Ints]) -> Stages:
+    """The numbers of stages, none above the largest cap that is nearly as fast for all together as the best one."""
+    tried = []
+    for cap in range(int(number.max()), 0, -1):
+        parts = _parts(np.minimum(number, cap), work, times, cluster)
+        tried.append(Stages(parts.number, parts.held, _together_ns(parts, *peers)))
+    least = min(int(found.ns.max()) for found in tried)
+    return next(found for found in tried if int(found.ns.max()) * 1000 <= least * TOGETHER_PERMILLE)
 
 
 def _timed_kept(number: Ints, work: Work, times: _Times, cluster: Cluster) -> Stages:
