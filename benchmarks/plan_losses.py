@@ -1,0 +1,95 @@
+"""Where the time of real plans' work lists goes on an H200, by the prices that ``kernel_fit.py`` fits (nothing is measured here).
+
+    python benchmarks/plan_losses.py        # plans 200 ranks' lists first, half a minute
+
+The lists are those of ``gpu.py --only plans``. *Share* is the predicted time of one full square's worth of pairs over that of the lists,
+to be laid beside the measured one. The rest says what the time goes to: blocks that need no mask, blocks that do (priced like the others),
+what masks add, the fixed price of tiles, programs that wait for the busiest one, and starting calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import kernel_fit
+from flexcp import masks
+from flexcp.calibration import CallPrices, TileTimes
+from flexcp.measure.calibrate_tiles import fit_tiles
+from flexcp.measure.kernel_work import workload
+from flexcp.measure.tile_times import Call, counted
+from flexcp.pieces import Shape
+from gpu import DATA, PACKS, RANKS_TIMED, TOKENS_PER_RANK, plan_work
+
+Floats = NDArray[np.float64]
+SHAPE = Shape(32, 8, 128, 128)
+PARTS = ("clear blocks", "edge blocks", "their masks", "tiles", "waiting for the busiest", "calls")
+
+
+def prices() -> TileTimes:
+    """The prices fitted to the raw times."""
+    raw = json.loads(kernel_fit.RAW.read_text())
+    singles = {shape: kernel_fit.short(found) for shape, found in kernel_fit.singles(raw).items()}
+    return fit_tiles(SHAPE, raw["multiprocessors"], singles, kernel_fit.plan_slots(raw))[0]
+
+
+def spent(calls: list[Call], price: CallPrices, units: int) -> Floats:
+    """Nanoseconds by ``PARTS``."""
+    found = np.zeros(len(PARTS))
+    for call in filter(None, calls):
+        for counts, each in zip(call, map(np.array, price.launches), strict=True):
+            clear, edge = counts[:, :2].sum(axis=0) / units
+            busy = counts @ each
+            tiles = (counts[:, 2:].sum(axis=0) * each[2:]).sum() / units
+            mean = busy.sum() / units
+            found += [clear * each[0], edge * each[0], edge * (each[1] - each[0]), tiles, busy.max() - mean, 0]
+        found[-1] += price.call_ns
+    return found
+
+
+def rank_calls(made: dict[str, Any], prefix: str, backward: bool, units: int) -> tuple[list[Call], int]:
+    """A rank's calls, and its pairs x heads."""
+    calls, pairs, seen = [], 0, set()
+    keys = [k for k in made if k.startswith(prefix) and not k.endswith("/shape")]
+    for key in sorted(keys, key=lambda k: int(k.split("/")[-1])):
+        *_, shelf, _heads, h0, h1 = made[key + "/shape"].tolist()
+        kv_heads = max(1, (h1 - h0) // SHAPE.queries_per_key)
+        calls.append(counted(made[key], h1 - h0, kv_heads, SHAPE, units, backward, shelf in seen))
+        pairs += int(masks.area(made[key]).sum()) * (h1 - h0)
+        seen.add(shelf)
+    return calls, pairs
+
+
+def table(made: dict[str, Any], times: TileTimes) -> list[str]:
+    """A row for each kind of plan and direction."""
+    lines = ["| documents | ranks | direction | share | " + " | ".join(PARTS) + " |", "| --- " * (4 + len(PARTS)) + "|"]
+    units, square = times.multiprocessors, workload("full", TOKENS_PER_RANK)
+    for data, ranks in DATA:
+        for backward, price in ((False, times.forward), (True, times.backward)):
+            whole = counted(square.slices(), SHAPE.heads, SHAPE.kv_heads, SHAPE, units, backward, adds=False)
+            dense = spent([whole], price, units).sum() / (square.pairs() * SHAPE.heads)
+            shares, parts = [], []
+            for seed in range(PACKS):
+                for rank in range(0, ranks, ranks // RANKS_TIMED):
+                    calls, pairs = rank_calls(made, f"{data}/{ranks}/{seed}/{rank}/{int(backward)}/", backward, units)
+                    ns = spent(calls, price, units)
+                    shares.append(dense * pairs / ns.sum())
+                    parts.append(ns / ns.sum())
+            cells = " | ".join(f"{x:.0%}" for x in np.mean(parts, axis=0))
+            way = "backward" if backward else "forward"
+            lines.append(f"| {data} | {ranks} | {way} | {np.mean(shares):.2f} | {cells} |")
+    return lines
+
+
+def main() -> None:
+    """Print the table."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    print("\n".join(table(plan_work(), prices())))
+
+
+if __name__ == "__main__":
+    main()
