@@ -126,9 +126,10 @@ def page(quick: bool) -> str:
         "no placement reaches where documents must be cut.",
         "",
         "What remains of the difference between the closed form that `auto` is scored by and the events: ports that "
-        "several stages or ranks want at once. Over 72 steps of six distributions on 1 and 4 nodes its median error "
-        "against the events is 0.5 %, the 90th percentile 12 %, the worst 19 % (`benchmarks/closed_form.py`); that is one"
-        " reason why `auto` is behind the best in some cells.",
+        "several stages or ranks want at once, shared network cards, and contention, which it does not know. Over 72 steps of six "
+        "distributions on 1 and 4 nodes its median error against the events without contention is 0.5 %, the 90th percentile 9 %, the "
+        "worst 19 % (`benchmarks/closed_form.py`); where attention is alone and the network slow it can be 60 % too fast for `blocks`. "
+        "That is one reason why `auto` is behind the best in some cells.",
         "",
     ]
     console = Console(stderr=True)
