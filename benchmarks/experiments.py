@@ -99,8 +99,7 @@ def sections(quick: bool) -> list[tuple[str, str, Callable[[], list[str]]]]:
             "Milliseconds of attention forward and backward; rivals are the dealing of MagiAttention, ByteScale, WLB-LLM and a ring "
             "over all ranks. Published: FCP 1.13 to 2.21 times the best of them, efficiency 92.9 to 94.7 %. Asked at 256 GPUs: 1.13 at "
             "every point, above 93 %. Not reached: equal lengths, which every dealing divides perfectly (1.00 at 100 %), and "
-            "bimodal on H20 (1.18, but 89 %: half of its tokens are in documents that span many nodes, and the network's share "
-            "is not hidden wholly). Large rings have their work spread evenly over hops.",
+            "bimodal on H20 (1.18, but 89 %; what it waits for was not taken apart). Large rings have their work spread evenly over hops.",
             lambda: block_fcp.scaling(counts, ("h20",) if quick else ("h20", "gb200")),
         ),
         (

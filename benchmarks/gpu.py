@@ -205,7 +205,7 @@ def plans(argument: Any) -> Any:
             found = []
             for seed in range(PACKS):
                 for rank in range(0, ranks, ranks // RANKS_TIMED):
-                    lists = _lists(made, f"{data}/{ranks}/{seed}/{rank}/{backward}/")
+                    lists = rank_lists(made, f"{data}/{ranks}/{seed}/{rank}/{backward}/")
                     rate, tiles, ms = b.work_rate(kernel, lists, bool(backward), dense)
                     found.append((rate, worth / ms, tiles))
             rate, square_rate, tiles = np.mean(found, axis=0)
@@ -215,7 +215,8 @@ def plans(argument: Any) -> Any:
     return rows
 
 
-def _lists(made: dict[str, Any], prefix: str) -> list[Any]:
+def rank_lists(made: dict[str, Any], prefix: str) -> list[Any]:
+    """A rank's work lists of one direction, as :class:`flexcp.measure.kernel_bench.Listed`."""
     from flexcp.measure.kernel_bench import Listed
 
     keys = sorted(

@@ -20,10 +20,11 @@ import kernel_fit
 from flexcp import masks
 from flexcp.calibration import CallPrices, TileTimes
 from flexcp.measure.calibrate_tiles import fit_tiles
+from flexcp.measure.kernel_bench import Listed
 from flexcp.measure.kernel_work import workload
 from flexcp.measure.tile_times import Call, counted
 from flexcp.pieces import Shape
-from gpu import DATA, PACKS, RANKS_TIMED, TOKENS_PER_RANK, plan_work
+from gpu import DATA, PACKS, RANKS_TIMED, TOKENS_PER_RANK, plan_work, rank_lists
 
 Floats = NDArray[np.float64]
 SHAPE = Shape(32, 8, 128, 128)
@@ -51,16 +52,15 @@ def spent(calls: list[Call], price: CallPrices, units: int) -> Floats:
     return found
 
 
-def rank_calls(made: dict[str, Any], prefix: str, backward: bool, units: int) -> tuple[list[Call], int]:
+def rank_calls(lists: list[Listed], backward: bool, units: int) -> tuple[list[Call], int]:
     """A rank's calls, and its pairs x heads."""
     calls, pairs, seen = [], 0, set()
-    keys = [k for k in made if k.startswith(prefix) and not k.endswith("/shape")]
-    for key in sorted(keys, key=lambda k: int(k.split("/")[-1])):
-        *_, shelf, _heads, h0, h1 = made[key + "/shape"].tolist()
-        kv_heads = max(1, (h1 - h0) // SHAPE.queries_per_key)
-        calls.append(counted(made[key], h1 - h0, kv_heads, SHAPE, units, backward, shelf in seen))
-        pairs += int(masks.area(made[key]).sum()) * (h1 - h0)
-        seen.add(shelf)
+    for x in lists:
+        heads = x.h1 - x.h0
+        kv_heads = max(1, heads // SHAPE.queries_per_key)
+        calls.append(counted(x.slices, heads, kv_heads, SHAPE, units, backward, x.shelf in seen))
+        pairs += int(masks.area(x.slices).sum()) * heads
+        seen.add(x.shelf)
     return calls, pairs
 
 
@@ -75,7 +75,8 @@ def table(made: dict[str, Any], times: TileTimes) -> list[str]:
             shares, parts = [], []
             for seed in range(PACKS):
                 for rank in range(0, ranks, ranks // RANKS_TIMED):
-                    calls, pairs = rank_calls(made, f"{data}/{ranks}/{seed}/{rank}/{int(backward)}/", backward, units)
+                    lists = rank_lists(made, f"{data}/{ranks}/{seed}/{rank}/{int(backward)}/")
+                    calls, pairs = rank_calls(lists, backward, units)
                     ns = spent(calls, price, units)
                     shares.append(dense * pairs / ns.sum())
                     parts.append(ns / ns.sum())
