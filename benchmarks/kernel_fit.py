@@ -42,10 +42,10 @@ def singles(raw: dict[str, Any]) -> dict[Shape, list[Sample]]:
 
 def plan_slots(raw: dict[str, Any]) -> list[PlanSlots]:
     """Slots of plans that planners still make; the others say nothing about today's."""
-    found = []
+    found, shape = [], next(iter(singles(raw)))
     for p in raw["plans"]:
         name = (p["lengths"], p["ranks"], p["strategy"])
-        if the_plan(*name, next(iter(singles(raw)))).hash == p["plan"]:
+        if the_plan(*name, shape).hash == p["plan"]:
             found.append(PlanSlots(*name, p["backward"], tuple(map(tuple, p["ns"]))))
     return found
 

@@ -22,7 +22,7 @@ from flexcp.calibration import CallPrices, TileTimes
 from flexcp.measure.calibrate_tiles import fit_tiles
 from flexcp.measure.kernel_bench import Listed
 from flexcp.measure.kernel_work import workload
-from flexcp.measure.tile_times import Call, counted
+from flexcp.measure.tile_times import Call, adding, counted
 from flexcp.pieces import Shape
 from gpu import DATA, PACKS, RANKS_TIMED, TOKENS_PER_RANK, plan_work, rank_lists
 
@@ -54,13 +54,12 @@ def spent(calls: list[Call], price: CallPrices, units: int) -> Floats:
 
 def rank_calls(lists: list[Listed], backward: bool, units: int) -> tuple[list[Call], int]:
     """A rank's calls, and its pairs x heads."""
-    calls, pairs, seen = [], 0, set()
-    for x in lists:
+    calls, pairs = [], 0
+    for x, adds in zip(lists, adding((x.shelf, x.h0, x.h1) for x in lists), strict=True):
         heads = x.h1 - x.h0
         kv_heads = max(1, heads // SHAPE.queries_per_key)
-        calls.append(counted(x.slices, heads, kv_heads, SHAPE, units, backward, x.shelf in seen))
+        calls.append(counted(x.slices, heads, kv_heads, SHAPE, units, backward, adds))
         pairs += int(masks.area(x.slices).sum()) * heads
-        seen.add(x.shelf)
     return calls, pairs
 
 

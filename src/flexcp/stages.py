@@ -11,7 +11,8 @@ The own work is shared between the two ends in proportion to what travels there.
 messages: each rank takes the number that would be fastest for it alone. Equal parts are enough: own work evens the ends out.
 
 But a rank sends a stage only when it has begun the slot before it, so whoever waits makes others wait, once a stage. Time is therefore
-counted over all ranks together, slot by slot, and everybody's number is capped where fewer stages are clearly faster that way.
+counted over all ranks together, slot by slot, and everybody's number is capped where fewer stages are clearly faster that way. (A backward
+whose keys were kept is still counted rank by rank.)
 
 Where the forward's keys are kept for the backward, nothing but moved queries travels there: the backward works on the same parts, each one
 slot earlier, and its gradients follow. The own work then waits for the end unless queries come.
@@ -74,7 +75,7 @@ def choose_stages(
     cost: CostModel,
     kept: Stages | None = None,
 ) -> Stages:
-    """The fastest number of stages of each rank, or, in a backward whose keys are ``kept``, the forward's. ``work`` is in nanoseconds."""
+    """Each rank's number of stages, or, in a backward whose keys are ``kept``, the forward's. ``work`` is in nanoseconds."""
     exchanges = (
         join_flows([moves.inputs, moves.relays]),
         moves.relays,
@@ -86,11 +87,10 @@ def choose_stages(
     if kept is not None:
         return _timed_kept(kept.number, work, times, cluster)
     number = np.ones(placement.ranks, np.int64)
-    parts = _parts(number, work, times, cluster)
     if placement.assemble_own:
         # All work waits for the one stage in which tokens are put in order.
         return Stages(number, np.zeros_like(number), work.own + work.rest + times.there + times.back + times.home)
-    best = _alone_ns(parts)
+    best = _alone_ns(_parts(number, work, times, cluster))
     # More stages help only ranks that read keys and wait for something.
     reads = np.zeros(placement.ranks, bool)
     reads[needs.keys.first.rank] = True

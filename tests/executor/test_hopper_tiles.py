@@ -50,14 +50,17 @@ def test_loads_are_those_of_the_kernels_own_loop() -> None:
         assert expected.sum() == of_tile.sum() * groups
 
 
+@pytest.mark.parametrize("share", [1, 4, 6, 7])
 @pytest.mark.parametrize("mask", [masks.causal(), masks.full(), masks.lambda_(64, 200), masks.shared_question()])
-def test_launches_hold_every_block_once(mask: masks.Mask) -> None:
+def test_launches_hold_every_block_as_often_as_heads_pass_it(mask: masks.Mask, share: int) -> None:
     slices = mask.slices(1000)
-    queries, keys = query_tiles(slices, 4), key_tiles(slices, 4)
-    (forward,) = launches(slices, 8, 2, ROW, 132, False)
-    of_keys, of_queries = launches(slices, 8, 2, ROW, 132, True)
+    queries, keys = query_tiles(slices, share), key_tiles(slices, share)
+    (forward,) = launches(slices, 2 * share, 2, ROW, 132, False)
+    of_keys, of_queries = launches(slices, 2 * share, 2, ROW, 132, True)
+    passes = {1: 2, 4: 2, 6: 6, 7: 14}[share]  # two KV heads, and heads that are not packed together
     assert np.array_equal(forward, of_queries)
-    assert forward.sum(axis=0).tolist() == [2 * queries.clear_blocks, 2 * queries.edge_blocks, 2 * len(queries.tiles)]
-    assert of_keys[:, :2].sum(axis=0).tolist() == [2 * keys.clear_blocks, 2 * keys.edge_blocks]
+    blocks = (queries.clear_blocks, queries.edge_blocks, len(queries.tiles))
+    assert forward.sum(axis=0).tolist() == [passes * count for count in blocks]
+    assert of_keys[:, :2].sum(axis=0).tolist() == [passes * keys.clear_blocks, passes * keys.edge_blocks]
     assert of_keys[:, 2].sum() >= 2 * len(keys.tiles)  # long ones are split
-    assert launches(slices[:0], 8, 2, ROW, 132, True) == []
+    assert launches(slices[:0], 2 * share, 2, ROW, 132, True) == []

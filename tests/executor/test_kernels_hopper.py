@@ -10,11 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from flexcp import masks
 from flexcp.executor.kernels import hopper_kernel
 
 SCRIPT = Path(__file__).with_name("hopper_compile.py")
@@ -40,3 +42,13 @@ def test_refuses_what_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hopper_kernel.supports(cuda, torch.bfloat16, 128, 64) is None
     assert "64, 128; got 80" in (hopper_kernel.supports(cuda, torch.bfloat16, 80, 80) or "")
     assert "got torch.float32" in (hopper_kernel.supports(cuda, torch.float32, 128, 128) or "")
+
+
+def test_a_work_list_counts_its_turns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    work = hopper_kernel.HopperWork(masks.full().slices(65_536), 32, 8, 128, 128, torch.device("cpu"))
+    assert work.forward_segments.count == 2048 and work.in_turn(132) == 132 and work.in_turn(116) == 116
+    monkeypatch.setattr(hopper_kernel, "tiles_in_turn", lambda *_: 0)
+    assert work.in_turn(132) == 132 and work.in_turn(100) == 0
+    nothing = hopper_kernel.HopperWork(np.zeros((0, 6), np.int64), 8, 2, 128, 128, torch.device("cpu"))
+    assert nothing.forward_segments.count == 0

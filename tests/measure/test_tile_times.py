@@ -17,7 +17,7 @@ from flexcp.cost import CostModel
 from flexcp.executor.program import rank_program
 from flexcp.measure.calibrate_kernels import sample_of
 from flexcp.measure.calibrate_tiles import FITTED, PlanSlots, fit_tiles, one_kv_head, single_call, the_plan
-from flexcp.measure.tile_times import TimedCalls, call_ns, counted, fit_prices, plan_calls, slot_times
+from flexcp.measure.tile_times import TimedCalls, adding, call_ns, counted, fit_prices, plan_calls, slot_times
 from flexcp.pieces import Shape
 from flexcp.simulator.training import simulate
 
@@ -68,6 +68,19 @@ def test_a_launch_lasts_as_long_as_its_busiest_program() -> None:
     call = [np.array([[1, 0, 1, 0], [2, 3, 1, 1]])]
     assert call_ns(call, FORWARD) == 7000 + 2 * 1600 + 3 * 2800 + 3800 + 1200
     assert call_ns([], FORWARD) == 0
+
+
+def test_lists_add_where_an_earlier_one_wrote_the_same_heads() -> None:
+    lists = [(0, 0, 4), (0, 4, 8), (1, 0, 8), (0, 2, 6), (1, 7, 8), (2, 0, 8)]
+    assert adding(lists) == [False, False, False, True, True, False]
+
+
+def test_slower_ranks_take_longer() -> None:
+    planner = flexcp.Planner(8, 2, 128, cluster=flexcp.cluster("h100", 1, 2, speeds=[1.0, 0.5]), strategy="ring")
+    plan = planner([1500, 400])
+    even = replace(plan, cluster=flexcp.cluster("h100", 1, 2))
+    slow, nominal = (slot_times(p, 0, False, TIMES) for p in (plan, even))
+    assert np.array_equal(slow[0], nominal[0]) and np.all(np.abs(slow[1] - 2 * nominal[1]) <= 1)
 
 
 def test_a_plans_slots_are_its_work_lists_and_add_after_the_first() -> None:

@@ -76,6 +76,7 @@ def _task(
     from flexcp.data.lengths import parse_lengths
     from flexcp.masks import Mask, parse_mask
     from flexcp.measure.bench_step import BenchTask
+    from flexcp.measure.tile_times import refuse_other_heads
     from flexcp.pieces import Shape
     from flexcp.simulator.compare import NAMES, without_linear
 
@@ -97,7 +98,10 @@ def _task(
     )
     names = NAMES if strategies == "all" else tuple(strategies.split(","))
     known = (tuple(parse_lengths(lengths)), rule, shape, where, without_linear(found.cost), names)
-    return BenchTask(*known, device, repeats, tiles=found.tiles)
+    tiles = found.tiles if device == "cuda" else None
+    if tiles is not None:
+        refuse_other_heads(shape, tiles)  # before anything is measured
+    return BenchTask(*known, device, repeats, tiles=tiles)
 
 
 def _on_pool(task: BenchTask, ranks: int, say: Any) -> list[Measured]:

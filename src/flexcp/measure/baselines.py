@@ -52,24 +52,24 @@ def _context_parallel(
     sizes = [(shape.heads, shape.head_dim), (shape.kv_heads, shape.head_dim), (shape.kv_heads, shape.v_head_dim)]
     dtype = getattr(torch, shape.dtype)
 
-    def inside(n: int) -> AbstractContextManager[None]:
-        # It reads the length from a buffer that it may shard; the tensors here are shards from the start.
-        length = torch.empty(n, device=device)
-        return context_parallel(mesh, buffers=[length], buffer_seq_dims=[0], no_restore_buffers={length})
+    def inside() -> AbstractContextManager[None]:
+        # It wants a buffer that it may shard; the tensors here are shards from the start.
+        buffer = torch.empty(2 * ranks, device=device)
+        return context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0], no_restore_buffers={buffer})
 
     def run() -> tuple[list[Tensor], Callable[[], Any]]:
         kept = []
-        for n in documents:
-            q, k, v = (
-                torch.randn(1, h, n // ranks, d, device=device, dtype=dtype, requires_grad=True) for h, d in sizes
-            )
-            with inside(n):
+        with inside():
+            for n in documents:
+                q, k, v = (
+                    torch.randn(1, h, n // ranks, d, device=device, dtype=dtype, requires_grad=True) for h, d in sizes
+                )
                 out = F.scaled_dot_product_attention(q, k, v, is_causal=str(mask) == "causal", enable_gqa=True)
-            kept.append((out, (q, k, v)))
+                kept.append((out, (q, k, v)))
 
         def backward() -> None:
-            for n, (out, inputs) in zip(documents, kept, strict=True):
-                with inside(n):
+            with inside():
+                for out, inputs in kept:
                     torch.autograd.grad(out, inputs, torch.ones_like(out))
 
         return [out for out, _ in kept], backward

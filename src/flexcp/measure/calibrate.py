@@ -1,4 +1,4 @@
-"""Calibrate: measure this machine and fit a cost model to it, in well under two minutes.
+"""Calibrate: measure this machine and fit a cost model to it, in under two minutes (on a GPU as a whole not timed yet).
 
 Kernels, the rest of a layer and links are measured apart (:mod:`calibrate_kernels`, :mod:`calibrate_layers`, :mod:`calibrate_links`) and
 fitted (:mod:`fit`); every third measurement is held out and tells the error. The peak that efficiencies refer to is a large matrix
@@ -112,7 +112,7 @@ def calibrated(found: Measured, task: KernelTask, model: Model, name: str, machi
     tiles = None
     if found.plans:
         units = torch.cuda.get_device_properties().multi_processor_count
-        singles = {shape: found.samples, one_kv_head(shape): found.one_kv_head}
+        singles = {one_kv_head(shape): found.one_kv_head} | {shape: found.samples}
         tiles, errors_of_tiles = fit_tiles(shape, units, singles, found.plans)
         held_out |= errors_of_tiles
     return Calibration(replace(cost, **together), machine, speeds, held_out, tiles)

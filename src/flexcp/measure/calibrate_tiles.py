@@ -25,6 +25,7 @@ from flexcp.measure.tile_times import TimedCalls, call_ns, counted, fit_prices, 
 from flexcp.pieces import Shape
 from flexcp.plan import Plan
 from flexcp.planner import Planner
+from flexcp.planners.request import Refused
 
 FITTED = (("web", 8, "zigzag"), ("web", 8, "blocks"))
 HELD_OUT = (
@@ -63,10 +64,13 @@ def one_kv_head(shape: Shape) -> Shape:
 
 
 def measure_plans(task: KernelTask) -> list[PlanSlots]:
-    """Every rank's slots of the plans, one after the other on this GPU."""
+    """Every rank's slots of the plans, one after the other on this GPU; what a strategy refuses with these heads is left out."""
     found = []
     for name in (*FITTED, *HELD_OUT):
-        plan = the_plan(*name, task.shape)
+        try:
+            plan = the_plan(*name, task.shape)
+        except Refused:
+            continue
         for backward in (False, True):
             ns = replay.slot_times(plan, 0, backward, task.device, task.repeats)
             found.append(PlanSlots(*name, backward, tuple(map(tuple, ns.tolist()))))
@@ -76,7 +80,7 @@ def measure_plans(task: KernelTask) -> list[PlanSlots]:
 @cache
 def the_plan(lengths: str, ranks: int, strategy: str, shape: Shape) -> Plan:
     """The plan of a name: the same on every machine."""
-    sizes = (shape.heads, shape.kv_heads, shape.head_dim)
+    sizes = (shape.heads, shape.kv_heads, shape.head_dim, shape.v_head_dim)
     planner = Planner(*sizes, dtype=shape.dtype, cluster=cluster("h100", 1, ranks), strategy=strategy)
     return planner(draw_lengths(lengths, TOKENS_PER_RANK * ranks, 0))
 

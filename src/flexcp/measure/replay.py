@@ -130,13 +130,14 @@ def _pass_on_cpu(slots: list[list[Callable[[], Any]]]) -> list[float]:
 
 
 def _pass_on_gpu(slots: list[list[Callable[[], Any]]]) -> list[float]:
-    stamps = [torch.cuda.Event(enable_timing=True) for _ in range(len(slots) + 1)]
-    keep_busy()
-    stamps[0].record()
-    for calls, stamp in zip(slots, stamps[1:], strict=True):
+    stamps = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in slots]
+    for calls, (first, last) in zip(slots, stamps, strict=True):
+        if calls:
+            keep_busy()
+        first.record()
         for call in calls:
             call()
-        stamp.record()
+        last.record()
     torch.cuda.synchronize()
-    between = zip(stamps, stamps[1:], slots, strict=False)
-    return [float(a.elapsed_time(b)) * 1e6 if calls else 0.0 for a, b, calls in between]
+    between = zip(stamps, slots, strict=True)
+    return [float(first.elapsed_time(last)) * 1e6 if calls else 0.0 for (first, last), calls in between]

@@ -8,7 +8,7 @@ Relative errors are what counts. A finished plan's slots can then be timed on an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexcp.calibration import CallPrices, TileTimes
+from flexcp.clusters import NOMINAL_SPEED
 from flexcp.executor.kernels.hopper_tiles import launches
 from flexcp.executor.program import rank_program
 from flexcp.pieces import Shape
@@ -48,17 +49,25 @@ def plan_calls(plan: Plan, rank: int, mask: int, backward: bool, units: int) -> 
     """The calls of each slot of a rank."""
     program = rank_program(plan, rank, mask, backward)
     share = plan.shape.queries_per_key
-    seen: set[int] = set()
+    adds = iter(adding((work.q_shelf, work.h0, work.h1) for slot in program.slots for work in slot.work))
     slots = []
     for slot in program.slots:
         calls = []
         for work in slot.work:
             kv_heads = -(-work.h1 // share) - work.h0 // share
-            adds = work.q_shelf in seen
-            calls.append(counted(work.slices, work.h1 - work.h0, kv_heads, plan.shape, units, backward, adds))
-        seen |= {work.q_shelf for work in slot.work}
+            calls.append(counted(work.slices, work.h1 - work.h0, kv_heads, plan.shape, units, backward, next(adds)))
         slots.append(calls)
     return slots
+
+
+def adding(lists: Iterable[tuple[int, int, int]]) -> list[bool]:
+    """Which of a rank's lists (query shelf, first head, last head + 1) find results of earlier ones."""
+    seen: list[tuple[int, int, int]] = []
+    found = []
+    for shelf, h0, h1 in lists:
+        found.append(any(shelf == other and h0 < last and first < h1 for other, first, last in seen))
+        seen.append((shelf, h0, h1))
+    return found
 
 
 def call_ns(call: Call, prices: CallPrices) -> float:
@@ -73,9 +82,9 @@ def slot_times(plan: Plan, mask: int, backward: bool, times: TileTimes) -> Ints:
     refuse_other_heads(plan.shape, times)
     prices = times.backward if backward else times.forward
     found = np.zeros((plan.ranks, plan.programs[mask][backward].stages), np.int64)
-    for rank in range(plan.ranks):
+    for rank, speed in enumerate(plan.cluster.rank_speeds):
         for number, calls in enumerate(plan_calls(plan, rank, mask, backward, times.multiprocessors)):
-            found[rank, number] = round(sum(call_ns(call, prices) for call in calls))
+            found[rank, number] = round(sum(call_ns(call, prices) for call in calls) * NOMINAL_SPEED / speed)
     return found
 
 

@@ -89,7 +89,10 @@ def launches(slices: Ints, heads: int, kv_heads: int, row_bytes: int, units: int
     if backward:
         made = key_tiles(slices, share)
         keys = segment_list(made, QUERIES // packed_heads(share), longest_part(made, kv_heads, share, units))
-        found.insert(0, _counts(keys, kv_heads, 1, min(units, len(keys.tiles) * kv_heads)))
+        counts = _counts(keys, kv_heads, 1, min(units, len(keys.tiles) * kv_heads))
+        # Query heads that are not packed together pass over a tile's keys one behind the other.
+        counts[:, :2] *= share // packed_heads(share)
+        found.insert(0, counts)
     return found
 
 
