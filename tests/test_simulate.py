@@ -14,10 +14,12 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from flexcp import work as work_counts
 from flexcp.batch import make_batch
 from flexcp.clusters import Cluster, cluster
 from flexcp.cost import CostModel, Model
@@ -30,6 +32,7 @@ from flexcp.planners.layouts import user_layout
 from flexcp.planners.request import Request
 from flexcp.schedule import make_plan
 from flexcp.simulate import Prediction, lower_bound, milliseconds, predict
+from flexcp.work import hop_work, rings_of
 
 Ints = NDArray[np.int64]
 SHAPE = Shape(8, 4, 16, 16)
@@ -366,6 +369,19 @@ def test_times_follow_the_formula(case: tuple[Placement, Shape, Cluster]) -> Non
     cost = replace(COST, row_tile_pairs=0)
     found = predict(placement, shape, machine, cost)
     assert found.rank_ns.tolist() == by_hand(make_plan(placement, shape, machine, cost, "any"), cost).tolist()
+
+
+def test_very_large_rings_are_spread_as_under_a_causal_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_batch([700, 300], lambda_(16, 128))
+    request = Request(batch, SHAPE, cluster("h100", 1, 4), COST, argument="4")
+    placement = static.ring(request)
+    rings = rings_of(placement)
+    found = hop_work(placement, batch.masks[0], placement.regions[0], rings, COST)
+    assert found is not None and len(set(found[3, 1:].tolist())) > 1  # a window's work comes in the first hops
+    counted = predict(placement, SHAPE, request.cluster, COST).total_ns
+    monkeypatch.setattr(work_counts, "MOST_HOP_PARTS", 3)
+    assert hop_work(placement, batch.masks[0], placement.regions[0], rings, COST) is None
+    assert predict(placement, SHAPE, request.cluster, COST).total_ns < counted
 
 
 @settings(max_examples=100, deadline=None)

@@ -11,9 +11,9 @@ from its own tokens apart from the rest), and puts them together like this, for 
 
 The step takes as long as its slowest rank. *Exposed* is the part of attention's time in which a rank does not compute. What is
 approximate: a ring's work is spread evenly over its hops after the first, which is as good as exact under causal and full masks (under
-others it is counted hop by hop, and a rank waits for the one before it); every hop takes as long as the slowest link of its ring; an
-exchange takes as long as the busiest port among a rank and the ranks that send to it; whom a static method's exchange waits for was ready
-from the start.
+others it is counted hop by hop, unless the ring is very large, and a rank waits for the one before it); every hop takes as long as the
+slowest link of its ring; an exchange takes as long as the busiest port among a rank and the ranks that send to it; whom a static method's
+exchange waits for was ready from the start.
 Everything is an integer in nanoseconds and rounded up.
 
 :func:`lower_bound` is the compute of the batch perfectly divided: no placement is predicted faster.
@@ -108,10 +108,10 @@ def predict(placement: Placement, shape: Shape, cluster: Cluster, cost: CostMode
     all_moves: list[Moves] = []
     budget = KeptKeys(placement, shape, keep_kv)
     for mask, regions in zip(placement.batch.masks, placement.regions, strict=True):
-        by_hop, pairs_of_ranks, needs = None, None, None
-        if rings.turn and _is_uneven(mask):
-            by_hop = hop_work(placement, mask, regions, rings, cost)
-        else:
+        uneven = rings.turn and _is_uneven(mask)
+        by_hop = hop_work(placement, mask, regions, rings, cost) if uneven else None
+        pairs_of_ranks, needs = None, None
+        if by_hop is None:
             pairs = count_pairs(placement, mask, regions, rings)
             pairs_of_ranks = rank_work(placement, regions, pairs, cost)
             if placement.traffic.kind == "needed":

@@ -21,6 +21,8 @@ from flexcp.pieces import Shape
 from flexcp.plan import Placement, Regions, sums
 
 Ints = NDArray[np.int64]
+MOST_HOP_PARTS = 100_000
+"""Parts that :func:`hop_work` counts: some 30 ms of planning."""
 
 
 class Rings(NamedTuple):
@@ -125,22 +127,29 @@ def rank_work(placement: Placement, regions: Regions, pairs: Pairs, cost: CostMo
     return Work(*(sums(regions.rank, amount, placement.ranks) for amount in (own, rest, again)))
 
 
-def hop_work(placement: Placement, mask: LayerMask, regions: Regions, rings: Rings, cost: CostModel) -> Ints:
-    """Pairs x query heads of each rank on the keys of each hop, ``[rank, hop]``, row tiles included; hop 0 is what its position keeps."""
+def hop_work(placement: Placement, mask: LayerMask, regions: Regions, rings: Rings, cost: CostModel) -> Ints | None:
+    """Pairs x query heads of each rank on the keys of each hop, ``[rank, hop]``, row tiles included; hop 0 is what its position keeps.
+
+    None where counting would take too long: large rings cut regions into very many parts.
+    """
     index, slices = mask.cuts(regions.document, regions.q0, regions.q1, regions.k0, regions.k1)
     begin = placement.batch.starts[regions.document[index]]
     order = np.argsort(placement.runs.start)
     start, stop, keeper = (column[order] for column in (placement.runs.start, placement.runs.stop, placement.runs.rank))
-    item, run = overlaps(begin + slices[:, K0], begin + slices[:, K1], start, stop)
+    first, last = begin + slices[:, K0], begin + slices[:, K1]
+    if int((np.searchsorted(start, last) - np.searchsorted(stop, first, side="right")).sum()) > MOST_HOP_PARTS:
+        return None
+    item, run = overlaps(first, last, start, stop)
     pairs = area(cut(slices[item], 0, placement.stream, start[run] - begin[item], stop[run] - begin[item]))
     worker = regions.rank[index[item]]
     hop = (rings.number[worker] - rings.number[keeper[run]]) % rings.positions[worker]
     hops = int(rings.positions.max())
-    of_region = sums(index[item] * hops + hop, pairs, len(regions) * hops).reshape(-1, hops)
-    tiles = cost.row_tiles_work(regions.q1 - regions.q0)[:, None]
-    work = (of_region + tiles * (of_region > 0)) * (regions.h1 - regions.h0)[:, None]
-    at = regions.rank[:, None] * hops + np.arange(hops)
-    return sums(at.reshape(-1), work.reshape(-1), placement.ranks * hops).reshape(-1, hops)
+    # A region's pass over what a hop brings, where it sees any of it.
+    passes, of_pass = np.unique((index[item] * hops + hop)[pairs > 0], return_inverse=True)
+    region, hop = passes // hops, passes % hops
+    tiles = cost.row_tiles_work(regions.q1 - regions.q0)[region]
+    work = (sums(of_pass, pairs[pairs > 0], len(passes)) + tiles) * (regions.h1 - regions.h0)[region]
+    return sums(regions.rank[region] * hops + hop, work, placement.ranks * hops).reshape(-1, hops)
 
 
 def _own_area(slices: Ints, begin: Ints, position: Ints, runs: tuple[Ints, Ints, Ints], stream: int) -> Ints:
