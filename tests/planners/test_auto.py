@@ -20,7 +20,7 @@ from flexcp.cost import CostModel
 from flexcp.masks import causal, from_slices, full, lambda_, prefix, shared_question, window
 from flexcp.pieces import Shape
 from flexcp.plan import Placement
-from flexcp.planners.auto import CLOSE, HIGH_EFFORT, auto
+from flexcp.planners.auto import CLOSE, HIGH_EFFORT, _Scored, _Search, auto
 from flexcp.planners.blocks import blocks
 from flexcp.planners.groups import groups
 from flexcp.planners.layouts import user_layout
@@ -242,6 +242,20 @@ def test_a_huge_static_placement_is_left_out_unless_effort_is_high(
     )
     tried.clear()
     assert auto(replace(asked, effort=HIGH_EFFORT)).note.startswith("dp: ")
+
+
+@pytest.mark.parametrize(
+    ("bound", "winner"), [(96, "zigzag"), (97, "blocks"), (99, "blocks"), (100, "zigzag"), (None, "zigzag")]
+)
+def test_a_static_one_left_out_never_beats_the_answer(bound: int | None, winner: str) -> None:
+    """Within the error auto stays static, unless a static one that was not made may be faster than it and no faster than the dynamic."""
+    asked = request([4096] * 8)
+    search = _Search(asked, 4)
+    search.static, search.dynamic = (_Scored(name, blocks(asked), ns) for name, ns in (("zigzag", 100), ("blocks", 97)))
+    search.untried = None if bound is None else (bound, "usp:8,16")
+    note = search.answer().note
+    assert note.startswith(winner)
+    assert ("usp:8,16 at least" in note) == (winner == "blocks")
 
 
 # --- refusals -----------------------------------------------------------------------------------------------------------

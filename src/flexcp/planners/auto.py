@@ -162,6 +162,12 @@ class _Search:
                 why = (
                     f"the best static one, {fixed.name}, takes {milliseconds(fixed.ns)} ms, a difference beyond {error}"
                 )
+            elif self.untried is not None and free.ns <= self.untried[0] < fixed.ns:
+                # A static one that was too large to be made may beat those that were, but not this.
+                winner = free
+                bound, name = self.untried
+                least = f"{name} at least {milliseconds(bound)} ms, and is more than this effort places"
+                why = f"{fixed.name} takes {milliseconds(fixed.ns)} ms, {least}"
             else:
                 why = f"{free.name} with {milliseconds(free.ns)} ms is not better by more than {error}"
         elif free is not None and self.untried is not None:
