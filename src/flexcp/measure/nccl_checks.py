@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from flexcp.clusters import cluster
@@ -148,8 +149,10 @@ def _repeats(groups: dict[int, Any], plans: Sequence[Plan], kernel: str | None) 
         found = [f"{plan.strategy} {calls} repeat {n}" for n in differ.nonzero().flatten().tolist()]
         if not all(bool(torch.isfinite(x).all()) for x in exact):
             found.append(f"{plan.strategy} {calls}: not finite")
+        everywhere = torch.tensor([len(found)], device="cuda")
+        dist.all_reduce(everywhere, group=groups[plan.ranks])
         if step.rank == 0:
-            told = f"{REPEATS} repeats, {len(found)} wrong on rank 0, {time.monotonic() - begin:.0f} s"
+            told = f"{REPEATS} repeats, {int(everywhere)} wrong over all ranks, {time.monotonic() - begin:.0f} s"
             print(f"{plan.ranks} ranks, {plan.strategy} {calls}: {told}", file=sys.stderr, flush=True)
         wrong += found
     return wrong
