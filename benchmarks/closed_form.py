@@ -3,13 +3,16 @@
     python benchmarks/closed_form.py
 
 Both have the same cost model and neither has contention, so what differs is the form: ranks that wait for each other's work, ports that
-several stages or ranks want at once. Prints every case and the errors by strategy.
+several stages or ranks want at once. Prints every case and the errors by strategy; then attention alone in DCP's setting (dcp.py), where
+the network is slow and nothing else hides it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 
+import dcp
 from flexcp.clusters import cluster
 from flexcp.data.lengths import draw_lengths
 from flexcp.masks import causal
@@ -19,6 +22,7 @@ from flexcp.planner import Planner
 from flexcp.simulate import predict
 from flexcp.simulator.passes import Rules
 from flexcp.simulator.training import Training, simulate
+from simulated import STATIC, scaled_lengths
 
 CASES = (
     ("blocks", "priced"),
@@ -56,6 +60,25 @@ def main() -> None:
                     f"| {lengths} | {nodes} | {strategy} | {tokens} | {events / 1e6:.0f} | {short / events:.3f} |",
                     flush=True,
                 )
+    by_strategy(found)
+    attention_alone()
+
+
+def attention_alone() -> None:
+    """Closed form over events, attention forward and backward, 4x8 A100 with a network port for each rank."""
+    print("\n| mask | lengths | strategy | events ms | closed form / events |\n| --- | --- | --- | --- | --- |")
+    where = replace(dcp.MICRO, rules=Rules(contention=False))
+    for mask, rule in dcp.MASKS.items():
+        for lengths, scale in (("longalign", 1.0), ("longtail", 4.0)):
+            batch = scaled_lengths(lengths, dcp.TOKENS, scale, 0)
+            for row in where.compare(batch, ("blocks", "groups", *STATIC), rule).ran:
+                assert row.prediction is not None
+                share = row.prediction.total_ns / row.ns
+                print(f"| {mask} | {lengths} x {scale:g} | {row.name} | {row.ns / 1e6:.2f} | {share:.3f} |", flush=True)
+
+
+def by_strategy(found: dict[str, list[tuple[float, float]]]) -> None:
+    """The errors of each strategy."""
     print("\n| strategy | median error | 90th percentile | worst |\n| --- | --- | --- | --- |")
     for name, pairs in found.items():
         e = errors([p for p, _ in pairs], [m for _, m in pairs])

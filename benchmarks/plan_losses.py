@@ -88,7 +88,11 @@ def table(made: dict[str, Any], times: TileTimes) -> list[str]:
 def main() -> None:
     """Print the table."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    print("\n".join(table(plan_work(), prices())))
+    times = prices()
+    print("\n".join(table(plan_work(), times)))
+    print(
+        f"\nnanoseconds of a clear block, an edge block, a tile, one that adds: {times.forward}; backward: {times.backward}"
+    )
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def loads(of_tile: Ints, groups: int, turn: int, programs: int) -> Ints:
     item = np.arange(len(of_tile) * groups)
     first = item // (turn * groups) * turn
     width = np.minimum(turn, len(of_tile) - first)
-    tile = first + (item - first * groups) % np.maximum(width, 1)
+    tile = first + (item - first * groups) % width
     lap, place = item // programs, item % programs
     program = np.where(lap % 2 == 0, place, programs - 1 - place)
     return np.bincount(program, weights=of_tile[tile], minlength=programs).astype(np.int64)
