@@ -131,7 +131,8 @@ def page(quick: bool) -> str:
         "What remains of the difference between the closed form that `auto` is scored by and the events: ports that "
         "several stages or ranks want at once, shared network cards, and contention, which it does not know. Over 72 steps of six "
         "distributions on 1 and 4 nodes its median error against the events without contention is 0.5 %, the 90th percentile 9 %, the "
-        "worst 19 % (`benchmarks/closed_form.py`); where attention is alone and the network slow `blocks` can take 60 % longer than it says. "
+        "worst 19 % (`benchmarks/closed_form.py`); where attention is alone and the network slow "
+        "`blocks` can take 60 % longer than it says. "
         "That is one reason why `auto` is behind the best in some cells.",
         "",
     ]
