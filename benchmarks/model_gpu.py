@@ -4,7 +4,8 @@
 
 - ``steps``: one rank, one long document, step time beside the same model on cuDNN attention (asked: at most 3 % more). Models take turns,
   so that both meet the same clocks.
-- ``packed``: one rank, packed documents, step time beside FlexAttention.
+- ``packed``: one rank, packed documents, step time beside FlexAttention, compiled; its block mask is made ahead of the step, as plans are.
+  (Transformers' own way to it tunes for more than four minutes before the first step.)
 - ``losses``: 200 steps of one long document each from the same weights, flexcp beside cuDNN. How far two runs may part is measured: the
   baseline is run again.
 - ``ranks``: a small model under FSDP2 on four NCCL ranks that share the GPU (``NCCL_HOSTID`` of their own, sockets: right, not fast), 50
@@ -52,7 +53,46 @@ SIZES: dict[str, dict[str, Any]] = {
 VOCABULARY = 32_768
 WORDS = 512
 """Tokens that occur: few, so that a loss falls within some hundred steps."""
-STATIC = "sdpa", "flex_attention"
+FLEX = "benchmark_flex"
+STATIC = "sdpa", FLEX
+
+
+class Flex:
+    """FlexAttention for Transformers: causal inside documents, whose numbers lie in one tensor, so that it is compiled once."""
+
+    def __init__(self) -> None:
+        from torch.nn.attention.flex_attention import flex_attention
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        self.documents = torch.empty(0)
+        self.seen: Any = None
+        self._attend: Any = torch.compile(flex_attention, dynamic=False)
+        AttentionInterface.register(FLEX, self._attention)
+        AttentionMaskInterface.register(FLEX, lambda *_, **__: None)
+
+    def block_mask(self, lengths: list[int], device: str) -> Any:
+        """Which blocks of the stream see which."""
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        tokens = sum(lengths)
+        if len(self.documents) != tokens:
+            self.documents = torch.empty(tokens, dtype=torch.int64, device=device)
+            self.seen = _seen_inside(self.documents)
+        self.documents.copy_(torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)))
+        return create_block_mask(self.seen, None, None, tokens, tokens, device=device)
+
+    def _attention(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, block_mask: Any, **_: Any
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        out = self._attend(query, key, value, block_mask=block_mask, scale=scaling, enable_gqa=True)
+        return out.transpose(1, 2).contiguous(), None
+
+
+def _seen_inside(documents: Tensor) -> Any:
+    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (documents[query] == documents[key])
+
+    return seen
 
 
 class Trainer:
@@ -62,6 +102,7 @@ class Trainer:
         from transformers import AutoModelForCausalLM, LlamaConfig
 
         huggingface.register()
+        self.flex = Flex() if attention == FLEX else None
         torch.manual_seed(0)
         config = LlamaConfig(
             **SIZES[size], vocab_size=VOCABULARY, max_position_embeddings=131_072, tie_word_embeddings=True
@@ -77,41 +118,44 @@ class Trainer:
         self.planner = huggingface.planner(config, flexcp.cluster("h200", ranks_per_node=1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
 
-    def plan(self, parts: list[Tensor]) -> flexcp.Step | None:
-        """What the loader does ahead of a step: plan, bind, work lists on the device."""
+    def plan(self, parts: list[Tensor]) -> Any:
+        """What the loader does ahead of a step: plan, bind, work lists on the device; or the block mask of FlexAttention."""
+        lengths = [len(part) for part in parts]
         if self.attention in STATIC:
-            return None
-        plan = self.planner([len(part) for part in parts], masks=huggingface.masks(self.model.config))
+            return None if self.flex is None else self.flex.block_mask(lengths, "cuda")
+        plan = self.planner(lengths, masks=huggingface.masks(self.model.config))
         step = flexcp.bind(plan)
         step.prepare("cuda")
         return step
 
-    def step(self, parts: list[Tensor], planned: flexcp.Step | None) -> Tensor:
+    def step(self, parts: list[Tensor], planned: Any) -> Tensor:
         """One step on these documents; its loss, which the device may still be computing."""
         tokens = torch.cat(parts).cuda()
         # cuDNN or nothing, so that nobody is compared with another kernel in silence; FlexAttention is no business of SDPA's.
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            if planned is None:
-                loss = self._static_loss(tokens, [len(part) for part in parts])
-            else:
+            if isinstance(planned, flexcp.Step):
                 loss = planned_loss(self.model, tokens, planned)
+            else:
+                more = {} if planned is None else {"block_mask": planned}
+                loss = self._static_loss(tokens, [len(part) for part in parts], more)
             loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
 
-    def _static_loss(self, tokens: Tensor, lengths: list[int]) -> Tensor:
+    def _static_loss(self, tokens: Tensor, lengths: list[int], more: dict[str, Any]) -> Tensor:
         """Positions that start anew tell Transformers where documents begin."""
         positions = torch.cat([torch.arange(n) for n in lengths]).cuda()
-        labels = tokens.roll(-1).index_fill(0, torch.tensor(lengths).cumsum(0).cuda() - 1, -100)
-        logits = self.model(tokens[None], position_ids=positions[None], use_cache=False).logits[0]
-        return torch.nn.functional.cross_entropy(logits.float(), labels, ignore_index=-100)
+        labels = tokens.roll(-1).index_fill(0, torch.tensor(lengths).cumsum(0).cuda() - 1, -100)[None]
+        given = {"position_ids": positions[None], "labels": labels, "shift_labels": labels}
+        found: Tensor = self.model(tokens[None], **given, **more, use_cache=False).loss
+        return found
 
 
 def planned_loss(model: Any, tokens: Tensor, step: flexcp.Step) -> Tensor:
     """This rank's share of a batch's loss."""
-    logits = model(**huggingface.inputs(tokens, step)).logits[0]
-    return step.loss(logits[: step.local_tokens].float(), step.labels(tokens))
+    found: Tensor = model(**huggingface.inputs(tokens, step)).loss
+    return found
 
 
 def one_document(tokens: int, number: int) -> list[Tensor]:
@@ -141,7 +185,9 @@ def step_times(size: str, baseline: str, documents: Any, repeats: int = 12) -> d
         print(f"{size}, {baseline}: step {number + 1} of {repeats + 3}", file=sys.stderr, flush=True)
     ms = {name: statistics.median(each) for name, each in times.items()}
     pairs = zip(times[huggingface.NAME], times[baseline], strict=True)
-    return {"size": size, "ms": ms, "flexcp / baseline": statistics.median(a / b for a, b in pairs)}
+    found = {"size": size, "ms": ms, "flexcp / baseline": statistics.median(a / b for a, b in pairs)}
+    print(json.dumps(found), file=sys.stderr, flush=True)  # so that a run cut short leaves something
+    return found
 
 
 def losses(size: str, attention: str, documents: Any, steps: int, recompute: bool = True) -> list[float]:
@@ -236,7 +282,7 @@ def main() -> None:
     long, packed = partial(one_document, asked.tokens), partial(packed_documents, asked.tokens)
     parts: dict[str, Any] = {
         "steps": lambda: [step_times(size, "sdpa", long) for size in sizes],
-        "packed": lambda: [step_times(size, "flex_attention", packed) for size in sizes],
+        "packed": lambda: [step_times(size, FLEX, packed) for size in sizes],
         "losses": lambda: all_losses(asked.loss_tokens, asked.steps),
         "ranks": lambda: all_ranks(4096, 50),
     }

@@ -68,8 +68,7 @@ def main() -> None:
         parts = documents.step(number)
         step = flexcp.bind(planner([len(part) for part in parts], masks=huggingface.masks(config)), mesh["cp"])
         tokens = torch.cat(parts).to(device)
-        logits = model(**huggingface.inputs(tokens, step)).logits[0]
-        loss = step.loss(logits[: step.local_tokens], step.labels(tokens))
+        loss = model(**huggingface.inputs(tokens, step)).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -20,7 +20,8 @@ SIZES = {"SHARE": 4, "PACK": PACK, "D": HEAD, "V": HEAD, "STAGES": 2, "SOFTCAP":
 KERNELS = (
     (hopper_forward.forward_kernel, {**SIZES, "N": BLOCK, "FRESH": True}),
     (hopper_keys.keys_kernel, SIZES),
-    (hopper_queries.queries_kernel, {**SIZES, "N": BLOCK}),
+    (hopper_queries.queries_kernel, {**SIZES, "N": BLOCK, "FRESH": False}),
+    (hopper_queries.queries_kernel, {**SIZES, "N": BLOCK, "FRESH": True}),
 )
 INSTRUCTIONS = ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg")
 

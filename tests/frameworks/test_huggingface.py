@@ -8,6 +8,7 @@ import pytest
 import torch
 from parallel_runs import without_a_step
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 from transformers.masking_utils import and_masks, bidirectional_mask_function, causal_mask_function, or_masks
 
@@ -243,3 +244,23 @@ def test_nothing_is_copied_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(1, len(TOKENS), 4, 8, dtype=torch.float64)
     out, _ = call(query=x.transpose(1, 2), key=x.transpose(1, 2), value=x.transpose(1, 2))
     assert all(y.data_ptr() == x.data_ptr() and y.is_contiguous() for y in [*seen, out])
+
+
+def test_nothing_is_copied_on_the_way_back() -> None:
+    """Gradients reach the projections as they were made: no view of q, k or v fills zeros to copy them into."""
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            called.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    called: list[str] = []
+    step = bound()
+    heads, size = step.plan.shape.heads, step.plan.shape.head_dim
+    x = torch.zeros(1, len(TOKENS), heads, size, dtype=torch.float64, requires_grad=True)
+    kv = torch.zeros(1, len(TOKENS), step.plan.shape.kv_heads, size, dtype=torch.float64, requires_grad=True)
+    out, _ = call(query=x.transpose(1, 2), key=kv.transpose(1, 2), value=kv.transpose(1, 2), step=step)
+    with Names():
+        out.sum().backward()
+    assert any("attention_backward" in name for name in called)
+    assert not [name for name in called if "select_backward" in name or "slice_backward" in name or "copy" in name]

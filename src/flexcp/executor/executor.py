@@ -68,11 +68,15 @@ def run_forward(
 def run_backward(
     prepared: Prepared, runtime: Runtime, kept: Tensor, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv (accumulator dtype) of this rank's own tokens in stream order; ``kept`` is the forward's."""
+    """dq, dk, dv (accumulator dtype; dq in the model's where nothing is added to it) of this rank's own tokens in stream order.
+
+    ``kept`` is the forward's.
+    """
     with runtime.watched(), runtime.exchange:
         if prepared.alone is not None:
-            kernel, work = prepared.kernel, prepared.alone.list
-            return local_backward(kernel, work, runtime.types, runtime.settings, q, k, v, do, lse, delta)
+            kernel, work = prepared.kernel, prepared.alone
+            inputs = (q, k, v, do, lse, delta)
+            return local_backward(kernel, work.list, work.whole, runtime.types, runtime.settings, *inputs)
         own = {QUERIES: {"q": q, "do": do, "lse": lse, "delta": delta}, KEYS: {"k": k, "v": v}}
         with runtime.arena.lease(prepared.program.layout.size, runtime.types.device) as memory:
             shelves = _Pass(prepared, runtime, True, memory, kept).run(own)

@@ -98,7 +98,7 @@ class _LatentAttention(torch.autograd.Function):
             with torch.enable_grad():
                 k, v = _expanded(expand, leaves[0], leaves[1:], q)
             inputs = (q, k.detach(), v.detach(), do, lse, delta_of(do, out, None, lse.dtype))
-            dq, dk, dv = local_backward(module, work, types, settings, *inputs)
+            dq, dk, dv = local_backward(module, work, covers(way.slices, len(q)), types, settings, *inputs)
             found = torch.autograd.grad((k, v), leaves, (dk.to(k.dtype), dv.to(v.dtype)), allow_unused=True)
             darena = torch.zeros_like(arena) if found[0] is None else found[0]
             dlatent = _returned(darena.to(types.accumulator), way, mail, latent.dtype)

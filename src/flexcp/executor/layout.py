@@ -94,13 +94,13 @@ def next_tokens(tokens: Tensor, batch: Batch, ignore: int) -> Tensor:
 
 
 def token_mean_loss(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, ignore: int) -> Tensor:
-    """Sum of this rank's cross entropies / valid labels on all ranks; tied to ``logits`` even without any."""
+    """Sum of this rank's cross entropies / valid labels on all ranks; a sum over none depends on ``logits`` too."""
     valid = (labels != ignore).sum()
     if group is not None:
         dist.all_reduce(valid, group=group)
     total = torch.nn.functional.cross_entropy(logits.float() if logits.dtype.itemsize < 4 else logits, labels,
                                               ignore_index=ignore, reduction="sum")  # fmt: skip
-    return (total + logits[:0].sum()) / valid.clamp(min=1)
+    return total / valid.clamp(min=1)
 
 
 Moves = list[tuple[Tensor, Tensor]]

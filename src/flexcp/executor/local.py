@@ -1,7 +1,7 @@
 """Local: attention of one work list over all rows and heads of its arguments, with nothing to exchange.
 
 What a rank does that needs nobody, and what :func:`flexcp.slice_attention` does. Inputs are used where they are; a kernel that can
-writes the output once, in the dtype it stays in.
+writes the output and dq once, in the dtype they stay in.
 """
 
 from __future__ import annotations
@@ -44,9 +44,15 @@ def local_forward(
 
 
 def local_backward(
-    kernel: Any, work: Any, types: Types, settings: Settings, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor
+    kernel: Any, work: Any, whole: bool, types: Types, settings: Settings, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor,
+    delta: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv in the accumulator dtype."""
-    dq, dk, dv = (torch.zeros(x.shape, dtype=types.accumulator, device=x.device) for x in (q, k, v))
+    """dq, dk, dv in the accumulator dtype; dq in the model's where every row sees a key (``whole``) and the kernel can."""
+    dk, dv = (torch.zeros(x.shape, dtype=types.accumulator, device=x.device) for x in (k, v))
+    if whole and kernel.FRESH:
+        dq = torch.empty(q.shape, dtype=types.model, device=q.device)
+        kernel.backward(q, k, v, do, lse, delta, work, replace(settings, fresh=True), dq, dk, dv)
+        return dq, dk, dv
+    dq = torch.zeros(q.shape, dtype=types.accumulator, device=q.device)
     kernel.backward(q, k, v, do, lse, delta, work, settings, dq, dk, dv)
     return dq, dk, dv

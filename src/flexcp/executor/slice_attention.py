@@ -110,10 +110,10 @@ def _backward(
     lse: Tensor, scale: float, softcap: float | None, deterministic: bool, sm_margin: int, kernel: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv, dsinks (empty without sinks)."""
-    module, work, _ = _work_of(q, k, v, slices, kernel)
+    module, work, whole = _work_of(q, k, v, slices, kernel)
     settings = Settings(scale, softcap, deterministic, sm_margin)
     delta = delta_of(do, out, dlse, lse.dtype)
-    dq, dk, dv = local_backward(module, work, types_of(q), settings, q, k, v, do, lse, delta)
+    dq, dk, dv = local_backward(module, work, whole, types_of(q), settings, q, k, v, do, lse, delta)
     dsinks = q.new_empty(0) if sinks is None else sinks_gradient(sinks, lse, delta)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
 

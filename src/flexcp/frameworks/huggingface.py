@@ -150,10 +150,11 @@ def flexcp_attention(
     _refuse(module, query, key, attention_mask, dropout, is_causal, others)
     # A parameter kept in float32 under autocast joins the activations here, as in the model's own attention.
     sinks = None if s_aux is None else s_aux.to(query.dtype)
+    # Views whose backward is a view too: one taken by x[0] would fill zeros and copy the gradient into them.
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     if step is None or step == "alone":
         _refuse_alone(step)
         lengths = _lengths(query, position_ids, cu_seq_lens_q, cu_seq_lens_k)
-        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
         mask = window(sliding_window - 1) if sliding_window else causal()
         out = slice_attention(q, k, v, mask, lengths, scale=scaling, softcap=softcap, sinks=sinks)
         assert isinstance(out, Tensor)
@@ -164,7 +165,6 @@ def flexcp_attention(
             "lay the documents end to end"
         )
     _check_documents(step, query, position_ids, cu_seq_lens_q)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if query.shape[2] == 1 and step.local_tokens == 0:
         q, k, v = q[:0], k[:0], v[:0]
     out = attention(q, k, v, step, window=sliding_window or 0, scale=scaling, softcap=softcap, sinks=sinks)

@@ -88,7 +88,7 @@ def planned_attention(
         raise NotImplementedError("the plan has one mask for these layers; drop attention_mask and sliding_window")
     if query.shape[0] != 1:
         raise ValueError(f"a rank's tokens are one row [1, tokens]; got {query.shape[0]} rows")
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     out = attention(q, k, v, step, scale=scaling, softcap=softcap, sinks=s_aux, dropout=dropout)
     assert isinstance(out, Tensor)
     return out[None], None
@@ -137,7 +137,7 @@ def qwen2_vl(
     local = language.shard(positions.T).T[:, None]
     with used(language):
         found = text(inputs_embeds=embeddings[None], position_ids=local, use_cache=False, step=language)
-    logits: Tensor = model.lm_head(found.last_hidden_state[0])
+    logits: Tensor = model.lm_head(found.last_hidden_state.flatten(0, 1))
     return logits
 
 

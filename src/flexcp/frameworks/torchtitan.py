@@ -73,7 +73,7 @@ class FlexcpAttention(Module):
             raise NotImplementedError(
                 f"this model asks its attention for {unknown or 'is_causal=False'}, which flexcp would ignore"
             )
-        q_THD, k_TGD, v_TGD = (x[0] for x in (q_BLNH, k_BLNH, v_BLNH))
+        q_THD, k_TGD, v_TGD = (x.flatten(0, 1) for x in (q_BLNH, k_BLNH, v_BLNH))
         empty = len(q_THD) == 1 and attention_masks.local_tokens == 0
         if empty:
             q_THD, k_TGD, v_TGD = q_THD[:0], k_TGD[:0], v_TGD[:0]

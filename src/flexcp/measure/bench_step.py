@@ -2,8 +2,7 @@
 
 All ranks plan each strategy (as they would in training), bind the plan, run attention forward and backward once to warm up and then a few
 times, starting together; a time is the slowest rank's in the fastest repeat, and planning is the slowest rank's too. The prediction is the
-event simulator's with the cost model given. Runs on gloo CPU ranks; on NCCL ranks with the kernel the step chooses (same code, unrun
-there).
+event simulator's with the cost model given. Runs on gloo CPU ranks and on NCCL ranks, with the kernel the step chooses.
 """
 
 from __future__ import annotations

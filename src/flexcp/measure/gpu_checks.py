@@ -180,7 +180,7 @@ def one_rank_overhead(tokens: int = 16_384, kernel: str | None = None) -> dict[s
     work = step.prepared(0, False, name, types).work[0][0]
     out = torch.empty(do.shape, dtype=q.dtype if module.FRESH else torch.float32, device="cuda")
     lse, delta = (torch.zeros(do.shape[:2], device="cuda") for _ in range(2))
-    grads = [torch.zeros(x.shape, device="cuda") for x in (q, k, v)]
+    grads = [torch.zeros(x.shape, dtype=d, device="cuda") for x, d in ((q, out.dtype), (k, None), (v, None))]
     fresh = replace(settings, fresh=module.FRESH)
     leaves = (q.clone().requires_grad_(), k.clone().requires_grad_(), v.clone().requires_grad_())
     kept = attention(*leaves, step, kernel=kernel)
@@ -188,7 +188,7 @@ def one_rank_overhead(tokens: int = 16_384, kernel: str | None = None) -> dict[s
         "bare forward": lambda: module.forward(q, k, v, work.list, fresh, out, lse),
         "attention forward": lambda: attention(q, k, v, step, kernel=kernel),
         "slice_attention forward": lambda: slice_attention(q, k, v, masks.causal(), kernel=kernel),
-        "bare backward": lambda: module.backward(q, k, v, do, lse, delta, work.list, settings, *grads),
+        "bare backward": lambda: module.backward(q, k, v, do, lse, delta, work.list, fresh, *grads),
         "attention backward": lambda: torch.autograd.grad(kept, leaves, do, retain_graph=True),
     }
     ms = milliseconds(calls)

@@ -114,24 +114,36 @@ def case_shares(model: Model, seed: int) -> dict[str, float]:
     inputs += [normal(tokens, model.kv_heads, model.v_head_dim), normal(model.heads)]
     grads = [normal(tokens, model.heads, model.v_head_dim), normal(tokens, model.heads)]
     extras: dict[str, Any] = {"sinks": bool(seed & 1), "dlse": bool(seed & 2), "softcap": model.softcap}
-    mine = _results(model.kernel, inputs, grads, slices, **extras)
-    own = _results("reference", inputs, grads, slices, **extras)
-    if extras["sinks"]:
-        own["dsinks"] = _plain_sinks_gradient(inputs[3], own, grads, extras["dlse"])
-    exact = _results("reference", [x.double() for x in inputs], [g.double() for g in grads], slices, **extras)
-    eps = torch.finfo(dtype).eps
-    return {n: _error(mine[n], exact[n]) / (2 * _error(own[n], exact[n]) + eps) for n in exact}
+    mine = results(model.kernel, inputs, grads, slices, **extras)
+    own = plain_results(inputs, grads, slices, **extras)
+    exact = results("reference", [x.double() for x in inputs], [g.double() for g in grads], slices, **extras)
+    return {n: error_share(mine[n], own[n], exact[n], dtype) for n in exact}
+
+
+def error_share(mine: Tensor, own: Tensor, exact: Tensor, dtype: torch.dtype) -> float:
+    """Error / allowed error: twice the reference's ``own`` plus one rounding of ``dtype``."""
+    return _error(mine, exact) / (2 * _error(own, exact) + torch.finfo(dtype).eps)
+
+
+def plain_results(
+    inputs: list[Tensor], grads: list[Tensor], slices: Tensor, sinks: bool, dlse: bool, softcap: float | None
+) -> dict[str, Tensor]:
+    """The reference's results with all sums in float32, as the rule has it."""
+    own = results("reference", inputs, grads, slices, sinks, dlse, softcap)
+    if sinks:
+        own["dsinks"] = _plain_sinks_gradient(inputs[3], own, grads, dlse)
+    return own
 
 
 def _plain_sinks_gradient(sinks: Tensor, own: dict[str, Tensor], grads: list[Tensor], dlse: bool) -> Tensor:
-    """The reference's gradient of sinks with float32 sums, as the rule has it; ours are float64 (:mod:`flexcp.executor.ends`)."""
+    """The gradient of sinks summed in float32; ours is in float64 (:mod:`flexcp.executor.ends`)."""
     delta = (grads[0].float() * own["out"].float()).sum(-1) - (grads[1].float() if dlse else 0.0)
     lse = own["lse"].float()
     terms = torch.exp(sinks.float() - torch.where(lse == -torch.inf, 0.0, lse)) * delta
     return -terms.sum(0).to(sinks.dtype)
 
 
-def _results(
+def results(
     kernel: str,
     inputs: list[Tensor],
     grads: list[Tensor],
@@ -140,6 +152,7 @@ def _results(
     dlse: bool,
     softcap: float | None,
 ) -> dict[str, Tensor]:
+    """Everything a kernel gives for q, k, v and sinks, by name."""
     q, k, v, sink = (x.detach().clone().requires_grad_() for x in inputs)
     result: Any = slice_attention(
         q, k, v, slices, softcap=softcap, sinks=sink if sinks else None, return_lse=True, kernel=kernel

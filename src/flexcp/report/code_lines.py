@@ -35,8 +35,7 @@ from flexcp.frameworks import huggingface
 huggingface.turn_on(model)                          # once
 planner = huggingface.planner(model.config, flexcp.cluster("{cluster}", nodes={nodes}, ranks_per_node={each}), strategy="{strategy}")
 step = flexcp.bind(planner(lengths, masks=huggingface.masks(model.config){layout}), mesh["cp"])
-logits = model(**huggingface.inputs(tokens, step)).logits[0]
-loss = step.loss(logits[: step.local_tokens], step.labels(tokens))
+loss = model(**huggingface.inputs(tokens, step)).loss    # local sum / valid tokens of all ranks
 """
 TRAINER = """import flexcp
 from flexcp.frameworks import huggingface

@@ -82,8 +82,10 @@ def _huggingface(name: str, dtype: str, device: torch.device, cluster: Cluster, 
     huggingface.turn_on(model)
 
     def logits(tokens: Tensor, step: Step) -> Tensor:
-        found: Tensor = model(**huggingface.inputs(tokens, step)).logits[0]
-        return found[: step.local_tokens]
+        given = huggingface.inputs(tokens, step)
+        del given["labels"]  # the loss is taken by who asks, once
+        found: Tensor = model(**given).logits.flatten(0, 1)
+        return found if step.local_tokens else found[:0]
 
     planner = huggingface.planner(config, cluster, dtype, strategy=strategy)
     return Trainee(model, logits, planner, huggingface.masks(config), int(config.vocab_size))

@@ -12,8 +12,8 @@ head sizes; the H / G query heads of a KV head are neighbours):
     supports(device, dtype, head_dim, v_head_dim) -> str | None
         why the kernel cannot run such tensors, naming what it can run; None when it can
 
-Arguments may be views of some heads of larger tensors. The forward of a module whose ``FRESH`` is True also takes ``settings.fresh``:
-``out`` and ``lse`` are then empty memory to be written, not added to, and ``out`` may be in the model's dtype.
+Arguments may be views of some heads of larger tensors. A module whose ``FRESH`` is True also takes ``settings.fresh``: ``out`` and ``lse``
+of the forward and ``dq`` of the backward are then empty memory to be written, not added to, and may be in the model's dtype (``lse`` not).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Settings:
     sm_margin: int = 0
     """Multiprocessors left to others (communication kernels) by kernels that would otherwise take all."""
     fresh: bool = False
-    """Forward: results are empty memory, and the slices touch every row of them. Write, do not add."""
+    """Results of queries (output, LSE, dq) are empty memory, and the slices touch every row of them. Write, do not add."""
 
 
 class Kernel(Protocol):

@@ -80,7 +80,7 @@ def kernel_times(
         _, lse = local_forward(kernel, work, whole, types, settings, q, k, v, rounded=True)
         inputs = (q, k, v, do, lse, torch.zeros_like(lse))
         forward = partial(local_forward, kernel, work, whole, types, settings, q, k, v, rounded=True)
-        backward = partial(local_backward, kernel, work, types, settings, *inputs)
+        backward = partial(local_backward, kernel, work, whole, types, settings, *inputs)
         found[name] = (_median(forward, device, repeats), _median(backward, device, repeats))
     return found
 

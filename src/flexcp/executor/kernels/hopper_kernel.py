@@ -154,7 +154,10 @@ def backward(
     q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, do_THV: Tensor, lse_TH: Tensor, delta_TH: Tensor, work: HopperWork,
     settings: Settings, dq_THD: Tensor, dk_TGD: Tensor, dv_TGV: Tensor,
 ) -> None:  # fmt: skip
-    """Add the slices' gradients to ``dq``, ``dk`` and ``dv``; with ``settings.deterministic`` always in the same order."""
+    """Add the slices' gradients to ``dq``, ``dk`` and ``dv``; with ``settings.deterministic`` always in the same order.
+
+    With ``settings.fresh`` dq is written.
+    """
     if not work.forward_segments.count:
         return
     q, k, v, do = (aligned(x) for x in (q_THD, k_TGD, v_TGV, do_THV))
@@ -190,7 +193,7 @@ def _backward_queries(
         made.tiles, made.segments, made.count, groups, work.in_turn(grid[0]), *scales(settings, q.dtype),
         *strides(lse, delta, dq),
         SHARE=work.share, PACK=pack, D=work.head_dim, V=work.v_head_dim, N=BLOCK, STAGES=STAGES,
-        SOFTCAP=settings.softcap is not None, num_warps=4,
+        SOFTCAP=settings.softcap is not None, FRESH=settings.fresh, num_warps=4,
     )  # fmt: skip
 
 

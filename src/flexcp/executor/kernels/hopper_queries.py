@@ -26,7 +26,7 @@ from flexcp.executor.kernels.hopper_forward import LOG2E, ROWS, load_box, seen, 
 def queries_kernel(
     q, k, v, do, lse, delta, dq, tiles, segments, n_tiles, groups, chunk, scale, softcap, sl0, sl1, sd0, sd1, sdq0, sdq1,
     SHARE: gl.constexpr, PACK: gl.constexpr, D: gl.constexpr, V: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
-    SOFTCAP: gl.constexpr,
+    SOFTCAP: gl.constexpr, FRESH: gl.constexpr,
 ):  # fmt: skip
     q_smem = gl.allocate_shared_memory(q.dtype, [2, ROWS // PACK, PACK, D], q.layout)
     do_smem = gl.allocate_shared_memory(do.dtype, [2, ROWS // PACK, PACK, V], do.layout)
@@ -49,8 +49,8 @@ def queries_kernel(
     results = (lse, delta, dq, scale, softcap, sl0, sl1, sd0, sd1, sdq0, sdq1)
     gl.warp_specialize(
         [
-            (_compute, (0, common, buffers, results, PACK, D, V, N, STAGES, SOFTCAP)),
-            (_compute, (1, common, buffers, results, PACK, D, V, N, STAGES, SOFTCAP)),
+            (_compute, (0, common, buffers, results, PACK, D, V, N, STAGES, SOFTCAP, FRESH)),
+            (_compute, (1, common, buffers, results, PACK, D, V, N, STAGES, SOFTCAP, FRESH)),
             (_load, (q, k, v, do, common, buffers, SHARE, PACK, D, V, N, STAGES)),
         ],
         [4, 1],
@@ -111,7 +111,7 @@ def _load(
 @gluon.jit
 def _compute(
     group_id: gl.constexpr, common, buffers, results, PACK: gl.constexpr, D: gl.constexpr, V: gl.constexpr, N: gl.constexpr,
-    STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
+    STAGES: gl.constexpr, SOFTCAP: gl.constexpr, FRESH: gl.constexpr,
 ):  # fmt: skip
     tiles, segments, n_tiles, groups, chunk = common
     n_programs = n_tiles * groups
@@ -205,9 +205,12 @@ def _compute(
             s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(q_bars.index(1))
 
-        # One owner per row: the additions have one order.
         to = dq + row0 * sdq0.to(gl.int64) + group * PACK * sdq1.to(gl.int64)
         to = (to + mq // PACK * sdq0 + mq % PACK * sdq1)[:, None] + d[None, :]
-        gl.atomic_add(to, acc * unit, mask=(row0 + mq // PACK < row1)[:, None], sem="relaxed")
+        live = (row0 + mq // PACK < row1)[:, None]
+        if FRESH:
+            gl.store(to, (acc * unit).to(dq.dtype.element_ty), mask=live)
+        else:  # one owner per row: the additions have one order
+            gl.atomic_add(to, acc * unit, mask=live, sem="relaxed")
         program += step
         step = 2 * gl.num_programs(0) - step

@@ -192,7 +192,7 @@ def queries_kernel(
     sq0, sq1, sk0, sk1, sv0, sv1, so0, so1, sl0, sl1, sd0, sd1, sdq0, sdq1,
     SHARE: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, PERSISTENT: tl.constexpr,
-    EDGE_STAGES: tl.constexpr, TMA: tl.constexpr,
+    EDGE_STAGES: tl.constexpr, TMA: tl.constexpr, FRESH: tl.constexpr,
 ):  # fmt: skip
     # fmt: off
     if PERSISTENT:
@@ -200,13 +200,13 @@ def queries_kernel(
             _queries_tile(
                 program, q, k, v, do, lse, delta, dq, tiles, entries, n_tiles, groups, chunk, scale, softcap, sq0, sq1, sk0, sk1,
                 sv0, sv1, so0, so1, sl0, sl1, sd0, sd1, sdq0, sdq1, SHARE, PACK, D, V, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N, SOFTCAP,
-                PRECISION, EDGE_STAGES, TMA,
+                PRECISION, EDGE_STAGES, TMA, FRESH,
             )
     else:
         _queries_tile(
             tl.program_id(0), q, k, v, do, lse, delta, dq, tiles, entries, n_tiles, groups, chunk, scale, softcap, sq0, sq1, sk0,
             sk1, sv0, sv1, so0, so1, sl0, sl1, sd0, sd1, sdq0, sdq1, SHARE, PACK, D, V, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N, SOFTCAP,
-            PRECISION, EDGE_STAGES, TMA,
+            PRECISION, EDGE_STAGES, TMA, FRESH,
         )
     # fmt: on
 
@@ -217,7 +217,7 @@ def _queries_tile(
     sq0, sq1, sk0, sk1, sv0, sv1, so0, so1, sl0, sl1, sd0, sd1, sdq0, sdq1,
     SHARE: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, EDGE_STAGES: tl.constexpr,
-    TMA: tl.constexpr,
+    TMA: tl.constexpr, FRESH: tl.constexpr,
 ):  # fmt: skip
     tile, group = whose(program, n_tiles, groups, chunk)  # a group is PACK query heads
     row0, row1 = tl.load(tiles + tile * 4), tl.load(tiles + tile * 4 + 1)
@@ -265,7 +265,8 @@ def _queries_tile(
     if SOFTCAP:
         unit = unit * softcap
     mask = live[:, None] & d_live
-    tl.store(dq_at, tl.load(dq_at, mask=mask) + dq_MD * unit, mask=mask)
+    dq_MD = dq_MD * unit if FRESH else tl.load(dq_at, mask=mask) + dq_MD * unit
+    tl.store(dq_at, dq_MD.to(dq.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -188,7 +188,10 @@ def backward(
     q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, do_THV: Tensor, lse_TH: Tensor, delta_TH: Tensor, work: WorkList,
     settings: Settings, dq_THD: Tensor, dk_TGD: Tensor, dv_TGV: Tensor,
 ) -> None:  # fmt: skip
-    """Add the slices' gradients to ``dq``, ``dk`` and ``dv``; with ``settings.deterministic`` always in the same order."""
+    """Add the slices' gradients to ``dq``, ``dk`` and ``dv``; with ``settings.deterministic`` always in the same order.
+
+    With ``settings.fresh`` the work list's rows of dq are overwritten.
+    """
     keys, queries = keys_blocks(work, q_THD.dtype), queries_blocks(work, q_THD.dtype)
     inputs = (q_THD, k_TGD, v_TGV, do_THV, lse_TH, delta_TH)
     launch_backward(*inputs, work, settings, dq_THD, dk_TGD, dv_TGV, keys, queries)
@@ -239,7 +242,7 @@ def _launch_queries(
     queries_kernel[_grid(programs, settings.sm_margin, work.device)](
         q, k_at, v_at, do, lse, delta, dq, tiles.tiles, tiles.entries, *_order(tiles, work.heads // pack, work), programs,
         *scales(settings, q.dtype), *strides(q, k, v, do, lse, delta, dq),
-        SHARE=work.share, PACK=pack, SOFTCAP=settings.softcap is not None,
+        SHARE=work.share, PACK=pack, SOFTCAP=settings.softcap is not None, FRESH=settings.fresh,
         **_sizes(q, work, blocks, settings),
     )  # fmt: skip
 
