@@ -1,6 +1,6 @@
 """The losses that ``model_gpu.py`` wrote, as a picture: every run's curve, and below it how far each is from the first run.
 
-    python benchmarks/loss_curves.py benchmarks/model_gpu.json --write docs/pictures/losses.svg
+python benchmarks/loss_curves.py benchmarks/model_gpu.json --write docs/pictures/losses.svg
 """
 
 from __future__ import annotations
