@@ -1,6 +1,6 @@
 """A 1B-class model on one GPU: flexcp beside cuDNN attention and FlexAttention, and four NCCL ranks beside one.
 
-    python benchmarks/model_gpu.py --write docs/model_gpu.json          # all parts; --only steps,packed,losses,ranks for some
+    python benchmarks/model_gpu.py --write model_gpu.json          # all parts; --only steps,packed,losses,ranks for some
 
 - ``steps``: one rank, one long document, step time beside the same model on cuDNN attention (asked: at most 3 % more). Models take turns,
   so that both meet the same clocks.

@@ -43,14 +43,14 @@ TENSORS = {
 def main() -> None:
     """Print each kernel's name, shared memory, and which of Hopper's instructions it has."""
     for kernel, constants in KERNELS:
-        made = compiled(kernel, constants)
+        made = compiled(kernel, constants, TENSORS | ({"dq": "*bf16"} if constants.get("FRESH") else {}))
         code = str(made.asm["ptx"])
         print(json.dumps([kernel.__name__, made.metadata.shared, [i in code for i in INSTRUCTIONS]]), flush=True)
 
 
-def compiled(kernel: Any, constants: dict[str, Any]) -> Any:
+def compiled(kernel: Any, constants: dict[str, Any], tensors: dict[str, str]) -> Any:
     """The kernel for sm90: arguments that are no tensor are 32-bit integers."""
-    signature = {n: "constexpr" if n in constants else TENSORS.get(n, "i32") for n in kernel.arg_names}
+    signature = {n: "constexpr" if n in constants else tensors.get(n, "i32") for n in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
     source = GluonASTSource(kernel, signature, constants, aligned)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})

@@ -55,6 +55,7 @@ CASES = (
     Case("blockwise", ((80, masks.causal_blockwise(16, 2)),), 4, 1),
     Case("rows without keys", ((30, masks.from_slices(30, [(10, 30, 0, 15, None, -1), (10, 30, 15, 30, -3, 5)])),)),
     Case("fresh", ((33, C), (15, C)), fresh=True),
+    Case("fresh, float16", ((33, C), (15, F)), dtype=torch.float16, fresh=True),
     Case("a margin makes programs persistent", ((45, C), (30, C)), margin=1),
     Case("wide", ((40, C), (25, masks.prefix(7))), wide=True),
     Case("wide, descriptors", ((40, C), (25, C)), dtype=torch.float16, descriptors=True, wide=True),
@@ -109,21 +110,26 @@ def _run(case: Case, inputs: list[Tensor], slices: np.ndarray, kernel=triton_ker
     precise = torch.float64 if q.dtype == torch.float64 else torch.float32
     settings = Settings(q.shape[2] ** -0.5, case.softcap, case.deterministic, case.margin)
     out, lse = torch.zeros(do.shape, dtype=precise), torch.full(q.shape[:2], -torch.inf, dtype=precise)
+    dq, dk, dv = (torch.zeros(x.shape, dtype=precise) for x in (q, k, v))
+    if case.fresh:  # results of queries begin as anything, and in the model's dtype
+        out, dq = out.to(q.dtype), dq.to(q.dtype)
+        for x in (out, lse, dq):
+            x[: len(x) - 70] = 7.0
+    fresh = replace(settings, fresh=case.fresh)
     sizes = (case.heads, case.kv_heads, case.head_dim, case.v_head_dim, q.device)
     works = [kernel.prepare(slices[i :: case.calls], *sizes) for i in range(case.calls)]
     for work in works:
         if kernel is triton_kernel:
             blocks = replace(triton_kernel.forward_blocks(work, q.dtype), tma=case.descriptors)
-            kernel.launch_forward(q, k, v, work, replace(settings, fresh=case.fresh), out, lse, blocks)
+            kernel.launch_forward(q, k, v, work, fresh, out, lse, blocks)
         else:
             kernel.forward(q, k, v, work, settings, out, lse)
     delta = torch.where(torch.isnan(do), 0.0, do).to(precise).mul(out).sum(-1)
-    dq, dk, dv = (torch.zeros(x.shape, dtype=precise) for x in (q, k, v))
     for work in works:
         if kernel is triton_kernel:
             sides = [f(work, q.dtype) for f in (triton_kernel.keys_blocks, triton_kernel.queries_blocks)]
             sides = [replace(b, tma=case.descriptors) for b in sides]
-            kernel.launch_backward(q, k, v, do, lse, delta, work, settings, dq, dk, dv, *sides)
+            kernel.launch_backward(q, k, v, do, lse, delta, work, fresh, dq, dk, dv, *sides)
         else:
             kernel.backward(q, k, v, do, lse, delta, work, settings, dq, dk, dv)
     return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}

@@ -49,8 +49,10 @@ class Training:
         step = flexcp.bind(make_plan(self.run, self.model.config, number), self.group)
         tokens = self.run.tokens(number)
         with torch.set_grad_enabled(train):
-            logits = self.forward(**self.inputs(tokens, step)).logits[0]
-            loss = step.loss(logits[: step.local_tokens], step.labels(tokens))
+            found = self.forward(**self.inputs(tokens, step))
+            # Transformers takes its own loss in float32.
+            plain = self.run.dtype == "float32"
+            loss = found.loss if plain else step.loss(found.logits[0][: step.local_tokens], step.labels(tokens))
         if train:
             loss.backward()
             self.update()

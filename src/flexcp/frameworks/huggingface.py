@@ -3,7 +3,7 @@
     huggingface.turn_on(model)                                           # or register() and attn_implementation="flexcp"
     plan = planner(lengths, masks=huggingface.masks(model.config))
     step = flexcp.bind(plan, mesh["cp"])
-    logits = model(**huggingface.inputs(tokens, step)).logits[0]
+    loss = model(**huggingface.inputs(tokens, step)).loss
 
 The step is a keyword of the model's forward: Transformers hands keywords it does not know to every attention function. ``[1, H, S, D]`` is
 seen as flexcp's ``[S, H, D]`` without a copy. A layer's window picks its mask from the plan by value, never by the layer's number.

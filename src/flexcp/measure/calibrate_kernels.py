@@ -23,7 +23,8 @@ from flexcp.measure.fit import Sample
 from flexcp.measure.kernel_work import Workload, workload
 from flexcp.pieces import Shape
 
-CPU_TOKENS, GPU_TOKENS = (256, 512, 1024), (2048, 4096, 8192, 16_384)
+CPU_TOKENS, GPU_TOKENS = (256, 512, 1024, 2048), (2048, 4096, 8192, 16_384)
+LONG = 2048
 WORK = ("causal", "full", "docs4", "question", "docs16", "blockwise", "lambda")
 GPU_WORK = (*WORK, "window", "docs64")
 
@@ -46,7 +47,8 @@ def kernel_samples(group: dist.ProcessGroup | None, task: KernelTask) -> list[Sa
         for name in task.names:
             work = workload(name, tokens)
             for backward, call in enumerate(_calls(work, task)):
-                found.append(sample_of(name, tokens, task.shape, bool(backward), _timed(call, task, group)))
+                ns = _timed(call, _repeats(tokens, task), task.device, group)
+                found.append(sample_of(name, tokens, task.shape, bool(backward), ns))
     return found
 
 
@@ -61,7 +63,7 @@ def matrix_gflops(group: dist.ProcessGroup | None, task: KernelTask, size: int) 
     """GFLOP/s of a square matrix product in the task's dtype."""
     dtype = getattr(torch, task.shape.dtype)
     a = torch.ones(size, size, dtype=dtype, device=task.device)
-    return 2 * size**3 / _timed(lambda: a @ a, task, group)
+    return 2 * size**3 / _timed(lambda: a @ a, task.repeats, task.device, group)
 
 
 def _calls(work: Workload, task: KernelTask) -> Iterator[Callable[[], Any]]:
@@ -89,14 +91,20 @@ def _calls(work: Workload, task: KernelTask) -> Iterator[Callable[[], Any]]:
     yield lambda: kernel.backward(q, k, v, do, finite, delta, slices, settings, *grads)
 
 
-def _timed(call: Callable[[], Any], task: KernelTask, group: dist.ProcessGroup | None) -> float:
-    """Nanoseconds of a call: the median of a few, after one to warm up; all ranks start together."""
-    call()
+def _repeats(tokens: int, task: KernelTask) -> int:
+    """How often a kernel is timed. The longest on CPUs, which take seconds and are two thirds of the whole, once."""
+    return 1 if task.device == "cpu" and tokens >= LONG else task.repeats
+
+
+def _timed(call: Callable[[], Any], repeats: int, device: str, group: dist.ProcessGroup | None) -> float:
+    """Nanoseconds of a call: the median of a few, after one to warm up; or of a single one. All ranks start together."""
+    if repeats > 1:
+        call()
     samples = []
-    for _ in range(task.repeats):
+    for _ in range(repeats):
         if group is not None:
             dist.barrier(group)
-        samples.append(_cuda_ns(call) if task.device == "cuda" else _cpu_ns(call))
+        samples.append(_cuda_ns(call) if device == "cuda" else _cpu_ns(call))
     return statistics.median(samples)
 
 

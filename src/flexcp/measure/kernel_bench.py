@@ -171,11 +171,13 @@ def our_calls(name: str, slices: Any, x: _Tensors, heads: Heads, settings: Setti
     settings = settings or Settings(heads.head_dim**-0.5, fresh=True)
     device = x.q.device
     work = kernel.prepare(slices, heads.heads, heads.kv_heads, heads.head_dim, heads.head_dim, x.q.device)
-    out = torch.zeros(x.do.shape, dtype=x.do.dtype if settings.fresh else torch.float32, device=device)
+    own = x.q.dtype if settings.fresh else torch.float32
+    out = torch.zeros(x.do.shape, dtype=own, device=device)
     lse = torch.full(x.q.shape[:2], -torch.inf, device=device)
     kernel.forward(x.q, x.k, x.v, work, settings, out, lse)
     delta = (out.float() * x.do.float()).sum(-1)
-    dq, dk, dv = (torch.zeros(t.shape, device=t.device) for t in (x.q, x.k, x.v))
+    dq = torch.zeros(x.q.shape, dtype=own, device=device)
+    dk, dv = (torch.zeros(t.shape, device=device) for t in (x.k, x.v))
     return Calls(
         lambda: kernel.forward(x.q, x.k, x.v, work, settings, out, lse),
         lambda: kernel.backward(x.q, x.k, x.v, x.do, lse, delta, work, settings, dq, dk, dv),

@@ -186,7 +186,7 @@ def compiled(kernel: str) -> int:
 def recompiles(model: Model, batches: int = 100) -> tuple[int, int]:
     """(variants after two batches, variants after ``batches`` more): the second must equal the first.
 
-    Two, because a batch in which some row sees no key runs another variant of the forward: its output is added to, not written.
+    Two, because a batch in which some row sees no key runs other variants of the forward and of dq: they are added to, not written.
     """
     for mask in (masks.causal(), masks.from_slices(40, [(20, 40, 0, 40, None, None)])):
         _run(model, packed_slices([40], mask))

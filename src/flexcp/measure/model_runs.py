@@ -191,8 +191,10 @@ def train_on_ranks(group: dist.ProcessGroup, run: Run) -> Trained:
     def loss_of(number: int) -> Tensor:
         step = bind(make_plan(run, model.config, number), group)
         tokens = run.tokens(number)
-        logits = model(**huggingface.inputs(tokens, step)).logits[0]
-        return step.loss(logits[: step.local_tokens], step.labels(tokens))
+        found = model(**huggingface.inputs(tokens, step))
+        # Transformers takes its own loss in float32.
+        plain: Tensor = found.loss
+        return plain if run.dtype == "float32" else step.loss(found.logits[0][: step.local_tokens], step.labels(tokens))
 
     return _trained(run, model, loss_of, group)
 

@@ -1,8 +1,9 @@
 """The backward Triton kernels: one for dk and dv, one for dq.
 
 ``keys_kernel``: one program per tile of keys and KV head walks the queries that see it and adds to its own dk and dv, summed over the
-query heads of the KV head. ``queries_kernel``: one program per tile of packed query rows, as in the forward, adds to its own dq. Together
-seven matrix products a block where a fused kernel does five; fused, with dq added by atomics, was slower on an H200 (docs/kernels.md).
+query heads of the KV head. ``queries_kernel``: one program per tile of packed query rows, as in the forward, adds to its own dq (or
+writes it: ``FRESH``). Together seven matrix products a block where a fused kernel does five; fused, with dq added by atomics, was slower on
+an H200 (docs/kernels.md).
 
 A dq has one owner, and so have dk and dv of a list without split tiles: their sums have one order, and results are bitwise the same. Of a
 list with split tiles (``SPLIT``) the parts are several programs, which add to dk and dv in any order.
