@@ -182,7 +182,7 @@ def _dense(plan: Plan, stream: _Stream, options: Options, dtype: torch.dtype) ->
         )
     found = dict(zip(NAMES, (out, lse, dq.to(dtype), dk.to(dtype), dv.to(dtype)), strict=True))
     if stream.sinks is not None:
-        found["dsinks"] = -(torch.exp(stream.sinks.to(accumulator) - lse) * delta).sum(0)
+        found["dsinks"] = -(torch.exp(stream.sinks.to(accumulator) - lse) * delta).sum(0).to(dtype)
     return found
 
 
