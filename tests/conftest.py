@@ -21,8 +21,8 @@ settings.load_profile("same")
 def pool() -> Iterator[RankPool]:
     """Eight ranks on gloo; ``pool.run(function, ..., ranks=n)`` runs on the first n."""
     with RankPool(8) as ranks:
-        # Groups of all sizes are made now. Later on, ranks that made groups of their own in a test would look for the next one of the pool
-        # under another name than the rest, and wait for ever: which tests ran before must not matter.
+        # Groups of all sizes are made now. Made later, one hung once: torch names groups by how many a rank has made, and tests make
+        # groups of their own on some ranks. Which tests ran before must not matter.
         for count in range(1, ranks.size):
             ranks.run(dist.get_world_size, ranks=count)
         yield ranks
