@@ -101,8 +101,8 @@ def sections(quick: bool) -> list[tuple[str, str, Callable[[], list[str]]]]:
             "at every point, above 93 %. There the best of ours has 1.25 to 2.82 and 94.5 to 98.3 %, but for equal lengths, which "
             "every dealing divides perfectly (1.00 at 100 %). `auto` is that best one, but for bimodal on H20 (1.18 and 89 %): it "
             "stays with a static method, `usp` in four groups, whose busiest rank has 5.7 % more work than the average, because "
-            "`groups` is predicted to gain less than the 8 % by which the model may err. The same holds where it is behind `groups` "
-            "at other sizes. Large rings have their work spread evenly over hops.",
+            "`groups` is predicted to take 6.6 % less time, not the 8 % by which the model may err. The same holds where it is behind "
+            "`groups` at other sizes (2.4 to 7.2 %). Large rings have their work spread evenly over hops.",
             lambda: block_fcp.scaling(counts, ("h20",) if quick else ("h20", "gb200")),
         ),
         (

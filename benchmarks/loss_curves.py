@@ -1,6 +1,8 @@
 """The losses that ``model_gpu.py`` wrote, as a picture: every run's curve, and below it how far each is from the baseline.
 
-python benchmarks/loss_curves.py benchmarks/model_gpu.json --write docs/pictures/losses.svg
+    python benchmarks/loss_curves.py benchmarks/model_gpu.json --write docs/pictures/losses.svg
+
+The least and the largest value stand at each panel's axis.
 """
 
 from __future__ import annotations

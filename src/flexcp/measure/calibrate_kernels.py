@@ -92,7 +92,7 @@ def _calls(work: Workload, task: KernelTask) -> Iterator[Callable[[], Any]]:
 
 
 def _repeats(tokens: int, task: KernelTask) -> int:
-    """How often a kernel is timed. The longest on CPUs, which take seconds and are two thirds of the whole, once."""
+    """How often a kernel is timed. The longest on CPUs, which take seconds, once: calibration is to last two minutes at most."""
     return 1 if task.device == "cpu" and tokens >= LONG else task.repeats
 
 
