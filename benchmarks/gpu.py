@@ -83,7 +83,9 @@ def _arguments(part: str, asked: argparse.Namespace) -> list[Any]:
         each = -(-asked.cases // len(MODELS))
         return [{"model": i, "first": i * each, "last": min(asked.cases, (i + 1) * each)} for i in range(len(MODELS))]
     if part == "recompiles":
-        return [{"model": i} for i in (0, 4)]
+        # One model of each kernel.
+        kernels = [m.kernel for m in MODELS]
+        return [{"model": kernels.index(kernel)} for kernel in dict.fromkeys(kernels)]
     if part == "plans":
         return [{"file": str(asked.plans) if asked.plans else None}]
     if part == "nccl":
@@ -154,7 +156,9 @@ def bench(argument: Any) -> Any:
     everyone = [*b.OURS, *b.BASELINES]
     product = b.matrix_rate()
     results = b.bench(list(NAMES), 16_384, b.Heads(), everyone, rounds=5)
-    results += b.bench(["causal", "full", "docs16"], 65_536, b.Heads(), ["hopper", "triton", "op", "cudnn"], rounds=3)
+    results += b.bench(
+        ["causal", "full", "docs16"], 65_536, b.Heads(), ["cute", "hopper", "triton", "op", "fa4", "cudnn"], rounds=3
+    )
     print(b.table(results, product), file=sys.stderr)
     return [{"matrix product": product}, *(asdict(r) for r in results)]
 

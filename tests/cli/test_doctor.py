@@ -18,7 +18,7 @@ def test_what_is_here() -> None:
     assert found["torch"].value.startswith(torch.__version__)
     assert found["torch"].ok and found["gloo"].ok
     assert ("GPU 0" in found) == torch.cuda.is_available()
-    assert found["kernel for bfloat16"].value.partition(":")[0] in ("cpu", "triton", "hopper")
+    assert found["kernel for bfloat16"].value.partition(":")[0] in ("cpu", "triton", "hopper", "cute")
     assert "not installed" in found["triton"].value or found["triton"].value[0].isdigit()
 
 

@@ -37,6 +37,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     """``machine(capability, ...)`` makes every CUDA device look like that, with these kernels."""
     real = choose.find_kernel
     modules = {
+        "cute": limited((128,), only=9),
         "hopper": limited((64, 128), only=9),
         "triton": limited((64, 96, 128, 192, 256), (BF16, torch.float32)),
     }
@@ -47,8 +48,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
             raise found
         return found
 
-    def make(capability: tuple[int, int], triton: Any = None, hopper: Any = None, installed: bool = True) -> None:
-        modules["hopper"], modules["triton"] = hopper or modules["hopper"], triton or modules["triton"]
+    def make(capability: tuple[int, int], installed: bool = True, **kernels: Any) -> None:
+        modules.update(kernels)
         monkeypatch.setattr(choose, "find_kernel", find)
         monkeypatch.setattr(choose, "has_triton", lambda: installed)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
@@ -71,7 +72,8 @@ def test_other_devices_get_plain_torch() -> None:
 @pytest.mark.parametrize(
     ("capability", "sizes", "kernel", "reason"),
     [
-        ((9, 0), (128,), "hopper", "sm90"),
+        ((9, 0), (128,), "cute", "sm90"),
+        ((9, 0), (64,), "hopper", "not the cute kernel: head sizes are (128,); got 64 and 64"),
         ((9, 0), (192, 128), "triton", "got 192 and 128"),
         ((8, 0), (64,), "triton", "another age"),
         ((10, 0), (64,), "triton", "another age"),
@@ -84,6 +86,13 @@ def test_the_best_kernel_that_can_is_chosen(
     choice = flexcp.choose_kernel("cuda:0", BF16, *sizes)
     assert choice.kernel == kernel
     assert reason in choice.reason
+
+
+def test_without_the_cute_extra_the_choice_is_the_hopper_kernel(machine: Any) -> None:
+    machine((9, 0), cute=ImportError("No module named 'cutlass'"))
+    choice = flexcp.choose_kernel("cuda", BF16, 128)
+    assert choice.kernel == "hopper"
+    assert "No module named 'cutlass'" in choice.reason and "pip install flexcp[cute]" in choice.reason
 
 
 def test_a_hopper_kernel_that_cannot_be_imported_is_passed_over(machine: Any) -> None:
@@ -131,7 +140,7 @@ def test_stock_names_the_limits_of_flash_attention(machine: Any, dtype: torch.dt
 
 
 def test_an_unknown_kernel_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'flash'.*cpu, reference, triton, hopper, stock"):
+    with pytest.raises(ValueError, match=r"'flash'.*cpu, reference, triton, hopper, cute, stock"):
         flexcp.choose_kernel("cpu", BF16, 64, kernel="flash")
 
 

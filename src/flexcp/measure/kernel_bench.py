@@ -4,8 +4,8 @@ Contenders of a workload are timed in turns, round after round, so that the chip
 is the median over rounds of the mean of a few launches between two events. Only useful work counts: 4 x pairs x heads x head size
 forward, 2.5 times that backward. Beside it stands the percentage of the rate of a large matrix product, measured in the same run.
 
-Ours are the bare kernels (``hopper``, ``triton``: they add to float32 results that are there) and the whole call (``op``:
-:func:`flexcp.slice_attention`, with everything around the kernel). The kernels are first compared with float64 on rows and keys drawn at
+Ours are the bare kernels (``cute``, ``hopper``, ``triton``) and the whole call (``op``: :func:`flexcp.slice_attention`, with everything
+around the kernel). The kernels are first compared with float64 on rows and keys drawn at
 random, for every result. Baselines are not checked.
 """
 
@@ -26,10 +26,10 @@ from flexcp.executor.kernels import Settings, find_kernel
 from flexcp.executor.kernels.choose import why_not
 from flexcp.executor.slice_attention import packed_slices, slice_attention
 from flexcp.masks import Q0, Q1
-from flexcp.measure.kernel_work import Workload, mask_mod, workload
+from flexcp.measure.kernel_work import WINDOW, Workload, mask_mod, workload
 
-OURS = ("hopper", "triton", "op")
-BASELINES = ("cudnn", "flash", "flex", "varlen")
+OURS = ("cute", "hopper", "triton", "op")
+BASELINES = ("fa4", "cudnn", "flash", "flex", "varlen")
 ALLOWED_ERROR = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 2e-5}
 BACKWARD = 2.5
 """Work of a backward in forwards: five matrix products to two."""
@@ -156,7 +156,13 @@ def _calls(contender: str, work: Workload, heads: Heads, device: torch.device) -
     if contender in OURS:
         refusal = why_not(contender, device, heads.dtype, heads.head_dim, heads.head_dim)
         return refusal or our_calls(contender, work.slices(), random_tensors(work.tokens, heads, device), heads)
-    makers = {"cudnn": _sdpa_calls, "flash": _sdpa_calls, "flex": _flex_calls, "varlen": _varlen_calls}
+    makers = {
+        "fa4": _fa4_calls,
+        "cudnn": _sdpa_calls,
+        "flash": _sdpa_calls,
+        "flex": _flex_calls,
+        "varlen": _varlen_calls,
+    }
     if contender not in makers:
         raise ValueError(f"unknown contender {contender!r}; known are {', '.join((*OURS, *BASELINES))}")
     try:
@@ -221,6 +227,29 @@ def _sdpa_calls(contender: str, work: Workload, x: _Tensors) -> Calls | str:
             )
 
     return _autograd_calls(forward, (q, k, v), do)
+
+
+def _fa4_calls(contender: str, work: Workload, x: _Tensors) -> Calls | str:
+    from flash_attn.cute.interface import flash_attn_func, flash_attn_varlen_func
+
+    q, k, v = (t.detach().clone().requires_grad_() for t in (x.q, x.k, x.v))
+    if work.name not in ("causal", "full", "window") and work.mask != masks.causal():
+        return "causal and full documents and windows only"
+    if len(work.lengths) == 1:
+        window = (WINDOW - 1, 0) if work.name == "window" else (None, None)
+        causal, batch = work.name == "causal", tuple(t[None] for t in (q, k, v))
+        return _autograd_calls(
+            lambda: _first(flash_attn_func(*batch, causal=causal, window_size=window))[0], (q, k, v), x.do
+        )
+    borders = torch.tensor(np.cumsum((0, *work.lengths)), dtype=torch.int32, device=x.q.device)
+    sizes: dict[str, Any] = {"cu_seqlens_q": borders, "cu_seqlens_k": borders}
+    sizes |= {"max_seqlen_q": max(work.lengths), "max_seqlen_k": max(work.lengths)}
+    return _autograd_calls(lambda: _first(flash_attn_varlen_func(q, k, v, causal=True, **sizes)), (q, k, v), x.do)
+
+
+def _first(result: Any) -> Tensor:
+    """The output, of functions that may return an LSE with it."""
+    return result[0] if isinstance(result, tuple) else result  # type: ignore[no-any-return]
 
 
 def _flex_calls(contender: str, work: Workload, x: _Tensors) -> Calls | str:

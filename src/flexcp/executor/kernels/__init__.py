@@ -32,7 +32,14 @@ from torch import Tensor
 
 Ints = NDArray[np.int64]
 
-HOMES = {"cpu": "cpu", "reference": "reference", "triton": "triton_kernel", "hopper": "hopper_kernel", "stock": "stock"}
+HOMES = {
+    "cpu": "cpu",
+    "reference": "reference",
+    "triton": "triton_kernel",
+    "hopper": "hopper_kernel",
+    "cute": "cute_kernel",
+    "stock": "stock",
+}
 """Kernels by name, and the module of this package each lives in."""
 
 

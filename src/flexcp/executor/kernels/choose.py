@@ -1,7 +1,8 @@
 """Choose: which kernel runs, and why. A function one can read, print and override.
 
     CPU tensors                       cpu      plain torch
-    CUDA, Hopper, where it can        hopper   Gluon: TMA and wgmma
+    CUDA, Hopper, where it can        cute     CuTe DSL, if installed (flexcp[cute]): the fastest
+                                      hopper   Gluon, needs nothing but Triton
     CUDA from Ampere on               triton
     any other device                  cpu      plain torch runs anywhere
 
@@ -18,7 +19,7 @@ import torch
 
 from flexcp.executor.kernels import find_kernel, has_triton
 
-NEED_TRITON = ("triton", "hopper", "stock")
+NEED_TRITON = ("triton", "hopper", "cute", "stock")
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,11 @@ def choose_kernel(
         return Choice("cpu", f"plain torch, the only kernel that runs on {device.type}")
     no_hopper = why_not("hopper", device, dtype, *sizes)
     if no_hopper is None:
-        return Choice("hopper", f"{torch.cuda.get_device_name(device)} has what the Gluon kernels need")
+        name = torch.cuda.get_device_name(device)
+        no_cute = why_not("cute", device, dtype, *sizes)
+        if no_cute is None:
+            return Choice("cute", f"{name} has what the CuTe kernels need, and the CuTe DSL is installed")
+        return Choice("hopper", f"{name} has what the Gluon kernels need; not the cute kernel: {no_cute}")
     no_triton = why_not("triton", device, dtype, *sizes)
     if no_triton is None:
         return Choice("triton", f"{torch.cuda.get_device_name(device)} runs Triton; not the hopper kernel: {no_hopper}")
@@ -68,7 +73,8 @@ def why_not(kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int
         return "Triton is not installed (pip install triton)"
     try:
         module = find_kernel(kernel)
-    except ImportError as error:  # this Triton has no Gluon, or one of another age
-        return f"it cannot be imported here ({error})"
+    except ImportError as error:  # no CuTe DSL, or this Triton has no Gluon or one of another age
+        way = " (pip install flexcp[cute])" if kernel == "cute" else ""
+        return f"it cannot be imported here ({error}){way}"
     refusal: str | None = module.supports(device, dtype, head_dim, v_head_dim)
     return refusal

@@ -25,7 +25,7 @@ from flexcp.executor.kernels.hopper_tiles import (
     query_tiles,
     tiles_in_turn,
 )
-from flexcp.executor.kernels.tiles import TileList, segment_list, useful
+from flexcp.executor.kernels.tiles import SegmentList, TileList, segment_list, useful
 from flexcp.executor.kernels.triton_kernel import (
     WorkList,
     aligned,
@@ -102,17 +102,20 @@ class HopperWork(WorkList):
 
 @dataclass(frozen=True)
 class Segments:
-    """A segment list on its device, and the blocks of each of its tiles."""
+    """A segment list here and on its device, and the blocks of each of its tiles."""
 
+    made: SegmentList
     blocks: Ints
     tiles: Tensor
     segments: Tensor
 
     @staticmethod
-    def of(made: TileList, block: int, device: torch.device, longest: int | None = None) -> Segments:
-        cut = segment_list(made, block, longest)
+    def of(
+        made: TileList, block: int, device: torch.device, longest: int | None = None, descending: bool = False
+    ) -> Segments:
+        cut = segment_list(made, block, longest, descending)
         tables = (torch.from_numpy(x.reshape(-1)).pin_memory() for x in (cut.tiles, cut.segments))
-        return Segments(cut.tiles[:, 3].astype(np.int64), *(t.to(device, non_blocking=True) for t in tables))
+        return Segments(cut, cut.tiles[:, 3].astype(np.int64), *(t.to(device, non_blocking=True) for t in tables))
 
     @property
     def count(self) -> int:
@@ -140,10 +143,10 @@ def forward(
     q, k, v = (aligned(x) for x in (q_THD, k_TGD, v_TGV))
     check(work, supports, q, k, v, out_THV, lse_TH)
     pack, groups = work.pack, work.heads // work.pack
-    grid = _grid(made.count * groups, settings, work)
-    forward_kernel[grid](
+    programs = programs_of(made.count * groups, settings, work)
+    forward_kernel[(programs,)](
         _described(q, TILE // 2 // pack, pack), _described(k, BLOCK, 1), _described(v, BLOCK, 1), out_THV, lse_TH,
-        made.tiles, made.segments, made.count, groups, work.in_turn(grid[0]), *scales(settings, q.dtype),
+        made.tiles, made.segments, made.count, groups, work.in_turn(programs), *scales(settings, q.dtype),
         *strides(out_THV, lse_TH),
         SHARE=work.share, PACK=pack, D=work.head_dim, V=work.v_head_dim, N=BLOCK, STAGES=STAGES,
         SOFTCAP=settings.softcap is not None, FRESH=settings.fresh, num_warps=4,
@@ -172,11 +175,11 @@ def _backward_keys(
     dk: Tensor, dv: Tensor,
 ) -> None:  # fmt: skip
     made = work.backward_segments if settings.deterministic else work.split_segments
-    pack, programs, rows = work.pack, made.count * work.kv_heads, len(q)
-    keys_kernel[_grid(programs, settings, work)](
+    pack, items, rows = work.pack, made.count * work.kv_heads, len(q)
+    keys_kernel[(programs_of(items, settings, work),)](
         _described(q, QUERIES // pack, pack), _described(k, BLOCK, 1), _described(v, BLOCK, 1),
         _described(do, QUERIES // pack, pack), pack_statistics(lse, delta, pack, base_of(q.dtype)), dk, dv,
-        made.tiles, made.segments, work.kv_heads, programs, rows, work.heads, *scales(settings, q.dtype), *strides(dk, dv),
+        made.tiles, made.segments, work.kv_heads, items, rows, work.heads, *scales(settings, q.dtype), *strides(dk, dv),
         SHARE=work.share, PACK=pack, D=work.head_dim, V=work.v_head_dim, STAGES=STAGES,
         SOFTCAP=settings.softcap is not None, num_warps=4,
     )  # fmt: skip
@@ -186,11 +189,11 @@ def _backward_queries(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, work: HopperWork, settings: Settings, dq: Tensor,
 ) -> None:  # fmt: skip
     made, pack, groups = work.forward_segments, work.pack, work.heads // work.pack
-    grid = _grid(made.count * groups, settings, work)
-    queries_kernel[grid](
+    programs = programs_of(made.count * groups, settings, work)
+    queries_kernel[(programs,)](
         _described(q, TILE // 2 // pack, pack), _described(k, BLOCK, 1), _described(v, BLOCK, 1),
         _described(do, TILE // 2 // pack, pack), lse, delta, dq,
-        made.tiles, made.segments, made.count, groups, work.in_turn(grid[0]), *scales(settings, q.dtype),
+        made.tiles, made.segments, made.count, groups, work.in_turn(programs), *scales(settings, q.dtype),
         *strides(lse, delta, dq),
         SHARE=work.share, PACK=pack, D=work.head_dim, V=work.v_head_dim, N=BLOCK, STAGES=STAGES,
         SOFTCAP=settings.softcap is not None, FRESH=settings.fresh, num_warps=4,
@@ -207,9 +210,9 @@ def useful_share(slices: Ints, share: int, backward: bool) -> float:
     return 7 / (3 / shares[0] + 4 / shares[1])  # three of seven products are dq's
 
 
-def _grid(programs: int, settings: Settings, work: HopperWork) -> tuple[int]:
+def programs_of(items: int, settings: Settings, work: HopperWork) -> int:
     """One persistent program per multiprocessor that is ours."""
-    return (min(programs, max(1, multiprocessors(work.device) - settings.sm_margin)),)
+    return min(items, max(1, multiprocessors(work.device) - settings.sm_margin))
 
 
 def _described(x_THD: Tensor, rows: int, heads: int) -> TensorDescriptor:

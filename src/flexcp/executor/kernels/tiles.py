@@ -148,10 +148,11 @@ class SegmentList:
     segments: NDArray[np.int32]
 
 
-def segment_list(made: TileList, block: int, longest: int | None = None) -> SegmentList:
+def segment_list(made: TileList, block: int, longest: int | None = None, descending: bool = False) -> SegmentList:
     """The segments of a tile list whose keys are in blocks of ``block``.
 
-    Tiles of more than ``longest`` blocks become several with the same rows: for kernels that add their results to memory.
+    Tiles of more than ``longest`` blocks become several with the same rows: for kernels that add their results to memory. With
+    ``descending`` a tile's last segment comes first: for kernels that walk from the last block to the first.
     """
     k0, full0, full1, k1, lo, hi, q0, q1 = made.entries.astype(np.int64).T
     starts = np.stack([k0, full0, full1], axis=1)
@@ -171,6 +172,9 @@ def segment_list(made: TileList, block: int, longest: int | None = None) -> Segm
     order = np.argsort(first, kind="stable")
     at = offsets(table[:, 1])
     segment, part = overlaps(at[:-1], at[1:], first[order], last[order])
+    if descending:
+        turned = np.lexsort((-segment, part))
+        segment, part = segment[turned], part[turned]
     cut = table[segment]
     cut[:, 0] += (np.maximum(first[order][part], at[segment]) - at[segment]) * block
     cut[:, 1] = np.minimum(last[order][part], at[segment + 1]) - np.maximum(first[order][part], at[segment])

@@ -1,0 +1,45 @@
+"""Items: which program of a launch computes which tile for which heads, and in which order. Integers only; no tensor.
+
+A launch is one persistent program for each multiprocessor. An *item* is a tile with one group of heads, ``tile * groups + group``. Items
+come in an order that suits the L2, and are dealt in rounds of one item a program: in each round the longest item goes to the program with
+the least work so far. So programs end together, and what they compute at the same time lies together.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+TILE_PRICE = 3
+"""What beginning and ending a tile costs, in blocks."""
+
+
+def in_turns(tiles: int, groups: int, turn: int) -> Ints:
+    """Items in the order of the tiles, ``turn`` tiles of each group of heads before the next group's."""
+    item: Ints = np.arange(tiles * groups)
+    first = item // (turn * groups) * turn
+    within = item - first * groups
+    width = np.minimum(turn, tiles - first)
+    order: Ints = (first + within % width) * groups + within // width
+    return order
+
+
+def group_by_group(order: Ints, groups: int) -> Ints:
+    """Items of one group of heads after the other, each with the tiles in the given order."""
+    return (order[None, :] * groups + np.arange(groups)[:, None]).reshape(-1)
+
+
+def dealt(items: Ints, blocks: Ints, groups: int, programs: int) -> NDArray[np.int32]:
+    """``[rounds + 1, programs]`` items, -1 where a program has none and in the last row. ``blocks`` are those of each tile."""
+    price = blocks[items // groups] + TILE_PRICE
+    rounds = -(-len(items) // programs)
+    table = np.full((rounds + 1, programs), -1, np.int32)
+    work = np.zeros(programs, np.int64)
+    for number in range(rounds):
+        part = slice(number * programs, (number + 1) * programs)
+        longest = np.argsort(-price[part], kind="stable")
+        least = np.argsort(work, kind="stable")[: len(longest)]
+        table[number, least] = items[part][longest]
+        work[least] += price[part][longest]
+    return table

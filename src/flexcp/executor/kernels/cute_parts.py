@@ -1,0 +1,159 @@
+"""Parts that the CuTe kernels share: tiles in shared memory, products, and the registers of a product.
+
+A warp group of 128 threads computes products of 64 rows. Of the result, thread t holds two rows, ``16 * (t // 32) + t % 32 // 4`` and the
+one eight below, and of each of them two neighbours out of every eight columns, from ``2 * (t % 4)`` on.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+from __future__ import annotations
+
+import math
+
+import cutlass
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, const_expr, cute
+from cutlass._mlir.dialects import llvm
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.cutlass_dsl import T, dsl_user_op
+from cutlass.tensor_utils import LayoutEnum
+
+LOG2E = math.log2(math.e)
+LN2 = math.log(2.0)
+ROWS = 64  # of a warp group's product
+THREADS = 384  # one warp group that loads and stores, two that compute
+LOAD_REGISTERS, COMPUTE_REGISTERS = 24, 240
+FAR = 1 << 30  # the length of tables whose length nobody needs, and a column that no row reaches
+
+
+def shared_layout(dtype, rows, width, stages):
+    """``[rows, width, stages]`` in shared memory, rows of ``width`` numbers, as the copy engine and the tensor cores want them."""
+    atom = sm90.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, width)
+    return cute.tile_to_shape(warpgroup.make_smem_layout_atom(atom, dtype), (rows, width, stages), order=(0, 1, 2))
+
+
+def shared_tensor(smem, dtype, layout):
+    """A tensor of that layout."""
+    return smem.allocate_tensor(dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
+
+
+def packed_heads_view(tensor, pack):
+    """``((heads, rows), width)`` as ``((pack, rows), width, heads / pack)``: a row of a tile is a token and one of ``pack`` heads."""
+    (heads, rows), width = tensor.shape
+    stride = (tensor.stride[0], tensor.stride[1], tensor.stride[0][0] * pack)
+    return cute.make_tensor(tensor.iterator, cute.make_layout(((pack, rows), width, heads // pack), stride=stride))
+
+
+def transposed(tensor):
+    """The first two dimensions exchanged."""
+    shape = (tensor.shape[1], tensor.shape[0], tensor.shape[2])
+    return cute.composition(tensor, cute.make_ordered_layout(shape, order=(1, 0, 2)))
+
+
+def by_rows(accumulator):
+    """The registers of a product as (rows of this thread, columns)."""
+    shape, stride = accumulator.layout.shape, accumulator.layout.stride
+    rows = ((shape[0][1], shape[1]), (stride[0][1], stride[1]))
+    columns = ((shape[0][0], shape[0][2], shape[2]), (stride[0][0], stride[0][2], stride[2]))
+    layout = cute.make_layout((rows[0], columns[0]), stride=(rows[1], columns[1]))
+    return cute.make_tensor(accumulator.iterator, layout)
+
+
+def as_operand(accumulator):
+    """The registers of a product as the left operand of the next."""
+    pairs = cute.logical_divide(accumulator.layout, ((None, None, 2), None, None))
+    shape, stride = pairs.shape, pairs.stride
+    layout = cute.make_layout(
+        ((shape[0][0], shape[0][1], shape[0][2][0]), shape[1], (shape[0][2][1], shape[2])),
+        stride=((stride[0][0], stride[0][1], stride[0][2][0]), stride[1], (stride[0][2][1], stride[2])),
+    )
+    return cute.make_tensor(accumulator.iterator, layout)
+
+
+def tiled_product(dtype, columns, a_mode, b_mode, from_registers=False):
+    """Products of 64 rows and so many columns by one warp group; the left operand comes from shared memory or registers."""
+    source = warpgroup.OperandSource.RMEM if from_registers else warpgroup.OperandSource.SMEM
+    return sm90.make_trivial_tiled_mma(
+        dtype, dtype, a_mode, b_mode, Float32, atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, columns), a_source=source
+    )
+
+
+@cute.jit
+def product(tiled_mma, accumulator, pairs, fresh: cutlass.Constexpr[bool]):
+    """Issue the product of each of the ``pairs`` of operands, added to ``accumulator`` or, ``fresh``, written to it first."""
+    warpgroup.fence()
+    atom = cute.make_mma_atom(tiled_mma.op)
+    atom.set(warpgroup.Field.ACCUMULATE, not fresh)
+    for a, b in pairs:
+        for i in cutlass.range_constexpr(cute.size(a.shape[2])):
+            cute.gemm(atom, accumulator, a[None, None, i], b[None, None, i], accumulator)
+            atom.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
+
+
+@dsl_user_op
+def _word(low, high, dtype, *, loc=None, ip=None):
+    """Two float32 numbers as one word of two 16-bit ones."""
+    kind = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"
+    operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in (low, high)]
+    code = f"cvt.rn.{kind}.f32 $0, $2, $1;"
+    flags = {"has_side_effects": False, "is_align_stack": False, "asm_dialect": llvm.AsmDialect.AD_ATT}
+    return Int32(llvm.inline_asm(T.i32(), operands, code, "=r,f,f", **flags))
+
+
+@cute.jit
+def round_to(source, target):
+    """float32 registers rounded to 16-bit ones, here: a plain conversion would be moved to where the result is used, after other work."""
+    words = cute.recast_tensor(target, Int32)
+    for i in cutlass.range_constexpr(cute.size(words)):
+        words[i] = _word(source[2 * i], source[2 * i + 1], target.element_type)
+
+
+@cute.jit
+def bounded(s, inner):
+    """tanh of logits for a softcap; -inf stays -inf."""
+    x = cute.math.exp2(cutlass.min(s * inner, Float32(20.0)) * (2 * LOG2E), fastmath=True)
+    return -Float32.inf if s == -Float32.inf else 1.0 - 2.0 / (1.0 + x)
+
+
+@cute.jit
+def arrive(bar):
+    """One lane of each warp says that its warp is done with a buffer."""
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(bar)
+
+
+@cute.jit
+def expect(bar, size):
+    """One lane announces how many bytes the copy engine will bring."""
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(bar, size)
+
+
+@cute.jit
+def load_box(atom, source, target, bar):
+    """A box of a tensor into a buffer, by the copy engine."""
+    to, at = cute.nvgpu.cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(source, 0, 2)
+    )
+    cute.copy(atom, at, to, tma_bar_ptr=bar)
+
+
+@cute.jit
+def zero_from(buffer, valid, thread):
+    """Zero the rows of a buffer from ``valid`` on: what lies past the end may be anything, and 0 * NaN is NaN."""
+    rows, width = buffer.shape[0], buffer.shape[1]
+    zeros = cute.make_rmem_tensor(8, buffer.element_type)
+    zeros.fill(0.0)
+    across = cute.size(width) // 8
+    for i in cutlass.range_constexpr(cute.size(rows) * across // 128):
+        at = i * 128 + thread
+        if at // across >= valid:
+            cute.autovec_copy(zeros, cute.local_tile(buffer[at // across, None], (8,), (at % across,)))
+    cute.arch.fence_view_async_shared()
+
+
+@cute.jit
+def init_bars(bars, counts: cutlass.Constexpr[tuple]):
+    """Barriers that so many arrivals complete."""
+    for i in cutlass.range_constexpr(len(counts)):
+        cute.arch.mbarrier_init(bars + i, const_expr(counts[i]))
