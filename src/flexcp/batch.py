@@ -172,15 +172,16 @@ def _checked_lengths(lengths: Sequence[int] | Ints) -> Ints:
     given = np.asarray(lengths)
     if given.ndim != 1 or len(given) == 0:
         raise ValueError(f"lengths must be a non-empty list of document lengths; got {lengths!r}")
-    if not np.issubdtype(given.dtype, np.integer):
+    # Integers beyond 64 bits are objects to numpy, and refused below as any other that is too large.
+    huge = given.dtype == object and all(isinstance(n, int) for n in given)
+    if not huge and not np.issubdtype(given.dtype, np.integer):
         raise ValueError(f"document lengths must be integers; got {given.dtype} values such as {given[0]!r}")
-    array = given.astype(np.int64)
-    if array.min() < 1:
-        where = int(np.flatnonzero(array < 1)[0])
-        raise ValueError(f"document {where} has length {int(array[where])}; drop it: documents have at least 1 token")
-    if int(array.max()) >= mask_algebra.UNBOUNDED >> 10:
-        raise ValueError(f"a document of {int(array.max())} tokens is beyond what flexcp counts exactly (2**30)")
-    return array
+    if given.min() < 1:
+        where = int(np.flatnonzero(given < 1)[0])
+        raise ValueError(f"document {where} has length {int(given[where])}; drop it: documents have at least 1 token")
+    if int(given.max()) >= mask_algebra.LONGEST:
+        raise ValueError(f"a document of {int(given.max())} tokens is beyond what flexcp counts exactly (2**30)")
+    return given.astype(np.int64)
 
 
 def _summed(index: Ints, values: Ints, size: int) -> Ints:

@@ -13,13 +13,14 @@ from flexcp.masks.conversions import (
     from_mask_mod,
     from_slices,
 )
-from flexcp.masks.mask import Mask
+from flexcp.masks.mask import NO_LIMIT, Mask
 from flexcp.masks.named import causal, causal_blockwise, full, lambda_, modality, prefix, shared_question, window
 from flexcp.masks.slices import (
     HI,
     K0,
     K1,
     LO,
+    LONGEST,
     Q0,
     Q1,
     UNBOUNDED,
@@ -38,9 +39,11 @@ __all__ = [
     "K0",
     "K1",
     "LO",
+    "LONGEST",
     "MASK_FORMS",
     "MASK_MOD_MAX_LENGTH",
     "MASK_MOD_MAX_SLICES",
+    "NO_LIMIT",
     "Q0",
     "Q1",
     "UNBOUNDED",
