@@ -128,7 +128,9 @@ def test_layers_find_a_window_without_a_limit() -> None:
         torch.testing.assert_close(flexcp.attention(q, k, v, step, window=keys), wanted, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("text", ["prefix:99999999999999999999", "window:99999999999999999999", "lambda:1,99999999999999999999"])
+@pytest.mark.parametrize(
+    "text", ["prefix:99999999999999999999", "window:99999999999999999999", "lambda:1,99999999999999999999"]
+)
 def test_text_forms(text: str) -> None:
     mask = parse_mask(text)
     assert isinstance(mask, Mask)
@@ -143,6 +145,8 @@ def test_text_forms(text: str) -> None:
         (lambda: parse_mask("shared-question:99999999999999999999,0.2"), "at most 16384 answers"),
         (lambda: flexcp.shared_question([10**20, 1], 5), "a document of 100000000000000000006 tokens"),
         (lambda: flexcp.shared_question([4], 10**20), "a document of 100000000000000000004 tokens"),
+        (lambda: flexcp.shared_question(6, [4, 4, 4]), r"answers first.*got answers 6 and question \[4, 4, 4\]"),
+        (lambda: flexcp.shared_question(6.0, 0.5), "answers first"),
         (lambda: flexcp.shared_question([4], float("inf")), "must be integers >= 0"),
         (lambda: flexcp.shared_question([4], float("nan")), "must be integers >= 0"),
         (lambda: flexcp.modality([(0, 10**20)]), "a document of 100000000000000000000 tokens"),

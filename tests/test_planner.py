@@ -204,6 +204,8 @@ REFUSED_PLANNERS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "fractional head_dim": ({"head_dim": 64.5}, ["head_dim", "64.5"]),
     "v_head_dim": ({"v_head_dim": -1}, ["v_head_dim", "got -1"]),
     "dtype": ({"dtype": "float8"}, ["float8", "bfloat16, float16"]),
+    "cluster as a text": ({"cluster": "a100"}, ["flexcp.cluster('a100', nodes=1, ranks_per_node=8)", "got 'a100'"]),
+    "cluster as a number": ({"cluster": 8}, ["flexcp.cluster('h100'", "got 8"]),
     "unknown strategy": ({"strategy": "zigzg"}, ["'zigzg'", "did you mean 'zigzag'?"]),
     "unknown strategy with degree": ({"strategy": "rings:4"}, ["'rings:4'", "did you mean 'ring'?"]),
     "strategy like no other": ({"strategy": "qqq"}, ["'qqq'", ", ".join(STRATEGIES)]),

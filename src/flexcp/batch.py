@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,10 @@ class LayerMask:
     rules: tuple[Mask, ...]
     first: Ints
     slices: Ints
+
+    def rule(self, document: int) -> Mask:
+        """The rule of one document."""
+        return self.rules[document if len(self.rules) > 1 else 0]
 
     def of_documents(self, documents: Ints) -> tuple[Ints, Ints]:
         """(position in ``documents``, index into ``slices``) for every slice of every listed document."""
@@ -77,6 +82,18 @@ class Batch:
             if mask.name == name:
                 return mask
         raise ValueError(f"no mask named {name!r} in this plan; it has {[m.name for m in self.masks]}")
+
+    @cached_property
+    def branches(self) -> dict[int, tuple[Ints | None, ...]]:
+        """Documents that branch under some mask, with the depths of their tokens under each (None: they are one sequence there)."""
+        may = {rule for mask in self.masks for rule in mask.rules if rule.name in ("shared-question", "slices")}
+        found = {}
+        for document, length in enumerate(self.lengths.tolist() if may else []):
+            rules = [mask.rule(document) for mask in self.masks]
+            by_mask = tuple(mask_algebra.depths(rule, length) if rule in may else None for rule in rules)
+            if any(depth is not None for depth in by_mask):
+                found[document] = by_mask
+        return found
 
     def weighted_rows_area(self, documents: Ints, q0: Ints, q1: Ints) -> Ints:
         """Pairs in the given rows, each mask counted as often as layers use it."""

@@ -2,9 +2,10 @@
 
 A mask is a disjoint union of *slices* (:mod:`flexcp.masks.slices`), found for a document by the mask's rule (:mod:`flexcp.masks.mask`).
 Users make one by name (:mod:`flexcp.masks.named`), from another description (:mod:`flexcp.masks.conversions`) or from text
-(:mod:`flexcp.masks.text`). All names are importable from here.
+(:mod:`flexcp.masks.text`); where a document branches, :mod:`flexcp.masks.branches` knows. All names are importable from here.
 """
 
+from flexcp.masks.branches import depths
 from flexcp.masks.conversions import (
     MASK_MOD_MAX_LENGTH,
     MASK_MOD_MAX_SLICES,
@@ -52,6 +53,7 @@ __all__ = [
     "causal",
     "causal_blockwise",
     "cut",
+    "depths",
     "from_cu_seqlens",
     "from_key_ranges",
     "from_mask_mod",

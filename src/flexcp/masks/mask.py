@@ -122,10 +122,15 @@ def _lambda_columns(mask: Mask, n: Ints) -> list[Columns]:
     return [(0, n, 0, n, -(width - 1), 0), (0, n, 0, np.minimum(sink, n), -UNBOUNDED, -width)]
 
 
-def _shared_question_columns(mask: Mask, n: Ints) -> list[Columns]:
+def question_and_answer(mask: Mask, n: Ints) -> tuple[Ints, Ints]:
+    """Tokens of the question and of each answer but the last, which takes the remainder, in documents under a shared question."""
     answers, share = int(mask.params[0]), float(mask.params[1])  # type: ignore[arg-type]
     q = np.array([int(share * int(x)) for x in n], np.int64)
-    each = (n - q) // answers
+    return q, (n - q) // answers
+
+
+def _shared_question_columns(mask: Mask, n: Ints) -> list[Columns]:
+    answers, (q, each) = int(mask.params[0]), question_and_answer(mask, n)  # type: ignore[arg-type]
     columns: list[Columns] = [(0, n, 0, q, -UNBOUNDED, 0)]
     # With more answers than tokens all but the last are empty.
     for i in range(0 if each.any() else answers - 1, answers):
