@@ -379,6 +379,7 @@ def test_a_prepared_step_prepares_nothing_at_its_first_layer(monkeypatch: pytest
     for name in masks:
         q = given["q"].clone().requires_grad_()
         flexcp.attention(q, given["k"], given["v"], step, mask=name).sum().backward()
+        assert q.grad is not None and q.grad.isfinite().all()
 
 
 def test_kernels_hear_of_determinism_and_the_sm_margin(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,7 +198,8 @@ def test_a_mask_object_in_a_compiled_model_is_refused_with_the_way_out() -> None
 def test_the_operators_pass_torchs_checks(sinks: Tensor | None) -> None:
     given = inputs(20)
     arguments = (*given.values(), sinks, flexcp.packed_slices([12, 8], flexcp.causal()), 0.3, 2.0, False, 0, None)
-    torch.library.opcheck(torch.ops.flexcp.slice_attention_forward.default, arguments)
+    told = torch.library.opcheck(torch.ops.flexcp.slice_attention_forward.default, arguments)
+    assert set(told.values()) == {"SUCCESS"}
 
 
 # --- refusals ----------------------------------------------------------------------------------------------------------
