@@ -110,7 +110,7 @@ def _facts(plan: Plan, rules: Sequence[Mask]) -> dict[str, Any]:
         "shape": asdict(plan.shape),
         "cluster": asdict(plan.cluster),
         "cost": plan.cost.to_json(),
-        "strategy": plan.strategy,
+        "strategy": plan.requested,
         "note": placement.note,
         "pads": placement.pads,
         "traffic": asdict(placement.traffic),
