@@ -107,7 +107,7 @@ def _timed(call: Callable[[], Plan], repeats: int = REPEATS) -> tuple[Plan, floa
 def _straight(plan: Plan) -> Plan:
     """The same placement without relays."""
     placement = replace(plan.placement, traffic=Traffic(relay=False))
-    return make_plan(placement, plan.shape, plan.cluster, plan.cost, plan.strategy)
+    return make_plan(placement, plan.shape, plan.cluster, plan.cost, plan.requested)
 
 
 def _yardstick(seeds: int) -> list[str]:

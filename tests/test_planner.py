@@ -167,12 +167,24 @@ def test_different_inputs_give_different_hashes() -> None:
 def test_defaults_are_what_the_documentation_says() -> None:
     default = flexcp.Planner(8)
     plan = default([100, 20])
-    assert (plan.strategy, plan.ranks, str(plan.cluster)) == ("auto", 8, "h100:1x8")
+    assert (plan.requested, plan.ranks, str(plan.cluster)) == ("auto", 8, "h100:1x8")
     assert (plan.shape.heads, plan.shape.kv_heads, plan.shape.head_dim, plan.shape.v_head_dim) == (8, 8, 128, 128)
     assert plan.shape.dtype == "bfloat16"
     assert plan.cost == CostModel()
     assert plan == default([100, 20], flexcp.causal(), layout="free", tokens="priced", pad_to=None)
     assert planner(head_dim=48)([5]).shape.v_head_dim == 48
+
+
+@pytest.mark.parametrize("lengths", [[4096] * 8, [60_000, 300, 20, 7], [500, 1], [30_000, 29_000, 5_000, *[100] * 40]])
+def test_a_plan_says_which_strategy_placed_it(lengths: list[int]) -> None:
+    """Also one from a file; asking for that strategy gives the same placement."""
+    asked = planner(strategy="auto")(lengths)
+    chosen = planner(strategy=asked.strategy)(lengths)
+    assert asked.requested == "auto" and asked.strategy.partition(":")[0] in set(STRATEGIES) - {"auto"}
+    assert asked.placement.runs.matrix().tolist() == chosen.placement.runs.matrix().tolist()
+    assert chosen.strategy == chosen.requested == asked.strategy
+    again = flexcp.load_plan(flexcp.save_plan(asked))
+    assert (again.requested, again.strategy, again.label) == ("auto", asked.strategy, f"auto: {asked.strategy}")
 
 
 def test_a_torch_dtype_is_a_dtype() -> None:
@@ -204,6 +216,8 @@ REFUSED_PLANNERS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "fractional head_dim": ({"head_dim": 64.5}, ["head_dim", "64.5"]),
     "v_head_dim": ({"v_head_dim": -1}, ["v_head_dim", "got -1"]),
     "dtype": ({"dtype": "float8"}, ["float8", "bfloat16, float16"]),
+    "cluster as a text": ({"cluster": "a100"}, ["flexcp.cluster('a100', nodes=1, ranks_per_node=8)", "got 'a100'"]),
+    "cluster as a number": ({"cluster": 8}, ["flexcp.cluster('h100'", "got 8"]),
     "unknown strategy": ({"strategy": "zigzg"}, ["'zigzg'", "did you mean 'zigzag'?"]),
     "unknown strategy with degree": ({"strategy": "rings:4"}, ["'rings:4'", "did you mean 'ring'?"]),
     "strategy like no other": ({"strategy": "qqq"}, ["'qqq'", ", ".join(STRATEGIES)]),

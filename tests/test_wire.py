@@ -139,7 +139,7 @@ def test_messages_say_what_is_wrong() -> None:
         (lambda f: f["traffic"].update(groups=[[[99]]]), "a group's rank does not exist"),
         (lambda f: f["rules"].__setitem__(0, ["__import__", ["os"], None]), "no mask is called"),
         (lambda f: f["rules"].__setitem__(0, ["window", [-1, 0], None]), "window left must be 0 or more"),
-        (lambda f: f["rules"].__setitem__(0, ["shared-question", [1 << 40, 0.5], None]), "answers cannot be in a file"),
+        (lambda f: f["rules"].__setitem__(0, ["shared-question", [1 << 40, 0.5], None]), "at most 16384 answers"),
         (lambda f: f["programs"][0][0].__setitem__(1, 1 << 50), "own tokens enter in stage"),
         (lambda f: f["programs"][0][0].__setitem__(1, 10**30), "is too large"),
         (lambda f: f["programs"].pop(), "0 pairs of programs for 1 masks"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,10 @@ class LayerMask:
     rules: tuple[Mask, ...]
     first: Ints
     slices: Ints
+
+    def rule(self, document: int) -> Mask:
+        """The rule of one document."""
+        return self.rules[document if len(self.rules) > 1 else 0]
 
     def of_documents(self, documents: Ints) -> tuple[Ints, Ints]:
         """(position in ``documents``, index into ``slices``) for every slice of every listed document."""
@@ -77,6 +82,18 @@ class Batch:
             if mask.name == name:
                 return mask
         raise ValueError(f"no mask named {name!r} in this plan; it has {[m.name for m in self.masks]}")
+
+    @cached_property
+    def branches(self) -> dict[int, tuple[Ints | None, ...]]:
+        """Documents that branch under some mask, with the depths of their tokens under each (None: they are one sequence there)."""
+        may = {rule for mask in self.masks for rule in mask.rules if rule.name in ("shared-question", "slices")}
+        found = {}
+        for document, length in enumerate(self.lengths.tolist() if may else []):
+            rules = [mask.rule(document) for mask in self.masks]
+            by_mask = tuple(mask_algebra.depths(rule, length) if rule in may else None for rule in rules)
+            if any(depth is not None for depth in by_mask):
+                found[document] = by_mask
+        return found
 
     def weighted_rows_area(self, documents: Ints, q0: Ints, q1: Ints) -> Ints:
         """Pairs in the given rows, each mask counted as often as layers use it."""
@@ -172,15 +189,16 @@ def _checked_lengths(lengths: Sequence[int] | Ints) -> Ints:
     given = np.asarray(lengths)
     if given.ndim != 1 or len(given) == 0:
         raise ValueError(f"lengths must be a non-empty list of document lengths; got {lengths!r}")
-    if not np.issubdtype(given.dtype, np.integer):
+    # Integers beyond 64 bits are objects to numpy, and refused below as any other that is too large.
+    huge = given.dtype == object and all(isinstance(n, int) for n in given)
+    if not huge and not np.issubdtype(given.dtype, np.integer):
         raise ValueError(f"document lengths must be integers; got {given.dtype} values such as {given[0]!r}")
-    array = given.astype(np.int64)
-    if array.min() < 1:
-        where = int(np.flatnonzero(array < 1)[0])
-        raise ValueError(f"document {where} has length {int(array[where])}; drop it: documents have at least 1 token")
-    if int(array.max()) >= mask_algebra.UNBOUNDED >> 10:
-        raise ValueError(f"a document of {int(array.max())} tokens is beyond what flexcp counts exactly (2**30)")
-    return array
+    if given.min() < 1:
+        where = int(np.flatnonzero(given < 1)[0])
+        raise ValueError(f"document {where} has length {int(given[where])}; drop it: documents have at least 1 token")
+    if int(given.max()) >= mask_algebra.LONGEST:
+        raise ValueError(f"a document of {int(given.max())} tokens is beyond what flexcp counts exactly (2**30)")
+    return given.astype(np.int64)
 
 
 def _summed(index: Ints, values: Ints, size: int) -> Ints:

@@ -118,7 +118,8 @@ class Placement:
     """Runs of the stream (documents, then ``pads``) and regions for each mask of the batch.
 
     ``assemble_own``: the tokens of a rank are so scattered over the stream that its own work waits for the others' tokens, so that
-    keys can be put in stream order first. ``note`` is what the planner has to say about its choice.
+    keys can be put in stream order first. ``note`` is what the planner has to say about its choice; that of ``auto`` begins with the
+    strategy it took and ends that name with ": " or " (".
     """
 
     batch: Batch
@@ -203,13 +204,15 @@ class Program:
 class Plan:
     """One batch, planned: immutable, hashable, printable, the same on every rank.
 
-    ``programs[m]`` is (forward, backward) of the batch's m-th mask.
+    ``programs[m]`` is (forward, backward) of the batch's m-th mask. ``requested`` is the strategy that was asked for, ``strategy`` the one
+    that placed the batch: they differ where ``auto`` was asked. ``print(plan)`` shows a picture of who computes what; ``repr(plan)`` and
+    f-strings are one line, for logs.
     """
 
     shape: Shape
     cluster: Cluster
     cost: CostModel
-    strategy: str
+    requested: str
     placement: Placement
     programs: tuple[tuple[Program, Program], ...]
 
@@ -220,6 +223,18 @@ class Plan:
     @property
     def ranks(self) -> int:
         return self.placement.ranks
+
+    @property
+    def strategy(self) -> str:
+        """The strategy that placed the batch, with its degree where it has one: what ``auto`` chose, or the one that was asked for."""
+        if self.requested != "auto":
+            return self.requested
+        return self.placement.note.split(": ")[0].split(" (")[0] or self.requested
+
+    @property
+    def label(self) -> str:
+        """The strategy for headings: ``blocks``, or ``auto: blocks`` where ``auto`` was asked for and chose it."""
+        return self.strategy if self.strategy == self.requested else f"{self.requested}: {self.strategy}"
 
     @cached_property
     def hash(self) -> str:
@@ -237,7 +252,7 @@ class Plan:
             "shape": {name: value for name, value in asdict(self.shape).items() if value is not None},
             "cluster": asdict(self.cluster),
             "cost": asdict(self.cost),
-            "strategy": self.strategy,
+            "strategy": self.requested,
             "lengths": self.batch.lengths.tolist(),
             "masks": [
                 {"name": m.name, "layers": m.layers, "rules": [asdict(r) for r in m.rules]} for m in self.batch.masks
@@ -332,8 +347,12 @@ class Plan:
 
         return picture(self)
 
+    def __format__(self, spec: str) -> str:
+        """One line in f-strings, which are for logs; ``str(plan)`` and ``print(plan)`` give the picture."""
+        return format(repr(self), spec)
+
     def __repr__(self) -> str:
-        return f"<Plan {self.strategy} {self.hash[:12]}: {self.batch.tokens} tokens on {self.ranks} ranks>"
+        return f"<Plan {self.label} {self.hash[:12]}: {self.batch.tokens} tokens on {self.ranks} ranks>"
 
 
 def imbalance(values: Ints) -> float:

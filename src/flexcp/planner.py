@@ -70,6 +70,11 @@ class Planner:
             str(dtype).removeprefix("torch."),
             latent,
         )
+        if not isinstance(cluster, Cluster):
+            raise ValueError(
+                f"cluster= is made by flexcp.cluster(preset, nodes=..., ranks_per_node=...), such as flexcp.cluster("
+                f"{cluster if isinstance(cluster, str) else 'h100'!r}, nodes=1, ranks_per_node=8); got {cluster!r}"
+            )
         self.cluster = cluster
         self.cost = cost or CostModel()
         if model is not None:

@@ -23,6 +23,7 @@ from flexcp.report.rounds_table import rounds_columns, rounds_table
 
 PLAN_KEYS = [
     "strategy",
+    "chosen",
     "ranks",
     "tokens",
     "planning_ms",
@@ -84,6 +85,7 @@ def test_plan_json_is_the_planners_numbers(strategy: str) -> None:
     assert found.pop("first_plan_ms") > 0
     assert found == {
         "strategy": strategy,
+        "chosen": strategy,
         "ranks": 4,
         "tokens": 932,
         "forward_bytes": forward.sum(),
@@ -115,14 +117,14 @@ def test_plan_json_of_a_plan_worked_out_by_hand() -> None:
 def test_plan_text_is_the_picture() -> None:
     result = invoke("plan", "--lengths", "900,31,1", *SMALL)
     plan = planned([900, 31, 1])
-    assert result.stdout == f"{plan}\n"
+    assert result.stdout == str(plan) + "\n"
     for words in ("kept by", "rows down, keys right", "work/mean", "imbalance"):
         assert words in result.stdout
 
 
 def test_plan_shows_rounds_when_asked() -> None:
     plan = planned([900, 31, 1])
-    assert invoke("plan", "--lengths", "900,31,1", *SMALL, "--rounds").stdout == f"{plan}\n\n{rounds_table(plan)}\n"
+    assert invoke("plan", "--lengths", "900,31,1", *SMALL, "--rounds").stdout == f"{plan!s}\n\n{rounds_table(plan)}\n"
     found = plan_json("--lengths", "900,31,1", *SMALL, "--rounds")
     assert found["rounds"] == {"forward": rounds_columns(plan, False), "backward": rounds_columns(plan, True)}
 

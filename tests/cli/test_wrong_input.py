@@ -76,6 +76,7 @@ def cases() -> Iterator[tuple[str, list[str], list[str]]]:
             yield f"{name}: typo of a framework", [*base, "--framework", "pytroch"], ["did you mean 'pytorch'?"]
         if "mask" in options:
             yield f"{name}: typo of a mask", [*base, "--mask", "casual"], ["did you mean 'causal'?"]
+            yield f"{name}: absurd mask", [*base, "--mask", "shared-question:100000000,0.2"], ["at most 16384 answers"]
         if "model" in options and "llama3-8b" in (options["model"].help or ""):
             yield f"{name}: typo of a model", [*base, "--model", "lama3-8b"], ["did you mean 'llama3-8b'?"]
         if "cost" in options:

@@ -211,7 +211,14 @@ def test_sinks_of_the_wrong_shape_are_refused(size: tuple[int, ...]) -> None:
     assert str(size) in str(caught.value)
 
 
-@pytest.mark.parametrize("softcap", [0.0, -3.5, float("nan")])
+@pytest.mark.parametrize("scale", [0.0, -3.5, float("nan"), float("inf")])
+def test_a_scale_that_is_no_number_above_0_is_refused(scale: float) -> None:
+    step, given = one_rank()
+    with pytest.raises(ValueError, match=rf"scale must be above 0.*got {scale}"):
+        flexcp.attention(**given, step=step, scale=scale)
+
+
+@pytest.mark.parametrize("softcap", [0.0, -3.5, float("nan"), float("inf")])
 def test_a_softcap_that_is_not_positive_is_refused(softcap: float) -> None:
     step, given = one_rank()
     with pytest.raises(ValueError, match=rf"softcap must be above 0.*got {softcap}"):
@@ -234,6 +241,22 @@ def test_an_unknown_mask_name_is_refused() -> None:
     step, given = one_rank(masks={"full": (flexcp.full(), 1), "window": (flexcp.window(4), 3)})
     with pytest.raises(ValueError, match=r"'windows'.*\['full', 'window'\]"):
         flexcp.attention(**given, step=step, mask="windows")
+
+
+def test_a_layer_of_several_masks_must_say_which() -> None:
+    """The first mask would be some other layer's."""
+    step, given = one_rank(masks={"full": (flexcp.full(), 1), "window": (flexcp.window(4), 3)})
+    with pytest.raises(ValueError, match=r"'full' \(full\), 'window' \(window:4,0\).*mask='full'.*window="):
+        flexcp.attention(**given, step=step)
+
+
+def test_a_plan_in_the_place_of_a_step_is_refused_with_the_way_out() -> None:
+    step, given = one_rank()
+    with pytest.raises(ValueError, match=r"is a plan.*flexcp\.bind\(plan, group\)") as caught:
+        flexcp.attention(**given, step=step.plan)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match=r"flexcp\.bind\(plan, group\); got a NoneType"):
+        flexcp.attention(**given, step=None)
 
 
 def test_an_unknown_kernel_is_refused() -> None:
@@ -310,12 +333,11 @@ def test_each_of_several_masks_is_what_it_is_alone(pool: RankPool, strategy: str
     rules = {"full": flexcp.causal(), "window": flexcp.window(5, 1), "answers": flexcp.shared_question(3, 0.3)}
     plan = plan_for(3, strategy=strategy, masks={name: (rule, i + 1) for i, (name, rule) in enumerate(rules.items())})
     plan.check()
-    calls = [{"mask": name} for name in reversed(rules)] + [{}]
+    calls = [{"mask": name} for name in reversed(rules)]
     for answers in pool.run(on_ranks, plan, calls, ranks=3):
-        by_name = dict(zip(reversed(rules), answers[:-1], strict=True))
+        by_name = dict(zip(reversed(rules), answers, strict=True))
         for name, rule in rules.items():
             assert_close(by_name[name], dense(rule))
-        assert_close(answers[-1], by_name["full"], 0.0)
     for name, rule in rules.items():
         alone = pool.run(on_ranks, plan_for(3, rule, strategy), [{}], ranks=3)[0][0]
         assert_close(by_name[name], alone)
@@ -357,6 +379,7 @@ def test_a_prepared_step_prepares_nothing_at_its_first_layer(monkeypatch: pytest
     for name in masks:
         q = given["q"].clone().requires_grad_()
         flexcp.attention(q, given["k"], given["v"], step, mask=name).sum().backward()
+        assert q.grad is not None and q.grad.isfinite().all()
 
 
 def test_kernels_hear_of_determinism_and_the_sm_margin(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,6 +141,41 @@ def test_kernel_equals_dense_attention(kernel: str, slices: str, heads: str) -> 
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("slices", ["causal", "band", "shared rows"])
+@pytest.mark.parametrize("where", ["q", "k", "v", "do"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_a_bad_number_stays_with_those_that_see_it(
+    kernel: str, slices: str, where: str, bad: float, softcap: float | None
+) -> None:
+    """Rows and keys that have no pair with the row of a NaN or an infinity are exactly what they are without it."""
+    problem, row = make_problem(SLICES[slices], HEADS["GQA"], softcap=softcap), 17
+    clean = solve(KERNELS[kernel], problem)
+    tensor = getattr(problem, where).clone()
+    tensor[row, -1, 3] = bad
+    found = solve(KERNELS[kernel], replace(problem, **{where: tensor}))
+    seen = seen_pairs(problem.slices, *problem.exact["out"].shape[:1], problem.k.shape[0])
+    query_side = where in ("q", "do")
+    touched_rows = torch.arange(len(seen)) == row if query_side else seen[:, row]
+    # A row that holds a bad number, or sees one, hands it to all keys that it sees, and these to nobody.
+    touched_keys = seen[touched_rows].any(0)
+    touched_keys[row] |= not query_side
+    assert not found["out"][touched_rows].isfinite().all() or where != "v"
+    for name, touched in (("out", touched_rows), ("lse", touched_rows), ("dq", touched_rows), ("dk", touched_keys),
+                          ("dv", touched_keys)):  # fmt: skip
+        torch.testing.assert_close(found[name][~touched], clean[name][~touched], rtol=0, atol=1e-13, msg=name)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_an_infinite_value_is_infinite_where_it_is_seen(kernel: str) -> None:
+    problem = make_problem(SLICES["causal"], (1, 1))
+    problem.v[20, 0, 1], problem.v[30, 0, 2], problem.v[40, 0, 1] = torch.inf, -torch.inf, -torch.inf
+    out = solve(KERNELS[kernel], problem)["out"][:, 0]
+    assert out[:20].isfinite().all() and (out[20:40, 1] == torch.inf).all() and (out[30:, 2] == -torch.inf).all()
+    assert out[40:, 1].isnan().all() and out[:, [0, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_softcap_bounds_the_logits(kernel: str) -> None:
     problem = make_problem(SLICES["shared rows"], HEADS["GQA"], softcap=0.8)
     found = solve(KERNELS[kernel], problem)

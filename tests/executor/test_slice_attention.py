@@ -198,7 +198,8 @@ def test_a_mask_object_in_a_compiled_model_is_refused_with_the_way_out() -> None
 def test_the_operators_pass_torchs_checks(sinks: Tensor | None) -> None:
     given = inputs(20)
     arguments = (*given.values(), sinks, flexcp.packed_slices([12, 8], flexcp.causal()), 0.3, 2.0, False, 0, None)
-    torch.library.opcheck(torch.ops.flexcp.slice_attention_forward.default, arguments)
+    told = torch.library.opcheck(torch.ops.flexcp.slice_attention_forward.default, arguments)
+    assert set(told.values()) == {"SUCCESS"}
 
 
 # --- refusals ----------------------------------------------------------------------------------------------------------
@@ -216,6 +217,9 @@ def test_the_operators_pass_torchs_checks(sinks: Tensor | None) -> None:
             r"v is \[tokens, heads, head size\]; got shape \(94, 12\)",
         ),
         ({"softcap": 0.0}, r"softcap must be above 0.*got 0\.0"),
+        ({"softcap": float("inf")}, r"softcap must be above 0 and finite.*got inf"),
+        ({"scale": float("nan")}, r"scale must be above 0 and finite.*got nan"),
+        ({"scale": -1.0}, r"scale must be above 0.*got -1\.0"),
         ({"sinks": torch.zeros(3)}, r"shape \(4,\).*got \(3,\)"),
         ({"kernel": "flash"}, r"'flash'"),
         ({"mask": torch.zeros(2, 5, dtype=torch.int64)}, r"int64.*\[slices, 6\].*\(2, 5\)"),
@@ -225,6 +229,10 @@ def test_the_operators_pass_torchs_checks(sinks: Tensor | None) -> None:
             r"\(0, 95, 0, 10.*94 queries and 94 keys.*packed_slices",
         ),
         ({"mask": torch.tensor([[0, 9, -1, 10, -100, 100]] * 2)}, r"\(0, 9, -1, 10"),
+        (
+            {"mask": torch.tensor([[0, 9, 0, 9, -100, 0], [8, 20, 3, 20, -100, 0]])},
+            r"\(0, 9, 0, 9, -8, 0\) and \(8, 20, 3, 20, -16, 0\) share a \(query, key\) pair",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(change: dict[str, Any], words: str) -> None:

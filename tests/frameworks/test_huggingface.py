@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -118,6 +119,31 @@ def test_documents_inside_the_window_need_no_window(models: dict[str, Any]) -> N
         for m in (flexcp.causal(), flexcp.window(WINDOW - 1))
     )
     assert torch.equal(plain, windowed)
+
+
+@pytest.mark.parametrize("keys", [sys.maxsize, 2**63, 10**20])
+def test_a_window_without_a_limit_is_causal(models: dict[str, Any], keys: int) -> None:
+    """Configurations write huge numbers for no window."""
+    config = make_config("mistral")
+    config.sliding_window = keys
+    planner = huggingface.planner(config, flexcp.cluster("cpu", 1, 1), "float64", strategy="dp")
+    step = flexcp.bind(planner(LENGTHS, masks=huggingface.masks(config)))
+    pairs = sum(n * (n + 1) // 2 for n in LENGTHS)
+    assert int(step.plan.work().sum()) == config.num_attention_heads * pairs
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 4, len(TOKENS), 8, dtype=torch.float64, generator=generator)
+    given = {"query": x, "key": x[:, :2], "value": x[:, :2]}
+    wanted = call(**given)[0]
+    assert torch.equal(call(**given, step=step, sliding_window=keys)[0], wanted)
+    assert torch.equal(call(**given, step="alone", sliding_window=keys)[0], wanted)
+
+
+def test_a_plan_in_the_place_of_a_step_is_named(models: dict[str, Any]) -> None:
+    plan = bound().plan
+    with pytest.raises(ValueError, match=r"flexcp\.bind\(plan, group\)"):
+        huggingface.inputs(TOKENS, plan)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"flexcp\.bind\(plan, group\)"):
+        models["llama"][0](TOKENS[None], position_ids=POSITIONS[None], step=plan)
 
 
 def test_a_planner_has_the_models_heads() -> None:

@@ -171,6 +171,24 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         flexcp.latent_attention(given["q"], given["latent"], expand, [given["up"]], whole)
 
 
+def test_a_call_is_checked_as_any_attention() -> None:
+    given = inputs()
+    call = (given["q"], given["latent"], expand, [given["up"]])
+    step = flexcp.bind(plan_for("latent", 1, 1, flexcp.causal(), "blocks"))
+    for name, value in (("softcap", float("inf")), ("softcap", 0.0), ("scale", float("nan")), ("scale", -1.0)):
+        with pytest.raises(ValueError, match=rf"{name} must be above 0.*got {value}"):
+            flexcp.latent_attention(*call, step, **{name: value})
+    with pytest.raises(ValueError, match=r"flexcp\.bind\(plan, group\)"):
+        flexcp.latent_attention(*call, step.plan)
+    shape, masks = step.plan.shape, {"full": (flexcp.causal(), 1), "window": (flexcp.window(4), 3)}
+    planner = flexcp.Planner(shape.heads, 1, shape.head_dim, shape.v_head_dim, shape.dtype,
+                             flexcp.cluster("cpu", 1, 1), strategy="blocks", latent=shape.latent)  # fmt: skip
+    several = flexcp.bind(planner(step.plan.batch.lengths, masks=masks))
+    with pytest.raises(ValueError, match=r"'full' \(causal\), 'window' \(window:4,0\)"):
+        flexcp.latent_attention(*call, several)
+    assert flexcp.latent_attention(*call, several, mask="window").isfinite().all()
+
+
 def test_plans_that_move_queries_are_refused() -> None:
     plan = flexcp.Planner(4, 1, 10, 5, "float64", flexcp.cluster("cpu", 1, 2), strategy="ulysses", latent=14)([40])
     from flexcp.executor.latent_way import way_of

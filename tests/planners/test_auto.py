@@ -20,6 +20,7 @@ from flexcp.cost import CostModel
 from flexcp.masks import causal, from_slices, full, lambda_, prefix, shared_question, window
 from flexcp.pieces import Shape
 from flexcp.plan import Placement
+from flexcp.planners import STRATEGIES
 from flexcp.planners.auto import CLOSE, HIGH_EFFORT, _Scored, _Search, auto
 from flexcp.planners.blocks import blocks
 from flexcp.planners.groups import groups
@@ -117,8 +118,9 @@ def test_the_answer_is_that_of_trying_everything(asked: Request) -> None:
 @settings(max_examples=40, deadline=None)
 @given(requests(), st.sampled_from([None, 0, 2, 3]))
 def test_any_effort_gives_a_right_plan(asked: Request, effort: int | None) -> None:
-    placement = auto(replace(asked, effort=effort))
-    check_plan(make_plan(placement, asked.shape, asked.cluster, asked.cost, "auto"))
+    plan = make_plan(auto(replace(asked, effort=effort)), asked.shape, asked.cluster, asked.cost, "auto")
+    check_plan(plan)
+    assert plan.strategy.partition(":")[0] in STRATEGIES
 
 
 # --- the rules ----------------------------------------------------------------------------------------------------------
@@ -275,7 +277,9 @@ def test_a_batch_that_nothing_can_place_says_why() -> None:
 
 def test_rows_without_keys() -> None:
     asked = request([900, 40], [from_slices(900, []), causal()])
-    check_plan(make_plan(auto(asked), asked.shape, asked.cluster, asked.cost, "auto"))
+    plan = make_plan(auto(asked), asked.shape, asked.cluster, asked.cost, "auto")
+    check_plan(plan)
+    assert int(plan.work().sum()) == asked.shape.heads * 40 * 41 // 2
 
 
 def test_a_static_method_knows_its_size() -> None:

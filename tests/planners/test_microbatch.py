@@ -8,10 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexcp.batch import make_batch
+from flexcp.clusters import cluster
 from flexcp.cost import CostModel
 from flexcp.data.lengths import draw_lengths
 from flexcp.masks import causal, full
 from flexcp.pieces import Shape
+from flexcp.planner import Planner
 from flexcp.planners.microbatch import document_loads, split
 
 SHAPE = Shape(64, 8, 128, 128)
@@ -81,6 +83,14 @@ def test_repair_undoes_a_greedy_start() -> None:
     # Longest first ends at 14 : 10; the best is 12 : 12.
     found = split([6, 5, 4, 4, 3, 2], [6, 5, 4, 4, 3, 2], 1, 14)
     assert [sum([6, 5, 4, 4, 3, 2][d] for d in documents) for documents in found] == [12, 12]
+
+
+def test_the_cap_is_what_is_left_of_it_in_whole_multiples() -> None:
+    """Counts are rounded up to pad_to, so a rank that may keep 100 tokens is given at most 64: 180 tokens need two micro-batches."""
+    planner = Planner(4, 2, 16, cluster=cluster("cpu", 1, 2), strategy="blocks", max_tokens_per_rank=100)
+    found = planner.micro_batches([60, 60, 60], tokens="equal", pad_to=64)
+    assert sorted(d for documents, _ in found for d in documents) == [0, 1, 2]
+    assert [plan.placement.tokens.tolist() for _, plan in found] == [[64, 64]] * 2
 
 
 def test_a_document_over_the_whole_cap_is_named() -> None:

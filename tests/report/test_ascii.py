@@ -128,6 +128,13 @@ def test_print_shows_the_picture() -> None:
     assert repr(plan) == f"<Plan blocks {plan.hash[:12]}: 43 tokens on 2 ranks>"
 
 
+def test_a_log_line_with_a_plan_is_one_line() -> None:
+    plan = plan_for([40, 3], 2, strategy="auto")
+    assert f"{plan}" == repr(plan) == f"<Plan auto: {plan.strategy} {plan.hash[:12]}: 43 tokens on 2 ranks>"
+    assert f"{plan:>80}" == repr(plan).rjust(80)
+    assert picture(plan).startswith(f"plan {plan.hash[:12]}: auto: {plan.strategy} on ")
+
+
 @pytest.mark.parametrize(
     ("count", "expected"),
     [(0, "0 B"), (999, "999 B"), (1_000, "1.0 kB"), (1_250_000, "1.2 MB"), (3.5e9, "3.5 GB"), (2e12, "2000.0 GB")],

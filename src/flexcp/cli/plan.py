@@ -78,7 +78,7 @@ def plan(
         keys = summary(found, times) | (_rounds_of(found) if rounds else {})
         typer.echo(json.dumps(keys, indent=2))
     else:
-        typer.echo(f"{found}\n\n{_rounds_text(found)}" if rounds else str(found))
+        typer.echo(f"{found!s}\n\n{_rounds_text(found)}" if rounds else str(found))
 
 
 def _rounds_of(plan: Plan) -> dict[str, Any]:
@@ -115,7 +115,8 @@ def summary(plan: Plan, times_ms: list[float] | None = None) -> dict[str, Any]:
     forward = plan.bytes()
     memories = [plan.memory(rank) for rank in range(plan.ranks)]
     return {
-        "strategy": plan.strategy,
+        "strategy": plan.requested,
+        "chosen": plan.strategy,
         "ranks": plan.ranks,
         "tokens": plan.batch.tokens,
         **({"planning_ms": round(statistics.median(times[1:] or times), 3)} if times else {}),

@@ -20,7 +20,7 @@ def report_plan(path: Path, plan: Plan) -> None:
     """One plan."""
     with compiling("simulating and drawing the plan"):
         sections = [timed_plan(plan)]
-    write(path, sections, f"{plan.strategy} on {plan.cluster}", about(plan))
+    write(path, sections, f"{plan.label} on {plan.cluster}", about(plan))
 
 
 def report_training(path: Path, steps: Sequence[StepReport], config: TrainConfig) -> None:

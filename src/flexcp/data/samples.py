@@ -9,7 +9,8 @@ happen to be:
                    the span a token is in, -1 for text
 
 Labels are made here, before anything is cut to ranks: the next token of the document (or the next entry of the field ``labels``), and
-``ignore`` at its end. A document over the maximum is cut before that, so its new end has no label either.
+``ignore`` at its end. A document over the maximum is cut before that, so its new end has no label either. A document that branches
+(a shared question) has no single next token, and is refused where its mask is found.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from flexcp import masks as mask_algebra
 from flexcp.masks import Mask, from_slices, modality
+from flexcp.positions import several_successors
 
 TOKENS, LABELS = "tokens", "labels"
 NAMES_OF_TOKENS = ("tokens", "input_ids")
@@ -173,6 +175,9 @@ class Masks:
     def of(self, number: int, sample: Any, limit: int) -> MaskChoice:
         """The mask of document ``number``, fit for its first ``limit`` tokens; ``sample`` is looked at where masks are not known."""
         found = self._whole(number, sample)
+        for mask in [found] if isinstance(found, Mask) else [m for m, _ in found.values()]:
+            if mask_algebra.depths(mask, mask.length or limit) is not None:
+                raise several_successors(number, mask, "the Loader's labels know")
         if isinstance(found, Mask):
             return cut_mask(found, limit)
         return {name: (cut_mask(mask, limit), layers) for name, (mask, layers) in found.items()}

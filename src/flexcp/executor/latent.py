@@ -31,9 +31,11 @@ from flexcp.executor.exchange import Exchange
 from flexcp.executor.fields import types_of
 from flexcp.executor.kernels import Settings, find_kernel, uploaded
 from flexcp.executor.latent_way import Block, Stage, Way, way_of
+from flexcp.executor.layer_masks import mask_number
 from flexcp.executor.local import local_backward, local_forward
+from flexcp.executor.op import check_call
 from flexcp.executor.prepared import covers
-from flexcp.executor.step import Step
+from flexcp.executor.step import Step, check_bound
 
 Expand = Callable[..., tuple[Tensor, Tensor]]
 
@@ -56,8 +58,10 @@ def latent_attention(
     (rotated parts too) in it. ``expand(latent, *weights)`` makes ``k`` and ``v``, ``[rows, heads, ...]``, of any rows; it must be a
     function of its arguments alone, row by row. Gradients reach ``q``, ``latent`` and ``weights``, the last as this rank's share.
     """
+    check_bound(step)
     _check(q, latent, step)
-    number = step.plan.batch.masks.index(step.plan.batch.mask(mask))
+    check_call(q, {"latent": latent}, scale, softcap)
+    number = mask_number(step.plan.batch, mask, None)
     settings = Settings(q.shape[-1] ** -0.5 if scale is None else float(scale), softcap)
     name = step.choose_kernel(q.device, kernel)
     out: Tensor = _LatentAttention.apply(q, latent, expand, step, number, settings, name, *weights)

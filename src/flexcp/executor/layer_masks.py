@@ -2,19 +2,24 @@
 
 A layer says it by the mask's name, or as models say it, by its window: the number of keys a query sees, itself included, or 0 for a layer
 without one. The window must then be that of one of the plan's masks; a plan that lacks it is refused, because any other mask would train
-another model without a word.
+another model without a word. A layer that says neither can only be of a plan with one mask, for the same reason.
 """
 
 from __future__ import annotations
 
 from flexcp.batch import Batch, LayerMask
-from flexcp.masks import causal
+from flexcp.masks import NO_LIMIT, causal
 from flexcp.masks import window as window_mask
 
 
 def mask_number(batch: Batch, name: str | None, window: int | None) -> int:
-    """The place in ``batch.masks`` of the mask of that name or window; without either, the first."""
+    """The place in ``batch.masks`` of the mask of that name or window; without either, of the only one."""
     if window is None:
+        if name is None and len(batch.masks) > 1:
+            raise ValueError(
+                f"this plan has several masks, {_listed(batch)}: say which one a layer uses by mask={batch.masks[0].name!r} and so on, "
+                "or by window=..., the keys a query sees"
+            )
         return batch.masks.index(batch.mask(name))
     if name is not None:
         raise ValueError(f"a layer's mask is given by its name or its window; got mask={name!r} and window={window}")
@@ -26,6 +31,11 @@ def mask_number(batch: Batch, name: str | None, window: int | None) -> int:
             f"{_called(window)} could be {' or '.join(repr(m.name) for m in found)} of this plan; say which by mask=..."
         )
     return batch.masks.index(found[0])
+
+
+def passable(window: int | None) -> int | None:
+    """A layer's window as an operator of torch can take it: configurations write huge numbers for "no limit"."""
+    return None if window is None else min(window, NO_LIMIT + 1)
 
 
 def _has_window(mask: LayerMask, window: int, batch: Batch) -> bool:
@@ -42,12 +52,15 @@ def _called(window: int) -> str:
     return f"a layer with a window of {window} keys" if window else "a layer without a window"
 
 
-def _missing(batch: Batch, window: int) -> str:
-    has = ", ".join(
+def _listed(batch: Batch) -> str:
+    return ", ".join(
         f"{mask.name!r} ({', '.join(str(rule) for rule in dict.fromkeys(mask.rules))})" for mask in batch.masks
     )
+
+
+def _missing(batch: Batch, window: int) -> str:
     wanted = f"flexcp.window({window - 1})" if window else "flexcp.causal()"
     return (
-        f"{_called(window)} has no mask in this plan, which has {has}; plan with masks={{'full': (flexcp.causal(), layers), "
+        f"{_called(window)} has no mask in this plan, which has {_listed(batch)}; plan with masks={{'full': (flexcp.causal(), layers), "
         f"'window': (flexcp.window(keys - 1), layers)}}, here {wanted}"
     )

@@ -19,6 +19,7 @@ from flexcp.batch import Batch
 from flexcp.executor.kernels import uploaded
 from flexcp.intervals import spread
 from flexcp.plan import Placement
+from flexcp.positions import refuse_branches
 
 Ints = NDArray[np.int64]
 
@@ -88,6 +89,7 @@ def next_tokens(tokens: Tensor, batch: Batch, ignore: int) -> Tensor:
     """Labels of the whole stream: each token's successor in its document, ``ignore`` at the documents' ends."""
     if len(tokens) != batch.tokens:
         raise ValueError(f"the plan's batch has {batch.tokens} tokens, but labels were asked for {len(tokens)}")
+    refuse_branches(batch, "next-token labels know")
     labels = torch.roll(tokens, -1, 0).clone()
     labels.index_fill_(0, uploaded(batch.starts[1:] - 1, tokens.device), ignore)
     return labels

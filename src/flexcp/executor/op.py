@@ -23,9 +23,9 @@ from flexcp.executor.executor import Runtime, run_backward, run_forward
 from flexcp.executor.fields import types_of
 from flexcp.executor.handles import step_of
 from flexcp.executor.kernels import Settings, accumulator_dtype
-from flexcp.executor.layer_masks import mask_number
+from flexcp.executor.layer_masks import mask_number, passable
 from flexcp.executor.registered import register_attention
-from flexcp.executor.step import Step
+from flexcp.executor.step import Step, check_bound
 
 
 def attention(
@@ -52,7 +52,7 @@ def attention(
     Returns ``[local tokens, heads, v_head_dim]``, and with ``return_lse`` also the log of the softmax denominator
     ``[local tokens, heads]``; both are differentiable.
 
-    ``mask`` names one of the plan's masks (the first by default); ``window`` says it by the keys a query of this layer sees, itself
+    ``mask`` names one of the plan's masks, where it has several; ``window`` says it by the keys a query of this layer sees, itself
     included, 0 for a layer without a window, and a plan without such a mask is refused. ``scale`` defaults to ``head_dim ** -0.5``.
     ``softcap`` bounds logits by ``softcap * tanh(logits / softcap)``. ``sinks`` holds one extra logit per query head that takes
     probability and gives no value; its gradient, like any parameter's, is this rank's share.
@@ -64,9 +64,11 @@ def attention(
         raise NotImplementedError(f"attention dropout is not supported (got {dropout}); train with dropout=0")
     if bias is not None:
         raise NotImplementedError("an additive attention bias is not supported; express visibility as a mask")
-    check_call(q, {"k": k, "v": v, "sinks": sinks}, softcap)
+    check_bound(step)
+    check_call(q, {"k": k, "v": v, "sinks": sinks}, scale, softcap)
     numbers = (q.shape[-1] ** -0.5 if scale is None else float(scale), softcap, deterministic, sm_margin, kernel)
-    out, lse = (_keep if step.keeps_keys else _forward)(q, k, v, sinks, step.handle, *numbers, mask, window)[:2]
+    layer = (mask, passable(window))
+    out, lse = (_keep if step.keeps_keys else _forward)(q, k, v, sinks, step.handle, *numbers, *layer)[:2]
     if not torch.compiler.is_compiling() and out.grad_fn is not None:
         out.grad_fn.metadata["step"] = step  # whoever keeps the result for its backward keeps the step
     return (out, lse.to(accumulator_dtype(q.dtype))) if return_lse else out
@@ -184,13 +186,16 @@ def _check(q: Tensor, k: Tensor, v: Tensor, step: Step) -> None:
             )
 
 
-def check_call(q: Tensor, others: dict[str, Tensor | None], softcap: float | None) -> None:
-    """Raise for what no attention call accepts: tensors on several devices, sinks of another shape, a softcap of 0 or less."""
+def check_call(q: Tensor, others: dict[str, Tensor | None], scale: float | None, softcap: float | None) -> None:
+    """Raise for what no attention call accepts: tensors on several devices, sinks of another shape, a scale or softcap that is no number
+    above 0."""
     for name, x in others.items():
         if x is not None and x.device != q.device:
             raise ValueError(f"{name} is on {x.device} and q on {q.device}; put them on one device")
     sinks = others.get("sinks")
     if sinks is not None and tuple(sinks.shape) != (q.shape[1],):
         raise ValueError(f"sinks holds one number per query head, shape ({q.shape[1]},); got {tuple(sinks.shape)}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be above 0, or None for none; got {softcap}")
+    if softcap is not None and not 0 < softcap < float("inf"):
+        raise ValueError(f"softcap must be above 0 and finite, or None for none; got {softcap}")
+    if scale is not None and not 0 < scale < float("inf"):
+        raise ValueError(f"scale must be above 0 and finite, or None for head_dim ** -0.5; got {scale}")

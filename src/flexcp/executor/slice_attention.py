@@ -29,7 +29,7 @@ from flexcp.executor.local import local_backward, local_forward
 from flexcp.executor.op import check_call
 from flexcp.executor.prepared import covers
 from flexcp.executor.registered import register_attention
-from flexcp.masks import K1, Q1, is_empty, shift, trim
+from flexcp.masks import K1, Q1, is_empty, overlapping_pair, shift, trim
 
 REMEMBERED = 64
 """Work lists kept: more than the masks of a model, few enough to forget old batches soon."""
@@ -76,7 +76,7 @@ def slice_attention(
         if batch.tokens != len(q):
             raise ValueError(f"the documents have {batch.tokens} tokens in all, but q has {len(q)} rows")
         slices = _slices_of(batch)
-    _check(q, k, v, slices, sinks, softcap)
+    _check(q, k, v, slices, sinks, scale, softcap)
     numbers = (q.shape[-1] ** -0.5 if scale is None else float(scale), softcap, deterministic, sm_margin, kernel)
     out, lse = _forward(q, k, v, sinks, slices, *numbers)
     return (out, lse.to(accumulator_dtype(q.dtype))) if return_lse else out
@@ -140,11 +140,19 @@ def _work(
             f"slice {tuple(wrong.tolist())} lies outside of {queries} queries and {keys} keys; "
             "make slices by flexcp.packed_slices from lengths that add up to them"
         )
+    clash = overlapping_pair(table)
+    if clash is not None:
+        a, b = (tuple(table[i].tolist()) for i in clash)
+        raise ValueError(
+            f"slices {a} and {b} share a (query, key) pair, which would be counted twice; make them disjoint, or by flexcp.packed_slices"
+        )
     module = find_kernel(name)
     return module, module.prepare(table, *sizes, device), covers(table, queries)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, slices: Tensor, sinks: Tensor | None, softcap: float | None) -> None:
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, slices: Tensor, sinks: Tensor | None, scale: float | None, softcap: float | None
+) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 3:
             raise ValueError(f"{name} is [tokens, heads, head size]; got shape {tuple(x.shape)}")
@@ -160,4 +168,4 @@ def _check(q: Tensor, k: Tensor, v: Tensor, slices: Tensor, sinks: Tensor | None
             f"slices is an int64 tensor [slices, 6] on the CPU, made by flexcp.packed_slices; got {slices.dtype} of shape "
             f"{tuple(slices.shape)} on {slices.device}"
         )
-    check_call(q, {"k": k, "v": v, "sinks": sinks}, softcap)
+    check_call(q, {"k": k, "v": v, "sinks": sinks}, scale, softcap)

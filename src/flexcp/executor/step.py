@@ -33,6 +33,7 @@ from flexcp.executor.prepared import prepare as prepare_program
 from flexcp.executor.program import RankProgram, rank_program
 from flexcp.executor.watch import Watcher
 from flexcp.plan import Plan
+from flexcp.positions import refuse_branches, token_positions
 from flexcp.user_layouts import user_layout
 
 if TYPE_CHECKING:
@@ -93,11 +94,14 @@ class Step:
 
     @cached_property
     def positions(self) -> Tensor:
-        """The position of each local row in its document, int64; 0 for a pad. What RoPE wants."""
+        """The position of each local row in its document, int64; 0 for a pad. What RoPE wants.
+
+        Every answer of a shared question goes on from the question: see :mod:`flexcp.positions`.
+        """
         index = layout.local_stream(self.plan.placement, self.rank)
         batch = self.plan.batch
         real = np.minimum(index, batch.tokens - 1)
-        return torch.from_numpy(np.where(index < batch.tokens, real - batch.starts[batch.document_of(real)], 0))
+        return torch.from_numpy(np.where(index < batch.tokens, token_positions(batch, real), 0))
 
     @cached_property
     def kept_order(self) -> Tensor | None:
@@ -139,8 +143,9 @@ class Step:
     def roll(self, local: Tensor, shift: int = -1, fill: float | int = 0) -> Tensor:
         """Local rows moved by ``shift`` inside their documents, across ranks: ``roll(x, -1)`` is each token's successor.
 
-        Rows whose source lies outside the document, and pads, get ``fill``. Differentiable.
+        Rows whose source lies outside the document, and pads, get ``fill``. Differentiable. A document that branches is refused.
         """
+        refuse_branches(self.plan.batch, "step.roll knows")
         self._check_rows(local)
         return layout.roll(local, self.plan.placement, self.rank, self.group, shift, fill)
 
@@ -171,15 +176,20 @@ class Step:
         return maps
 
     def labels(self, tokens: Tensor, ignore: int = -100) -> Tensor:
-        """Next-token labels of this rank's rows from the stream's token ids: shifted inside documents *before* sharding."""
+        """Next-token labels of this rank's rows from the stream's token ids: shifted inside documents *before* sharding.
+
+        A document that branches is refused.
+        """
         return self.shard(layout.next_tokens(tokens, self.plan.batch, ignore), pad=ignore)
 
     def loss(self, logits: Tensor, labels: Tensor, ignore: int = -100, *, without_attention: bool = False) -> Tensor:
         """Cross entropy: local sum / valid tokens of all ranks. Sum it (and gradients) over ranks for the batch's mean.
 
         The result depends on ``logits`` even on a rank without a valid token, so that every rank takes part in backward. Logits of a model
-        that ran no attention of this step are refused, unless ``without_attention`` says that this is meant.
+        that ran no attention of this step are refused, unless ``without_attention`` says that this is meant. So is a document that
+        branches, because it has more next tokens than rows.
         """
+        refuse_branches(self.plan.batch, "step.loss knows")
         self._check_rows(logits)
         if not self.calls and not without_attention:
             raise RuntimeError(
@@ -252,6 +262,18 @@ class Step:
 
     def __repr__(self) -> str:
         return f"<Step rank {self.rank} of {self.cp_size}, {self.local_tokens} tokens, {self.plan!r}>"
+
+
+def check_bound(step: object) -> None:
+    """Raise for what is no step, such as the plan itself."""
+    if isinstance(step, Plan):
+        raise ValueError(
+            f"{step!r} is a plan, and attention runs a step: step = flexcp.bind(plan, group) on every rank, then pass the step"
+        )
+    if not isinstance(step, Step):
+        raise ValueError(
+            f"attention runs a step, made by flexcp.bind(plan, group); got a {type(step).__name__} in its place"
+        )
 
 
 def bind(

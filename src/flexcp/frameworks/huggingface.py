@@ -29,7 +29,7 @@ from flexcp.clusters import Cluster
 from flexcp.executor.layout import next_tokens
 from flexcp.executor.op import attention
 from flexcp.executor.slice_attention import slice_attention
-from flexcp.executor.step import Step
+from flexcp.executor.step import Step, check_bound
 from flexcp.frameworks import not_used
 from flexcp.frameworks.shared_batch import IGNORE, lengths_of, rows_of
 from flexcp.masks import causal, window
@@ -113,6 +113,7 @@ def inputs(tokens: Tensor, step: Step, labels: Tensor | None = None) -> dict[str
     sum / the batch's valid labels, to be summed over ranks. A rank that keeps no token gets one that nobody sees, because models are not
     written for none.
     """
+    check_bound(step)
     batch = step.plan.batch
     shifted = next_tokens(tokens if labels is None else labels, batch, IGNORE)
     valid = batch.tokens - batch.documents if labels is None else int((shifted != IGNORE).sum())
@@ -159,6 +160,7 @@ def flexcp_attention(
         out = slice_attention(q, k, v, mask, lengths, scale=scaling, softcap=softcap, sinks=sinks)
         assert isinstance(out, Tensor)
         return out.unflatten(0, (query.shape[0], query.shape[2])), None
+    check_bound(step)
     if query.shape[0] != 1:
         raise ValueError(
             f"under a step a rank's tokens are one row: shape [1, tokens], but the model got {query.shape[0]} rows of {query.shape[2]}; "

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from flexcp.executor.step import Step, bind
 from flexcp.plan import Plan
+from flexcp.positions import refuse_branches
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -70,6 +71,8 @@ class PlannedMicroBatches:
     def loss(self, documents: Sequence[Tensor], ignore: int = IGNORE) -> Callable[[Tensor, Tensor], Tensor]:
         """The schedule's ``loss_fn``: a micro-batch's local sum / labels of the whole global batch. Make the schedule with
         ``scale_grads=False``, and sum losses over micro-batches and gradients over the pool."""
+        for step in self.steps:
+            refuse_branches(step.plan.batch, "this loss knows")
         valid = max(1, sum(len(d) - 1 for d in documents))
 
         def loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flexcp.executor.step import Step, bind
 from flexcp.planner import Planner
+from flexcp.positions import refuse_branches
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -72,6 +73,7 @@ def share(
 
 def rows_of(step: Step, tokens: Tensor, labels: Tensor) -> Rows:
     """A step's rows of a stream and its shifted labels."""
+    refuse_branches(step.plan.batch, "shifted labels know")
     if step.local_tokens == 0:
         return Rows(step, tokens.new_zeros(1), tokens.new_zeros(1), labels.new_full((1,), IGNORE))
     return Rows(step, step.shard(tokens), step.positions.to(tokens.device), step.shard(labels, pad=IGNORE))

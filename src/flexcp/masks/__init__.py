@@ -2,9 +2,10 @@
 
 A mask is a disjoint union of *slices* (:mod:`flexcp.masks.slices`), found for a document by the mask's rule (:mod:`flexcp.masks.mask`).
 Users make one by name (:mod:`flexcp.masks.named`), from another description (:mod:`flexcp.masks.conversions`) or from text
-(:mod:`flexcp.masks.text`). All names are importable from here.
+(:mod:`flexcp.masks.text`); where a document branches, :mod:`flexcp.masks.branches` knows. All names are importable from here.
 """
 
+from flexcp.masks.branches import depths
 from flexcp.masks.conversions import (
     MASK_MOD_MAX_LENGTH,
     MASK_MOD_MAX_SLICES,
@@ -13,13 +14,14 @@ from flexcp.masks.conversions import (
     from_mask_mod,
     from_slices,
 )
-from flexcp.masks.mask import Mask
+from flexcp.masks.mask import NO_LIMIT, Mask
 from flexcp.masks.named import causal, causal_blockwise, full, lambda_, modality, prefix, shared_question, window
 from flexcp.masks.slices import (
     HI,
     K0,
     K1,
     LO,
+    LONGEST,
     Q0,
     Q1,
     UNBOUNDED,
@@ -38,9 +40,11 @@ __all__ = [
     "K0",
     "K1",
     "LO",
+    "LONGEST",
     "MASK_FORMS",
     "MASK_MOD_MAX_LENGTH",
     "MASK_MOD_MAX_SLICES",
+    "NO_LIMIT",
     "Q0",
     "Q1",
     "UNBOUNDED",
@@ -49,6 +53,7 @@ __all__ = [
     "causal",
     "causal_blockwise",
     "cut",
+    "depths",
     "from_cu_seqlens",
     "from_key_ranges",
     "from_mask_mod",

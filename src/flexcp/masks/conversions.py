@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcp.masks.mask import Mask, token_count
+from flexcp.masks.mask import Mask, document_length, token_count
 from flexcp.masks.named import causal
 from flexcp.masks.slices import UNBOUNDED, Ints, is_empty, overlapping_pair, trim
 
@@ -24,8 +24,7 @@ MASK_MOD_MAX_SLICES = 4_096
 
 def from_slices(length: int, slices: Iterable[Sequence[int | None]]) -> Mask:
     """An explicit mask of one document from rows ``(q0, q1, k0, k1, lo, hi)``; None is no limit."""
-    if length < 1:
-        raise ValueError(f"a document has at least 1 token; got length {length}")
+    length = document_length(length)
     table = []
     for row in slices:
         if len(row) != 6:
@@ -37,7 +36,7 @@ def from_slices(length: int, slices: Iterable[Sequence[int | None]]) -> Mask:
             raise ValueError(f"slice {tuple(row)} needs q0 <= q1, k0 <= k1 and lo <= hi")
         if q0 < 0 or k0 < 0 or q1 > length or k1 > length:
             raise ValueError(f"slice {tuple(row)} lies outside its document of {length} tokens")
-        table.append((q0, q1, k0, k1, max(lo, -UNBOUNDED), min(hi, UNBOUNDED)))
+        table.append((q0, q1, k0, k1, _bounded(lo), _bounded(hi)))
     array = trim(np.array(table, np.int64).reshape(-1, 6))
     kept = np.flatnonzero(~is_empty(array))
     clash = overlapping_pair(array[kept])
@@ -53,7 +52,7 @@ def from_key_ranges(ranges: Sequence[Sequence[Sequence[int]]] | NDArray[np.integ
     Any number of ranges per query; they are united where they overlap.
     """
     length = len(ranges)
-    rows = [_united(np.asarray(r, np.int64).reshape(-1, 2), length, q) for q, r in enumerate(ranges)]
+    rows = [_united(_integers(r, f"query {q}: key ranges").reshape(-1, 2), length, q) for q, r in enumerate(ranges)]
     return from_slices(length, _compressed(rows))
 
 
@@ -61,16 +60,12 @@ def from_cu_seqlens(
     cu_seqlens: Sequence[int] | NDArray[np.integer], mask: Mask | None = None
 ) -> tuple[list[int], Mask]:
     """``(lengths, mask)`` from cumulative lengths that start at 0: what :class:`flexcp.Planner` takes. Causal by default."""
-    given = np.asarray(cu_seqlens)
-    if given.size and not np.issubdtype(given.dtype, np.integer):
-        raise ValueError(f"cu_seqlens must hold integers; got {cu_seqlens!r}")
-    borders = given.astype(np.int64)
+    borders = _integers(cu_seqlens, "cu_seqlens")
     if borders.ndim != 1 or len(borders) < 2 or borders[0] != 0:
         raise ValueError(f"cu_seqlens is a list that starts at 0 and ends at the token count; got {cu_seqlens!r}")
-    lengths = np.diff(borders)
-    if np.any(lengths < 1):
+    if np.any(borders[1:] <= borders[:-1]):
         raise ValueError(f"cu_seqlens must ascend: documents have at least 1 token; got {cu_seqlens!r}")
-    return [int(n) for n in lengths], mask or causal()
+    return [int(n) for n in np.diff(borders)], mask or causal()
 
 
 def from_mask_mod(mask_mod: Callable[..., Any], length: int) -> Mask:
@@ -81,8 +76,7 @@ def from_mask_mod(mask_mod: Callable[..., Any], length: int) -> Mask:
     """
     import torch
 
-    if length < 1:
-        raise ValueError(f"a document has at least 1 token; got length {length}")
+    length = document_length(length)
     if length > MASK_MOD_MAX_LENGTH:
         raise NotImplementedError(
             f"mask_mod is evaluated for every pair, up to {MASK_MOD_MAX_LENGTH} tokens; got {length}. "
@@ -107,6 +101,19 @@ def from_mask_mod(mask_mod: Callable[..., Any], length: int) -> Mask:
             "Use a block-sparse kernel for it"
         )
     return from_slices(length, found)
+
+
+def _bounded(offset: int) -> int:
+    return max(-UNBOUNDED, min(offset, UNBOUNDED))
+
+
+def _integers(values: Any, what: str) -> Ints:
+    """Values as 64-bit integers; what is no integer, or does not fit, is refused."""
+    given = np.asarray(values)
+    fits = given.dtype.kind in "iu" and (given.dtype != np.uint64 or int(given.max(initial=0)) < 1 << 63)
+    if given.size and not fits:
+        raise ValueError(f"{what} must hold integers of at most 64 bits; got {values!r}")
+    return given.astype(np.int64)
 
 
 def _required(value: int | None, row: Sequence[int | None]) -> int:

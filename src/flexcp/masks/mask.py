@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcp.masks.slices import UNBOUNDED, Ints, is_empty, trim
+from flexcp.masks.slices import LONGEST, UNBOUNDED, Ints, is_empty, trim
 
 Columns = tuple[Any, Any, Any, Any, Any, Any]
 
@@ -76,7 +76,32 @@ def token_count(value: int) -> int:
         raise ValueError(f"a number of tokens must be an integer; got {value!r}") from None
 
 
+NO_LIMIT = 1 << 62
+"""Numbers of tokens from here on mean "no limit", as ``sys.maxsize`` does in configurations; no file or table holds a larger one."""
+
+
+def reach(value: int) -> int:
+    """How many tokens a mask reaches: the number itself, or ``UNBOUNDED`` for one that means no limit."""
+    tokens = token_count(value)
+    return tokens if tokens < NO_LIMIT else UNBOUNDED
+
+
+def document_length(value: int) -> int:
+    """The length of a document, as a plain int."""
+    tokens = token_count(value)
+    if tokens < 1:
+        raise ValueError(f"a document has at least 1 token; got length {tokens}")
+    if tokens >= LONGEST:
+        raise ValueError(f"a document of {tokens} tokens is beyond what flexcp counts exactly (2**30)")
+    return tokens
+
+
 # --- the slices of the named masks: one tuple of columns per slice, each an array over documents or a number ----------
+# Numbers of a mask may exceed every document by far: they are bounded here, before anything is computed from them in 64 bits.
+
+
+def _bounded(tokens: Any) -> int:
+    return min(int(tokens), UNBOUNDED)
 
 
 def _full_columns(mask: Mask, n: Ints) -> list[Columns]:
@@ -88,21 +113,27 @@ def _causal_columns(mask: Mask, n: Ints) -> list[Columns]:
 
 
 def _window_columns(mask: Mask, n: Ints) -> list[Columns]:
-    left, right = mask.params
-    return [(0, n, 0, n, -left, right)]  # type: ignore[operator]
+    left, right = map(_bounded, mask.params)
+    return [(0, n, 0, n, -left, right)]
 
 
 def _lambda_columns(mask: Mask, n: Ints) -> list[Columns]:
-    sink, width = (int(p) for p in mask.params)  # type: ignore[arg-type]
+    sink, width = map(_bounded, mask.params)
     return [(0, n, 0, n, -(width - 1), 0), (0, n, 0, np.minimum(sink, n), -UNBOUNDED, -width)]
 
 
-def _shared_question_columns(mask: Mask, n: Ints) -> list[Columns]:
+def question_and_answer(mask: Mask, n: Ints) -> tuple[Ints, Ints]:
+    """Tokens of the question and of each answer but the last, which takes the remainder, in documents under a shared question."""
     answers, share = int(mask.params[0]), float(mask.params[1])  # type: ignore[arg-type]
     q = np.array([int(share * int(x)) for x in n], np.int64)
-    each = (n - q) // answers
+    return q, (n - q) // answers
+
+
+def _shared_question_columns(mask: Mask, n: Ints) -> list[Columns]:
+    answers, (q, each) = int(mask.params[0]), question_and_answer(mask, n)  # type: ignore[arg-type]
     columns: list[Columns] = [(0, n, 0, q, -UNBOUNDED, 0)]
-    for i in range(answers):
+    # With more answers than tokens all but the last are empty.
+    for i in range(0 if each.any() else answers - 1, answers):
         a = q + i * each
         b = n if i == answers - 1 else a + each
         columns.append((a, b, a, b, -UNBOUNDED, 0))
@@ -110,17 +141,17 @@ def _shared_question_columns(mask: Mask, n: Ints) -> list[Columns]:
 
 
 def _blockwise_columns(mask: Mask, n: Ints) -> list[Columns]:
-    block, local = (int(p) for p in mask.params)  # type: ignore[arg-type]
+    block, local = map(_bounded, mask.params)
     last = (n - 1) // block * block
     return [
         (0, n, 0, np.minimum(block, n), -UNBOUNDED, 0),
-        (block, last, block, last, -local * block, 0),
+        (block, last, block, last, -_bounded(local * block), 0),
         (np.maximum(last, block), n, block, n, -UNBOUNDED, 0),
     ]
 
 
 def _prefix_columns(mask: Mask, n: Ints) -> list[Columns]:
-    p = np.minimum(int(mask.params[0]), n)  # type: ignore[arg-type]
+    p = np.minimum(_bounded(mask.params[0]), n)
     return [(0, n, 0, p, -UNBOUNDED, UNBOUNDED), (p, n, p, n, -UNBOUNDED, 0)]
 
 

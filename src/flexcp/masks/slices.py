@@ -17,6 +17,12 @@ Ints = NDArray[np.int64]
 Q0, Q1, K0, K1, LO, HI = range(6)
 UNBOUNDED = 1 << 40
 """Band limits at or beyond this are "no limit"; it exceeds any document, and its square fits nothing we multiply."""
+LONGEST = UNBOUNDED >> 10
+"""Documents have fewer tokens than this: their areas are then counted exactly."""
+
+
+PAIRS_AT_ONCE = 1 << 16
+"""Pairs of slices that are compared in one go."""
 
 
 def _ramp(x: Ints, width: Ints) -> Ints:
@@ -91,15 +97,18 @@ def overlapping_pair(slices: Ints) -> tuple[int, int] | None:
     """Two slices that share a pair, or None. Slices are compared only with those whose rows begin inside their own."""
     order = np.argsort(slices[:, Q0], kind="stable")
     rows = slices[order]
-    ends = np.searchsorted(rows[:, Q0], rows[:, Q1], side="left")
-    for i, end in enumerate(ends):
-        others = rows[i + 1 : end]
-        if len(others) == 0:
-            continue
-        both = cut(others, rows[i, Q0], rows[i, Q1], rows[i, K0], rows[i, K1])
-        both[..., LO] = np.maximum(both[..., LO], rows[i, LO])
-        both[..., HI] = np.minimum(both[..., HI], rows[i, HI])
+    # Slice i is compared with i + 1, i + 2, ..., of which there are as many as this.
+    others = np.maximum(np.searchsorted(rows[:, Q0], rows[:, Q1], side="left") - np.arange(1, len(rows) + 1), 0)
+    before = np.concatenate([np.zeros(1, np.int64), np.cumsum(others)])
+    for start in range(0, int(before[-1]), PAIRS_AT_ONCE):
+        number = np.arange(start, min(start + PAIRS_AT_ONCE, int(before[-1])))
+        i = np.searchsorted(before, number, side="right") - 1
+        j = i + 1 + number - before[i]
+        a, b = rows[i], rows[j]
+        both = cut(b, a[:, Q0], a[:, Q1], a[:, K0], a[:, K1])
+        both[:, LO] = np.maximum(both[:, LO], a[:, LO])
+        both[:, HI] = np.minimum(both[:, HI], a[:, HI])
         hit = np.flatnonzero(~is_empty(trim(both)))
         if len(hit):
-            return int(order[i]), int(order[i + 1 + hit[0]])
+            return int(order[i[hit[0]]]), int(order[j[hit[0]]])
     return None

@@ -441,4 +441,5 @@ def _note(found: list[Group], bound: int) -> str:
         f"{count} x {degree}" if count > 1 else str(degree) for degree, count in sorted(degrees.items(), reverse=True)
     )
     slowest = max(group.time for group in found)
-    return f"groups of {listed} ranks; the slowest takes {slowest * 1000 // max(1, bound)} per mille of the lower bound"
+    over = max(0, slowest * 1000 // max(1, bound) - 1000)
+    return f"groups of {listed} ranks; the slowest takes {over // 10}.{over % 10} % longer than perfectly divided work would"

@@ -35,7 +35,7 @@ def _title(plan: Plan) -> str:
     batch = plan.batch
     masks = ", ".join(f"{m.name}: {m.rules[0] if len(m.rules) == 1 else 'one per document'}" for m in batch.masks)
     return (
-        f"plan {plan.hash[:12]}: {plan.strategy} on {plan.cluster}; {batch.documents} documents, {batch.tokens} tokens"
+        f"plan {plan.hash[:12]}: {plan.label} on {plan.cluster}; {batch.documents} documents, {batch.tokens} tokens"
         f"{f' and {plan.placement.pads} pads' if plan.placement.pads else ''}; {masks}"
     )
 

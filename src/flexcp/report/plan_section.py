@@ -40,7 +40,7 @@ def plan_section(plan: Plan, title: str | None = None, bars: Iterable[Bar] = (),
         ]
         return "".join(parts)
 
-    return Section(title or f"Plan: {plan.strategy} on {plan.cluster}", body, data)
+    return Section(title or f"Plan: {plan.label} on {plan.cluster}", body, data)
 
 
 def _tiles(plan: Plan, prediction: Prediction, bound: int) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flexcp.executor.kernels import Ints, Settings, merge
+from flexcp.executor.kernels.seen import seen_product
 
 FRESH = False
 TILE_LOGITS = 1 << 21
@@ -36,11 +37,11 @@ def forward(
     """Add the slices' attention to ``out`` and ``lse``."""
     work = _working_dtype(q_THD.dtype)
     for rows, keys, band in _tiles(slices, q_THD.shape[1]):
-        s_GRK, _ = _logits(q_THD[rows], k_TGD[keys], band, settings)
+        s_GRK, _, hidden = _logits(q_THD[rows], k_TGD[keys], band, settings)
         top = s_GRK.amax(-1, keepdim=True)  # every row of a tile sees a key, so this is finite
         p_GRK = torch.exp(s_GRK - top)
         total = p_GRK.sum(-1, keepdim=True)
-        more = _heads_last((p_GRK @ _by_group(v_TGV[keys], work)) / total, q_THD.shape[1])
+        more = _heads_last(seen_product(p_GRK, hidden, _by_group(v_TGV[keys], work)) / total, q_THD.shape[1])
         more_lse = _heads_last(top + torch.log(total), q_THD.shape[1]).squeeze(-1)
         out, lse = merge(out_THV[rows], lse_TH[rows], more, more_lse)
         out_THV[rows], lse_TH[rows] = out.to(out_THV.dtype), lse.to(lse_TH.dtype)
@@ -53,7 +54,7 @@ def backward(
     """Add the slices' gradients to ``dq``, ``dk`` and ``dv``."""
     heads, groups, work = q_THD.shape[1], k_TGD.shape[1], _working_dtype(q_THD.dtype)
     for rows, keys, band in _tiles(slices, heads):
-        s_GRK, slope = _logits(q_THD[rows], k_TGD[keys], band, settings)
+        s_GRK, slope, hidden = _logits(q_THD[rows], k_TGD[keys], band, settings)
         p_GRK = torch.exp(s_GRK - _stacked(lse_TH[rows, :, None], groups, work))
         do_GRV = _stacked(do_THV[rows], groups, work)
         # Rounded like delta before they are subtracted, so that a row with one key has a gradient of exactly zero.
@@ -62,9 +63,13 @@ def backward(
         ds_GRK = p_GRK * change * settings.scale
         if slope is not None:
             ds_GRK = ds_GRK * slope
-        dq_THD[rows] += _heads_last(ds_GRK @ _by_group(k_TGD[keys], work), heads)
-        dk_TGD[keys] += (ds_GRK.transpose(1, 2) @ _stacked(q_THD[rows], groups, work)).transpose(0, 1)
-        dv_TGV[keys] += (p_GRK.transpose(1, 2) @ do_GRV).transpose(0, 1)
+        turned = None
+        if hidden is not None:  # zero already, unless a row's LSE, a value or a gradient is not finite
+            p_GRK, ds_GRK, turned = p_GRK.masked_fill(hidden, 0.0), ds_GRK.masked_fill(hidden, 0.0), hidden.T
+        dq_THD[rows] += _heads_last(seen_product(ds_GRK, hidden, _by_group(k_TGD[keys], work)), heads)
+        q_GRD = _stacked(q_THD[rows], groups, work)
+        dk_TGD[keys] += seen_product(ds_GRK.transpose(1, 2), turned, q_GRD).transpose(0, 1)
+        dv_TGV[keys] += seen_product(p_GRK.transpose(1, 2), turned, do_GRV).transpose(0, 1)
 
 
 def _tiles(slices: Ints, heads: int) -> Iterator[tuple[slice, slice, tuple[int, int] | None]]:
@@ -81,18 +86,21 @@ def _tiles(slices: Ints, heads: int) -> Iterator[tuple[slice, slice, tuple[int, 
             row = stop
 
 
-def _logits(q: Tensor, k: Tensor, band: tuple[int, int] | None, settings: Settings) -> tuple[Tensor, Tensor | None]:
+def _logits(
+    q: Tensor, k: Tensor, band: tuple[int, int] | None, settings: Settings
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Masked logits, the derivative of the softcap, and which pairs are hidden ``[head in group x row, key]``; None for neither."""
     groups, work = k.shape[1], _working_dtype(k.dtype)
     s_GRK = _stacked(q, groups, work) @ _by_group(k, work).transpose(1, 2) * settings.scale
-    slope = None
+    slope = hidden = None
     if settings.softcap is not None:
         s_GRK = settings.softcap * torch.tanh(s_GRK / settings.softcap)
         slope = 1 - (s_GRK / settings.softcap) ** 2
     if band is not None:
         offset = torch.arange(len(k), device=k.device) - torch.arange(len(q), device=k.device)[:, None]
-        hidden = (offset < band[0]) | (offset > band[1])
-        s_GRK = s_GRK.unflatten(1, (-1, len(q))).masked_fill(hidden, -torch.inf).flatten(1, 2)
-    return s_GRK, slope
+        hidden = ((offset < band[0]) | (offset > band[1])).repeat(s_GRK.shape[1] // len(q), 1)
+        s_GRK = s_GRK.masked_fill(hidden, -torch.inf)
+    return s_GRK, slope, hidden
 
 
 def _working_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flexcp.executor.kernels import Ints, Settings, accumulator_dtype, merge
+from flexcp.executor.kernels.seen import seen_product
 
 FRESH = False
 
@@ -29,11 +30,11 @@ def forward(
 ) -> None:
     """Add the slices' attention to ``out`` and ``lse``."""
     share = q_THD.shape[1] // k_TGD.shape[1]
-    logits_HQK, _ = _logits(q_THD, k_TGD, slices, settings)
+    logits_HQK, _, hidden_QK = _logits(q_THD, k_TGD, slices, settings)
     lse_HQ = torch.logsumexp(logits_HQK, dim=-1)
     p_HQK = torch.exp(logits_HQK - torch.where(lse_HQ == -torch.inf, 0.0, lse_HQ)[..., None])
     v_HKV = _by_head(v_TGV).repeat_interleave(share, 0)
-    more_HQV = p_HQK.to(v_TGV.dtype).to(v_HKV.dtype) @ v_HKV
+    more_HQV = seen_product(p_HQK.to(v_TGV.dtype).to(v_HKV.dtype), hidden_QK, v_HKV)
     out, lse = merge(out_THV, lse_TH, more_HQV.transpose(0, 1), lse_HQ.T)
     out_THV.copy_(out)
     lse_TH.copy_(lse)
@@ -45,17 +46,18 @@ def backward(
 ) -> None:  # fmt: skip
     """Add the slices' gradients to ``dq``, ``dk`` and ``dv``."""
     groups, share = k_TGD.shape[1], q_THD.shape[1] // k_TGD.shape[1]
-    logits_HQK, slope_HQK = _logits(q_THD, k_TGD, slices, settings)
+    logits_HQK, slope_HQK, hidden_QK = _logits(q_THD, k_TGD, slices, settings)
     lse_TH, delta_TH = (x.to(accumulator_dtype(q_THD.dtype)) for x in (lse_TH, delta_TH))
     lse_HQ1 = lse_TH.T[..., None]
     p_HQK = torch.exp(logits_HQK - torch.where(lse_HQ1 == -torch.inf, 0.0, lse_HQ1))
     do_HQV = _by_head(do_THV)
     dp_HQK = do_HQV @ _by_head(v_TGV).repeat_interleave(share, 0).transpose(1, 2)
     ds_HQK = p_HQK * (dp_HQK - delta_TH.T[..., None]) * slope_HQK * settings.scale
-    p_HQK, ds_HQK = (x.to(q_THD.dtype).to(x.dtype) for x in (p_HQK, ds_HQK))
-    dq_THD += (ds_HQK @ _by_head(k_TGD).repeat_interleave(share, 0)).transpose(0, 1)
-    dk_HKD = ds_HQK.transpose(1, 2) @ _by_head(q_THD)
-    dv_HKV = p_HQK.transpose(1, 2) @ do_HQV
+    # Zero already, unless a row's LSE, a value or a gradient is not finite.
+    p_HQK, ds_HQK = (x.to(q_THD.dtype).to(x.dtype).masked_fill(hidden_QK, 0.0) for x in (p_HQK, ds_HQK))
+    dq_THD += seen_product(ds_HQK, hidden_QK, _by_head(k_TGD).repeat_interleave(share, 0)).transpose(0, 1)
+    dk_HKD = seen_product(ds_HQK.transpose(1, 2), hidden_QK.T, _by_head(q_THD))
+    dv_HKV = seen_product(p_HQK.transpose(1, 2), hidden_QK.T, do_HQV)
     dk_TGD += dk_HKD.unflatten(0, (groups, share)).sum(1).transpose(0, 1)
     dv_TGV += dv_HKV.unflatten(0, (groups, share)).sum(1).transpose(0, 1)
 
@@ -64,15 +66,16 @@ def _by_head(x_THD: Tensor) -> Tensor:
     return x_THD.transpose(0, 1).to(accumulator_dtype(x_THD.dtype))
 
 
-def _logits(q_THD: Tensor, k_TGD: Tensor, slices: Ints, settings: Settings) -> tuple[Tensor, Tensor]:
-    """Masked logits, and the derivative of the softcap."""
+def _logits(q_THD: Tensor, k_TGD: Tensor, slices: Ints, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
+    """Masked logits, the derivative of the softcap, and which pairs are hidden."""
     share = q_THD.shape[1] // k_TGD.shape[1]
     s_HQK = _by_head(q_THD) @ _by_head(k_TGD).repeat_interleave(share, 0).transpose(1, 2) * settings.scale
     slope_HQK = torch.ones_like(s_HQK)
     if settings.softcap is not None:
         s_HQK = settings.softcap * torch.tanh(s_HQK / settings.softcap)
         slope_HQK = 1 - (s_HQK / settings.softcap) ** 2
-    return s_HQK.masked_fill(~dense_mask(slices, len(q_THD), len(k_TGD)).to(s_HQK.device), -torch.inf), slope_HQK
+    hidden_QK = ~dense_mask(slices, len(q_THD), len(k_TGD)).to(s_HQK.device)
+    return s_HQK.masked_fill(hidden_QK, -torch.inf), slope_HQK, hidden_QK
 
 
 def dense_mask(slices: Ints, queries: int, keys: int) -> Tensor:

@@ -1,0 +1,53 @@
+"""Branches: documents whose tokens are not one sequence.
+
+Under a shared question every answer follows the question, and none follows another answer: such a document is a tree. The *depth* of a
+token, how many tokens lie before it on its path from the root, is the position that position embeddings want, and its successor is not the
+next token of the stream where an answer ends.
+
+A mask says this by what it is, so that a plan read from a file says the same: by its name, or by the slices that
+:func:`flexcp.shared_question` makes of answer lengths, in whatever order. Slices that hide parts of a document from each other but share no
+question are no branches: layers that attend inside chunks have such masks, and their tokens are one sequence.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from flexcp.masks.mask import Mask, question_and_answer
+from flexcp.masks.slices import HI, K0, K1, LO, Q0, Q1, UNBOUNDED, Ints, is_empty, trim
+
+
+def depths(mask: Mask, length: int) -> Ints | None:
+    """The depth of each token of a document, or None where the document is one sequence and depth is the place in it."""
+    borders = _answers(mask, length)
+    if borders is None or np.count_nonzero(np.diff(borders)) < 2:
+        return None
+    found = np.arange(length)
+    question = int(borders[0])
+    found[question:] += question - np.repeat(borders[:-1], np.diff(borders))
+    return found
+
+
+def _answers(mask: Mask, length: int) -> Ints | None:
+    """Where the answers begin, and the document's end; None for a mask without a question."""
+    if mask.name == "shared-question":
+        question, each = (int(x[0]) for x in question_and_answer(mask, np.array([length], np.int64)))
+        answers = int(mask.params[0]) if each else 1  # type: ignore[arg-type]
+        return np.array([*(question + each * i for i in range(answers)), length])
+    if mask.name != "slices" or length != mask.length:
+        return None
+    if mask.table[:1] == ((0, length, 0, 0, -UNBOUNDED, 0),):  # a question of no tokens, of which no slice is left
+        ends = [0, *(row[Q1] for row in mask.table[1:])]
+        squares = [(a, b, a, b, -UNBOUNDED, 0) for a, b in pairwise(ends)]
+        return np.array(ends) if [*mask.table[1:]] == squares and ends[-1] == length else None
+    rows = trim(np.array(mask.table, np.int64).reshape(-1, 6))
+    rows = rows[~is_empty(rows)]
+    rows = rows[np.argsort(rows[:, K0], kind="stable")]
+    causal = (rows[:, Q0] == rows[:, K0]) & (rows[:, HI] == 0) & (rows[:, LO] <= rows[:, K0] - (rows[:, Q1] - 1))
+    borders = np.array([0, *rows[:, K1]])
+    if not len(rows) or not causal.all() or borders[-1] != length or np.any(rows[:, K0] != borders[:-1]):
+        return None
+    asked = rows[0, Q1] == length and np.array_equal(rows[1:, Q1], rows[1:, K1])
+    return borders[1:] if asked else None
