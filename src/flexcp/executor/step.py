@@ -20,6 +20,7 @@ from torch import Tensor
 from flexcp.executor import layout
 from flexcp.executor.agree import agree
 from flexcp.executor.arena import Arena
+from flexcp.executor.averaging import Gradients, lost_factor, running_average, share_factor
 from flexcp.executor.calls import WHOLE_STAGES, Call, CallSettings
 from flexcp.executor.connect import Progress, connect
 from flexcp.executor.exchange import Exchange
@@ -65,6 +66,8 @@ class Step:
         """This step as a tensor, for operators: see :mod:`flexcp.executor.handles`."""
         self.calls = 0
         """Attention calls of this step so far, recomputed ones included. 0 after a model's forward: the model does not use flexcp."""
+        self.averaged_by: str | None = None
+        """Who averages gradients over this step's ranks, where a call saw it: see :mod:`flexcp.executor.averaging`."""
         self.arena = Arena()
         """The memory its passes work in; another step may go on with it: ``bind(..., arena=step.arena)``."""
         self.keeps_keys = any(backward.keys_kept for _, backward in plan.programs)
@@ -174,19 +177,45 @@ class Step:
         """Next-token labels of this rank's rows from the stream's token ids: shifted inside documents *before* sharding."""
         return self.shard(layout.next_tokens(tokens, self.plan.batch, ignore), pad=ignore)
 
-    def loss(self, logits: Tensor, labels: Tensor, ignore: int = -100, *, without_attention: bool = False) -> Tensor:
-        """Cross entropy: local sum / valid tokens of all ranks. Sum it (and gradients) over ranks for the batch's mean.
+    def loss(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        ignore: int = -100,
+        *,
+        gradients: Gradients = "summed",
+        without_attention: bool = False,
+    ) -> Tensor:
+        """Cross entropy of this rank's rows: local sum / valid tokens of all ranks, a share of the batch's mean.
+
+        ``gradients`` says what happens to gradients over the ranks of this step. ``"summed"``: the batch's loss is the sum of the ranks'
+        values. ``"averaged"``, for DDP and whatever else averages: the share is multiplied by the number of ranks, so that the averaged
+        gradient is the batch's, and the batch's loss is the mean of the ranks' values.
 
         The result depends on ``logits`` even on a rank without a valid token, so that every rank takes part in backward. Logits of a model
-        that ran no attention of this step are refused, unless ``without_attention`` says that this is meant.
+        that ran no attention of this step are refused, unless ``without_attention`` says that this is meant; shares to be summed are
+        refused where attention ran inside a DDP module that averages.
         """
+        factor = share_factor(gradients, self.plan.ranks)
         self._check_rows(logits)
         if not self.calls and not without_attention:
             raise RuntimeError(
                 f"a loss is asked of {self!r}, but its attention never ran: the model's layers still use their own. Turn flexcp on "
                 "(docs/frameworks.md), or pass without_attention=True if the logits come from elsewhere"
             )
-        return layout.token_mean_loss(logits, labels, self.group, ignore)
+        if logits.requires_grad:
+            self.check_average(gradients)
+        return layout.token_mean_loss(logits, labels, self.group, ignore) * factor
+
+    def check_average(self, gradients: Gradients) -> None:
+        """Raise for shares that are to be summed where this step's attention saw them averaged."""
+        if gradients == "summed" and self.averaged_by is not None:
+            raise ValueError(lost_factor(self.averaged_by, self.plan.ranks))
+
+    def note_call(self) -> None:
+        """Count an attention call, and see inside which module it runs."""
+        self.calls += 1
+        self.averaged_by = self.averaged_by or running_average(self.group)
 
     def program(self, mask: int, backward: bool) -> RankProgram:
         """This rank's program for a mask and direction, derived on first use."""
