@@ -43,7 +43,15 @@ DEFAULT_TIMEOUT = timedelta(seconds=120)
 
 
 class Step:
-    """One rank's view of a plan. Make it with :func:`bind`."""
+    """One rank's view of a plan. Make it with :func:`bind`, give it to :func:`flexcp.attention`.
+
+    What users take from it (everything else is for the executor and may change):
+
+    - rows of this rank: ``local_tokens``, ``indices`` (tokens of the stream), ``positions`` (what RoPE wants);
+    - between the stream and this rank: ``shard``, ``gather``, ``labels``, ``roll``, ``relayout``, ``restore``;
+    - ``loss``; ``prepare`` to set up ahead of the first layer;
+    - what it is and did: ``plan``, ``group``, ``cp_rank``, ``cp_size``, ``calls``, ``sent_bytes``, ``kernels``, ``arena``.
+    """
 
     def __init__(
         self,
@@ -82,10 +90,12 @@ class Step:
 
     @property
     def cp_size(self) -> int:
+        """Ranks that share this step's batch."""
         return self.plan.ranks
 
     @property
     def cp_rank(self) -> int:
+        """This rank among them."""
         return self.rank
 
     @cached_property
