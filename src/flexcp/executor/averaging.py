@@ -39,10 +39,12 @@ def running_average(group: dist.ProcessGroup | None) -> str | None:
     return type(wrapper).__name__ if len(averaged & set(dist.get_process_group_ranks(group))) > 1 else None
 
 
-def lost_factor(averaged_by: str, ranks: int) -> str:
-    """What to say of shares whose gradients are averaged."""
+def wrong_factor(who: str, gradients: Gradients, ranks: int) -> str:
+    """What to say of shares that are said to be reduced one way and are reduced the other."""
+    done, off = ("averages", f"1/{ranks} of") if gradients == "summed" else ("sums", f"{ranks} times")
+    right = "averaged" if gradients == "summed" else "summed"
     return (
-        f"{averaged_by} averages gradients over the {ranks} ranks that share this batch, but each of them holds a share of one loss, so "
-        f"gradients would be 1/{ranks} of the batch's: say gradients='averaged' (in step.loss, huggingface.inputs or prepared) and drop "
-        "any factor of your own"
+        f"{who} {done} gradients over the {ranks} ranks that share this batch, but each of them holds a share of one loss made for "
+        f"gradients={gradients!r}, so gradients would be {off} the batch's: say gradients={right!r} (in step.loss, huggingface.inputs "
+        "or prepared) and drop any factor of your own"
     )

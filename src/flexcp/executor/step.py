@@ -20,7 +20,7 @@ from torch import Tensor
 from flexcp.executor import layout
 from flexcp.executor.agree import agree
 from flexcp.executor.arena import Arena
-from flexcp.executor.averaging import Gradients, lost_factor, running_average, share_factor
+from flexcp.executor.averaging import Gradients, running_average, share_factor, wrong_factor
 from flexcp.executor.calls import WHOLE_STAGES, Call, CallSettings
 from flexcp.executor.connect import Progress, connect
 from flexcp.executor.exchange import Exchange
@@ -75,7 +75,8 @@ class Step:
         self.calls = 0
         """Attention calls of this step so far, recomputed ones included. 0 after a model's forward: the model does not use flexcp."""
         self.averaged_by: str | None = None
-        """Who averages gradients over this step's ranks, where a call saw it: see :mod:`flexcp.executor.averaging`."""
+        self.summed_by: str | None = None
+        """Who averages or sums gradients over this step's ranks, where a call saw it: see :mod:`flexcp.executor.averaging`."""
         self.arena = Arena()
         """The memory its passes work in; another step may go on with it: ``bind(..., arena=step.arena)``."""
         self.keeps_keys = any(backward.keys_kept for _, backward in plan.programs)
@@ -214,13 +215,14 @@ class Step:
                 "(docs/frameworks.md), or pass without_attention=True if the logits come from elsewhere"
             )
         if logits.requires_grad:
-            self.check_average(gradients)
+            self.check_reduction(gradients)
         return layout.token_mean_loss(logits, labels, self.group, ignore) * factor
 
-    def check_average(self, gradients: Gradients) -> None:
-        """Raise for shares that are to be summed where this step's attention saw them averaged."""
-        if gradients == "summed" and self.averaged_by is not None:
-            raise ValueError(lost_factor(self.averaged_by, self.plan.ranks))
+    def check_reduction(self, gradients: Gradients) -> None:
+        """Raise for shares made for one treatment of gradients where this step's attention saw the other."""
+        who = self.averaged_by if gradients == "summed" else self.summed_by
+        if who is not None:
+            raise ValueError(wrong_factor(who, gradients, self.plan.ranks))
 
     def note_call(self) -> None:
         """Count an attention call, and see inside which module it runs."""

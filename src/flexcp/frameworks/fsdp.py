@@ -33,13 +33,17 @@ def sum_gradients(model: nn.Module) -> None:
         module.set_force_sum_reduction_for_comms(True)  # a plain sum: gloo knows no other, NCCL copies less
 
 
-def note_average(model: nn.Module, step: Step) -> None:
-    """Let ``step`` know when ``model`` is sharded over ranks that share its batch, and averages their gradients."""
+def note_reduction(model: nn.Module, step: Step) -> None:
+    """Let ``step`` know when ``model`` is sharded over ranks that share its batch, and whether it averages or sums their gradients."""
     if step.group is None or not isinstance(model, FSDPModule):
         return
     # Private, so a release without it only loses the check.
     groups = getattr(model._get_fsdp_state(), "_fsdp_param_groups", ())
-    averaging = [group.mesh_info.mesh for group in groups if group.gradient_divide_factor is None]
-    ranks = {rank for mesh in averaging for rank in mesh.mesh.flatten().tolist()}
-    if len(ranks & set(dist.get_process_group_ranks(step.group))) > 1:
-        step.averaged_by = "FSDP2, without flexcp.frameworks.fsdp.sum_gradients(model),"
+    shared = set(dist.get_process_group_ranks(step.group))
+    for group in groups:
+        if len(shared & set(group.mesh_info.mesh.mesh.flatten().tolist())) < 2:
+            continue
+        if group.gradient_divide_factor is None:
+            step.averaged_by = "FSDP2, without flexcp.frameworks.fsdp.sum_gradients(model),"
+        elif group.gradient_divide_factor == 1:
+            step.summed_by = "FSDP2, after flexcp.frameworks.fsdp.sum_gradients(model),"

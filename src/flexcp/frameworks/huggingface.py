@@ -374,7 +374,7 @@ def _check_calls(module: nn.Module, arguments: Any, keywords: dict[str, Any], ou
         return
     if step.calls == getattr(module, _CALLS):
         raise RuntimeError(not_used(step))
-    fsdp.note_average(module, step)
+    fsdp.note_reduction(module, step)
     loss = getattr(output, "loss", None)
     if loss is not None and loss.requires_grad and "gradients" in keywords:
-        step.check_average(keywords["gradients"])
+        step.check_reduction(keywords["gradients"])

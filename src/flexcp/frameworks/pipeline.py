@@ -79,7 +79,7 @@ class PlannedMicroBatches:
 
         def loss(logits: Tensor, labels: Tensor) -> Tensor:
             for step in self.steps:
-                step.check_average(gradients)
+                step.check_reduction(gradients)
             flat = logits.flatten(0, -2)
             wide = flat.float() if flat.dtype.itemsize < 4 else flat
             total = nn.functional.cross_entropy(wide, labels.flatten(), ignore_index=ignore, reduction="sum")
