@@ -115,7 +115,7 @@ class Trainer:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.model.train()
         self.attention = attention
-        self.planner = huggingface.planner(config, flexcp.cluster("h200", ranks_per_node=1))
+        self.planner = huggingface.planner(config, flexcp.cluster("h200", ranks_per_node=1), "bfloat16")
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
 
     def plan(self, parts: list[Tensor]) -> Any:
@@ -215,7 +215,7 @@ def ranks_losses(groups: dict[int, Any], tokens: int, steps: int) -> list[float]
     model: Any = fully_shard(trainer.model, mesh=mesh, mp_policy=policy)
     fsdp.sum_gradients(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    planner = huggingface.planner(model.config, flexcp.cluster("h200", ranks_per_node=mesh.size()))
+    planner = huggingface.planner(model.config, flexcp.cluster("h200", ranks_per_node=mesh.size()), "bfloat16")
     found = []
     for number in range(steps):
         parts = packed_documents(tokens, number)

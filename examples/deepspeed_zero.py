@@ -90,10 +90,10 @@ def main() -> None:
         def attend(q: Tensor, k: Tensor, v: Tensor, step: flexcp.Step = step) -> Tensor:
             return flexcp.attention(q, k, v, step)  # type: ignore[return-value]
 
-        loss = step.loss(engine(local, step.positions.to(engine.device), attend), labels)
-        engine.backward(loss * ranks)
+        loss = step.loss(engine(local, step.positions.to(engine.device), attend), labels, gradients="averaged")
+        engine.backward(loss)
         engine.step()
-        total = total_loss(loss, dist.group.WORLD)
+        total = total_loss(loss, dist.group.WORLD) / ranks
         error = abs(total - expected[number]) / expected[number]
         if dist.get_rank() == 0:
             print(f"step {number}: loss {total:.6f}, one process {expected[number]:.6f}, error {error:.1e}")

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import io
 from pathlib import Path
+from types import ModuleType
 from unittest.mock import patch
 
 import torch.distributed as dist
@@ -13,12 +14,18 @@ import torch.distributed as dist
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def printed(group: dist.ProcessGroup, name: str, arguments: list[str]) -> str:
-    """What the example prints on this rank."""
+def loaded(name: str) -> ModuleType:
+    """An example as a module."""
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def printed(group: dist.ProcessGroup, name: str, arguments: list[str]) -> str:
+    """What the example prints on this rank."""
     text = io.StringIO()
     with (
         patch("sys.argv", [name, *arguments]),
@@ -26,6 +33,5 @@ def printed(group: dist.ProcessGroup, name: str, arguments: list[str]) -> str:
         patch.object(dist, "destroy_process_group"),
         contextlib.redirect_stdout(text),
     ):
-        spec.loader.exec_module(module)
-        module.main()
+        loaded(name).main()
     return text.getvalue()

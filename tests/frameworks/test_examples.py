@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
-from example_runs import EXAMPLES, printed
+import torch
+from example_runs import EXAMPLES, loaded, printed
+from torch import Tensor
 
 from flexcp.measure.ranks import RankPool
 
@@ -28,8 +30,41 @@ def test_the_loader_example_trains(two: RankPool) -> None:
     assert len(losses(text)) >= 2
 
 
+def test_the_swap_trains_as_one_process(two: RankPool) -> None:
+    """The example's own model, alone and with plain attention: the same losses, and gradients of the same size under DDP."""
+    example = loaded("attention_swap")
+    torch.manual_seed(0)
+    model = example.Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    expected = []
+    for number in range(3):
+        lengths, stream = example.documents(number, 256)
+        labels = stream.roll(-1).index_fill(0, torch.tensor(lengths).cumsum(0) - 1, -100)
+        seen = torch.block_diag(*[torch.ones(n, n).tril() for n in lengths]).bool()
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor = seen) -> Tensor:
+            heads = (x.transpose(0, 1)[None] for x in (q, k, v))
+            out = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=seen, enable_gqa=True)
+            return out[0].transpose(0, 1)
+
+        logits = model(stream, torch.cat([torch.arange(n) for n in lengths]), attend)
+        loss = torch.nn.functional.cross_entropy(logits, labels)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        expected += [float(loss.detach()), float(norm)]
+    text, _ = two.run(printed, "attention_swap", ["--steps", "3", "--tokens", "256"])
+    assert [float(x) for x in re.findall(r"(?:loss|norm) ([\d.]+)", text)] == pytest.approx(expected, rel=1e-4)
+
+
 def test_the_swap_is_the_attention_only_swap() -> None:
-    """The README's first example is cut from this file: few marked lines, the user's layout."""
+    """The README's fragment is cut from this file: few marked lines, the user's layout, nothing else of flexcp."""
     text = (EXAMPLES / "attention_swap.py").read_text()
     assert 'layout="contiguous"' in text
-    assert text.count("# new") == 3
+    lines = text[text.index("def main") :].splitlines()
+    assert [line for line in lines if "flexcp." in line or "planner" in line or "step." in line] == [
+        line for line in lines if "# new" in line
+    ]
+    assert text.count("# new") == 5
+    assert "flexcp" not in text[text.index("import flexcp") + len("import flexcp") : text.index("def main")]

@@ -31,6 +31,10 @@ def bound(family: str = "llama", **options: Any) -> Step:
     return flexcp.bind(planner(LENGTHS, **({"masks": huggingface.masks(config)} | options)))
 
 
+def permuting_planner(family: str) -> flexcp.Planner:
+    return huggingface.planner(make_config(family), flexcp.cluster("cpu", 1, 1), "float64", strategy="blocks")
+
+
 @pytest.fixture(scope="module")
 def models() -> dict[str, Any]:
     """One model of each family, turned on, and its logits document by document under dense attention."""
@@ -68,6 +72,30 @@ def test_a_step_of_one_rank_gives_the_same(models: dict[str, Any], family: str) 
     assert step.calls == 2
     labels = step.labels(TOKENS)
     assert float(found.loss) == pytest.approx(float(step.loss(found.logits[0], labels)), rel=1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_positions_that_nobody_gave_are_the_steps(models: dict[str, Any], family: str) -> None:
+    model, right = models[family]
+    order = torch.randperm(len(TOKENS), generator=torch.Generator().manual_seed(1)).tolist()
+    plan = permuting_planner(family)(LENGTHS, masks=huggingface.masks(make_config(family)), layout=[order])
+    for _ in range(2):  # the second forward of a step is one like the first
+        step = flexcp.bind(plan)
+        for arguments, more in (((), {"position_ids": None}), ((), {}), ((None, None), {})):
+            logits = model(step.shard(TOKENS)[None], *arguments, use_cache=False, step=step, **more).logits[0]
+            torch.testing.assert_close(logits, right[order], atol=1e-11, rtol=0)
+    with pytest.raises(ValueError, match=r"position_ids=step\.positions\[None\]"):
+        model(step.shard(TOKENS)[None], position_ids=torch.arange(33)[None], use_cache=False, step=step)
+
+
+def test_a_compiled_model_without_positions_is_refused(models: dict[str, Any]) -> None:
+    compiled = torch.compile(models["llama"][0], backend="eager", fullgraph=True)
+    step = bound()
+    given = huggingface.inputs(TOKENS, step)
+    compiled(**given)
+    del given["position_ids"]
+    with pytest.raises(Exception, match=r"under torch\.compile give the model position_ids"):
+        compiled(**given)
 
 
 def test_rows_of_a_batch_are_documents(models: dict[str, Any]) -> None:
@@ -151,6 +179,19 @@ def test_a_planner_has_the_models_heads() -> None:
     assert (shape.heads, shape.kv_heads, shape.head_dim, shape.dtype) == (2, 1, 8, "float32")
     with pytest.raises(ValueError, match=r"4 query and 2 KV heads.*tp=4"):
         huggingface.planner(make_config("llama"), flexcp.cluster("cpu", 1, 1), tp=4)
+
+
+@pytest.mark.parametrize(("said", "planned"), [(None, "float32"), ("float64", "float64"), (torch.bfloat16, "bfloat16")])
+def test_a_planner_has_the_models_dtype(said: Any, planned: str) -> None:
+    where = flexcp.cluster("cpu", 1, 1)
+    config = make_config("llama", dtype=said)
+    assert huggingface.planner(config, where).shape.dtype == planned
+    assert huggingface.planner(config, where, "float16").shape.dtype == "float16"
+    model = AutoModelForCausalLM.from_config(config)
+    assert huggingface.planner(model, where).shape.dtype == planned
+    assert huggingface.planner(model.double(), where).shape.dtype == "float64", (
+        "the weights' own, not the configuration's"
+    )
 
 
 # --- refusals -----------------------------------------------------------------------------------------------------------

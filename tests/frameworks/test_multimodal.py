@@ -231,12 +231,19 @@ def test_a_padding_mask_is_refused_on_its_way_through_the_model() -> None:
     tokens = torch.cat([d.tokens for d in found])[None]
     seen = torch.ones_like(tokens)
     text = vlm.model.language_model
-    assert text(tokens, attention_mask=seen, use_cache=False, step=language).last_hidden_state.shape[1] == len(
-        tokens[0]
-    )
+    given = {"position_ids": language.positions[None], "use_cache": False, "step": language}
+    assert text(tokens, attention_mask=seen, **given).last_hidden_state.shape[1] == len(tokens[0])
     seen[0, 3] = 0
     with pytest.raises(NotImplementedError, match="padding mask"):
-        text(tokens, attention_mask=seen, use_cache=False, step=language)
+        text(tokens, attention_mask=seen, **given)
+
+
+def test_a_language_model_without_positions_is_refused() -> None:
+    found, _, _, language = alone()
+    vlm = model("eager")
+    multimodal.turn_on(vlm)
+    with pytest.raises(ValueError, match=r"Qwen2VLTextModel was given a step without position_ids.*step\.shard"):
+        vlm.model.language_model(torch.cat([d.tokens for d in found])[None], use_cache=False, step=language)
 
 
 def test_a_step_that_no_attention_uses_raises() -> None:
@@ -254,7 +261,8 @@ def test_a_step_that_no_attention_uses_raises() -> None:
     with pytest.raises(RuntimeError, match="never used it"):
         multimodal.qwen2_vl(vlm, found, batch, encoder, language)
     with pytest.raises(RuntimeError, match="never used it"):  # a loop of one's own
-        vlm.model.language_model(torch.cat([d.tokens for d in found])[None], use_cache=False, step=language)
+        tokens = torch.cat([d.tokens for d in found])[None]
+        vlm.model.language_model(tokens, position_ids=language.positions[None], use_cache=False, step=language)
 
 
 def test_what_balances_the_encoder_does_not_balance_the_language_model() -> None:

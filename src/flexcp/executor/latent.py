@@ -75,7 +75,7 @@ class _LatentAttention(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         way, types = way_of(step.plan, step.rank, mask), types_of(q)
         mail = _mail(way, step, latent, backward=False)
-        step.calls += 1
+        step.note_call()
         with mail.exchange:
             arena = _fetched(latent, way.forward, way, step, mail)
             mail.exchange.finish()

@@ -103,7 +103,7 @@ def _attend(
     number, settings = mask_number(step.plan.batch, mask, window), Settings(scale, softcap, deterministic, sm_margin)
     runtime = _runtime(step, q, settings, number, backward=False)
     prepared = step.prepared(number, False, step.choose_kernel(q.device, kernel), runtime.types)
-    step.calls += 1
+    step.note_call()
     kept_q, kept_k, kept_v = (step.in_stream_order(x) for x in (q, k, v))
     out, lse, keys = run_forward(prepared, runtime, kept_q, kept_k, kept_v, rounded=sinks is None)
     out, lse = step.in_local_order(out), step.in_local_order(lse)

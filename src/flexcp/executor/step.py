@@ -20,6 +20,7 @@ from torch import Tensor
 from flexcp.executor import layout
 from flexcp.executor.agree import agree
 from flexcp.executor.arena import Arena
+from flexcp.executor.averaging import Gradients, running_average, share_factor, wrong_factor
 from flexcp.executor.calls import WHOLE_STAGES, Call, CallSettings
 from flexcp.executor.connect import Progress, connect
 from flexcp.executor.exchange import Exchange
@@ -43,7 +44,15 @@ DEFAULT_TIMEOUT = timedelta(seconds=120)
 
 
 class Step:
-    """One rank's view of a plan. Make it with :func:`bind`."""
+    """One rank's view of a plan. Make it with :func:`bind`, give it to :func:`flexcp.attention`.
+
+    What users take from it (everything else is for the executor and may change):
+
+    - rows of this rank: ``local_tokens``, ``indices`` (tokens of the stream), ``positions`` (what RoPE wants);
+    - between the stream and this rank: ``shard``, ``gather``, ``labels``, ``roll``, ``relayout``, ``restore``;
+    - ``loss``; ``prepare`` to set up ahead of the first layer;
+    - what it is and did: ``plan``, ``group``, ``cp_rank``, ``cp_size``, ``calls``, ``sent_bytes``, ``kernels``, ``arena``.
+    """
 
     def __init__(
         self,
@@ -66,6 +75,9 @@ class Step:
         """This step as a tensor, for operators: see :mod:`flexcp.executor.handles`."""
         self.calls = 0
         """Attention calls of this step so far, recomputed ones included. 0 after a model's forward: the model does not use flexcp."""
+        self.averaged_by: str | None = None
+        self.summed_by: str | None = None
+        """Who averages or sums gradients over this step's ranks, where a call saw it: see :mod:`flexcp.executor.averaging`."""
         self.arena = Arena()
         """The memory its passes work in; another step may go on with it: ``bind(..., arena=step.arena)``."""
         self.keeps_keys = any(backward.keys_kept for _, backward in plan.programs)
@@ -80,10 +92,12 @@ class Step:
 
     @property
     def cp_size(self) -> int:
+        """Ranks that share this step's batch."""
         return self.plan.ranks
 
     @property
     def cp_rank(self) -> int:
+        """This rank among them."""
         return self.rank
 
     @cached_property
@@ -182,21 +196,48 @@ class Step:
         """
         return self.shard(layout.next_tokens(tokens, self.plan.batch, ignore), pad=ignore)
 
-    def loss(self, logits: Tensor, labels: Tensor, ignore: int = -100, *, without_attention: bool = False) -> Tensor:
-        """Cross entropy: local sum / valid tokens of all ranks. Sum it (and gradients) over ranks for the batch's mean.
+    def loss(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        ignore: int = -100,
+        *,
+        gradients: Gradients = "summed",
+        without_attention: bool = False,
+    ) -> Tensor:
+        """Cross entropy of this rank's rows: local sum / valid tokens of all ranks, a share of the batch's mean.
+
+        ``gradients`` says what happens to gradients over the ranks of this step. ``"summed"``: the batch's loss is the sum of the ranks'
+        values. ``"averaged"``, for DDP and whatever else averages: the share is multiplied by the number of ranks, so that the averaged
+        gradient is the batch's, and the batch's loss is the mean of the ranks' values.
 
         The result depends on ``logits`` even on a rank without a valid token, so that every rank takes part in backward. Logits of a model
-        that ran no attention of this step are refused, unless ``without_attention`` says that this is meant. So is a document that
-        branches, because it has more next tokens than rows.
+        that ran no attention of this step are refused, unless ``without_attention`` says that this is meant; shares to be summed are
+        refused where attention ran inside a DDP module that averages. So is a document that branches, because it has more next tokens
+        than rows.
         """
         refuse_branches(self.plan.batch, "step.loss knows")
+        factor = share_factor(gradients, self.plan.ranks)
         self._check_rows(logits)
         if not self.calls and not without_attention:
             raise RuntimeError(
                 f"a loss is asked of {self!r}, but its attention never ran: the model's layers still use their own. Turn flexcp on "
                 "(docs/frameworks.md), or pass without_attention=True if the logits come from elsewhere"
             )
-        return layout.token_mean_loss(logits, labels, self.group, ignore)
+        if logits.requires_grad:
+            self.check_reduction(gradients)
+        return layout.token_mean_loss(logits, labels, self.group, ignore) * factor
+
+    def check_reduction(self, gradients: Gradients) -> None:
+        """Raise for shares made for one treatment of gradients where this step's attention saw the other."""
+        who = self.averaged_by if gradients == "summed" else self.summed_by
+        if who is not None:
+            raise ValueError(wrong_factor(who, gradients, self.plan.ranks))
+
+    def note_call(self) -> None:
+        """Count an attention call, and see inside which module it runs."""
+        self.calls += 1
+        self.averaged_by = self.averaged_by or running_average(self.group)
 
     def program(self, mask: int, backward: bool) -> RankProgram:
         """This rank's program for a mask and direction, derived on first use."""

@@ -8,14 +8,19 @@ would average. The usual set-up shards parameters over all ranks, context parall
     fully_shard(model, mesh=mesh)
     fsdp.sum_gradients(model)
 
+Without the last line give ``step.loss`` or ``huggingface.inputs`` ``gradients="averaged"``, which comes to the same.
+
 With micro-batches give ``step.loss`` of each its share of the whole batch's tokens, and every rank the same number of forwards and
 backwards.
 """
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+
+from flexcp.executor.step import Step
 
 
 def sum_gradients(model: nn.Module) -> None:
@@ -26,3 +31,19 @@ def sum_gradients(model: nn.Module) -> None:
     for module in found:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # a plain sum: gloo knows no other, NCCL copies less
+
+
+def note_reduction(model: nn.Module, step: Step) -> None:
+    """Let ``step`` know when ``model`` is sharded over ranks that share its batch, and whether it averages or sums their gradients."""
+    if step.group is None or not isinstance(model, FSDPModule):
+        return
+    # Private, so a release without it only loses the check.
+    groups = getattr(model._get_fsdp_state(), "_fsdp_param_groups", ())
+    shared = set(dist.get_process_group_ranks(step.group))
+    for group in groups:
+        if len(shared & set(group.mesh_info.mesh.mesh.flatten().tolist())) < 2:
+            continue
+        if group.gradient_divide_factor is None:
+            step.averaged_by = "FSDP2, without flexcp.frameworks.fsdp.sum_gradients(model),"
+        elif group.gradient_divide_factor == 1:
+            step.summed_by = "FSDP2, after flexcp.frameworks.fsdp.sum_gradients(model),"

@@ -3,10 +3,11 @@
     huggingface.turn_on(model)                                           # or register() and attn_implementation="flexcp"
     plan = planner(lengths, masks=huggingface.masks(model.config))
     step = flexcp.bind(plan, mesh["cp"])
-    loss = model(**huggingface.inputs(tokens, step)).loss
+    loss = model(**huggingface.inputs(tokens, step)).loss               # gradients="averaged" under DDP
 
 The step is a keyword of the model's forward: Transformers hands keywords it does not know to every attention function. ``[1, H, S, D]`` is
-seen as flexcp's ``[S, H, D]`` without a copy. A layer's window picks its mask from the plan by value, never by the layer's number.
+seen as flexcp's ``[S, H, D]`` without a copy. Positions that nobody gave are filled in from the step: the model itself would count this
+rank's rows. A layer's window picks its mask from the plan by value, never by the layer's number.
 
 Without a step the documents of this process attend alone (``cu_seq_lens_q``, or ``position_ids`` that start anew), which is what one
 process means by packing. On several ranks that would be a silent mistake, so it must be said: ``step="alone"``.
@@ -17,6 +18,7 @@ weights as output, keywords nobody here knows.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,12 +28,13 @@ from torch import Tensor, nn
 
 from flexcp.batch import MaskLike
 from flexcp.clusters import Cluster
+from flexcp.executor.averaging import Gradients, share_factor
 from flexcp.executor.layout import next_tokens
 from flexcp.executor.op import attention
 from flexcp.executor.slice_attention import slice_attention
 from flexcp.executor.step import Step, check_bound
-from flexcp.frameworks import not_used
-from flexcp.frameworks.shared_batch import IGNORE, lengths_of, rows_of
+from flexcp.frameworks import fsdp, not_used
+from flexcp.frameworks.shared_batch import IGNORE, Rows, lengths_of, rows_of
 from flexcp.masks import causal, window
 from flexcp.planner import Planner
 
@@ -42,6 +45,7 @@ NAME = "flexcp"
 ELSEWHERE = frozenset({
     "num_items_in_batch", "output_hidden_states", "output_router_logits", "max_length_q", "max_length_k", "seq_idx", "use_cache",
     "past_key_values", "past_key_value", "cache_position", "position_embeddings", "labels", "shift_labels", "return_dict",
+    "gradients",
 })  # fmt: skip
 """Keywords that reach attention functions and mean something to other parts of a model."""
 
@@ -63,11 +67,12 @@ def turn_on(model: PreTrainedModel) -> None:
         )
     register()
     model.set_attn_implementation(NAME)
+    model.register_forward_pre_hook(_with_positions, with_kwargs=True)
     check_use(model)
 
 
 def check_use(model: nn.Module) -> None:
-    """Raise from now on whenever ``model`` is given a step and no attention inside it uses it."""
+    """Raise from now on whenever ``model`` is given a step and no attention inside it uses it, or a loss whose gradients come out wrong."""
     model.register_forward_pre_hook(_note_calls, with_kwargs=True)
     model.register_forward_hook(_check_calls, with_kwargs=True)
 
@@ -95,9 +100,16 @@ def masks(config: PreTrainedConfig) -> dict[str, tuple[MaskLike, int]]:
 
 
 def planner(
-    config: PreTrainedConfig, cluster: Cluster, dtype: Any = "bfloat16", tp: int = 1, **options: Any
+    model: PreTrainedModel | PreTrainedConfig, cluster: Cluster, dtype: Any = None, tp: int = 1, **options: Any
 ) -> Planner:
-    """A planner for a model's attention; ``dtype`` is what its activations are in, ``tp`` over how many ranks heads are split."""
+    """A planner for a model's attention, from the model or its configuration; ``tp`` is over how many ranks heads are split.
+
+    ``dtype`` is what the activations are in. By default it is that of the model's weights or the configuration's ``dtype``, and float32
+    where a configuration says nothing, as Transformers makes such a model. Say it where autocast or FSDP2's ``MixedPrecisionPolicy``
+    computes in another one.
+    """
+    config: PreTrainedConfig = getattr(model, "config", model)
+    dtype = dtype or getattr(model, "dtype", None) or getattr(config, "dtype", None) or "float32"
     heads = int(config.num_attention_heads)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     if heads % tp or kv_heads % tp:
@@ -106,25 +118,32 @@ def planner(
     return Planner(heads // tp, kv_heads // tp, int(head_dim), dtype=str(dtype), cluster=cluster, **options)
 
 
-def inputs(tokens: Tensor, step: Step, labels: Tensor | None = None) -> dict[str, Any]:
+def inputs(tokens: Tensor, step: Step, labels: Tensor | None = None, gradients: Gradients = "summed") -> dict[str, Any]:
     """Keywords of a model's forward for this rank's rows of a batch, from the stream's token ids ``[T]``.
 
     Labels, by default each token's successor, are shifted inside documents before they are sharded; ``model(**inputs).loss`` is this rank's
-    sum / the batch's valid labels, to be summed over ranks. A rank that keeps no token gets one that nobody sees, because models are not
-    written for none.
+    sum / the batch's valid labels. ``gradients`` says what happens to gradients over the ranks of the step, as in ``step.loss``: where they
+    are summed the batch's loss is the sum of the ranks'; where they are averaged (DDP) each rank's is multiplied by the number of ranks,
+    and the batch's loss is their mean. A rank that keeps no token gets one that nobody sees, because models are not written for none.
     """
     check_bound(step)
     batch = step.plan.batch
     shifted = next_tokens(tokens if labels is None else labels, batch, IGNORE)
     valid = batch.tokens - batch.documents if labels is None else int((shifted != IGNORE).sum())
-    rows = rows_of(step, tokens, shifted)
+    return keywords_of(rows_of(step, tokens, shifted), max(1, valid), gradients)
+
+
+def keywords_of(rows: Rows, valid: int | Tensor, gradients: Gradients) -> dict[str, Any]:
+    """Keywords of a model's forward for this rank's rows of a batch with so many ``valid`` labels on all ranks."""
+    factor = share_factor(gradients, rows.step.cp_size)
     return {
         "input_ids": rows.tokens[None],
         "position_ids": rows.positions[None],
         "labels": rows.labels[None],
         "shift_labels": rows.labels[None],
-        "num_items_in_batch": max(1, valid),
-        "step": step,
+        "num_items_in_batch": valid if factor == 1 else valid / factor,
+        "step": rows.step,
+        "gradients": gradients,
         "use_cache": False,
     }
 
@@ -291,8 +310,13 @@ def _check_documents(step: Step, query: Tensor, position_ids: Tensor | None, cu_
         raise ValueError(
             f"cu_seq_lens_q {cu_seq_lens.tolist()} is not the batch of the step's plan, {starts.tolist()}; drop it, or plan these lengths"
         )
-    tokens = query.shape[2]
-    if position_ids is None or position_ids.shape[-1] != tokens or tokens != step.local_tokens:
+    _refuse_counted(position_ids, step)
+
+
+def _refuse_counted(position_ids: Tensor | None, step: Step) -> None:
+    """Raise for positions that a model or its caller made by counting this rank's rows."""
+    tokens = step.local_tokens
+    if position_ids is None or position_ids.shape[-1] != tokens:
         return
     counted = torch.arange(tokens)
     given = position_ids.reshape(-1)[-tokens:].cpu()
@@ -305,6 +329,41 @@ def _check_documents(step: Step, query: Tensor, position_ids: Tensor | None, cu_
 _CALLS = "_flexcp_calls"
 
 
+def _with_positions(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """The step's positions in the place of none, and none that were counted."""
+    step = keywords.get("step")
+    if not isinstance(step, Step):
+        return None
+    at, given = positions_given(module, arguments, keywords)
+    if at is None:
+        return None
+    if torch.compiler.is_compiling():
+        if given is None:
+            raise ValueError("under torch.compile give the model position_ids: step.positions[None]")
+        return None
+    if given is not None:
+        _refuse_counted(given, step)
+        return None
+    # A rank without a token gets a row that nobody sees.
+    found = step.positions[None] if step.local_tokens else step.positions.new_zeros(1, 1)
+    tensors = [x for x in (*arguments, *keywords.values()) if isinstance(x, Tensor)]
+    found = found.to(tensors[0].device) if tensors else found
+    if at < len(arguments):
+        return (*arguments[:at], found, *arguments[at + 1 :]), keywords
+    return arguments, keywords | {"position_ids": found}
+
+
+def positions_given(
+    module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> tuple[int | None, Any]:
+    """(Where a forward's ``position_ids`` stand among its parameters, None if it has none; what was given for them, or None)."""
+    names = list(inspect.signature(module.forward).parameters)
+    if "position_ids" not in names:
+        return None, keywords.get("position_ids")
+    at = names.index("position_ids")
+    return at, arguments[at] if at < len(arguments) else keywords.get("position_ids")
+
+
 def _note_calls(module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
     step = keywords.get("step")
     if isinstance(step, Step) and not torch.compiler.is_compiling():
@@ -313,5 +372,11 @@ def _note_calls(module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> 
 
 def _check_calls(module: nn.Module, arguments: Any, keywords: dict[str, Any], output: Any) -> None:
     step = keywords.get("step")
-    if isinstance(step, Step) and not torch.compiler.is_compiling() and step.calls == getattr(module, _CALLS):
+    if not isinstance(step, Step) or torch.compiler.is_compiling():
+        return
+    if step.calls == getattr(module, _CALLS):
         raise RuntimeError(not_used(step))
+    fsdp.note_reduction(module, step)
+    loss = getattr(output, "loss", None)
+    if loss is not None and loss.requires_grad and "gradients" in keywords:
+        step.check_reduction(keywords["gradients"])

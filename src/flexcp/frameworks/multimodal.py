@@ -30,7 +30,7 @@ from flexcp.executor import layout
 from flexcp.executor.op import attention
 from flexcp.executor.step import Step
 from flexcp.frameworks import used
-from flexcp.frameworks.huggingface import check_use, refuse_ignored, refuse_padding
+from flexcp.frameworks.huggingface import check_use, positions_given, refuse_ignored, refuse_padding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,7 +58,18 @@ def turn_on(model: PreTrainedModel) -> None:
     model.set_attn_implementation(NAME)
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
+            part.register_forward_pre_hook(_refuse_no_positions, with_kwargs=True)
             check_use(part)
+
+
+def _refuse_no_positions(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    """Raise for a model that would count this rank's rows, because nobody said where its tokens are."""
+    at, given = positions_given(module, arguments, keywords)
+    if isinstance(keywords.get("step"), Step) and at is not None and given is None:
+        raise ValueError(
+            f"{type(module).__name__} was given a step without position_ids: pass this rank's rows of the model's own positions, "
+            "step.shard(positions), as multimodal.qwen2_vl does"
+        )
 
 
 def planned_attention(

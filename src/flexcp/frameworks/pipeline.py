@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from flexcp.executor.averaging import Gradients, share_factor
 from flexcp.executor.step import Step, bind
 from flexcp.plan import Plan
 from flexcp.positions import refuse_branches
@@ -68,18 +69,24 @@ class PlannedMicroBatches:
         """Next-token labels of :meth:`shard`."""
         return self._stacked(documents, lambda step, stream: step.labels(stream, ignore))
 
-    def loss(self, documents: Sequence[Tensor], ignore: int = IGNORE) -> Callable[[Tensor, Tensor], Tensor]:
+    def loss(
+        self, documents: Sequence[Tensor], ignore: int = IGNORE, gradients: Gradients = "summed"
+    ) -> Callable[[Tensor, Tensor], Tensor]:
         """The schedule's ``loss_fn``: a micro-batch's local sum / labels of the whole global batch. Make the schedule with
-        ``scale_grads=False``, and sum losses over micro-batches and gradients over the pool."""
+        ``scale_grads=False``, sum losses over micro-batches, and sum gradients over the pool, or say that they are ``"averaged"``
+        (``step.loss`` says what that does)."""
         for step in self.steps:
             refuse_branches(step.plan.batch, "this loss knows")
         valid = max(1, sum(len(d) - 1 for d in documents))
+        factor = share_factor(gradients, self.steps[0].cp_size)
 
         def loss(logits: Tensor, labels: Tensor) -> Tensor:
+            for step in self.steps:
+                step.check_reduction(gradients)
             flat = logits.flatten(0, -2)
             wide = flat.float() if flat.dtype.itemsize < 4 else flat
             total = nn.functional.cross_entropy(wide, labels.flatten(), ignore_index=ignore, reduction="sum")
-            return total / valid
+            return total * factor / valid
 
         return loss
 

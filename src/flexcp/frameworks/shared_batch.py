@@ -48,7 +48,7 @@ def lengths_of(positions: Tensor) -> list[int]:
 def next_in_document(tokens: Tensor, lengths: Sequence[int]) -> Tensor:
     """Labels of a stream: each token's successor, :data:`IGNORE` at the documents' ends."""
     labels = torch.roll(tokens, -1, 0)
-    labels[torch.tensor(lengths).cumsum(0).to(tokens.device) - 1] = IGNORE
+    labels[torch.tensor(lengths, dtype=torch.int64).cumsum(0).to(tokens.device) - 1] = IGNORE
     return labels
 
 
@@ -65,7 +65,7 @@ def share(
     ``tokens`` and shifted ``labels`` are this rank's own documents end to end, ``[T]``; ``options`` go to the planner's call.
     """
     process_group = group if isinstance(group, dist.ProcessGroup) else group.get_group()
-    parts = _gathered([torch.tensor(lengths, device=tokens.device), tokens, labels], process_group)
+    parts = _gathered([torch.tensor(lengths, dtype=torch.int64, device=tokens.device), tokens, labels], process_group)
     all_lengths, stream, all_labels = (torch.cat(part) for part in parts)
     step = bind(planner(all_lengths.tolist(), **options), process_group)
     return rows_of(step, stream, all_labels)

@@ -18,6 +18,7 @@ SWAP = (
     + """
 step = flexcp.bind(planner(lengths, flexcp.causal(), layout="contiguous"), mesh["cp"])   # every batch: lengths of its documents
 out = flexcp.attention(q, k, v, step)                                                    # every layer, instead of your attention
+loss = step.loss(logits, labels, gradients="averaged")                                   # under DDP; "summed" where gradients are summed
 """
 )
 LOADER = (
@@ -26,22 +27,22 @@ LOADER = (
 with flexcp.data.Loader(dataset, planner, budget={budget}, group=mesh["cp"]) as loader:
     for batch in loader:                            # batch.tokens, .labels and .positions are this rank's rows
         out = flexcp.attention(q, k, v, batch.step)    # every layer, instead of your attention
-        loss = F.cross_entropy(logits, batch.labels, ignore_index=-100, reduction="sum") / batch.valid
+        loss = batch.step.loss(logits, batch.labels, gradients="averaged")    # under DDP; "summed" where gradients are summed
 """
 )
 HUGGINGFACE = """import flexcp
 from flexcp.frameworks import huggingface
 
 huggingface.turn_on(model)                          # once
-planner = huggingface.planner(model.config, flexcp.cluster("{cluster}", nodes={nodes}, ranks_per_node={each}), strategy="{strategy}")
+planner = huggingface.planner(model, flexcp.cluster("{cluster}", nodes={nodes}, ranks_per_node={each}), strategy="{strategy}")
 step = flexcp.bind(planner(lengths, masks=huggingface.masks(model.config){layout}), mesh["cp"])
-loss = model(**huggingface.inputs(tokens, step)).loss    # local sum / valid tokens of all ranks
+loss = model(**huggingface.inputs(tokens, step, gradients="averaged")).loss    # under DDP; "summed" where gradients are summed
 """
 TRAINER = """import flexcp
 from flexcp.frameworks import huggingface
 from flexcp.frameworks.huggingface_trainer import FlexcpTrainer
 
-planner = huggingface.planner(model.config, flexcp.cluster("{cluster}", nodes={nodes}, ranks_per_node={each}), strategy="{strategy}")
+planner = huggingface.planner(model, flexcp.cluster("{cluster}", nodes={nodes}, ranks_per_node={each}), strategy="{strategy}")
 trainer = FlexcpTrainer(model, args, train_dataset=dataset, data_collator=collator, planner=planner)
 trainer.train()
 """
@@ -51,7 +52,7 @@ from flexcp.frameworks import fsdp
 for layer in model.model.layers:
     fully_shard(layer, mesh=mesh)
 fully_shard(model, mesh=mesh)
-fsdp.sum_gradients(model)                           # ranks hold shares of one loss: sum, do not average
+fsdp.sum_gradients(model)                           # for gradients="summed": ranks hold shares of one loss
 """
 TORCHTITAN = """import flexcp
 from flexcp.frameworks import torchtitan

@@ -1,0 +1,50 @@
+"""Averaging: who averages a step's gradients over its ranks, as far as a step can see.
+
+Every rank holds a share of one loss, so gradients belong summed over the ranks of a step. Data parallel wrappers average them, which is
+right for a loss that was multiplied by the number of ranks (``gradients="averaged"``) and 1/ranks of the gradient for one that was not.
+DistributedDataParallel says which module's forward is running, and attention runs inside it, so the mistake can be named.
+
+A forward whose gradients stay on their rank (``no_sync``) is not averaged by DDP, and a communication hook of the user's own does what
+its author wants; torch's own hooks average.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+Gradients = Literal["summed", "averaged"]
+TORCH_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
+
+
+def share_factor(gradients: Gradients, ranks: int) -> int:
+    """What a rank's share of the loss is multiplied by, so that gradients treated as said are those of the whole batch."""
+    if gradients not in ("summed", "averaged"):
+        raise ValueError(
+            f"gradients={gradients!r} is neither 'summed' nor 'averaged': say what happens to gradients over the ranks of a batch"
+        )
+    return ranks if gradients == "averaged" else 1
+
+
+def running_average(group: dist.ProcessGroup | None) -> str | None:
+    """The name of the wrapper whose forward is running and whose backward averages over ranks of ``group``, if there is one."""
+    wrapper = DistributedDataParallel._get_active_ddp_module()
+    if wrapper is None or group is None or not wrapper.require_backward_grad_sync:
+        return None
+    if any(not getattr(hook, "__module__", "").startswith(TORCH_HOOKS) for hook, _ in wrapper._comm_hooks):
+        return None
+    averaged = set(dist.get_process_group_ranks(wrapper.process_group))
+    return type(wrapper).__name__ if len(averaged & set(dist.get_process_group_ranks(group))) > 1 else None
+
+
+def wrong_factor(who: str, gradients: Gradients, ranks: int) -> str:
+    """What to say of shares that are said to be reduced one way and are reduced the other."""
+    done, off = ("averages", f"1/{ranks} of") if gradients == "summed" else ("sums", f"{ranks} times")
+    right = "averaged" if gradients == "summed" else "summed"
+    return (
+        f"{who} {done} gradients over the {ranks} ranks that share this batch, but each of them holds a share of one loss made for "
+        f"gradients={gradients!r}, so gradients would be {off} the batch's: say gradients={right!r} (in step.loss, huggingface.inputs "
+        "or prepared) and drop any factor of your own"
+    )

@@ -1,0 +1,125 @@
+"""What runs on the ranks in tests of averaged gradients; light to import (see parallel_runs.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import flexcp
+from flexcp.executor.averaging import Gradients
+from flexcp.executor.step import Step
+from flexcp.measure.model_runs import Run, make_model, make_plan
+
+LENGTHS = [19, 1, 8, 5]
+VOCABULARY, HEADS, SIZE = 11, 2, 4
+RUN = Run("llama")
+
+
+class Small(nn.Module):
+    """One layer of attention, as a user's own model would have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCABULARY, HEADS * SIZE, dtype=torch.float64)
+        self.project = nn.Linear(HEADS * SIZE, 3 * HEADS * SIZE, dtype=torch.float64)
+        self.head = nn.Linear(HEADS * SIZE, VOCABULARY, dtype=torch.float64)
+
+    def forward(self, tokens: Tensor, step: Step) -> Tensor:
+        q, k, v = self.project(self.embed(tokens)).unflatten(1, (3, HEADS, SIZE)).unbind(1)
+        out = flexcp.attention(q, k, v, step)
+        assert isinstance(out, Tensor)
+        found: Tensor = self.head(out.flatten(1))
+        return found
+
+
+def tokens() -> Tensor:
+    return torch.randint(VOCABULARY, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
+
+
+def bound(group: dist.ProcessGroup | None) -> Step:
+    ranks = 1 if group is None else dist.get_world_size(group)
+    planner = flexcp.Planner(
+        HEADS, HEADS, SIZE, dtype="float64", cluster=flexcp.cluster("cpu", 1, ranks), strategy="blocks"
+    )
+    return flexcp.bind(planner(LENGTHS), group)
+
+
+def sum_hook(group, bucket):  # type: ignore[no-untyped-def]  # DDP takes no annotation that is a string
+    """A user's own communication hook, which sums."""
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
+    return work.then(lambda done: done.value()[0])
+
+
+def run_small(group: dist.ProcessGroup | None, gradients: Gradients, wrapping: str = "none") -> dict[str, Any]:
+    """(loss of the batch, gradients) of :class:`Small`, or what was refused; ``wrapping`` is how DDP is used, if it is."""
+    model: nn.Module = Small()
+    if wrapping != "none":
+        model = DistributedDataParallel(model, process_group=group)
+    if wrapping == "own hook":
+        model.register_comm_hook(group, sum_hook)
+    if wrapping == "torch hook":
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+        model.register_comm_hook(group, allreduce_hook)
+    step = bound(group)
+    labels = step.labels(tokens())
+    if wrapping == "compiled":
+        model.module.compile(backend="eager")
+    try:
+        if wrapping == "no_sync":
+            with model.no_sync():
+                loss = step.loss(model(step.shard(tokens()), step), labels, gradients=gradients)
+                loss.backward()
+        else:
+            loss = step.loss(model(step.shard(tokens()), step), labels, gradients=gradients)
+            loss.backward()
+    except ValueError as error:
+        return {"refused": str(error)}
+    with torch.no_grad():  # nothing is averaged where there is no backward
+        step.loss(model(step.shard(tokens()), step), labels)
+    found = {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
+    if group is not None and wrapping in ("none", "no_sync"):
+        for gradient in found.values():
+            dist.all_reduce(gradient, group=group)
+            if gradients == "averaged":
+                gradient /= step.cp_size
+    total = loss.detach().clone()
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    return {"loss": float(total) / (step.cp_size if gradients == "averaged" else 1), "gradients": found}
+
+
+def run_huggingface(group: dist.ProcessGroup, gradients: Gradients, wrapper: str) -> dict[str, Any]:
+    """(loss of the batch, the gradient of a weight) of a Hugging Face model under DDP or FSDP2, or what was refused."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    from flexcp.frameworks import fsdp, huggingface
+
+    model: nn.Module = make_model(RUN, "eager")
+    huggingface.turn_on(model)
+    plan = make_plan(RUN, model.config, 0)
+    if wrapper == "DDP":
+        model = DistributedDataParallel(model, process_group=group)
+    else:
+        fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
+        if wrapper == "FSDP2 summed":
+            fsdp.sum_gradients(model)
+    step = flexcp.bind(plan, group)
+    try:
+        loss = model(**huggingface.inputs(RUN.tokens(0), step, gradients=gradients)).loss
+        loss.backward()
+    except ValueError as error:
+        return {"refused": str(error)}
+    total = loss.detach().clone()
+    dist.all_reduce(total, group=group)
+    if gradients == "averaged":
+        total /= step.cp_size
+    inner = getattr(model, "module", model)
+    gradient = inner.lm_head.weight.grad
+    return {"loss": float(total), "gradient": getattr(gradient, "full_tensor", lambda: gradient)()}

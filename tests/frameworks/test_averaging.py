@@ -1,0 +1,74 @@
+"""Proves that shares of a loss give the batch's gradients, summed or averaged over ranks, and that one taken for the other is named."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from averaging_runs import RUN, run_huggingface, run_small
+
+import flexcp
+from flexcp.executor.averaging import Gradients
+from flexcp.measure.model_runs import train_alone
+from flexcp.measure.ranks import RankPool
+
+
+@pytest.mark.parametrize(
+    ("gradients", "wrapping"),
+    [
+        ("summed", "none"),
+        ("averaged", "none"),
+        ("averaged", "DDP"),
+        ("averaged", "torch hook"),
+        ("averaged", "compiled"),
+        ("summed", "own hook"),
+        ("summed", "no_sync"),
+    ],
+)
+def test_gradients_are_those_of_one_process(two: RankPool, gradients: Gradients, wrapping: str) -> None:
+    right = run_small(None, "summed")
+    for found in two.run(run_small, gradients, wrapping):
+        assert found["loss"] == pytest.approx(right["loss"], rel=1e-12)
+        for name, gradient in right["gradients"].items():
+            torch.testing.assert_close(found["gradients"][name], gradient, atol=1e-12, rtol=1e-10)
+
+
+@pytest.mark.parametrize("wrapping", ["DDP", "torch hook", "compiled"])
+def test_shares_that_ddp_would_average_are_refused_by_name(two: RankPool, wrapping: str) -> None:
+    for found in two.run(run_small, "summed", wrapping):
+        assert found["refused"].startswith("DistributedDataParallel averages gradients over the 2 ranks")
+        assert "1/2" in found["refused"]
+        assert "gradients='averaged'" in found["refused"]
+
+
+def test_one_process_may_say_either(two: RankPool) -> None:
+    assert run_small(None, "averaged")["loss"] == run_small(None, "summed")["loss"]
+    step = flexcp.bind(flexcp.Planner(2, 2, 8, cluster=flexcp.cluster("cpu", 1, 1))([3]))
+    with pytest.raises(ValueError, match=r"gradients='mean' is neither 'summed' nor 'averaged'"):
+        step.loss(torch.zeros(3, 4), torch.zeros(3, dtype=torch.long), gradients="mean")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("gradients", "wrapper"), [("averaged", "DDP"), ("averaged", "FSDP2"), ("summed", "FSDP2 summed")]
+)
+def test_a_hugging_face_loss_can_be_averaged(two: RankPool, gradients: Gradients, wrapper: str) -> None:
+    right = train_alone(RUN)
+    for found in two.run(run_huggingface, gradients, wrapper):
+        assert found["loss"] == pytest.approx(right.losses[0], rel=1e-6), "Transformers takes its loss in float32"
+        torch.testing.assert_close(found["gradient"], right.gradients[0]["lm_head.weight"], atol=1e-7, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("gradients", "wrapper", "words"),
+    [
+        ("summed", "DDP", r"DistributedDataParallel averages .* 1/2 of .*gradients='averaged'"),
+        ("summed", "FSDP2", r"FSDP2, without .* averages .* 1/2 of .*gradients='averaged'"),
+        ("averaged", "FSDP2 summed", r"FSDP2, after .* sums .* 2 times .*gradients='summed'"),
+    ],
+)
+def test_a_hugging_face_loss_that_is_reduced_otherwise_is_refused(
+    two: RankPool, gradients: Gradients, wrapper: str, words: str
+) -> None:
+    for found in two.run(run_huggingface, gradients, wrapper):
+        assert re.match(words, found["refused"])
