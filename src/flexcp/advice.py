@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from flexcp.batch import make_batch
 from flexcp.clusters import Cluster
 from flexcp.cost import CostModel
+from flexcp.data.lengths import cut_batches
 from flexcp.masks import Mask
 from flexcp.models import Preset
 from flexcp.plan import Plan, imbalance
@@ -165,16 +166,7 @@ def advise(question: Question, lengths: Sequence[int], tell: Callable[[str], Non
 def deal(lengths: Sequence[int], question: Question) -> list[list[int]]:
     """Documents in the order they come, each pass as many as fit."""
     most = min(question.most_tokens, -(-question.tokens_per_step // question.micro_batches))
-    found: list[list[int]] = [[]]
-    filled = 0
-    for length in lengths:
-        if found[-1] and filled + length > most:
-            found.append([])
-            filled = 0
-        found[-1].append(length)
-        filled += length
-    # What is left at the end is no typical pass.
-    return found[:-1] if len(found) > 1 and filled < most // 2 else found
+    return cut_batches(lengths, most)
 
 
 def spread_over(passes: list[list[int]], number: int) -> list[list[int]]:
