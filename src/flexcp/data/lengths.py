@@ -189,7 +189,9 @@ def parse_lengths(text: str) -> list[int]:
         except ValueError:
             raise ValueError(_no_length(text, word)) from None
         if len(found) + times > MOST_DOCUMENTS:
-            raise ValueError(f"lengths {text!r}: {times:,} documents are too many; at most {MOST_DOCUMENTS:,} are taken")
+            raise ValueError(
+                f"lengths {text!r}: {times:,} documents are too many; at most {MOST_DOCUMENTS:,} are taken"
+            )
         found += [each] * times
     return found
 
