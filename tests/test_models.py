@@ -54,8 +54,8 @@ def test_a_file_and_its_folder_are_the_preset_of_the_same_sizes(tmp_path: Path) 
             {"full": (causal(), 5), "window": (window(1023), 29)},
         ),
         (
-            LLAMA | {"num_hidden_layers": 3, "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
-            {"full": (causal(), 1), "window": (window(127), 2)},
+            LLAMA | {"num_hidden_layers": 2, "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"]},
+            {"full": (causal(), 1), "window": (window(127), 1)},
         ),
     ],
 )  # fmt: skip

@@ -32,15 +32,19 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 def read_config(path: Path) -> Preset:
     """The model of a ``config.json``, or of a folder that holds one."""
-    file = path / FILE if path.is_dir() else path
-    values = _values(file)
+    values, file = config_values(path), _file(path)
     inner = values.get("text_config")
     config = {**values, **inner} if isinstance(inner, Mapping) else values
     return _Reader(file, config).preset()
 
 
-def _values(file: Path) -> Mapping[str, Any]:
-    """The one place where a model's file is opened."""
+def _file(path: Path) -> Path:
+    return path / FILE if path.is_dir() else path
+
+
+def config_values(path: Path) -> Mapping[str, Any]:
+    """What a ``config.json``, or that of a folder, holds: the one place where such a file is opened."""
+    file = _file(path)
     try:
         if file.stat().st_size > LARGEST:
             raise ValueError(f"{file} has {file.stat().st_size:,} bytes; no {FILE} of a model is that large")
@@ -67,11 +71,8 @@ class _Reader:
         """Everything, put together."""
         self._refuse()
         heads, hidden = self._need("num_attention_heads", "n_head"), self._need("hidden_size", "n_embd")
-        kv_heads = (
-            self._count("num_key_value_heads")
-            or self._count("num_kv_heads")
-            or (1 if self.config.get("multi_query") is True else heads)
-        )
+        all_heads = 1 if self.config.get("multi_query") is True else heads
+        kv_heads = self._count("num_key_value_heads") or self._count("num_kv_heads") or all_heads
         head_dim = self._count("head_dim") or hidden // heads
         layers = self._need("num_hidden_layers", "n_layer")
         width, active, experts = self._feed_forward(hidden)

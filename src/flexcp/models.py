@@ -1,7 +1,7 @@
 """Models by name: shapes and sizes of transformers people train, as far as planning and simulation need them.
 
-A model is named by a preset, or by the path of a Hugging Face ``config.json`` (or of its folder); :func:`make_model` is one described by its
-numbers alone. Nothing is downloaded: a hub's name is refused.
+A model is named by a preset, or by the path of a Hugging Face ``config.json`` (or of its folder); :func:`make_model` makes one of numbers
+alone. Nothing is downloaded: a hub's name is refused.
 
 Sizes are from the models' published configurations (Llama 3, Qwen3, Qwen2.5-VL). ``gpt-8b`` is our reading of DCP's end-to-end model:
 Llama's width, layers and heads with a plain feed-forward of four times the width (two matrices, written here as a gated one of the same

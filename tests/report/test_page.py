@@ -16,6 +16,7 @@ from flexcp.report import page as page_module
 from flexcp.report.page import page, write_report
 from flexcp.report.plan_data import MOST_PAIRS, drawn_documents, plan_data
 from flexcp.report.plan_section import plan_section
+from flexcp.report.plan_time import PlanTime
 from flexcp.report.sections import code_section, lines_section, words_section
 from flexcp.report.timeline import MOST_BARS, timeline_data
 from flexcp.simulate import predict
@@ -29,7 +30,7 @@ def planned(strategy: str, nodes: int, each: int, lengths: list[int]) -> flexcp.
 
 
 def data_of(plan: flexcp.Plan) -> dict[str, object]:
-    return plan_data(plan, predict(plan.placement, plan.shape, plan.cluster, plan.cost))
+    return plan_data(plan, PlanTime.of_prediction(predict(plan.placement, plan.shape, plan.cluster, plan.cost)))
 
 
 def test_nothing_is_loaded_from_elsewhere() -> None:

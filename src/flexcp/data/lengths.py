@@ -33,6 +33,8 @@ FORMS = "4096,4k,1 or 64x2048 or @file (one a line, or .jsonl) or NAME:TOKENS:SE
 LETTERS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 """What a letter behind a count of tokens multiplies it by: a context of 4k is 4,096 tokens."""
 JSONL_FIELDS = ("length", "tokens", "input_ids")
+SLACK = 8
+"""A batch fills all but one in so many tokens of the ranks."""
 MOST_DOCUMENTS = 100_000_000
 """Of ``NxLENGTH``: more is a slip of the keyboard, and would only fill the memory."""
 
@@ -199,6 +201,11 @@ def parse_lengths(text: str) -> list[int]:
 def is_lengths_file(text: str) -> bool:
     """Whether a text form names a file: by its ``@``, or because there is a file of that name."""
     return text.startswith("@") or (not text.isdigit() and _is_file(text))
+
+
+def batch_tokens(max_tokens_per_rank: int, ranks: int) -> int:
+    """Tokens of a batch for ranks that hold so many each, with room left for them to keep different counts."""
+    return max(1, max_tokens_per_rank * ranks * (SLACK - 1) // SLACK)
 
 
 def cut_batches(lengths: Sequence[int], most: int) -> list[list[int]]:
