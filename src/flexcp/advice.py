@@ -166,13 +166,12 @@ def advise(question: Question, lengths: Sequence[int], tell: Callable[[str], Non
     static = fastest(_answers(question, requests, (question.today,) if question.today else STATIC, tell))
     free = fastest(_answers(question, requests, FREE, tell))
     if static is None or free is None:
-        what = (
-            (f"{question.today} does not fit" if question.today else "no static method fits")
-            if static is None
-            else "no strategy fits"
-        )
+        if static is None and question.today:
+            what, out = f"{question.today}, what you use today, does not fit", "name another method with --today, "
+        else:
+            what, out = "no static method fits" if static is None else "no strategy fits", ""
         raise ValueError(
-            f"{what} these documents on {question.cluster} with at most {question.max_tokens_per_rank:,} tokens a rank; raise "
+            f"{what} these documents on {question.cluster} with at most {question.max_tokens_per_rank:,} tokens a rank; {out}raise "
             "--max-tokens-per-rank, use more ranks, or ask for fewer --tokens-per-step"
         )
     fixed = [replace(r, layout=user_layout("contiguous", r.batch.tokens, r.ranks)) for r in requests]
