@@ -107,7 +107,7 @@ def advise(
         told = {"--heads": heads, "--kv-heads": kv_heads, "--head-dim": head_dim}
         partly = [flag for flag, value in told.items() if value is not None]
         if partly:
-            raise ValueError(f"{', '.join(partly)} alone are no model; give --heads and --layers too, or --model")
+            raise ValueError(f"{', '.join(partly)} alone is no model; give --heads, --hidden and --layers, or --model")
         preset = find_model("llama3-8b")
     whole = tokens_per_step or batch_tokens(max_tokens_per_rank, where.ranks)
     asked = Question(preset, where, rule, known.cost, max_tokens_per_rank, whole, today)

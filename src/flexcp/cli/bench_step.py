@@ -30,7 +30,9 @@ PerNode = Annotated[int | None, typer.Option("--ranks-per-node", help="Ranks of 
 Repeats = Annotated[int, typer.Option(help="How often each is timed after one to warm up; the fastest counts.")]
 EXAMPLE = (8, 8, 64)
 """Heads, KV heads and head size where nothing is told."""
-Write = Annotated[Path | None, typer.Option(help="Write everything measured as JSON, to keep or to send in.")]
+Write = Annotated[
+    Path | None, typer.Option(callback=o.writable, help="Write everything measured as JSON, to keep or to send in.")
+]
 
 
 def step(
@@ -100,7 +102,7 @@ def _task(
     found = Calibration(CostModel()) if cost is None else read_calibration(cost)
     where = found.on(cluster("cpu" if device == "cpu" else "h100", ranks // ranks_per_node, ranks_per_node))
     shape = replace(described.attention(EXAMPLE), dtype=dtype or ("float32" if device == "cpu" else "bfloat16"))
-    names = NAMES if strategies == "all" else tuple(strategies.split(","))
+    names = NAMES if strategies == "all" else tuple(name.strip() for name in strategies.split(",") if name.strip())
     known = (tuple(lengths), rule, shape, where, without_linear(found.cost), names)
     tiles = found.tiles if device == "cuda" else None
     if tiles is not None:

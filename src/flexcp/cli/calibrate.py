@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Ranks = Annotated[int, typer.Option(help="CPU ranks that measure at once: as many as will run on this machine.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda; cuda where there is one, by default.")]
-Write = Annotated[Path | None, typer.Option(help="Write the cost model to this file, for --cost.")]
+Write = Annotated[Path | None, typer.Option(callback=o.writable, help="Write the cost model to this file, for --cost.")]
 
 
 def calibrate(

@@ -61,7 +61,9 @@ def compare(
         not no_contention,
         max_tokens_per_rank,
     )
-    names = NAMES if strategies == "all" else strategies.split(",")
+    names = NAMES if strategies == "all" else [name.strip() for name in strategies.split(",") if name.strip()]
+    if not names:
+        raise ValueError(f"--strategies {strategies!r} names none; write all, or names as in auto,zigzag:8,ring")
     with compiling(f"planning and simulating {len(names)} strategies") as progress:
         asked = (setting.request, names, setting.rules, setting.training)
         found = run(*asked, lambda n: progress.update(f"simulating {n}"), setting.compute)

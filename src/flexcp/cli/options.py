@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,6 +25,15 @@ def tokens(text: str | int) -> int:
         return parse_count(str(text))
     except ValueError:
         raise typer.BadParameter(f"{text!r} is no count of tokens; write 32768 or 32k") from None
+
+
+def writable(path: Path | None) -> Path | None:
+    """A file that a command is to write: a folder that is not there is told before the work, not after it."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
+    if path is not None and path.is_dir():
+        raise ValueError(f"cannot write {path}: it is a folder")
+    return path
 
 
 Lengths = Annotated[str, typer.Option(help="4096,4k,1 or 64x2048 or @file or NAME:TOKENS:SEED (web:131072:0).")]
@@ -85,8 +95,11 @@ Layout = Annotated[str, typer.Option(help="free, contiguous or zigzag.")]
 CostFile = Annotated[Path | None, typer.Option("--cost", help="A cost model written by flexcp calibrate.")]
 Json = Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")]
 Html = Annotated[
-    Path | None, typer.Option("--html", help="Write a report to this file: one page with pictures, no network.")
+    Path | None,
+    typer.Option("--html", callback=writable, help="Write a report to this file: one page with pictures, no network."),
 ]
+MOST_RANKS = 4096
+"""Tables of bytes have a cell for every pair of ranks."""
 HEAD_DIM = 128
 """Of a model by its numbers, where neither its width nor the head's size is told."""
 
@@ -238,15 +251,22 @@ def find_cluster(
         if text or shaped:
             raise ValueError("--ranks R is one node of R; drop it, or drop --cluster, --nodes and --ranks-per-node")
         nodes, ranks_per_node, default = 1, ranks, "h100"
+    if text and re.fullmatch(r"\d+x\d+", text):
+        raise ValueError(
+            f"--cluster {text} is a shape without a machine; write h100:{text}, or another preset in its place"
+        )
     found = parse_cluster(text or default)
     if text and ":" in text and shaped:
         raise ValueError(f"--cluster {text} already gives the shape; drop --nodes and --ranks-per-node")
-    return cluster(
+    made = cluster(
         found.name,
         found.nodes if nodes is None else nodes,
         found.ranks_per_node if ranks_per_node is None else ranks_per_node,
         None if speeds is None else _factors(speeds),
     )
+    if made.ranks > MOST_RANKS:
+        raise ValueError(f"{made.ranks:,} ranks are more than a command plans for, which is {MOST_RANKS:,}")
+    return made
 
 
 def _factors(text: str) -> list[float]:

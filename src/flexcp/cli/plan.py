@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from flexcp.plan import Plan
 
 REPEATS = 7
-Save = Annotated[Path | None, typer.Option(help="Write the plan to this file; `flexcp show FILE` reads it.")]
+Save = Annotated[
+    Path | None, typer.Option(callback=o.writable, help="Write the plan to this file; `flexcp show FILE` reads it.")
+]
 ShowRounds = Annotated[bool, typer.Option("--rounds", help="Show each stage's conflict-free rounds too.")]
 
 

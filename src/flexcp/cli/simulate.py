@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from flexcp.simulator.training import Simulation
 
 Events = Annotated[
-    Path | None, typer.Option(help="Write one layer's timeline as JSON: rank, track, name, begin, end, bytes.")
+    Path | None,
+    typer.Option(callback=o.writable, help="Write one layer's timeline as JSON: rank, track, name, begin, end, bytes."),
 ]
 WIDTH, MOST_RANKS = 60, 32
 

@@ -45,6 +45,10 @@ class TrainConfig:
             raise ValueError(f"training needs at least 1 step; got {self.steps}")
         if self.dtype not in ("float64", "float32", "bfloat16"):
             raise ValueError(f"train in float64, float32 or bfloat16; got {self.dtype!r}")
+        if self.layout not in ("free", "contiguous", "zigzag"):
+            raise ValueError(f"a layout is free, contiguous or zigzag; got {self.layout!r}")
+        if not 0 < self.learning_rate < float("inf"):
+            raise ValueError(f"a learning rate is a number above 0; got {self.learning_rate}")
 
 
 @dataclass(frozen=True)
