@@ -33,9 +33,10 @@ def read(folder: Path, values: Any) -> Preset:
 
 def test_a_file_and_its_folder_are_the_preset_of_the_same_sizes(tmp_path: Path) -> None:
     preset = PRESETS["llama3-8b"]
-    for found in (read(tmp_path, LLAMA), find_model(str(tmp_path))):
+    by_file, by_folder = read(tmp_path, LLAMA), find_model(str(tmp_path))
+    assert (by_file.model.name, by_folder.model.name) == (f"{tmp_path.name}/config.json", tmp_path.name)
+    for found in (by_file, by_folder):
         assert (found.shape, found.parameters, found.masks()) == (preset.shape, preset.parameters, preset.masks())
-        assert found.model.name == tmp_path.name
     assert read(tmp_path, LLAMA | {"_name_or_path": "meta-llama/Llama-3.1-8B"}).model.name == "Llama-3.1-8B"
     assert read(tmp_path, LLAMA | {"_name_or_path": "x/\x1b[31m<b>"}).model.name == "__31m_b_"
 

@@ -188,7 +188,7 @@ def refuse_too_long(question: Question, lengths: Sequence[int]) -> None:
     longer = [number for number, length in enumerate(lengths) if length > room]
     if longer:
         first = longer[0]
-        more = f", and {len(longer) - 1:,} more documents are too long" if len(longer) > 1 else ""
+        more = f" ({len(longer):,} documents in all are too long)" if len(longer) > 1 else ""
         raise ValueError(
             f"document {first} has {lengths[first]:,} tokens{more}: {question.cluster.ranks} ranks of at most "
             f"{question.max_tokens_per_rank:,} tokens keep {room:,} together; raise --max-tokens-per-rank to "

@@ -33,9 +33,10 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 def read_config(path: Path) -> Preset:
     """The model of a ``config.json``, or of a folder that holds one."""
     values, file = config_values(path), _file(path)
+    name = file.parent.resolve().name if path.is_dir() else f"{file.parent.resolve().name}/{file.name}"
     inner = values.get("text_config")
     config = {**values, **inner} if isinstance(inner, Mapping) else values
-    return _Reader(file, config).preset()
+    return _Reader(file, config, name).preset()
 
 
 def _file(path: Path) -> Path:
@@ -63,8 +64,8 @@ def config_values(path: Path) -> Mapping[str, Any]:
 class _Reader:
     """Fields of one file, with errors that name it."""
 
-    def __init__(self, file: Path, config: Mapping[str, Any]) -> None:
-        self.file, self.config = file, config
+    def __init__(self, file: Path, config: Mapping[str, Any], place: str) -> None:
+        self.file, self.config, self.place = file, config, place
         self.family = str(config.get("model_type", ""))
 
     def preset(self) -> Preset:
@@ -93,11 +94,11 @@ class _Reader:
             raise NotImplementedError(f"{self.file} is an encoder with a decoder; only decoders are read from a file")
 
     def _name(self) -> str:
-        """The last part of the name the model was saved under, or of its folder."""
+        """The last part of the name the model was saved under, or where its file is."""
         given = self.config.get("_name_or_path")
         name = given.strip("/").rpartition("/")[2] if isinstance(given, str) else ""
-        # Whatever a file says goes to terminals and pages: letters, digits, dots, dashes.
-        return re.sub(r"[^\w.-]", "_", name or self.file.resolve().parent.name or FILE)[:60]
+        # Whatever a file says goes to terminals and pages: letters, digits, dots, dashes, slashes.
+        return re.sub(r"[^\w./-]", "_", name or self.place)[:60]
 
     def _dtype(self) -> str:
         """What it was saved in, where plans know it; bfloat16 otherwise, as everybody trains."""

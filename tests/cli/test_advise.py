@@ -100,7 +100,7 @@ def test_a_document_over_the_capacity_is_told_wherever_it_is(tmp_path: Path) -> 
     assert isinstance(result.exception, ValueError)
     for part in (
         "document 400 has 131,072 tokens",
-        "1 more",
+        "2 documents in all are too long",
         "keep 32,768",
         "--max-tokens-per-rank to 6,250",
         "cut such",
@@ -166,10 +166,18 @@ def test_a_config_brings_its_masks_and_the_lines_explain_themselves(tmp_path: Pa
 
 
 def test_the_budget_is_explained() -> None:
-    def lines(step: int, passes: int) -> str:
+    def lines(step: int, passes: int, longest: int = 1) -> str:
         masks = {"mask": (causal(), 4)}
         filled = Lines(
-            find_model("llama3-8b").shape, parse_cluster("h100:4x8"), "blocks", 32_768, step, passes, masks, False
+            find_model("llama3-8b").shape,
+            parse_cluster("h100:4x8"),
+            "blocks",
+            32_768,
+            step,
+            passes,
+            masks,
+            False,
+            longest,
         )
         return code_lines("pytorch", filled)[1]
 
@@ -178,6 +186,10 @@ def test_the_budget_is_explained() -> None:
     )
     assert "4 batches make a step of 2,000,000" in lines(2_000_000, 4) and "budget=500000" in lines(2_000_000, 4)
     assert "the step you asked for" in lines(1000, 1)
+    assert "budget=1000000, " in lines(917_504, 1, 1_000_000), (
+        "the loader would refuse a document longer than its budget"
+    )
+    assert "your longest document" in lines(917_504, 1, 1_000_000)
 
 
 def test_ranks_are_one_node_and_not_beside_a_cluster() -> None:

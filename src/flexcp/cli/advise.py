@@ -117,7 +117,8 @@ def advise(
     names = list(FRAMEWORKS) if framework == "all" else [framework]
     strategy = "auto" if found.verdict == "swap" else found.free.name
     swap = found.verdict == "swap"
-    lines = Lines(preset.shape, where, strategy, max_tokens_per_rank, whole, asked.micro_batches, asked.masks, swap)
+    sizes = (max_tokens_per_rank, whole, asked.micro_batches)
+    lines = Lines(preset.shape, where, strategy, *sizes, asked.masks, swap, max(numbers))
     code = [code_lines(name, lines) for name in names] if found.verdict != "static" else []
     if html is not None:
         _report(html, found, code)

@@ -121,10 +121,7 @@ def table(found: Comparison) -> str:
     )
     best = found.best_static
     if best is not None:
-        lines.append(
-            f"x static: against {best.name}, the best static one. Times may err by {found.request.cost.error_permille / 10:g} %, the cost "
-            "model's stated error."
-        )
+        lines.append(f"x static: against {best.name}, the best static one.")
     lines += [f"{row.name} refused: {row.refused}" for row in found.rows if row.refused is not None]
     return "\n".join(lines)
 

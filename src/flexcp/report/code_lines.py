@@ -86,7 +86,8 @@ FRAMEWORKS = {
 class Lines:
     """What the lines are filled in with; ``swap`` keeps tokens where a contiguous split has them.
 
-    ``step_tokens`` are those of a training step, which ``micro_batches`` passes take.
+    ``step_tokens`` are those of a training step, which ``micro_batches`` passes take; ``longest`` is the longest document, which a batch
+    must hold.
     """
 
     shape: Shape
@@ -97,16 +98,19 @@ class Lines:
     micro_batches: int
     masks: Mapping[str, tuple[Mask, int]]
     swap: bool
+    longest: int = 1
 
     @property
     def budget(self) -> int:
         """Tokens of a pass."""
-        return -(-self.step_tokens // self.micro_batches)
+        return max(-(-self.step_tokens // self.micro_batches), self.longest)
 
     @property
     def why_budget(self) -> str:
         """Where the budget comes from."""
         ranks, room = self.cluster.ranks, batch_tokens(self.max_tokens_per_rank, self.cluster.ranks)
+        if self.budget == self.longest:
+            return "tokens of a batch, those of your longest document"
         if self.budget == room:
             return f"tokens of a batch, 7/8 of {ranks} ranks x {self.max_tokens_per_rank:,} so that ranks may keep different counts"
         if self.micro_batches > 1:

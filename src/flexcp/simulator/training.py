@@ -203,8 +203,8 @@ def _whole_step(plan: Plan, cost: CostModel, models: list[tuple[PassModel, ...]]
     ready = ready + tail
     totals[2] += tail
     slowest = int(ready.argmax())
-    attention, wait, rest, sync = (int(x) for x in totals[:, slowest])
-    return StepTime(int(ready.max()), attention, wait, rest, sync, totals)
+    parts_ns = [int(x) for x in totals[:, slowest]]
+    return StepTime(int(ready.max()), parts_ns[0], parts_ns[1], parts_ns[2], parts_ns[3], totals)
 
 
 def _exposed_ns(plan: Plan, cost: CostModel, training: Training, backward: bool, layer_ns: Ints) -> Ints:
