@@ -3,9 +3,11 @@
 The documents are dealt into passes in the order they come, each as many tokens as the ranks hold, and a few passes spread over the data are
 looked at. All answers come from :func:`flexcp.simulator.compare.compare`, so they are what ``flexcp compare`` says of the same documents:
 
-- *static*: the one static method with one degree that is fastest over all these passes, or the one the user has today;
+- *static*: the one static method with one degree that serves all these passes and is fastest over them, or the one the user has today;
 - *swap*: only attention is replaced; tokens stay where a contiguous split puts them (``layout="contiguous"``);
 - *free*: flexcp places tokens too, as its loader does: the fastest of ``auto``, ``blocks`` and ``groups``.
+
+A document that exceeds what the ranks hold together is refused wherever in the data it is, not only in a pass that is looked at.
 
 A gain is worth having when it exceeds what the cost model may err by; then and only then the advice is to change something. Where static
 stays, the advice says why: equal documents divide evenly, attention is little of the step, or there is one rank.
@@ -19,31 +21,32 @@ from dataclasses import dataclass, replace
 from flexcp.batch import make_batch
 from flexcp.clusters import Cluster
 from flexcp.cost import CostModel
+from flexcp.data.lengths import batch_tokens, cut_batches
 from flexcp.masks import Mask
 from flexcp.models import Preset
 from flexcp.plan import Plan, imbalance
 from flexcp.planners.layouts import user_layout
-from flexcp.planners.request import Request, refuse_over_cap
+from flexcp.planners.request import Request
 from flexcp.simulate import lower_bound
-from flexcp.simulator.compare import STATIC, Row, compare
+from flexcp.simulator.compare import STATIC, Row, common_degree, compare
 from flexcp.simulator.passes import Rules
 from flexcp.simulator.training import StepTime, Training
 
 FREE = ("auto", "blocks", "groups")
-SLACK = 8
-"""A pass fills all but one in so many tokens of the ranks, so that ranks may keep different counts."""
 MOST_PASSES = 3
 SMALL_SHARE = 0.05
 """Attention under this share of the step leaves nothing to gain."""
+NEAR = 0.25
+"""A method this close to perfectly divided compute has no imbalance worth speaking of."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """What the user trains, on what, and what fits."""
+    """What the user trains, on what, and what fits. Without a mask the model's layers have their own."""
 
     preset: Preset
     cluster: Cluster
-    mask: Mask
+    mask: Mask | None
     cost: CostModel
     max_tokens_per_rank: int
     tokens_per_step: int
@@ -58,7 +61,12 @@ class Question:
     @property
     def most_tokens(self) -> int:
         """Tokens of one pass that leave ranks room to differ."""
-        return max(1, self.max_tokens_per_rank * self.cluster.ranks * (SLACK - 1) // SLACK)
+        return batch_tokens(self.max_tokens_per_rank, self.cluster.ranks)
+
+    @property
+    def masks(self) -> dict[str, tuple[Mask, int]]:
+        """Masks of the layers, with their counts."""
+        return self.preset.masks(self.mask)
 
 
 @dataclass(frozen=True)
@@ -136,23 +144,35 @@ class Advice:
         if self.static.share("attention") + self.static.share("wait") < SMALL_SHARE:
             share = 100 * (self.static.share("attention") + self.static.share("wait"))
             return f"attention, waiting included, is {share:.1f} % of the step; the rest does not depend on how documents are divided"
-        near = self.static.total_ns / max(self.bound_ns, 1) - 1
+        times = self.static.total_ns / max(self.bound_ns, 1)
+        if times <= 1 + NEAR:
+            return (
+                f"{self.static.name} takes only {100 * (times - 1):.0f} % longer on these documents than all compute divided perfectly "
+                "over the ranks"
+            )
+        best = min((a for a in (self.swap, self.free) if a is not None), key=lambda a: a.total_ns)
         return (
-            f"{self.static.name} is already within {100 * near:.0f} % of perfectly divided compute on these documents"
+            f"what keeps {self.static.name} at {times:.1f} times the time of perfectly divided compute is not how documents are divided: "
+            f"the best plan takes {best.total_ns / max(self.bound_ns, 1):.1f} times, with {100 * best.share('wait'):.0f} % of the pass "
+            f"waiting for transfers and {100 * best.share('sync'):.0f} % for gradient sync; faster links or more tokens a pass would help"
         )
 
 
 def advise(question: Question, lengths: Sequence[int], tell: Callable[[str], None] = lambda _: None) -> Advice:
     """Look at some passes of the data and simulate what they would take."""
+    refuse_too_long(question, lengths)
     passes = deal(lengths, question)
     requests = [_request(question, found) for found in spread_over(passes, MOST_PASSES)]
-    refuse_over_cap(requests[0])
     static = fastest(_answers(question, requests, (question.today,) if question.today else STATIC, tell))
     free = fastest(_answers(question, requests, FREE, tell))
     if static is None or free is None:
-        what = question.today or "no static method" if static is None else "no strategy"
+        if static is None and question.today:
+            what, out = f"{question.today}, what you use today, does not fit", "name another method with --today, "
+        else:
+            what, out = "no static method fits" if static is None else "no strategy fits", ""
         raise ValueError(
-            f"{what} fits these documents on {question.cluster} with max_tokens_per_rank={question.max_tokens_per_rank}; raise the cap"
+            f"{what} these documents on {question.cluster} with at most {question.max_tokens_per_rank:,} tokens a rank; {out}raise "
+            "--max-tokens-per-rank, use more ranks, or ask for fewer --tokens-per-step"
         )
     fixed = [replace(r, layout=user_layout("contiguous", r.batch.tokens, r.ranks)) for r in requests]
     swap = fastest(_answers(question, fixed, ("auto",), tell))
@@ -162,19 +182,24 @@ def advise(question: Question, lengths: Sequence[int], tell: Callable[[str], Non
     return Advice(question, tuple(lengths), len(passes), static, swap, free, bound)
 
 
+def refuse_too_long(question: Question, lengths: Sequence[int]) -> None:
+    """For data with a document that all ranks together cannot keep."""
+    room = question.max_tokens_per_rank * question.cluster.ranks
+    longer = [number for number, length in enumerate(lengths) if length > room]
+    if longer:
+        first = longer[0]
+        more = f" ({len(longer):,} documents in all are too long)" if len(longer) > 1 else ""
+        raise ValueError(
+            f"document {first} has {lengths[first]:,} tokens{more}: {question.cluster.ranks} ranks of at most "
+            f"{question.max_tokens_per_rank:,} tokens keep {room:,} together; raise --max-tokens-per-rank to "
+            f"{-(-max(lengths) // question.cluster.ranks):,}, use more ranks, or cut such documents"
+        )
+
+
 def deal(lengths: Sequence[int], question: Question) -> list[list[int]]:
     """Documents in the order they come, each pass as many as fit."""
     most = min(question.most_tokens, -(-question.tokens_per_step // question.micro_batches))
-    found: list[list[int]] = [[]]
-    filled = 0
-    for length in lengths:
-        if found[-1] and filled + length > most:
-            found.append([])
-            filled = 0
-        found[-1].append(length)
-        filled += length
-    # What is left at the end is no typical pass.
-    return found[:-1] if len(found) > 1 and filled < most // 2 else found
+    return cut_batches(lengths, most)
 
 
 def spread_over(passes: list[list[int]], number: int) -> list[list[int]]:
@@ -195,19 +220,21 @@ def fastest(answers: Sequence[Answer]) -> Answer | None:
 def _answers(
     question: Question, requests: Sequence[Request], names: Sequence[str], tell: Callable[[str], None]
 ) -> list[Answer]:
-    """An answer for each strategy that takes all requests. The first decides a static method's degree."""
-    rows: dict[str, list[Row]] = {}
+    """An answer for each strategy that takes all requests, a static one with the one degree that serves all of them best."""
+    tell(f"choosing degrees for {len(requests)} passes")
+    chosen = [name for given in names if (name := common_degree(requests, given)) is not None]
+    rows: dict[str, list[Row]] = {name: [] for name in chosen}
     for number, request in enumerate(requests, 1):
         where = f"pass {number} of {len(requests)}"
         found = compare(
             request,
-            names if number == 1 else list(rows),
+            list(rows),
             question.rules,
             Training(question.preset),
             lambda name, where=where: tell(f"{name}: planning and simulating {where}"),  # type: ignore[misc]
+            search=False,
         )
-        ran = {row.name: row for row in found.rows if row.simulation is not None}
-        rows = {name: [*rows.get(name, []), row] for name, row in ran.items() if number == 1 or name in rows}
+        rows = {row.name: [*rows[row.name], row] for row in found.rows if row.simulation is not None}
     return [_answer(name, found) for name, found in rows.items()]
 
 
@@ -222,7 +249,7 @@ def _answer(name: str, rows: Sequence[Row]) -> Answer:
 
 def _request(question: Question, lengths: Sequence[int]) -> Request:
     cost = replace(question.cost, model=question.preset.model)
-    batch = make_batch(lengths, masks={"mask": (question.mask, question.preset.model.layers)})
+    batch = make_batch(lengths, masks=question.masks)
     return Request(
         batch, question.preset.shape, question.cluster, cost, max_tokens_per_rank=question.max_tokens_per_rank
     )

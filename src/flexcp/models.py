@@ -1,5 +1,8 @@
 """Models by name: shapes and sizes of transformers people train, as far as planning and simulation need them.
 
+A model is named by a preset, or by the path of a Hugging Face ``config.json`` (or of its folder); :func:`make_model` makes one of numbers
+alone. Nothing is downloaded: a hub's name is refused.
+
 Sizes are from the models' published configurations (Llama 3, Qwen3, Qwen2.5-VL). ``gpt-8b`` is our reading of DCP's end-to-end model:
 Llama's width, layers and heads with a plain feed-forward of four times the width (two matrices, written here as a gated one of the same
 FLOPs).
@@ -8,20 +11,40 @@ FLOPs).
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
-from flexcp.cost import Model
+from flexcp.cost import Model, dense_model
+from flexcp.masks import Mask, causal, window
 from flexcp.pieces import Shape
+
+NEAR = 0.8
+"""How much of a name must be a known one's for that to be suggested."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A model with its attention shape; ``experts`` are all of a layer's feed-forwards, of which a token uses some."""
+    """A model with its attention shape; ``experts`` are all of a layer's feed-forwards, of which a token uses some.
+
+    ``windows`` are (keys, layers) of the layers that see no more than so many keys; all other layers are causal.
+    """
 
     model: Model
     shape: Shape
     vocabulary: int
     experts: int = 1
+    windows: tuple[tuple[int, int], ...] = ()
+
+    def masks(self, mask: Mask | None = None) -> dict[str, tuple[Mask, int]]:
+        """The masks of the layers with their counts, for a batch: the model's own, or ``mask`` in all of them."""
+        if mask is not None or not self.windows:
+            return {"mask": (causal() if mask is None else mask, self.model.layers)}
+        full = self.model.layers - sum(layers for _, layers in self.windows)
+        found: dict[str, tuple[Mask, int]] = {"full": (causal(), full)} if full else {}
+        for keys, layers in self.windows:
+            found["window" if len(self.windows) == 1 else f"window {keys}"] = (window(keys - 1), layers)
+        return found
 
     @property
     def layer_parameters(self) -> int:
@@ -62,9 +85,43 @@ PRESETS = {
 
 
 def find_model(name: str) -> Preset:
-    """The preset of that name."""
-    if name not in PRESETS:
-        close = difflib.get_close_matches(name, PRESETS, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ValueError(f"unknown model {name!r}: {hint}known models are {', '.join(PRESETS)}")
-    return PRESETS[name]
+    """The preset of that name, or the model of a ``config.json`` or of a folder with one."""
+    if name in PRESETS:
+        return PRESETS[name]
+    path = Path(name).expanduser()
+    if path.exists():
+        from flexcp.model_config import read_config
+
+        return read_config(path)
+    raise ValueError(f"unknown model {name!r}: {_way_out(name)}")
+
+
+def make_model(heads: int, kv_heads: int, head_dim: int, hidden: int | None, layers: int) -> Preset:
+    """A dense model of these sizes, with a gated feed-forward of 3.5 times the width and Llama 3's vocabulary."""
+    shape = Shape(heads, kv_heads, head_dim, head_dim)
+    width = dense_model(shape).hidden if hidden is None else hidden
+    name = f"a model of {layers} layers of {width}"
+    return Preset(Model(name, width, layers, max(1, 7 * width // 2)), shape, PRESETS["llama3-8b"].vocabulary)
+
+
+def _way_out(name: str) -> str:
+    known = f"give the path of its config.json or of the folder with it, or one of {', '.join(PRESETS)}"
+    if name.endswith(".json") or name.startswith((".", "/", "~")):
+        return f"there is no such file or folder; {known}"
+    if "/" in name:
+        return f"there is no such folder here, and nothing is downloaded from a hub; {known}"
+    close = _nearest(name)
+    return f"did you mean {close!r}? Otherwise {known}" if close else known
+
+
+def _nearest(name: str) -> str | None:
+    """A preset that differs by a slip, not by its size: another size is another model."""
+    word = name.lower()
+    sizes = set(_sizes(word))
+    near = {known for known in PRESETS if not sizes or sizes == set(_sizes(known))}
+    return next(iter(difflib.get_close_matches(word, sorted(near), n=1, cutoff=NEAR)), None)
+
+
+def _sizes(name: str) -> list[str]:
+    """The sizes in a model's name: 30b and a3b of qwen3-30b-a3b."""
+    return re.findall(r"a?\d+(?:\.\d+)?b\b", name)

@@ -8,17 +8,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from flexcp.advice import Question, deal, spread_over
+from flexcp.advice import Advice, Answer, Question, _answers, _request, deal, spread_over
 from flexcp.cli.document_lengths import document_lengths
 from flexcp.cli.main import app
 from flexcp.clusters import parse_cluster
 from flexcp.cost import CostModel
 from flexcp.masks import causal
 from flexcp.models import find_model
-from flexcp.report.code_lines import FRAMEWORKS
+from flexcp.report.code_lines import FRAMEWORKS, Lines, code_lines
+from flexcp.simulator.training import StepTime
 
 KEYS = [
     "simulated", "documents", "tokens", "passes", "simulated_passes", "micro_batches", "error_permille", "bound_ms", "static", "swap",
@@ -86,7 +88,115 @@ def test_one_rank_and_too_long_a_document() -> None:
     found = advice("100,7", "--cluster", "h100:1x1")
     assert (found["verdict"], found["why"]) == ("static", "there is one rank, so nothing has to be divided")
     result = CliRunner().invoke(app, ["advise", "100000", "--cluster", "h100:1x2", "--max-tokens-per-rank", "1000"])
-    assert "document 0 has 100000 tokens" in str(result.exception)
+    assert "document 0 has 100,000 tokens" in str(result.exception)
+
+
+def test_a_document_over_the_capacity_is_told_wherever_it_is(tmp_path: Path) -> None:
+    """Not only in a pass that is simulated: here it is the last of many passes."""
+    file = tmp_path / "lengths.txt"
+    file.write_text("\n".join(["512"] * 400 + ["131072", "600", "200000"]))
+    words = ["advise", str(file), "--cluster", "h100:4x8", "--max-tokens-per-rank", "1k"]
+    result = CliRunner().invoke(app, words)
+    assert isinstance(result.exception, ValueError)
+    for part in (
+        "document 400 has 131,072 tokens",
+        "2 documents in all are too long",
+        "keep 32,768",
+        "--max-tokens-per-rank to 6,250",
+        "cut such",
+    ):
+        assert part in str(result.exception), result.exception
+
+
+def test_a_static_method_keeps_one_degree_over_all_passes() -> None:
+    """One long document wants all ranks in one group, many alike want small groups; a method that serves both is an answer."""
+    question = Question(find_model("llama3-8b"), parse_cluster("h100:1x8"), causal(), CostModel(), 8192, 57_344)
+    passes = [[50_000, 7_000], [4096] * 14]
+    requests = [_request(question, found) for found in passes]
+    for name in ("ulysses", "zigzag", "allgather", "usp", "dp"):
+        found = _answers(question, requests, (name,), lambda _: None)
+        fits = [len(_answers(question, [request], (name,), lambda _: None)) for request in requests]
+        assert [answer.name.partition(":")[0] for answer in found] == ([name] if all(fits) else []), name
+        assert all(len(answer.steps) == 2 for answer in found)
+    assert len({_answers(question, [r], ("ulysses",), lambda _: None)[0].name for r in requests}) == 2, (
+        "a test of nothing"
+    )
+
+
+def test_why_static_speaks_of_times_not_of_percentages_over_100() -> None:
+    question = Question(find_model("llama3-8b"), parse_cluster("h100:1x4"), None, CostModel(), 100, 100)
+
+    def answer(ns: int) -> Answer:
+        return Answer("zigzag", (), (StepTime(ns, ns // 2, ns // 4, 0, ns // 8, np.zeros((4, 4), np.int64)),))
+
+    near = Advice(question, (5, 6), 1, answer(1100), None, answer(1090), 1000)
+    assert (
+        near.why_static
+        == "zigzag takes only 10 % longer on these documents than all compute divided perfectly over the ranks"
+    )
+    far = Advice(question, (5, 6), 1, answer(2630), None, answer(2600), 1000)
+    for part in (
+        "at 2.6 times the time of perfectly divided compute",
+        "25 % of the pass waiting",
+        "12 % for gradient sync",
+    ):
+        assert part in far.why_static, far.why_static
+    assert "%" not in far.why_static.split("compute")[0]
+
+
+def test_a_config_brings_its_masks_and_the_lines_explain_themselves(tmp_path: Path) -> None:
+    kinds = ["sliding_attention", "full_attention"] * 2
+    (tmp_path / "config.json").write_text(
+        json.dumps({
+            "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64, "head_dim": 64,
+            "num_key_value_heads": 8, "num_hidden_layers": 4, "num_local_experts": 32, "num_experts_per_tok": 4, "vocab_size": 201088,
+            "sliding_window": 128, "layer_types": kinds, "_name_or_path": "openai/gpt-oss-20b",
+        })
+    )  # fmt: skip
+    setting = ["60000,40x500", "--ranks", "8", "--max-tokens-per-rank", "64k", "--today", "dp"]
+    text = invoke("advise", *setting, "--model", str(tmp_path)).stdout
+    flat = " ".join(text.split())
+    assert "gpt-oss-20b with causal (2 layers) and window:127,0 (2 layers) attention on h100:1x8" in flat
+    assert 'masks={"full": (flexcp.causal(), 2), "window": (flexcp.window(127, 0), 2)}' in text
+    by_numbers = invoke(
+        "advise", *setting, "--heads", "8", "--hidden", "1024", "--layers", "2", "--mask", "window:4096"
+    ).stdout
+    assert "a model of 2 layers of 1024 with window:4095,0" in " ".join(by_numbers.split())
+    assert "mask=flexcp.window(4095, 0)" in by_numbers
+
+
+def test_the_budget_is_explained() -> None:
+    def lines(step: int, passes: int, longest: int = 1) -> str:
+        masks = {"mask": (causal(), 4)}
+        filled = Lines(
+            find_model("llama3-8b").shape,
+            parse_cluster("h100:4x8"),
+            "blocks",
+            32_768,
+            step,
+            passes,
+            masks,
+            False,
+            longest,
+        )
+        return code_lines("pytorch", filled)[1]
+
+    assert "# budget: tokens of a batch, 7/8 of 32 ranks x 32,768" in lines(917_504, 1) and "budget=917504" in lines(
+        917_504, 1
+    )
+    assert "4 batches make a step of 2,000,000" in lines(2_000_000, 4) and "budget=500000" in lines(2_000_000, 4)
+    assert "the step you asked for" in lines(1000, 1)
+    assert "budget=1000000, " in lines(917_504, 1, 1_000_000), (
+        "the loader would refuse a document longer than its budget"
+    )
+    assert "your longest document" in lines(917_504, 1, 1_000_000)
+
+
+def test_ranks_are_one_node_and_not_beside_a_cluster() -> None:
+    by_ranks, by_cluster = (advice("9000,800,31", *way) for way in (["--ranks", "4"], ["--cluster", "h100:1x4"]))
+    assert by_ranks == by_cluster
+    result = CliRunner().invoke(app, ["advise", "9000", "--ranks", "4", "--cluster", "h100:1x4"])
+    assert "--ranks R is one node of R; drop it, or drop --cluster" in str(result.exception)
 
 
 def test_documents_are_dealt_in_order() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,35 @@ def test_compare_ranks_strategies(tmp_path: Path) -> None:
     by_name = {row["strategy"].partition(":")[0]: row for row in data["strategies"]}
     assert set(by_name) == {"auto", "zigzag", "dp"} and by_name[data["best_static"].partition(":")[0]]["speed_up"] == 1
     assert by_name["auto"]["step_ms"] > by_name["auto"]["step"]["other_ms"] > 0
+
+
+@pytest.mark.parametrize("command", ["compare", "simulate", "plan"])
+def test_a_file_is_a_data_set_of_which_a_batch_is_taken(tmp_path: Path, command: str) -> None:
+    file = tmp_path / "lengths.txt"
+    file.write_text("\n".join(["3k", "1k", "500", "200", "3000", "100", "2k", "1500"]))
+    words = [command, "--lengths", str(file), "--ranks", "4", "--max-tokens-per-rank", "1k"]
+    words += ["--strategies" if command == "compare" else "--strategy", "zigzag"]
+    first, second = run(*words), run(*words, "--batch", "2")
+    for result, number, tokens in ((first, 1, 3072), (second, 2, 1724)):
+        assert result.exit_code == 0, result.output
+        assert f"batch {number} of 4 in {file} ({tokens:,} of 11,444 tokens; up to 3,584 a batch" in result.output
+        assert "7/8 of 4 ranks x 1,024; --batch and --max-tokens-per-rank choose others" in result.output
+    whole = run(command, "--lengths", str(file), "--ranks", "4", *words[-2:])
+    assert whole.exit_code == 0 and "batch 1" not in whole.output and "11" in whole.output
+    assert (
+        "batch" not in run(*words[:1], "--lengths", "3k,1k", *words[3:]).output.replace("max-", "").split("zigzag")[0]
+    )
+
+
+def test_one_statement_of_the_error() -> None:
+    text = run("compare", *SMALL, "--strategies", "auto,zigzag,dp,ring").output
+    assert text.count("stated error 8 %") == 1
+    assert not re.findall(r"[\d.]+ ?%", text.split("bars:")[1]), "no other percentage to hold against it"
+
+
+def test_heads_alone_are_attention_alone_and_kv_heads_follow() -> None:
+    text = run("compare", "--lengths", "900,31", "--ranks", "2", "--heads", "12", "--strategies", "zigzag").output
+    assert "attention alone" in text and "12 / 12 heads of 128" in text
 
 
 def test_a_calibrated_cost_changes_times_and_names_its_error(tmp_path: Path) -> None:

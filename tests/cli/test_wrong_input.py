@@ -56,6 +56,18 @@ def cases() -> Iterator[tuple[str, list[str], list[str]]]:
             yield f"{name}: empty file", [*rest, "@empty"], ["empty"]
             yield f"{name}: file of words", [*rest, "@words"], ["'abc'"]
             yield f"{name}: text for numbers", [*rest, "hello"], ["hello"]
+            yield f"{name}: a file's name without its sign", [*rest, "lenghts.txt"], ["file lenghts.txt does not exist"]
+            yield f"{name}: a distribution alone", [*rest, "web"], ["web:131072:0"]
+            if "batch" in given:
+                yield f"{name}: a batch of a list", [*rest, "40,7", "--batch", "1"], ["--batch 1 is for a file"]
+                yield (
+                    f"{name}: a batch too many",
+                    [*rest, "@two", "--batch", "2"],
+                    ["makes 1 batches", "numbered from 1"],
+                )
+        if "max_tokens_per_rank" in options:
+            words = [*path, *valid(command), "--max-tokens-per-rank", "32q"]
+            yield f"{name}: a cap of words", words, ["--max-tokens-per-rank", "32768 or 32k"]
             yield f"{name}: typo of a distribution", [*rest, "wbe:1000:0"], ["did you mean 'web'?"]
         if "file" in given:
             yield f"{name}: missing file", [*path, "nowhere.plan"], ["nowhere.plan"]
@@ -66,6 +78,11 @@ def cases() -> Iterator[tuple[str, list[str], list[str]]]:
             yield f"{name}: typo of a cluster", [*base, "--cluster", "h10"], ["h10", "did you mean"]
             if name != "train":
                 yield f"{name}: impossible cluster", [*base, "--cluster", "h100:0x8"], ["nodes", "0"]
+            if name != "train":
+                yield f"{name}: a shape alone", [*base, "--cluster", "4x8"], ["write h100:4x8"]
+                yield f"{name}: ranks and a cluster", [*base, "--cluster", "h100", "--ranks", "4"], ["drop --cluster"]
+                yield f"{name}: no ranks", [*base, "--ranks", "0"], ["at least 1"]
+                yield f"{name}: ranks without end", [*base, "--ranks", "100000"], ["100,000 ranks"]
         if "strategy" in options:
             yield f"{name}: typo of a strategy", [*base, "--strategy", "blocsk"], ["did you mean 'blocks'?"]
         if "strategies" in options and name != "bench step":
@@ -77,8 +94,29 @@ def cases() -> Iterator[tuple[str, list[str], list[str]]]:
         if "mask" in options:
             yield f"{name}: typo of a mask", [*base, "--mask", "casual"], ["did you mean 'causal'?"]
             yield f"{name}: absurd mask", [*base, "--mask", "shared-question:100000000,0.2"], ["at most 16384 answers"]
-        if "model" in options and "llama3-8b" in (options["model"].help or ""):
+        if "model" in options:
             yield f"{name}: typo of a model", [*base, "--model", "lama3-8b"], ["did you mean 'llama3-8b'?"]
+            yield (
+                f"{name}: a model of the hub",
+                [*base, "--model", "meta-llama/Llama-3.1-8B"],
+                ["nothing is downloaded"],
+            )
+            yield f"{name}: a model that is no JSON", [*base, "--model", "words"], ["words is no JSON"]
+            yield f"{name}: a folder without a model", [*base, "--model", "."], ["config.json"]
+            if name != "train":
+                yield (
+                    f"{name}: a model without heads",
+                    [*base, "--model", "none.json"],
+                    ["none.json has no num_attention_"],
+                )
+                yield f"{name}: a model and heads", [*base, "--model", "llama3-8b", "--heads", "8"], ["drop --heads"]
+        for written in ("html", "write", "save", "events"):
+            if written in options and name != "bench kernel":
+                yield (
+                    f"{name}: no folder for --{written}",
+                    [*base, *["x"] * ("file" in given), f"--{written}", "no/x"],
+                    ["no/x"],
+                )
         if "cost" in options:
             yield f"{name}: missing cost file", [*base, "--cost", "nowhere.json"], ["nowhere.json"]
             yield f"{name}: empty cost file", [*base, "--cost", "empty"], ["empty"]
@@ -92,13 +130,35 @@ def cases() -> Iterator[tuple[str, list[str], list[str]]]:
         yield f"{name}: a word too many", [*base, *["x"] * others, "surplus"], ["surplus"]
 
 
-CASES = {name: (words, told) for name, words, told in cases()}
+SINGLE = {
+    "train: typo of a layout": (["train", "--layout", "zigzg"], ["'zigzg'", "zigzag"]),
+    "train: a learning rate of nothing": (["train", "--learning-rate", "nan"], ["learning rate", "nan"]),
+    "train: a preset": (["train", "--model", "llama3-8b"], ["too large", "config.json"]),
+    "train: lengths as a text": (["train", "--data", "two"], ["--data @two"]),
+    "train: a model and heads": (["train", "--model", "some.json", "--heads", "8"], ["drop --heads"]),
+    "advise: heads alone": (["advise", "40,7", "--heads", "8"], ["--layers"]),
+    "advise: layers without heads": (["advise", "40,7", "--layers", "8"], ["--heads is missing"]),
+    "advise: a tokenizer that is not there": (
+        ["advise", "words.jsonl", "--tokenizer", "no.json"],
+        ["no.json: there is no such file"],
+    ),
+    "compare: no strategies": (["compare", "--lengths", "40,7", "--strategies", ","], ["','", "auto,zigzag:8"]),
+    "compare: documents over the cap": (
+        ["compare", "--lengths", "40,7", "--ranks", "2", "--max-tokens-per-rank", "10"],
+        ["document 0 has 40 tokens"],
+    ),
+}
+"""Mistakes that one command's own options allow."""
+CASES = {name: (words, told) for name, words, told in cases()} | SINGLE
 
 
 @pytest.fixture(autouse=True)
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty").touch()
     (tmp_path / "words").write_text("12\nabc\n")
+    (tmp_path / "two").write_text("12\n7\n")
+    (tmp_path / "none.json").write_text("{}")
+    (tmp_path / "some.json").write_text('{"model_type": "llama"}')
     monkeypatch.chdir(tmp_path)
 
 

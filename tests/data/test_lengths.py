@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flexcp.data import dataset_lengths
-from flexcp.data.lengths import DISTRIBUTIONS, draw_lengths, jsonl_lengths, parse_lengths
+from flexcp.data.lengths import DISTRIBUTIONS, cut_batches, draw_lengths, jsonl_lengths, parse_lengths
 
 # The documented range of a document before the last is cut to fill the budget; web is cut at a quarter of the budget too.
 BOUNDS = {
@@ -134,6 +134,9 @@ def test_equal_is_the_control() -> None:
         ("64x2048", [2048] * 64),
         ("equal:10000:4", [8192, 1808]),
         ("equal:100", [100]),
+        ("4k,32K,1m,7", [4096, 32_768, 1_048_576, 7]),
+        ("2x2k", [2048, 2048]),
+        ("equal:16k:0", [8192, 8192]),
     ],
 )
 def test_text_forms(text: str, expected: list[int]) -> None:
@@ -152,11 +155,11 @@ def test_a_named_distribution_is_drawn() -> None:
 
 
 def test_files_by_sign_and_by_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "lengths.txt").write_text("12\n7\n\n  3\n")
+    (tmp_path / "lengths.txt").write_text("12\n7\n\n  4k\n")
     for text in (f"@{tmp_path}/lengths.txt", f"{tmp_path}/lengths.txt"):
-        assert parse_lengths(text) == [12, 7, 3]
+        assert parse_lengths(text) == [12, 7, 4096]
     monkeypatch.chdir(tmp_path)
-    assert parse_lengths("lengths.txt") == [12, 7, 3]
+    assert parse_lengths("lengths.txt") == [12, 7, 4096]
     (tmp_path / "42").write_text("1")
     assert parse_lengths("42") == [42], "a number is a length, whatever files there are"
 
@@ -170,7 +173,14 @@ def test_files_by_sign_and_by_path(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("5;6", ["'5;6'"]),
         ("2x", ["'2x'"]),
         ("axb", ["'axb'"]),
-        ("1.5", ["'1.5'"]),
+        ("1.5", ["'1.5'", "is not a length"]),
+        ("1.5k", ["'1.5k'"]),
+        ("k", ["'k'"]),
+        ("lenghts.txt", ["the file lenghts.txt does not exist", "@file"]),
+        ("data/mine", ["the file data/mine does not exist"]),
+        ("lenghts", ["'lenghts' is not a length, and there is no such file"]),
+        ("web", ["needs a token budget and a seed", "web:131072:0"]),
+        ("99999999999x4096", ["99,999,999,999 documents are too many"]),
         ("web:many:0", ["'web:many:0'", "token budget and a seed"]),
         ("web:100:x", ["'web:100:x'", "token budget and a seed"]),
         ("web:100:0:7", ["'web:100:0:7'"]),
@@ -206,7 +216,16 @@ def test_wrong_files_are_refused(tmp_path: Path, content: bytes, words: list[str
     assert not [w for w in (str(path), *words) if w not in str(caught.value)], str(caught.value)
 
 
+def test_batches_of_a_data_set_are_cut_in_order() -> None:
+    assert cut_batches([30, 30, 30, 30, 30], 70) == [[30, 30], [30, 30]]
+    assert cut_batches([30, 30, 30, 30, 30, 10], 70) == [[30, 30], [30, 30], [30, 10]]
+    assert cut_batches([500, 1, 69], 70) == [[500], [1, 69]]
+    assert cut_batches([5], 70) == [[5]]
+
+
 def test_a_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"the file .* is a folder"):
+        parse_lengths(str(tmp_path))
     with pytest.raises(ValueError, match=r"cannot read lengths.*directory"):
         parse_lengths(f"@{tmp_path}")
 

@@ -89,3 +89,16 @@ def write_few_rows(path: Path) -> int:
     plan = flexcp.Planner(**HEADS, cluster=flexcp.cluster("h100", 2, 1), strategy="blocks")([900, 31])
     kinds = every_kind()
     return write_report(path, [kinds[0], timed_plan(plan), *kinds[3:]], "Few rows")
+
+
+def write_advice(path: Path) -> None:
+    """The page of ``flexcp advise`` on passes that differ, so that the mean is none of them."""
+    from typer.testing import CliRunner
+
+    from flexcp.cli.main import app
+
+    lengths = path.with_suffix(".txt")
+    lengths.write_text("\n".join(["9000", "3000", "100", "50", *["700"] * 16, *["2000"] * 6]))
+    words = ["advise", str(lengths), "--ranks", "4", "--max-tokens-per-rank", "4k", "--today", "ring"]
+    words += ["--html", str(path)]
+    CliRunner().invoke(app, words, catch_exceptions=False)

@@ -123,6 +123,26 @@ def test_times_and_lines_say_their_numbers(page: Any) -> None:
     assert "blocks: 2.10000" in hover(page, picture("lines", 4), 0.99, 0.5, left=58, top=8, right=12)
 
 
+@pytest.mark.parametrize("width", [WIDTH, 380])
+def test_names_of_strategies_are_drawn_whole(browser: Any, tmp_path: Path, width: int) -> None:
+    """Of the advice: its names are the longest. Every name is drawn uncut and inside the picture."""
+    pages.write_advice(tmp_path / "advice.html")
+    opened = browser.new_page(viewport={"width": width, "height": HEIGHT})
+    opened.add_init_script(
+        "window.drawn = []; const draw = CanvasRenderingContext2D.prototype.fillText;"
+        "CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {"
+        "  const wide = this.measureText(text).width;"
+        "  window.drawn.push([text, this.textAlign === 'right' ? x - wide : x]); draw.call(this, text, x, y); };"
+    )
+    opened.goto((tmp_path / "advice.html").as_uri())
+    drawn = opened.evaluate("window.drawn")
+    for name in ("ring", 'auto, layout="contiguous"'):
+        assert [left >= 0 for text, left in drawn if text == name] != [], name
+        assert all(left >= 0 for text, left in drawn if text == name), name
+    assert not [text for text, _ in drawn if "\u2026" in text]
+    opened.close()
+
+
 def test_every_control_changes_what_it_should(page: Any) -> None:
     """Each zoom button, each choice of each list, each legend button, each header; drags and wheels too."""
     figures = page.locator("figure[data-picture]")

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+from html import unescape
 from pathlib import Path
 
 import numpy as np
 import pages
 import pytest
+from typer.testing import CliRunner
 
 import flexcp
+from flexcp.cli.main import app
 from flexcp.data.lengths import draw_lengths
 from flexcp.report import page as page_module
 from flexcp.report.page import page, write_report
 from flexcp.report.plan_data import MOST_PAIRS, drawn_documents, plan_data
 from flexcp.report.plan_section import plan_section
+from flexcp.report.plan_time import PlanTime
 from flexcp.report.sections import code_section, lines_section, words_section
 from flexcp.report.timeline import MOST_BARS, timeline_data
 from flexcp.simulate import predict
@@ -29,13 +33,60 @@ def planned(strategy: str, nodes: int, each: int, lengths: list[int]) -> flexcp.
 
 
 def data_of(plan: flexcp.Plan) -> dict[str, object]:
-    return plan_data(plan, predict(plan.placement, plan.shape, plan.cluster, plan.cost))
+    return plan_data(plan, PlanTime.of_prediction(predict(plan.placement, plan.shape, plan.cluster, plan.cost)))
 
 
 def test_nothing_is_loaded_from_elsewhere() -> None:
     text = page(pages.every_kind(), "title")
     assert "Content-Security-Policy" in text and "default-src 'none'" in text
     assert not re.findall(r"https?://|src=|@import|url\(", text)
+
+
+def test_the_times_of_an_advice_agree(tmp_path: Path) -> None:
+    """The headline, the bars and their table say the mean of the passes; a plan's panel says which pass it is, and that pass's own time."""
+    pages.write_advice(tmp_path / "advice.html")
+    text = unescape((tmp_path / "advice.html").read_text())
+    mean = float(re.search(r"ring, what you use today, takes ([\d,.]+) ms a pass", text)[1].replace(",", ""))  # type: ignore[index]
+    assert "Predicted pass time" in text and "Mean of the 3 passes that were simulated" in text
+    row = re.search(r'<td>ring</td><td class="number" data-value="([\d.]+)">', text)
+    assert row is not None and float(row[1]) == pytest.approx(mean, abs=0.051)
+    data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text)[1])  # type: ignore[index]
+    bars = next(section for section in data if "names" in section)
+    at = bars["names"].index("ring")
+    assert sum(bars["time"][kind][at] for kind in bars["time"]) / 1e6 == pytest.approx(mean, abs=0.051)
+    panel = text.index("Static: ring, pass 1 of 3 simulated</h2>")
+    says = re.search(r"This is pass 1 of 3 simulated: ([\d.]+) ms; their mean is ([\d.]+) ms", text[panel:])
+    tile = re.search(r"<dt>simulated pass</dt><dd>([\d.]+) ms", text[panel:])
+    assert says is not None and tile is not None
+    assert float(says[2]) == pytest.approx(mean, abs=0.11)
+    assert float(tile[1]) == pytest.approx(float(says[1]), abs=0.051) != pytest.approx(mean, abs=0.051)
+    plan = next(section for section in data if "bound" in section)
+    longest = max(map(sum, zip(*(plan["time"][kind] for kind in plan["time"]), strict=True)))
+    assert longest / 1e6 == pytest.approx(float(tile[1]), abs=0.006)
+
+
+@pytest.mark.parametrize("model", [[], ["--model", "llama3-8b"]])
+def test_the_times_of_a_comparison_agree(tmp_path: Path, model: list[str]) -> None:
+    page_file = tmp_path / "compare.html"
+    words = [
+        "compare",
+        "--lengths",
+        "9000,800,31",
+        "--ranks",
+        "4",
+        "--strategies",
+        "blocks",
+        *model,
+        "--html",
+        str(page_file),
+    ]
+    found = json.loads(CliRunner().invoke(app, [*words, "--json"], catch_exceptions=False).stdout)["strategies"][0]
+    ms = found["step_ms"] if model else found["attention_ms"]
+    text = page_file.read_text()
+    tile = re.search(r"<dt>simulated (?:step|attention)</dt><dd>([\d.,]+) ms", text)
+    assert tile is not None and float(tile[1].replace(",", "")) == pytest.approx(ms, abs=0.006)
+    row = re.search(r'<td>blocks</td><td class="number" data-value="([\d.]+)">', text)
+    assert row is not None and float(row[1]) == pytest.approx(ms, abs=0.001)
 
 
 def test_what_users_name_stays_text() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +67,14 @@ def test_documents_are_the_same_for_everybody_and_fill_the_step(text: str) -> No
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--model", "nowhere.json"], r"no model 'nowhere.json'.*'gpt'"),
+        (["--model", "nowhere.json"], r"unknown model 'nowhere.json'.*config.json"),
+        (["--model", "meta-llama/Llama-3.1-8B"], r"nothing is downloaded.*config.json"),
+        (["--model", "llama3-8b"], r"llama3-8b is too large.*8.0 billion.*config.json"),
+        (["--model", "lama3-8b"], r"did you mean 'llama3-8b'"),
+        (["--heads", "3", "--kv-heads", "2"], r"multiple of kv_heads"),
+        (["--heads", "4", "--hidden", "100"], r"4 x 32 = 128; got --hidden 100"),
+        (["--head-dim", "7"], r"must be even"),
+        (["--data", "nowhere.txt"], r"no text file 'nowhere.txt'"),
         (["--data", "lontail"], r"did you mean 'longtail'"),
         (["--steps", "0"], r"at least 1 step"),
         (["--dtype", "int8"], r"got 'int8'"),
@@ -76,6 +85,36 @@ def test_mistakes_are_named_before_anything_trains(arguments: list[str], words: 
     result = CliRunner().invoke(app, ["train", *arguments])
     assert isinstance(result.exception, ValueError)
     assert re.search(words, str(result.exception))
+
+
+def test_a_file_of_lengths_is_not_read_as_text(tmp_path: Path) -> None:
+    file = tmp_path / "lengths.txt"
+    file.write_text("40\n7\n4k\n")
+    result = CliRunner().invoke(app, ["train", "--data", str(file)])
+    assert isinstance(result.exception, ValueError)
+    assert f"write --data @{file}" in str(result.exception)
+    documents = Documents(f"@{file}", 50, 256)
+    assert [[len(d) for d in documents.step(n)] for n in (0, 1)] == [[40, 7, 3], [50]]
+    assert [len(d) for d in documents.step(82)] == [43, 7], "tokens 4,100 to 4,150 of a file of 4,143"
+    lines = tmp_path / "texts.jsonl"
+    lines.write_text('{"text": "a"}\n')
+    result = CliRunner().invoke(app, ["train", "--data", str(lines)])
+    assert isinstance(result.exception, ValueError) and "holds JSON lines" in str(result.exception)
+
+
+def test_a_wrong_model_is_refused_before_torch_is_loaded() -> None:
+    script = (
+        "import sys; from flexcp.cli.main import run; sys.argv = ['flexcp', 'train', '--model', 'qwen3-8b']\n"
+        "try: run()\nexcept SystemExit as end: assert end.code == 2 and 'torch' not in sys.modules, end.code"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], check=True, timeout=120, capture_output=True, text=True)
+    assert ran.stderr.startswith("flexcp: unknown model 'qwen3-8b'") and "did you mean" not in ran.stderr
+
+
+def test_a_gpt_of_other_sizes_trains() -> None:
+    words = ["--ranks", "1", "--steps", "1", "--tokens", "64", "--heads", "2", "--head-dim", "8", "--layers", "1"]
+    found = json.loads(CliRunner().invoke(app, ["train", *words, "--quiet", "--json"]).stdout)
+    assert [r["tokens"] for r in found] == [64]
 
 
 def test_the_command_prints_json_or_a_summary() -> None:

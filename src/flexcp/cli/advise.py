@@ -9,24 +9,31 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flexcp.cli import options as o
-from flexcp.cli import setting as s
 from flexcp.cli.progress import compiling
 
 if TYPE_CHECKING:
     from flexcp.advice import Advice, Answer
+    from flexcp.report.sections import Section
 
 Documents = Annotated[
     str,
     typer.Argument(
         metavar="LENGTHS",
-        help="4096,800,1 or 64x2048 or @file or NAME:TOKENS:SEED; a .jsonl of texts or token ids; hf:NAME, a Hugging Face data set.",
+        help="4096,4k,1 or 64x2048 or @file or NAME:TOKENS:SEED; a .jsonl of texts or token ids; hf:NAME, a Hugging Face data set.",
     ),
 ]
-ModelName = Annotated[
-    str, typer.Option("--model", help="llama3-8b, llama3-70b, gpt-8b, qwen3-30b-a3b or qwen2.5-vl-7b.")
+Cap = Annotated[
+    int,
+    typer.Option(
+        "--max-tokens-per-rank", parser=o.tokens, metavar="TOKENS", help="Tokens that fit a rank's memory, as in 32k."
+    ),
 ]
-Cap = Annotated[int, typer.Option("--max-tokens-per-rank", help="Tokens that fit a rank's memory.")]
-StepTokens = Annotated[int | None, typer.Option(help="Tokens of a training step; as many as fit the ranks by default.")]
+StepTokens = Annotated[
+    int | None,
+    typer.Option(
+        parser=o.tokens, metavar="TOKENS", help="Tokens of a training step; as many as fit the ranks by default."
+    ),
+]
 Today = Annotated[str | None, typer.Option(help="What you use now, as in zigzag:8; the best static method by default.")]
 Framework = Annotated[
     str,
@@ -44,20 +51,28 @@ Field = Annotated[
 
 def advise(
     lengths: Documents,
-    model: ModelName = "llama3-8b",
-    cluster: s.ClusterText = "h100:4x8",
+    model: o.ModelName = None,
+    heads: o.Heads = None,
+    kv_heads: o.KvHeads = None,
+    head_dim: o.HeadDim = None,
+    hidden: o.Hidden = None,
+    layers: o.Layers = None,
+    cluster: o.ClusterText = None,
+    ranks: o.Ranks = None,
     max_tokens_per_rank: Cap = 32_768,
-    mask: o.MaskText = "causal",
+    mask: o.MaybeMask = None,
     tokens_per_step: StepTokens = None,
     today: Today = None,
     framework: Framework = "pytorch",
     tokenizer: Tokenizer = None,
     field: Field = None,
-    cost: s.CostFile = None,
+    cost: o.CostFile = None,
     html: o.Html = None,
     as_json: o.Json = False,
 ) -> None:
     """Tell what static context parallelism costs on your documents, what flexcp would give, and which lines to change.
+
+    Without a model it is llama3-8b, without a cluster h100:4x8.
 
     Everything is simulated, with the cost model's stated error beside it; `flexcp compare` on the same documents says the same.
 
@@ -66,8 +81,8 @@ def advise(
     from flexcp.advice import Question, advise
     from flexcp.calibration import Calibration, read_calibration
     from flexcp.cli.document_lengths import document_lengths
-    from flexcp.clusters import parse_cluster
     from flexcp.cost import CostModel
+    from flexcp.data.lengths import batch_tokens
     from flexcp.masks import parse_mask
     from flexcp.models import find_model
     from flexcp.planners import find_strategy
@@ -81,21 +96,29 @@ def advise(
         code_lines(framework, None)  # type: ignore[arg-type]  # raises with the nearest name
     if today is not None:
         find_strategy(today)
-    rule = parse_mask(mask)
+    rule = None if mask is None else parse_mask(mask)
     if isinstance(rule, list):
         raise ValueError(f"advise takes one mask for all documents, as in causal or window:4096; {mask} gives one each")
     known = Calibration(CostModel()) if cost is None else read_calibration(cost)
-    where = known.on(parse_cluster(cluster))
-    whole = tokens_per_step or max(1, max_tokens_per_rank * where.ranks * 7 // 8)
-    asked = Question(find_model(model), where, rule, known.cost, max_tokens_per_rank, whole, today)
+    where = known.on(o.find_cluster(cluster, ranks, default="h100:4x8"))
+    described = o.Described(model, heads, kv_heads, head_dim, hidden, layers)
+    preset = described.whole()
+    if preset is None:
+        told = {"--heads": heads, "--kv-heads": kv_heads, "--head-dim": head_dim}
+        partly = [flag for flag, value in told.items() if value is not None]
+        if partly:
+            raise ValueError(f"{', '.join(partly)} alone is no model; give --heads, --hidden and --layers, or --model")
+        preset = find_model("llama3-8b")
+    whole = tokens_per_step or batch_tokens(max_tokens_per_rank, where.ranks)
+    asked = Question(preset, where, rule, known.cost, max_tokens_per_rank, whole, today)
     with compiling("reading documents") as progress:
         numbers = document_lengths(lengths, tokenizer, field, progress.update)
         found = advise(asked, numbers, progress.update)
     names = list(FRAMEWORKS) if framework == "all" else [framework]
     strategy = "auto" if found.verdict == "swap" else found.free.name
-    lines = Lines(
-        asked.preset.shape, where, strategy, max_tokens_per_rank, asked.tokens_per_step, found.verdict == "swap"
-    )
+    swap = found.verdict == "swap"
+    sizes = (max_tokens_per_rank, whole, asked.micro_batches)
+    lines = Lines(preset.shape, where, strategy, *sizes, asked.masks, swap, max(numbers))
     code = [code_lines(name, lines) for name in names] if found.verdict != "static" else []
     if html is not None:
         _report(html, found, code)
@@ -159,7 +182,7 @@ def as_data(advice: Advice, code: list[tuple[str, str]]) -> dict[str, Any]:
 
 
 def _report(path: Path, advice: Advice, code: list[tuple[str, str]]) -> None:
-    from flexcp.cli.reports import timed_plan, write
+    from flexcp.cli.reports import write
     from flexcp.report.advice_words import advice_words
     from flexcp.report.sections import StrategyTime, code_section, strategies_section, words_section
 
@@ -171,23 +194,37 @@ def _report(path: Path, advice: Advice, code: list[tuple[str, str]]) -> None:
     ):
         if found is None:
             continue
-        parts = [sum(getattr(step, f"{part}_ns") for step in found.steps) for part in ("attention", "wait")]
-        moved = int(found.plans[0].bytes().sum() + found.plans[0].bytes(backward=True).sum())
-        times.append(
-            StrategyTime(
-                found.name, parts[0], parts[1], found.total_ns - sum(parts), moved, found.compute_imbalance, mark
-            )
-        )
+        count = len(found.steps)
+        parts = [sum(getattr(step, f"{part}_ns") for step in found.steps) // count for part in ("attention", "wait")]
+        moved = sum(int(p.bytes(way).sum()) for p in found.plans for way in (False, True)) // count
+        other = found.total_ns // count - sum(parts)
+        times.append(StrategyTime(found.name, parts[0], parts[1], other, moved, found.compute_imbalance, mark))
+    passes = len(advice.static.steps)
+    mean = f"Mean of the {passes} passes that were simulated" if passes > 1 else "One pass"
     sections = [words_section(title, paragraphs) for title, paragraphs in advice_words(advice)]
-    sections.append(strategies_section(times, "All passes that were simulated, forward and backward."))
+    sections.append(strategies_section(times, f"{mean}, forward and backward.", of="pass"))
     if code:
         sections.append(code_section("Lines of code", code))
-    sections.append(timed_plan(advice.static.plans[0], f"Static: {advice.static.name}"))
+    sections.append(_first_pass(advice.static, "Static"))
     if advice.verdict != "static":
         chosen = advice.swap if advice.verdict == "swap" else advice.free
         assert chosen is not None
-        sections.append(timed_plan(chosen.plans[0], f"flexcp: {chosen.name}"))
+        sections.append(_first_pass(chosen, "flexcp"))
     question = advice.question
     write(
         path, sections, f"Advice for {question.preset.model.name} on {question.cluster}", advice_words(advice)[0][1][0]
     )
+
+
+def _first_pass(answer: Answer, who: str) -> Section:
+    """The plan of the first pass that was simulated, with that pass's own time: the headline's is the mean of all."""
+    from flexcp.cli.reports import timed_plan
+    from flexcp.report.plan_time import PlanTime
+
+    passes, first = len(answer.steps), answer.steps[0]
+    which = f"pass 1 of {passes} simulated" if passes > 1 else "the pass simulated"
+    mean = answer.total_ns / passes / 1e6
+    says = f"This is {which}: {first.total_ns / 1e6:,.1f} ms" + (
+        f"; their mean is {mean:,.1f} ms." if passes > 1 else "."
+    )
+    return timed_plan(answer.plans[0], f"{who}: {answer.name}, {which}", PlanTime.of_step(first, "pass", says))

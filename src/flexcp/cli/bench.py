@@ -10,7 +10,7 @@ import typer
 
 from flexcp.cli.bench_step import step
 from flexcp.cli.every import Commands
-from flexcp.cli.options import Json
+from flexcp.cli.options import Json, writable
 
 app = Commands(help="Measure on this machine.", no_args_is_help=True)
 
@@ -30,7 +30,7 @@ def kernel(
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     contenders: Annotated[str, typer.Option(help="hopper, triton, cudnn, flash, flex, varlen; or all.")] = "all",
     rounds: Annotated[int, typer.Option(help="Rounds of turns; the median counts.")] = 7,
-    write: Annotated[Path | None, typer.Option(help="Write everything measured as JSON.")] = None,
+    write: Annotated[Path | None, typer.Option(callback=writable, help="Write everything measured as JSON.")] = None,
     as_json: Json = False,
 ) -> None:
     """Check our kernels against float64 and time them beside cuDNN, FlashAttention, FlexAttention and varlen_attn.

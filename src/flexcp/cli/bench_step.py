@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +17,7 @@ import typer
 
 from flexcp.cli import options as o
 from flexcp.cli import setting as s
-from flexcp.cli.progress import compiling
+from flexcp.cli.progress import compiling, say
 
 if TYPE_CHECKING:
     from flexcp.measure.bench_step import BenchTask, Measured
@@ -27,17 +28,23 @@ Names = Annotated[
 LocalRanks = Annotated[int, typer.Option("--ranks", help="Without torchrun: CPU ranks to start here.")]
 PerNode = Annotated[int | None, typer.Option("--ranks-per-node", help="Ranks of a node; torchrun's own by default.")]
 Repeats = Annotated[int, typer.Option(help="How often each is timed after one to warm up; the fastest counts.")]
-Write = Annotated[Path | None, typer.Option(help="Write everything measured as JSON, to keep or to send in.")]
+EXAMPLE = (8, 8, 64)
+"""Heads, KV heads and head size where nothing is told."""
+Write = Annotated[
+    Path | None, typer.Option(callback=o.writable, help="Write everything measured as JSON, to keep or to send in.")
+]
 
 
 def step(
     lengths: o.Lengths,
+    batch: o.BatchNumber = None,
     mask: o.MaskText = "causal",
     ranks: LocalRanks = 2,
     ranks_per_node: PerNode = None,
-    heads: o.Heads = 8,
+    model: o.HeadsOf = None,
+    heads: o.Heads = None,
     kv_heads: o.KvHeads = None,
-    head_dim: o.HeadDim = 64,
+    head_dim: o.HeadDim = None,
     dtype: Annotated[str, typer.Option(help="float32 on CPUs, bfloat16 on GPUs, by default.")] = "",
     strategies: Names = "all",
     cost: s.CostFile = None,
@@ -49,13 +56,20 @@ def step(
 
     Example: `torchrun --nproc-per-node 8 -m flexcp bench step --lengths @my.txt --cost here.json`
     """
+    described = o.Described(model, heads, kv_heads, head_dim, None, None)
+    described.attention(EXAMPLE)  # a mistake ends here, before torch is loaded
     import torch
 
     given = os.environ.get("WORLD_SIZE")
     device = "cuda" if given is not None and torch.cuda.is_available() else "cpu"
     count = ranks if given is None else int(given)
     node = ranks_per_node or (count if given is None else int(os.environ.get("LOCAL_WORLD_SIZE", count)))
-    task = _task(lengths, mask, count, node, heads, kv_heads, head_dim, dtype, strategies, cost, repeats, device)
+    from flexcp.cli.batches import take_batch
+
+    taken = take_batch(lengths, count, None, batch)
+    if taken.words:
+        say(taken.words)
+    task = _task(taken.lengths, mask, count, node, described, dtype, strategies, cost, repeats, device)
     with compiling("starting") as progress:
         rows = _on_pool(task, count, progress.update) if given is None else _on_torchrun(task, progress.update)
     if rows is None:  # another rank than the first
@@ -67,17 +81,15 @@ def step(
 
 
 def _task(
-    lengths: str, mask: str, ranks: int, ranks_per_node: int, heads: int, kv_heads: int | None, head_dim: int, dtype: str, strategies: str,
+    lengths: list[int], mask: str, ranks: int, ranks_per_node: int, described: o.Described, dtype: str, strategies: str,
     cost: Path | None, repeats: int, device: str
 ) -> BenchTask:  # fmt: skip
     from flexcp.calibration import Calibration, read_calibration
     from flexcp.clusters import cluster
     from flexcp.cost import CostModel
-    from flexcp.data.lengths import parse_lengths
     from flexcp.masks import Mask, parse_mask
     from flexcp.measure.bench_step import BenchTask
     from flexcp.measure.tile_times import refuse_other_heads
-    from flexcp.pieces import Shape
     from flexcp.simulator.compare import NAMES, without_linear
 
     if ranks % ranks_per_node:
@@ -89,15 +101,9 @@ def _task(
         raise ValueError("bench step takes one mask for all documents")
     found = Calibration(CostModel()) if cost is None else read_calibration(cost)
     where = found.on(cluster("cpu" if device == "cpu" else "h100", ranks // ranks_per_node, ranks_per_node))
-    shape = Shape(
-        heads,
-        heads if kv_heads is None else kv_heads,
-        head_dim,
-        head_dim,
-        dtype or ("float32" if device == "cpu" else "bfloat16"),
-    )
-    names = NAMES if strategies == "all" else tuple(strategies.split(","))
-    known = (tuple(parse_lengths(lengths)), rule, shape, where, without_linear(found.cost), names)
+    shape = replace(described.attention(EXAMPLE), dtype=dtype or ("float32" if device == "cpu" else "bfloat16"))
+    names = NAMES if strategies == "all" else tuple(name.strip() for name in strategies.split(",") if name.strip())
+    known = (tuple(lengths), rule, shape, where, without_linear(found.cost), names)
     tiles = found.tiles if device == "cuda" else None
     if tiles is not None:
         refuse_other_heads(shape, tiles)  # before anything is measured

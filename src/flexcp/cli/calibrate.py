@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,15 +17,16 @@ if TYPE_CHECKING:
 
 Ranks = Annotated[int, typer.Option(help="CPU ranks that measure at once: as many as will run on this machine.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda; cuda where there is one, by default.")]
-Write = Annotated[Path | None, typer.Option(help="Write the cost model to this file, for --cost.")]
+Write = Annotated[Path | None, typer.Option(callback=o.writable, help="Write the cost model to this file, for --cost.")]
 
 
 def calibrate(
     ranks: Ranks = 2,
     device: Device = "",
-    heads: o.Heads = 8,
+    model: o.HeadsOf = None,
+    heads: o.Heads = None,
     kv_heads: o.KvHeads = None,
-    head_dim: o.HeadDim = 64,
+    head_dim: o.HeadDim = None,
     dtype: Annotated[str, typer.Option(help="float32 on CPUs, bfloat16 on GPUs, by default.")] = "",
     write: Write = None,
     as_json: o.Json = False,
@@ -36,10 +38,10 @@ def calibrate(
 
     Example: `flexcp calibrate --ranks 4 --write here.json && flexcp simulate --lengths 4096,800 --cluster cpu:1x4 --cost here.json`
     """
+    shape = o.Described(model, heads, kv_heads, head_dim, None, None).attention((8, 8, 64))
     import torch
 
     from flexcp.measure.calibrate import calibrate_here
-    from flexcp.pieces import Shape
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cpu", "cuda"):
@@ -48,13 +50,7 @@ def calibrate(
         raise ValueError("--device cuda needs a CUDA GPU, and torch sees none here")
     if ranks < 1:
         raise ValueError(f"--ranks is at least 1; got {ranks}")
-    shape = Shape(
-        heads,
-        heads if kv_heads is None else kv_heads,
-        head_dim,
-        head_dim,
-        dtype or ("float32" if device == "cpu" else "bfloat16"),
-    )
+    shape = replace(shape, dtype=dtype or ("float32" if device == "cpu" else "bfloat16"))
     with compiling("measuring") as progress:
         found = calibrate_here(shape, ranks, device, lambda text: progress.update(f"measuring {text}"))
     if write is not None:

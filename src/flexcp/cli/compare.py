@@ -23,12 +23,16 @@ WIDTH = 40
 
 def compare(
     lengths: o.Lengths,
-    mask: o.MaskText = "causal",
-    cluster: s.ClusterText = "h100",
-    model: s.ModelName = None,
-    heads: o.Heads = 32,
-    kv_heads: o.KvHeads = 8,
-    head_dim: o.HeadDim = 128,
+    batch: o.BatchNumber = None,
+    mask: o.MaybeMask = None,
+    cluster: o.ClusterText = None,
+    ranks: o.Ranks = None,
+    model: o.ModelName = None,
+    heads: o.Heads = None,
+    kv_heads: o.KvHeads = None,
+    head_dim: o.HeadDim = None,
+    hidden: o.Hidden = None,
+    layers: o.Layers = None,
     strategies: Names = "all",
     cost: s.CostFile = None,
     sync: s.Sync = "fsdp",
@@ -47,19 +51,19 @@ def compare(
 
     setting = s.make_setting(
         lengths,
+        batch,
         mask,
-        cluster,
-        model,
-        heads,
-        kv_heads,
-        head_dim,
+        o.find_cluster(cluster, ranks),
+        o.Described(model, heads, kv_heads, head_dim, hidden, layers),
         cost,
         sync,
         overlap,
         not no_contention,
         max_tokens_per_rank,
     )
-    names = NAMES if strategies == "all" else strategies.split(",")
+    names = NAMES if strategies == "all" else [name.strip() for name in strategies.split(",") if name.strip()]
+    if not names:
+        raise ValueError(f"--strategies {strategies!r} names none; write all, or names as in auto,zigzag:8,ring")
     with compiling(f"planning and simulating {len(names)} strategies") as progress:
         asked = (setting.request, names, setting.rules, setting.training)
         found = run(*asked, lambda n: progress.update(f"simulating {n}"), setting.compute)
@@ -117,10 +121,7 @@ def table(found: Comparison) -> str:
     )
     best = found.best_static
     if best is not None:
-        lines.append(
-            f"x static: against {best.name}, the best static one. The closed form that auto is scored by is off by at most "
-            f"{found.predict_error:.1%} from these times."
-        )
+        lines.append(f"x static: against {best.name}, the best static one.")
     lines += [f"{row.name} refused: {row.refused}" for row in found.rows if row.refused is not None]
     return "\n".join(lines)
 
@@ -155,6 +156,7 @@ def _bar(row: Row, slowest: int) -> str:
 
 def _report(path: Path, found: Comparison, setting: s.Setting) -> None:
     from flexcp.cli.reports import timed_plan, write
+    from flexcp.report.plan_time import PlanTime
     from flexcp.report.sections import StrategyTime, strategies_section
 
     times = []
@@ -168,6 +170,9 @@ def _report(path: Path, found: Comparison, setting: s.Setting) -> None:
             parts = (step.attention_ns, step.wait_ns, step.total_ns - step.attention_ns - step.wait_ns)
         mark = "best static" if row is found.best_static else ""
         times.append(StrategyTime(row.name, *parts, row.moved_bytes, row.work_imbalance, mark))
-    sections = [strategies_section(times, setting.title, "Strategies side by side, simulated")]
-    sections += [timed_plan(row.simulation.plan, row.name) for row in found.ran[:1] if row.simulation is not None]
+    of = "attention" if setting.training is None else "step"
+    sections = [strategies_section(times, setting.title, "Strategies side by side, simulated", of)]
+    for row in found.ran[:1]:
+        assert row.simulation is not None
+        sections.append(timed_plan(row.simulation.plan, row.name, PlanTime.of_simulation(row.simulation)))
     write(path, sections, f"Strategies on {found.request.cluster}, simulated", setting.title)

@@ -112,6 +112,8 @@ def _counter(tokenizer: str | None) -> Count | None:
         except Exception as error:  # the package raises a bare Exception
             raise ValueError(f"{tokenizer} is no tokenizer.json: {error}") from None
         return lambda text: len(made.encode(text).ids)
+    if tokenizer.endswith(".json") or tokenizer.startswith((".", "/", "~")):
+        raise ValueError(f"--tokenizer {tokenizer}: there is no such file")
     try:
         from transformers import AutoTokenizer
     except ImportError:

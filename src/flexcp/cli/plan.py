@@ -11,28 +11,34 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flexcp.cli import options as o
-from flexcp.cli.progress import compiling
+from flexcp.cli.progress import compiling, say
 from flexcp.cli.reports import report_plan
 
 if TYPE_CHECKING:
     from flexcp.plan import Plan
 
 REPEATS = 7
-Save = Annotated[Path | None, typer.Option(help="Write the plan to this file; `flexcp show FILE` reads it.")]
+Save = Annotated[
+    Path | None, typer.Option(callback=o.writable, help="Write the plan to this file; `flexcp show FILE` reads it.")
+]
 ShowRounds = Annotated[bool, typer.Option("--rounds", help="Show each stage's conflict-free rounds too.")]
 
 
 def plan(
     lengths: o.Lengths,
-    mask: o.MaskText = "causal",
+    batch: o.BatchNumber = None,
+    mask: o.MaybeMask = None,
     cluster: o.ClusterText = None,
     nodes: o.Nodes = None,
     ranks_per_node: o.RanksPerNode = None,
     ranks: o.Ranks = None,
     speeds: o.Speeds = None,
-    heads: o.Heads = 32,
+    model: o.ModelName = None,
+    heads: o.Heads = None,
     kv_heads: o.KvHeads = None,
-    head_dim: o.HeadDim = 128,
+    head_dim: o.HeadDim = None,
+    hidden: o.Hidden = None,
+    layers: o.Layers = None,
     v_head_dim: o.VHeadDim = None,
     dtype: o.Dtype = "bfloat16",
     strategy: o.Strategy = "auto",
@@ -56,17 +62,19 @@ def plan(
 
     Example: `flexcp plan --lengths 4096,800,1 --ranks 8 --heads 8 --kv-heads 2 --strategy blocks`
     """
-    from flexcp.data.lengths import parse_lengths
+    from flexcp.cli.batches import take_batch
 
     given = dict(locals())
     asked = o.PlanOptions(**{name: given[name] for name in o.PlanOptions.__dataclass_fields__})
-    numbers = parse_lengths(lengths)
-    planner = asked.planner()
+    planner = asked.planner((32, 32, 128))
+    taken = take_batch(lengths, planner.cluster.ranks, max_tokens_per_rank, batch)
+    if taken.words:
+        say(taken.words)
     times, found = [], None
     with compiling():
         for _ in range(1 + (REPEATS if as_json else 0)):
             begin = time.perf_counter()
-            found = asked.plan(planner, numbers)
+            found = asked.plan(planner, taken.lengths)
             _ = found.hash
             times.append((time.perf_counter() - begin) * 1000)
     assert found is not None

@@ -12,14 +12,15 @@ if TYPE_CHECKING:
 
     from flexcp.plan import Plan
     from flexcp.report.markup import Cell
+    from flexcp.report.plan_time import PlanTime
     from flexcp.report.sections import Section
     from flexcp.train.loop import StepReport, TrainConfig
 
 
-def report_plan(path: Path, plan: Plan) -> None:
-    """One plan."""
+def report_plan(path: Path, plan: Plan, time: PlanTime | None = None) -> None:
+    """One plan, with the time of its simulation where there was one."""
     with compiling("simulating and drawing the plan"):
-        sections = [timed_plan(plan)]
+        sections = [timed_plan(plan, time=time)]
     write(path, sections, f"{plan.label} on {plan.cluster}", about(plan))
 
 
@@ -78,13 +79,13 @@ def report_training(path: Path, steps: Sequence[StepReport], config: TrainConfig
     write(path, sections, "A training run", about)
 
 
-def timed_plan(plan: Plan, title: str | None = None) -> Section:
-    """A plan with the simulated timeline of a layer."""
+def timed_plan(plan: Plan, title: str | None = None, time: PlanTime | None = None) -> Section:
+    """A plan with the simulated timeline of a layer; ``time`` is what a simulation of the plan took, else it is predicted."""
     from flexcp.report.layer_timeline import layer_timeline
     from flexcp.report.plan_section import plan_section
 
     timeline = layer_timeline(plan)
-    return plan_section(plan, title, timeline.bars, timeline.says)
+    return plan_section(plan, title, timeline.bars, timeline.says, time)
 
 
 def about(plan: Plan) -> str:

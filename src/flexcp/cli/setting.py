@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,18 +13,13 @@ from flexcp.cli.options import CostFile as CostFile
 
 if TYPE_CHECKING:
     from flexcp.calibration import Calibration
+    from flexcp.cli.options import Described
+    from flexcp.clusters import Cluster
     from flexcp.planners.request import Request
     from flexcp.simulator.compare import Compute
     from flexcp.simulator.passes import Rules
     from flexcp.simulator.training import Training
 
-ClusterText = Annotated[str, typer.Option("--cluster", help="Preset and shape, as in h100:4x8.")]
-ModelName = Annotated[
-    str | None,
-    typer.Option(
-        "--model", help="llama3-8b, llama3-70b, gpt-8b, qwen3-30b-a3b or qwen2.5-vl-7b; without, attention alone."
-    ),
-]
 Sync = Annotated[str, typer.Option(help="Gradient sync of a step: fsdp, allreduce or none.")]
 Overlap = Annotated[float, typer.Option(help="Share of a layer's time behind which gradient sync may hide.")]
 NoContention = Annotated[
@@ -41,6 +36,8 @@ class Setting:
     training: Training | None
     rules: Rules
     calibration: Calibration
+    taken: str = ""
+    """Which batch of a file this is, in words."""
 
     @property
     def compute(self) -> Compute | None:
@@ -64,23 +61,21 @@ class Setting:
         return (
             f"simulated: {model} on {self.request.cluster}, {batch.documents:,} documents, {batch.tokens:,} tokens, {masks}, "
             f"{shape.heads} / {shape.kv_heads} heads of {shape.head_dim}; {error_words(self.request.cost, self.calibration.held_out)}"
+            f"{f'; {self.taken}' if self.taken else ''}"
         )
 
 
 def make_setting(
-    lengths: str, mask: str, cluster: str, model: str | None, heads: int, kv_heads: int | None, head_dim: int, cost: Path | None,
-    sync: str = "fsdp", overlap: float = 1.0, contention: bool = True, max_tokens_per_rank: int | None = None,
+    lengths: str, batch: int | None, mask: str | None, where: Cluster, model: Described, cost: Path | None, sync: str = "fsdp",
+    overlap: float = 1.0, contention: bool = True, max_tokens_per_rank: int | None = None,
 ) -> Setting:  # fmt: skip
-    """What the options describe; a model brings its own heads."""
+    """What the options describe; a model brings its own heads and masks."""
     from flexcp.batch import make_batch
     from flexcp.calibration import Calibration, read_calibration
-    from flexcp.clusters import parse_cluster
+    from flexcp.cli.batches import take_batch
     from flexcp.cost import CostModel
-    from flexcp.data.lengths import parse_lengths
     from flexcp.masks import parse_mask
-    from flexcp.models import find_model
-    from flexcp.pieces import Shape
-    from flexcp.planners.request import Request
+    from flexcp.planners.request import Request, refuse_over_cap
     from flexcp.simulator.passes import Rules
     from flexcp.simulator.training import Training
 
@@ -88,15 +83,20 @@ def make_setting(
         raise ValueError(f"--sync is {', '.join(SYNCS)}; got {sync!r}")
     if not 0 <= overlap <= 1:
         raise ValueError(f"--overlap is a share between 0 and 1; got {overlap}")
+    if max_tokens_per_rank is not None and max_tokens_per_rank < 1:
+        raise ValueError(f"--max-tokens-per-rank is at least 1; got {max_tokens_per_rank}")
     found = Calibration(CostModel()) if cost is None else read_calibration(cost)
-    where, rules, numbers = found.on(parse_cluster(cluster)), Rules(contention=contention), parse_lengths(lengths)
-    if model is None:
-        shape = Shape(heads, heads if kv_heads is None else kv_heads, head_dim, head_dim)
-        batch = make_batch(numbers, parse_mask(mask))
-        request = Request(batch, shape, where, found.cost, max_tokens_per_rank=max_tokens_per_rank)
-        return Setting(request, None, rules, found)
-    preset = find_model(model)
-    batch = make_batch(numbers, masks={"mask": (parse_mask(mask), preset.model.layers)})
-    priced = replace(found.cost, model=preset.model)
-    request = Request(batch, preset.shape, where, priced, max_tokens_per_rank=max_tokens_per_rank)
-    return Setting(request, Training(preset, sync, round(1000 * overlap)), rules, found)  # type: ignore[arg-type]
+    preset, rule = model.whole(), None if mask is None else parse_mask(mask)
+    taken = take_batch(lengths, where.ranks, max_tokens_per_rank, batch)
+    if preset is None:
+        made = make_batch(taken.lengths, parse_mask("causal") if rule is None else rule)
+        priced, training = found.cost, None
+    else:
+        masks: Any = preset.masks() if rule is None else {"mask": (rule, preset.model.layers)}
+        made = make_batch(taken.lengths, masks=masks)
+        priced, training = replace(found.cost, model=preset.model), Training(preset, sync, round(1000 * overlap))  # type: ignore[arg-type]
+    request = Request(
+        made, model.attention((32, 8, 128)), found.on(where), priced, max_tokens_per_rank=max_tokens_per_rank
+    )
+    refuse_over_cap(request)
+    return Setting(request, training, Rules(contention=contention), found, taken.words)

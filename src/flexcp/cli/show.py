@@ -8,12 +8,10 @@ from typing import Annotated
 
 import typer
 
-from flexcp.cli.options import Html, Json
+from flexcp.cli.options import MOST_RANKS, Html, Json
 from flexcp.cli.reports import report_plan
 
 LARGEST = 1 << 28
-DRAWN_RANKS = 4096
-"""Up to here a picture is made; its table of bytes has a cell for every pair of ranks."""
 
 File = Annotated[Path, typer.Argument(help="A file written by flexcp plan --save.")]
 Check = Annotated[bool, typer.Option("--check", help="Execute the plan symbolically, forward and backward.")]
@@ -33,8 +31,8 @@ def show(file: File, check: Check = False, html: Html = None, as_json: Json = Fa
     plan = load_plan(data)
     if check:
         plan.check()
-    if plan.ranks > DRAWN_RANKS:
-        raise ValueError(f"{file} is a plan of {plan.ranks} ranks; show draws up to {DRAWN_RANKS}")
+    if plan.ranks > MOST_RANKS:
+        raise ValueError(f"{file} is a plan of {plan.ranks} ranks; show draws up to {MOST_RANKS}")
     if html is not None:
         report_plan(html, plan)
     if as_json:

@@ -17,19 +17,24 @@ if TYPE_CHECKING:
     from flexcp.simulator.training import Simulation
 
 Events = Annotated[
-    Path | None, typer.Option(help="Write one layer's timeline as JSON: rank, track, name, begin, end, bytes.")
+    Path | None,
+    typer.Option(callback=o.writable, help="Write one layer's timeline as JSON: rank, track, name, begin, end, bytes."),
 ]
 WIDTH, MOST_RANKS = 60, 32
 
 
 def simulate(
     lengths: o.Lengths,
-    mask: o.MaskText = "causal",
-    cluster: s.ClusterText = "h100",
-    model: s.ModelName = None,
-    heads: o.Heads = 32,
-    kv_heads: o.KvHeads = 8,
-    head_dim: o.HeadDim = 128,
+    batch: o.BatchNumber = None,
+    mask: o.MaybeMask = None,
+    cluster: o.ClusterText = None,
+    ranks: o.Ranks = None,
+    model: o.ModelName = None,
+    heads: o.Heads = None,
+    kv_heads: o.KvHeads = None,
+    head_dim: o.HeadDim = None,
+    hidden: o.Hidden = None,
+    layers: o.Layers = None,
     strategy: o.Strategy = "auto",
     cost: s.CostFile = None,
     sync: s.Sync = "fsdp",
@@ -48,12 +53,10 @@ def simulate(
 
     setting = s.make_setting(
         lengths,
+        batch,
         mask,
-        cluster,
-        model,
-        heads,
-        kv_heads,
-        head_dim,
+        o.find_cluster(cluster, ranks),
+        o.Described(model, heads, kv_heads, head_dim, hidden, layers),
         cost,
         sync,
         overlap,
@@ -70,8 +73,9 @@ def simulate(
         events.write_text(json.dumps([e._asdict() for e in found.events()]))
     if html is not None:
         from flexcp.cli.reports import report_plan
+        from flexcp.report.plan_time import PlanTime
 
-        report_plan(html, found.plan)
+        report_plan(html, found.plan, PlanTime.of_simulation(found))
     if as_json:
         data = {"simulated": True, "setting": setting.title, "strategy": row.name, **simulation_data(found)}
         typer.echo(json.dumps(data | {"held_out": setting.calibration.to_json()["held_out"]}, indent=2))

@@ -18,10 +18,20 @@ if TYPE_CHECKING:
     from flexcp.train.loop import StepReport, TrainConfig
 
 ModelName = Annotated[
-    str, typer.Option(help="gpt (a small one of ours), or the path of a Hugging Face config.json or its folder.")
+    str | None,
+    typer.Option(
+        "--model",
+        help="A Hugging Face config.json or its folder; without, a small GPT (gpt), of the sizes that --heads, --kv-heads, --head-dim, "
+        "--hidden and --layers give. Presets such as llama3-8b are too large: every rank holds the whole model.",
+    ),
 ]
-Data = Annotated[str, typer.Option(help="A length distribution (longtail, web, wikipedia, ...) or a text file.")]
-Tokens = Annotated[int, typer.Option(help="Tokens a step.")]
+Data = Annotated[
+    str,
+    typer.Option(
+        help="A text file (blank lines part documents), @file of document lengths, or a length distribution (longtail, web, ...)."
+    ),
+]
+Tokens = Annotated[int, typer.Option(parser=o.tokens, metavar="TOKENS", help="Tokens a step.")]
 Steps = Annotated[int, typer.Option(help="Training steps.")]
 Ranks = Annotated[int, typer.Option(help="CPU ranks; under torchrun its processes are the ranks.")]
 Rate = Annotated[float, typer.Option("--learning-rate", help="Of AdamW.")]
@@ -29,7 +39,12 @@ Preset = Annotated[str | None, typer.Option("--cluster", help="Whose speeds pred
 
 
 def train(
-    model: ModelName = "gpt",
+    model: ModelName = None,
+    heads: o.Heads = None,
+    kv_heads: o.KvHeads = None,
+    head_dim: o.HeadDim = None,
+    hidden: o.Hidden = None,
+    layers: o.Layers = None,
     data: Data = "longtail",
     tokens: Tokens = 4096,
     steps: Steps = 20,
@@ -48,20 +63,35 @@ def train(
     """
     from flexcp.clusters import cluster as machine
     from flexcp.planners import find_strategy
+    from flexcp.train.source import checked_data, checked_model, gpt_sizes
+
+    # A mistake ends here in one line: before torch is loaded, not on every rank.
+    if cluster is not None:
+        machine(cluster)
+    find_strategy(strategy)
+    if ranks < 1:
+        raise ValueError(f"training needs at least 1 rank; got --ranks {ranks}")
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "hidden": hidden, "layers": layers}
+    told = {name: size for name, size in sizes.items() if size is not None}
+    name = model or "gpt"
+    if name != "gpt":
+        checked_model(name)
+        if told:
+            raise ValueError(
+                f"--model {name} brings its own sizes; drop --{next(iter(told)).replace('_', '-')}, or drop --model"
+            )
+    checked_data(data)
+    from flexcp.train.documents import Documents
     from flexcp.train.loop import TrainConfig
     from flexcp.train.report import Table
-    from flexcp.train.trainee import checked_source
 
     launched = "TORCHELASTIC_RUN_ID" in os.environ
     preset = cluster or ("h100" if launched and _has_gpu() else "cpu")
-    machine(preset)  # a mistake ends here in one line, not on every rank
-    find_strategy(strategy)
-    config = TrainConfig(model, data, tokens, steps, strategy, layout, dtype, learning_rate, preset)
+    given = gpt_sizes(**told) if told else ()
+    config = TrainConfig(name, data, tokens, steps, strategy, layout, dtype, learning_rate, preset, given)
     quiet_rank = launched and os.environ["RANK"] != "0"
-    checked_source(model, data, tokens)
+    Documents(data, tokens, vocabulary=256)  # raises for what cannot be trained on
     table = Table(console() if not quiet_rank else None, config)
-    if ranks < 1:
-        raise ValueError(f"training needs at least 1 rank; got --ranks {ranks}")
     reports = _under_torchrun(config, table.add) if launched else _on_cpu_ranks(config, ranks, table.add)
     if quiet_rank:
         return

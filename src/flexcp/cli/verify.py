@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flexcp.cli import options as o
-from flexcp.cli.progress import compiling, console
+from flexcp.cli.progress import compiling, console, say
 
 if TYPE_CHECKING:
     from flexcp.measure.dumps import Replay
@@ -18,7 +18,7 @@ DumpPath = Annotated[
     str, typer.Argument(metavar="[@DUMP]", help="Replay the plans of a dump, or of all dumps in a folder, instead.")
 ]
 MaybeLengths = Annotated[
-    str, typer.Option("--lengths", help="4096,800,1 or 64x2048 or @file or NAME:TOKENS:SEED (web:131072:0).")
+    str, typer.Option("--lengths", help="4096,4k,1 or 64x2048 or @file or NAME:TOKENS:SEED (web:131072:0).")
 ]
 Seed = Annotated[int, typer.Option(help="Seed of the random inputs.")]
 Kernel = Annotated[str, typer.Option(help="cpu or reference.")]
@@ -27,15 +27,19 @@ Kernel = Annotated[str, typer.Option(help="cpu or reference.")]
 def verify(
     dump: DumpPath = "",
     lengths: MaybeLengths = "",
-    mask: o.MaskText = "causal",
+    batch: o.BatchNumber = None,
+    mask: o.MaybeMask = None,
     cluster: o.ClusterText = None,
     nodes: o.Nodes = None,
     ranks_per_node: o.RanksPerNode = None,
     ranks: o.Ranks = None,
     speeds: o.Speeds = None,
-    heads: o.Heads = 4,
+    model: o.ModelName = None,
+    heads: o.Heads = None,
     kv_heads: o.KvHeads = None,
-    head_dim: o.HeadDim = 32,
+    head_dim: o.HeadDim = None,
+    hidden: o.Hidden = None,
+    layers: o.Layers = None,
     v_head_dim: o.VHeadDim = None,
     dtype: o.Dtype = "float64",
     strategy: o.Strategy = "auto",
@@ -64,13 +68,17 @@ def verify(
     if dump:
         replay_dump(dump, seed, kernel, as_json)
         return
-    from flexcp.data.lengths import parse_lengths
+    from flexcp.cli.batches import take_batch
     from flexcp.measure.ranks import RankPool
 
     given = dict(locals())
     asked = o.PlanOptions(**{name: given[name] for name in o.PlanOptions.__dataclass_fields__})
+    planner = asked.planner((4, 4, 32))
+    taken = take_batch(lengths, planner.cluster.ranks, max_tokens_per_rank, batch)
+    if taken.words:
+        say(taken.words)
     with compiling():
-        plan = asked.plan(asked.planner(), parse_lengths(lengths))
+        plan = asked.plan(planner, taken.lengths)
     plan.check()
     from flexcp.measure.verify import Options, check_verifiable, verify_on
 

@@ -11,6 +11,8 @@ percentiles; ``lognormal16k`` and ``bimodal`` are block-level FCP's synthetic se
 like instruction sets of long documents), ``longtail`` (many short, few very long, like LongDataCollections), ``video`` (clips
 of 2K to 128K tokens), ``images`` (encoder documents of 256 to 4,096 tokens), ``equal`` (all 8,192: the control where nothing
 is to be gained).
+
+Counts of tokens may be written with a letter, as context lengths are: ``4k`` is 4,096 and ``1m`` is 1,048,576.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import NormalDist
@@ -26,8 +29,14 @@ from statistics import NormalDist
 import numpy as np
 
 Rng = np.random.Generator
-FORMS = "4096,800,1 or 64x2048 or @file (one a line, or .jsonl) or NAME:TOKENS:SEED, as in web:131072:0"
+FORMS = "4096,4k,1 or 64x2048 or @file (one a line, or .jsonl) or NAME:TOKENS:SEED, as in web:131072:0"
+LETTERS = {"": 1, "k": 1 << 10, "m": 1 << 20}
+"""What a letter behind a count of tokens multiplies it by: a context of 4k is 4,096 tokens."""
 JSONL_FIELDS = ("length", "tokens", "input_ids")
+SLACK = 8
+"""A batch fills all but one in so many tokens of the ranks."""
+MOST_DOCUMENTS = 100_000_000
+"""Of ``NxLENGTH``: more is a slip of the keyboard, and would only fill the memory."""
 
 _WEB_BINS = (
     (1, 10, 30254),
@@ -152,15 +161,23 @@ def draw_lengths(name: str, tokens: int, seed: int = 0) -> list[int]:
     return found
 
 
+def parse_count(word: str) -> int:
+    """A count of tokens: digits, with k for 1,024 or m for 1,048,576 behind them. ValueError, without words, for anything else."""
+    match = re.fullmatch(r"([+-]?[0-9]{1,18})([km]?)", word.strip().lower())
+    if match is None:
+        raise ValueError
+    return int(match[1]) * LETTERS[match[2]]
+
+
 def parse_lengths(text: str) -> list[int]:
     """Document lengths from a text form (see ``FORMS``)."""
-    if text.startswith("@") or (not text.isdigit() and _is_file(text)):
+    if is_lengths_file(text):
         return _read(Path(text.removeprefix("@")))
     name, _, tail = text.partition(":")
     if tail:
         parts = tail.split(":")
         try:
-            tokens, seed = int(parts[0]), int(parts[1]) if len(parts) > 1 else 0
+            tokens, seed = parse_count(parts[0]), int(parts[1]) if len(parts) > 1 else 0
         except ValueError:
             parts = []
         if not 1 <= len(parts) <= 2 or seed < 0:
@@ -170,10 +187,52 @@ def parse_lengths(text: str) -> list[int]:
     for word in text.split(","):
         count, x, length = word.strip().partition("x")
         try:
-            found += [int(length)] * int(count) if x else [int(count)]
+            times, each = (parse_count(count), parse_count(length)) if x else (1, parse_count(count))
         except ValueError:
-            raise ValueError(f"lengths {text!r}: {word!r} is not a length; write {FORMS}") from None
+            raise ValueError(_no_length(text, word)) from None
+        if len(found) + times > MOST_DOCUMENTS:
+            raise ValueError(
+                f"lengths {text!r}: {times:,} documents are too many; at most {MOST_DOCUMENTS:,} are taken"
+            )
+        found += [each] * times
     return found
+
+
+def is_lengths_file(text: str) -> bool:
+    """Whether a text form names a file: by its ``@``, or because there is a file of that name."""
+    return text.startswith("@") or (not text.isdigit() and _is_file(text))
+
+
+def batch_tokens(max_tokens_per_rank: int, ranks: int) -> int:
+    """Tokens of a batch for ranks that hold so many each, with room left for them to keep different counts."""
+    return max(1, max_tokens_per_rank * ranks * (SLACK - 1) // SLACK)
+
+
+def cut_batches(lengths: Sequence[int], most: int) -> list[list[int]]:
+    """Documents in the order they come, each batch as many as fit ``most`` tokens; one that is longer is a batch of its own.
+
+    What is left at the end is dropped when it fills less than half a batch: it is no typical one.
+    """
+    found: list[list[int]] = [[]]
+    filled = 0
+    for length in lengths:
+        if found[-1] and filled + length > most:
+            found.append([])
+            filled = 0
+        found[-1].append(length)
+        filled += length
+    return found[:-1] if len(found) > 1 and filled < most // 2 else found
+
+
+def _no_length(text: str, word: str) -> str:
+    """Why ``word`` of the lengths ``text`` is none: a missing file and a name without its budget are told as such."""
+    if text in DISTRIBUTIONS:
+        return f"lengths {text!r}: a named distribution needs a token budget and a seed, as in {text}:131072:0"
+    if word == text and re.search(r"[./\\~]", text) and not re.fullmatch(r"[-+.\d]+", text):
+        problem = "is a folder" if Path(text).is_dir() else "does not exist"
+        return f"lengths {text!r}: the file {text} {problem}; write {FORMS}"
+    what = "is not a length, and there is no such file" if word == text else "is not a length"
+    return f"lengths {text!r}: {word!r} {what}; write {FORMS}"
 
 
 def _is_file(text: str) -> bool:
@@ -234,10 +293,10 @@ def _read(path: Path) -> list[int]:
     found = []
     for number, word in enumerate(lines, 1):
         try:
-            found.append(int(word))
+            found.append(parse_count(word))
         except ValueError:
             raise ValueError(
-                f"{path}, entry {number}: {word!r} is not a length; the file holds one number a line"
+                f"{path}, entry {number}: {word!r} is not a length; the file holds one number a line, as in 4096 or 4k"
             ) from None
     if not found:
         raise ValueError(f"{path} holds no lengths; it should hold one number a line")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from flexcp.advice import Advice, Answer
+from flexcp.masks import Mask
 from flexcp.report.ascii import size
 
 Paragraphs = list[tuple[str, list[str]]]
@@ -45,10 +48,16 @@ def _setting(advice: Advice) -> str:
     passes = f"{advice.passes} passes" if advice.passes > 1 else "one pass"
     looked = f", of which {len(advice.static.steps)} were simulated" if len(advice.static.steps) < advice.passes else ""
     return (
-        f"{q.preset.model.name} with {q.mask} attention on {q.cluster} ({q.cluster.ranks} ranks), at most "
+        f"{q.preset.model.name} with {_attention(q.masks)} attention on {q.cluster} ({q.cluster.ranks} ranks), at most "
         f"{q.max_tokens_per_rank:,} tokens a rank: "
         f"the documents make {passes}{looked} ({tokens:,} tokens)."
     )
+
+
+def _attention(masks: Mapping[str, tuple[Mask, int]]) -> str:
+    if len(masks) == 1:
+        return " ".join(str(mask) for mask, _ in masks.values())
+    return " and ".join(f"{mask} ({layers} layers)" for mask, layers in masks.values())
 
 
 def _share(answer: Answer) -> str:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flexcp.clusters import Cluster
+from flexcp.data.lengths import batch_tokens
+from flexcp.masks import Mask
 from flexcp.pieces import Shape
 
 PLANNER = """import flexcp
@@ -16,17 +19,18 @@ planner = flexcp.Planner(heads={heads}, kv_heads={kv_heads}, head_dim={head_dim}
 SWAP = (
     PLANNER
     + """
-step = flexcp.bind(planner(lengths, flexcp.causal(), layout="contiguous"), mesh["cp"])   # every batch: lengths of its documents
-out = flexcp.attention(q, k, v, step)                                                    # every layer, instead of your attention
-loss = step.loss(logits, labels, gradients="averaged")                                   # under DDP; "summed" where gradients are summed
+step = flexcp.bind(planner(lengths, {masks}, layout="contiguous"), mesh["cp"])   # every batch: lengths of its documents
+out = flexcp.attention(q, k, v, step{which})                # every layer, instead of your attention
+loss = step.loss(logits, labels, gradients="averaged")     # under DDP; "summed" where gradients are summed
 """
 )
 LOADER = (
     PLANNER
     + """
-with flexcp.data.Loader(dataset, planner, budget={budget}, group=mesh["cp"]) as loader:
+# budget: {why_budget}
+with flexcp.data.Loader(dataset, planner, budget={budget}, {masks}, group=mesh["cp"]) as loader:
     for batch in loader:                            # batch.tokens, .labels and .positions are this rank's rows
-        out = flexcp.attention(q, k, v, batch.step)    # every layer, instead of your attention
+        out = flexcp.attention(q, k, v, batch.step{which})    # every layer, instead of your attention
         loss = batch.step.loss(logits, batch.labels, gradients="averaged")    # under DDP; "summed" where gradients are summed
 """
 )
@@ -81,14 +85,38 @@ FRAMEWORKS = {
 
 @dataclass(frozen=True)
 class Lines:
-    """What the lines are filled in with; ``swap`` keeps tokens where a contiguous split has them."""
+    """What the lines are filled in with; ``swap`` keeps tokens where a contiguous split has them.
+
+    ``step_tokens`` are those of a training step, which ``micro_batches`` passes take; ``longest`` is the longest document, which a batch
+    must hold.
+    """
 
     shape: Shape
     cluster: Cluster
     strategy: str
     max_tokens_per_rank: int
-    budget: int
+    step_tokens: int
+    micro_batches: int
+    masks: Mapping[str, tuple[Mask, int]]
     swap: bool
+    longest: int = 1
+
+    @property
+    def budget(self) -> int:
+        """Tokens of a pass."""
+        return max(-(-self.step_tokens // self.micro_batches), self.longest)
+
+    @property
+    def why_budget(self) -> str:
+        """Where the budget comes from."""
+        ranks, room = self.cluster.ranks, batch_tokens(self.max_tokens_per_rank, self.cluster.ranks)
+        if self.budget == self.longest:
+            return "tokens of a batch, those of your longest document"
+        if self.budget == room:
+            return f"tokens of a batch, 7/8 of {ranks} ranks x {self.max_tokens_per_rank:,} so that ranks may keep different counts"
+        if self.micro_batches > 1:
+            return f"tokens of a batch; {self.micro_batches} batches make a step of {self.step_tokens:,}"
+        return f"tokens of a batch: the step you asked for, under the {room:,} that leave {ranks} ranks room to differ"
 
 
 def code_lines(framework: str, lines: Lines) -> tuple[str, str]:
@@ -107,8 +135,25 @@ def code_lines(framework: str, lines: Lines) -> tuple[str, str]:
         strategy=lines.strategy,
         cap=lines.max_tokens_per_rank,
         budget=lines.budget,
+        why_budget=lines.why_budget,
+        masks=_masks(lines.masks),
+        which="" if len(lines.masks) == 1 else ", mask=name_of_the_layers_mask",
         cluster=lines.cluster.name,
         nodes=lines.cluster.nodes,
         each=lines.cluster.ranks_per_node,
         layout=', layout="contiguous"' if lines.swap else "",
     )
+
+
+def _masks(masks: Mapping[str, tuple[Mask, int]]) -> str:
+    """The keyword argument that gives a planner or a loader these masks."""
+    if len(masks) == 1:
+        return "".join(f"mask={_call(mask)}" for mask, _ in masks.values())
+    inside = ", ".join(f'"{name}": ({_call(mask)}, {layers})' for name, (mask, layers) in masks.items())
+    return f"masks={{{inside}}}"
+
+
+def _call(mask: Mask) -> str:
+    """The Python call that makes a named mask."""
+    makers = {"lambda": "lambda_", "shared-question": "shared_question", "blockwise": "causal_blockwise"}
+    return f"flexcp.{makers.get(mask.name, mask.name)}({', '.join(map(repr, mask.params))})"

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from flexcp.masks import UNBOUNDED
 from flexcp.plan import Plan, sums
-from flexcp.simulate import Prediction
+from flexcp.report.plan_time import PlanTime
 from flexcp.tables import Table
 
 Ints = NDArray[np.int64]
@@ -24,7 +24,7 @@ MOST_PAIRS = 20_000
 """Pairs of ranks that exchange something, of one mask and direction."""
 
 
-def plan_data(plan: Plan, prediction: Prediction) -> dict[str, Any]:
+def plan_data(plan: Plan, time: PlanTime) -> dict[str, Any]:
     """The numbers of one plan."""
     batch, placement = plan.batch, plan.placement
     of_runs, _ = np.unique(batch.document_of(placement.runs.start), return_counts=True)
@@ -52,9 +52,9 @@ def plan_data(plan: Plan, prediction: Prediction) -> dict[str, Any]:
             for m, (mask, regions) in enumerate(zip(batch.masks, placement.regions, strict=True))
         ],
         "time": {
-            "attention": prediction.attention_ns.tolist(),
-            "exposed": prediction.exposed_ns.tolist(),
-            "linear": prediction.linear_ns.tolist(),
+            "attention": time.attention_ns.tolist(),
+            "exposed": time.exposed_ns.tolist(),
+            "linear": time.linear_ns.tolist(),
         },
     }
 

@@ -11,39 +11,42 @@ from flexcp.plan import Plan, imbalance
 from flexcp.report.ascii import size
 from flexcp.report.markup import choice, figure, folded, paragraphs, table, tiles
 from flexcp.report.plan_data import drawn_documents, plan_data
+from flexcp.report.plan_time import PlanTime
 from flexcp.report.sections import KEYS, Section
 from flexcp.report.timeline import Bar, timeline_data, timeline_figure
-from flexcp.simulate import Prediction, lower_bound, predict
+from flexcp.simulate import lower_bound, predict
 
 MOST_DOCUMENTS = 200
 """Documents in a drop-down list or a table: the longest."""
 MOST_TRANSFERS = 500
 
 
-def plan_section(plan: Plan, title: str | None = None, bars: Iterable[Bar] = (), timed: str = "") -> Section:
-    """Everything there is to see of a plan; ``bars`` are its timeline, of what ``timed`` says."""
-    prediction = predict(plan.placement, plan.shape, plan.cluster, plan.cost)
+def plan_section(
+    plan: Plan, title: str | None = None, bars: Iterable[Bar] = (), timed: str = "", time: PlanTime | None = None
+) -> Section:
+    """Everything there is to see of a plan; ``bars`` are its timeline, of what ``timed`` says; its ``time`` is predicted unless given."""
+    time = time or PlanTime.of_prediction(predict(plan.placement, plan.shape, plan.cluster, plan.cost))
     bound = lower_bound(plan.batch, plan.shape, plan.cluster, plan.cost)
-    data = {**plan_data(plan, prediction), "bound": bound, "timeline": timeline_data(bars)}
+    data = {**plan_data(plan, time), "bound": bound, "timeline": timeline_data(bars)}
 
     def body(number: int) -> str:
         parts = [
-            paragraphs([p for p in (plan.placement.note,) if p]),
-            _tiles(plan, prediction, bound),
+            paragraphs([p for p in (time.says, plan.placement.note) if p]),
+            _tiles(plan, time, bound),
             _legend(plan, number),
             _batch(plan, number),
             _kept(plan, number),
             _matrix(plan, number),
             _traffic(plan, number),
             timeline_figure(number, data["timeline"], plan.ranks, timed) if data["timeline"]["labels"] else "",
-            _balance(plan, number, prediction, bound),
+            _balance(plan, number, time, bound),
         ]
         return "".join(parts)
 
     return Section(title or f"Plan: {plan.label} on {plan.cluster}", body, data)
 
 
-def _tiles(plan: Plan, prediction: Prediction, bound: int) -> str:
+def _tiles(plan: Plan, time: PlanTime, bound: int) -> str:
     forward, backward = int(plan.bytes().sum()), int(plan.bytes(backward=True).sum())
     error = plan.cost.error_permille / 10
     return tiles(
@@ -51,8 +54,8 @@ def _tiles(plan: Plan, prediction: Prediction, bound: int) -> str:
             ("documents", f"{plan.batch.documents:,}"),
             ("tokens", f"{plan.batch.tokens:,}" + (f" + {plan.placement.pads:,} pads" if plan.placement.pads else "")),
             ("ranks", f"{plan.cluster.nodes} x {plan.cluster.ranks_per_node}"),
-            ("predicted step", f"{prediction.total_ns / 1e6:.2f} ms \u00b1 {error:g} %"),
-            ("over perfect compute", f"{prediction.total_ns / max(bound, 1):.3f} x"),
+            (f"{time.how} {time.what}", f"{time.total_ns / 1e6:,.2f} ms \u00b1 {error:g} %"),
+            ("over perfect compute", f"{time.total_ns / max(bound, 1):.3f} x"),
             ("compute, max / mean", f"{imbalance(plan.work()):.3f}"),
             ("tokens, max / mean", f"{imbalance(plan.placement.tokens):.3f}"),
             ("bytes, forward / backward", f"{size(forward)} / {size(backward)}"),
@@ -146,25 +149,25 @@ def _masks(plan: Plan) -> str:
     return choice("mask", "Mask", [(i, f"{m.name} ({m.layers} layers)") for i, m in enumerate(plan.batch.masks)])
 
 
-def _balance(plan: Plan, number: int, prediction: Prediction, bound: int) -> str:
+def _balance(plan: Plan, number: int, time: PlanTime, bound: int) -> str:
     rows = [
         [
             r,
-            round(int(prediction.rank_ns[r]) / 1e6, 3),
-            round(int(prediction.attention_ns[r]) / 1e6, 3),
-            round(int(prediction.exposed_ns[r]) / 1e6, 3),
-            round(int(prediction.linear_ns[r]) / 1e6, 3),
+            round(int(time.rank_ns[r]) / 1e6, 3),
+            round(int(time.attention_ns[r]) / 1e6, 3),
+            round(int(time.exposed_ns[r]) / 1e6, 3),
+            round(int(time.linear_ns[r]) / 1e6, 3),
         ]
         for r in range(plan.ranks)
     ]
     layers = sum(m.layers for m in plan.batch.masks)
-    says = f"predicted {prediction}; perfectly divided compute alone would take {bound / 1e6:.3f} ms."
+    says = f"{time.how} {time}; perfectly divided compute alone would take {bound / 1e6:.3f} ms."
     caption = (
-        f"Predicted time of every rank, forward and backward of {layers} layer{'s' if layers > 1 else ''}. Dashed: all compute divided "
-        f"perfectly. The model may err by {plan.cost.error_permille / 10:g} %."
+        f"{time.how.capitalize()} time of every rank, forward and backward of {layers} layer{'s' if layers > 1 else ''}. Dashed: all "
+        f"compute divided perfectly. The model may err by {plan.cost.error_permille / 10:g} %."
     )
     headers = ["rank", "ms", "attention ms", "waiting ms", "other layers ms"]
-    behind = KEYS + folded("As a table", table(headers, rows, "Predicted time of every rank"))
+    behind = KEYS + folded("As a table", table(headers, rows, f"{time.how.capitalize()} time of every rank"))
     return figure("balance", number, title="Where the time goes", says=says, caption=caption, behind=behind, zoom=False)
 
 

@@ -70,9 +70,9 @@ def table_section(
 
 
 def strategies_section(
-    strategies: Sequence[StrategyTime], says: str, title: str = "Strategies side by side"
+    strategies: Sequence[StrategyTime], says: str, title: str = "Strategies side by side", of: str = "step"
 ) -> Section:
-    """Predicted step time of strategies, the fastest first."""
+    """Predicted time of strategies, the fastest first; ``of`` says what the times are of: a step, a pass, attention."""
     ordered = sorted(strategies, key=lambda s: s.total_ns)
     best = ordered[0]
     rows: list[list[Cell]] = [
@@ -91,7 +91,7 @@ def strategies_section(
     ]
     headers = [
         "strategy",
-        "step ms",
+        f"{of} ms",
         "x fastest",
         "attention ms",
         "waiting ms",
@@ -107,7 +107,7 @@ def strategies_section(
         return figure(
             "strategies",
             number,
-            title="Predicted step time",
+            title=f"Predicted {of} time",
             says=shown,
             caption=says,
             behind=KEYS + folded("As a table", table(headers, rows, title)),

@@ -99,18 +99,34 @@ def compare(
     training: Training | None = None,
     on_row: Callable[[str], None] | None = None,
     compute: Compute | None = None,
+    search: bool = True,
 ) -> Comparison:
     """Plan and simulate every strategy of ``names``; ``on_row`` is told which is next.
 
-    ``compute(plan, mask, backward)`` gives kernel times ``[rank, slot]`` in the cost model's place.
+    ``compute(plan, mask, backward)`` gives kernel times ``[rank, slot]`` in the cost model's place. Without ``search`` a static strategy
+    without a degree is the one over all ranks, as in a plan, instead of the best degree.
     """
     request = attention_only(request) if training is None else request
     rows = []
     for name in names:
         if on_row is not None:
             on_row(name)
-        rows.append(_row(request, name, rules, training, compute))
+        rows.append(_row(request, name, rules, training, compute, search))
     return Comparison(request, tuple(rows))
+
+
+def common_degree(requests: Sequence[Request], name: str) -> str | None:
+    """Of a static strategy named without a degree, the one degree that serves all requests in the least predicted time; None if none does.
+
+    Its name is for :func:`compare` without ``search``. Any other name is its own answer.
+    """
+    if not _is_searched(name):
+        return name
+    totals: dict[str, int] | None = None
+    for request in requests:
+        found = {method: ns for ns, method, _ in _degrees(request, name)}
+        totals = found if totals is None else {m: totals[m] + ns for m, ns in found.items() if m in totals}
+    return min(totals, key=totals.__getitem__) if totals else None
 
 
 def attention_only(request: Request) -> Request:
@@ -124,16 +140,18 @@ def without_linear(cost: CostModel) -> CostModel:
     return replace(cost, model=ATTENTION_ONLY)
 
 
-def planned(request: Request, name: str) -> tuple[str, Plan]:
+def planned(request: Request, name: str, search: bool = True) -> tuple[str, Plan]:
     """A strategy's plan, and its name with the degree that was taken; raises :class:`Refused` where it refuses."""
-    name, placement = _placed(request, name)
+    name, placement = _placed(request, name) if search else (name, _place(request, name))
     return name, make_plan(placement, request.shape, request.cluster, request.cost, name)
 
 
-def _row(request: Request, name: str, rules: Rules, training: Training | None, compute: Compute | None) -> Row:
+def _row(
+    request: Request, name: str, rules: Rules, training: Training | None, compute: Compute | None, search: bool
+) -> Row:
     try:
         begin = time.perf_counter()
-        name, plan = planned(request, name)
+        name, plan = planned(request, name, search)
         planning = (time.perf_counter() - begin) * 1000
     except Refused as refusal:
         return Row(name, refused=str(refusal))
@@ -142,14 +160,23 @@ def _row(request: Request, name: str, rules: Rules, training: Training | None, c
 
 
 def _placed(request: Request, name: str) -> tuple[str, Placement]:
-    if name not in STATIC or name == "dp":
-        place, argument = find_strategy(name)
-        return name, place(replace(request, argument=argument))
+    if not _is_searched(name):
+        return name, _place(request, name)
     placements = list(_degrees(request, name))
     if not placements:
         raise Refused(f"no degree of {name} suits this request")
     _, name, placement = min(placements, key=lambda found: found[0])
     return name, placement
+
+
+def _is_searched(name: str) -> bool:
+    """Whether a name stands for several degrees."""
+    return name in STATIC and name != "dp"
+
+
+def _place(request: Request, name: str) -> Placement:
+    place, argument = find_strategy(name)
+    return place(replace(request, argument=argument))
 
 
 def _degrees(request: Request, name: str) -> Iterator[tuple[int, str, Placement]]:

@@ -49,13 +49,17 @@ class Training:
 
 @dataclass(frozen=True, eq=False)
 class StepTime:
-    """Nanoseconds of a whole step: all of it, and of the slowest rank its attention, waits in attention, other layers and exposed sync."""
+    """Nanoseconds of a whole step: all of it, and of the slowest rank its attention, waits in attention, other layers and exposed sync.
+
+    ``ranks`` are the same four of every rank, ``[part, rank]``.
+    """
 
     total_ns: int
     attention_ns: int
     wait_ns: int
     linear_ns: int
     sync_ns: int
+    ranks: Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,7 +203,8 @@ def _whole_step(plan: Plan, cost: CostModel, models: list[tuple[PassModel, ...]]
     ready = ready + tail
     totals[2] += tail
     slowest = int(ready.argmax())
-    return StepTime(int(ready.max()), *(int(x) for x in totals[:, slowest]))
+    parts_ns = [int(x) for x in totals[:, slowest]]
+    return StepTime(int(ready.max()), parts_ns[0], parts_ns[1], parts_ns[2], parts_ns[3], totals)
 
 
 def _exposed_ns(plan: Plan, cost: CostModel, training: Training, backward: bool, layer_ns: Ints) -> Ints:

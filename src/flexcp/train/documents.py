@@ -1,4 +1,4 @@
-"""Documents to train on: a length distribution with phrases that can be learnt, or the paragraphs of a text file as bytes.
+"""Documents to train on: lengths of a distribution or of a file with phrases that can be learnt, or a text file's paragraphs as bytes.
 
 Step ``n`` of a run gets the same documents on every rank, whatever ran before it.
 """
@@ -7,19 +7,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from flexcp.data.lengths import draw_lengths
+from flexcp.data.lengths import draw_lengths, parse_lengths
 
 
 @dataclass(frozen=True)
 class Documents:
-    """``source`` is a distribution's name or a text file; every step has ``tokens`` tokens, ids are below ``vocabulary``.
+    """``source`` is a distribution's name, ``@file`` of lengths or a text file; a step has ``tokens`` tokens, ids below ``vocabulary``.
 
-    ``shrink`` divides the lengths of a distribution made for long contexts, so that its shape fits a small batch.
+    ``shrink`` divides the lengths of a distribution made for long contexts, so that its shape fits a small batch. Lengths of a file are
+    taken as they are, one step behind the other and round again; a document that a step ends in goes on in the next as another.
     """
 
     source: str
@@ -30,7 +33,12 @@ class Documents:
     def __post_init__(self) -> None:
         if self.tokens < 1:
             raise ValueError(f"a step needs at least 1 token; got {self.tokens}")
-        if not Path(self.source).is_file():
+        if self.source.startswith("@"):
+            if min(self.lengths) < 1:
+                raise ValueError(
+                    f"{self.source[1:]} holds the length {min(self.lengths)}; a document has at least 1 token"
+                )
+        elif not Path(self.source).is_file():
             draw_lengths(self.source, 1)
         elif not self.paragraphs:
             raise ValueError(f"{self.source} holds no text to train on")
@@ -40,12 +48,31 @@ class Documents:
         """The documents of a text file: what blank lines separate."""
         return [part for part in Path(self.source).read_bytes().split(b"\n\n") if part.strip()]
 
+    @cached_property
+    def lengths(self) -> list[int]:
+        """The lengths of a file of them."""
+        return parse_lengths(self.source)
+
     def step(self, number: int) -> list[Tensor]:
         """The documents of a step."""
+        if self.source.startswith("@"):
+            taken = self._taken(number)
+            return list(phrases(number, taken, self.vocabulary).split(taken))
         if Path(self.source).is_file():
             return self._text(number)
         lengths = shrunk_lengths(self.source, self.tokens, number, self.shrink)
         return list(phrases(number, lengths, self.vocabulary).split(lengths))
+
+    def _taken(self, number: int) -> list[int]:
+        """The lengths between two places of the file's documents laid end to end, round and round."""
+        ends = np.cumsum(self.lengths)
+        begin = number * self.tokens
+        cuts, at = [0], begin // int(ends[-1]) * int(ends[-1])
+        while at < begin + self.tokens:
+            inside = ends + (at - begin)
+            cuts += inside[(inside > 0) & (inside < self.tokens)].tolist()
+            at += int(ends[-1])
+        return [b - a for a, b in pairwise([*cuts, self.tokens])]
 
     def _text(self, number: int) -> list[Tensor]:
         """Paragraphs in an order of the step's own, the last one cut where the batch is full."""

@@ -37,12 +37,18 @@ class TrainConfig:
     learning_rate: float = 3e-3
     preset: str = "cpu"
     """The cluster whose speeds predictions use."""
+    sizes: tuple[tuple[str, int], ...] = ()
+    """Of ``gpt``: names and values of its configuration that differ from its own."""
 
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError(f"training needs at least 1 step; got {self.steps}")
         if self.dtype not in ("float64", "float32", "bfloat16"):
             raise ValueError(f"train in float64, float32 or bfloat16; got {self.dtype!r}")
+        if self.layout not in ("free", "contiguous", "zigzag"):
+            raise ValueError(f"a layout is free, contiguous or zigzag; got {self.layout!r}")
+        if not 0 < self.learning_rate < float("inf"):
+            raise ValueError(f"a learning rate is a number above 0; got {self.learning_rate}")
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,8 @@ def train(group: dist.ProcessGroup, config: TrainConfig) -> Generator[StepReport
     """Collective over ``group``: this rank's part of the run. Yields each step as it is done."""
     ranks = dist.get_world_size(group)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    trainee = make_trainee(config.model, config.dtype, device, cluster(config.preset, 1, ranks), config.strategy)
+    where = cluster(config.preset, 1, ranks)
+    trainee = make_trainee(config.model, config.dtype, device, where, config.strategy, dict(config.sizes))
     documents = Documents(config.data, config.tokens, trainee.vocabulary)
     optimizer = torch.optim.AdamW(trainee.model.parameters(), lr=config.learning_rate, eps=1e-6)
     reports = []

@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from flexcp.executor.op import attention
 from flexcp.executor.step import Step
 from flexcp.masks import causal
 from flexcp.planner import Planner
-from flexcp.train.documents import Documents
 from flexcp.train.gpt import Gpt, GptConfig
 
 
@@ -34,25 +32,20 @@ class Trainee:
     vocabulary: int
 
 
-def checked_source(model: str, data: str, tokens: int) -> None:
-    """Raise for a model or data that cannot be found, before ranks are started."""
-    if model != "gpt" and not Path(model).exists():
-        raise ValueError(f"no model {model!r}: write 'gpt', or the path of a Hugging Face config.json or of its folder")
-    Documents(data, tokens, vocabulary=256)
-
-
-def make_trainee(name: str, dtype: str, device: torch.device, cluster: Cluster, strategy: str) -> Trainee:
-    """The model ``name`` with the same weights on every rank."""
+def make_trainee(
+    name: str, dtype: str, device: torch.device, cluster: Cluster, strategy: str, sizes: Mapping[str, int]
+) -> Trainee:
+    """The model ``name`` with the same weights on every rank; ``sizes`` are of ``gpt``."""
     torch.manual_seed(0)
     return (
-        _gpt(dtype, device, cluster, strategy)
+        _gpt(dtype, device, cluster, strategy, sizes)
         if name == "gpt"
         else _huggingface(name, dtype, device, cluster, strategy)
     )
 
 
-def _gpt(dtype: str, device: torch.device, cluster: Cluster, strategy: str) -> Trainee:
-    config = GptConfig()
+def _gpt(dtype: str, device: torch.device, cluster: Cluster, strategy: str, sizes: Mapping[str, int]) -> Trainee:
+    config = GptConfig(**sizes)
     model = Gpt(config).to(device, getattr(torch, dtype))
 
     def logits(tokens: Tensor, step: Step) -> Tensor:

@@ -5,9 +5,12 @@ function strategiesPicture(section) {
   const kinds = ["attention", "exposed", "linear"].filter((kind) => kind in time);
   const total = (i) => kinds.reduce((sum, kind) => sum + time[kind][i], 0);
   const most = Math.max(...names.map((_, i) => total(i)), 1);
+  const ruler = document.createElement("canvas").getContext("2d");
+  ruler.font = "600 12px system-ui, sans-serif";
+  const left = Math.max(130, ...names.map((name) => Math.ceil(ruler.measureText(name).width) + 16));
   return {
     zoomable: false,
-    margins: { left: 130, top: 4, right: 70, bottom: 24 },
+    margins: { left, top: 4, right: 70, bottom: 24 },
     size: () => [most, names.length],
     pixels: () => 26 * names.length + 28,
     stepY: 1,
@@ -23,7 +26,7 @@ function strategiesPicture(section) {
         c.fillStyle = css("--ink");
         c.textAlign = "right";
         c.font = `${marks[i] ? "600 " : ""}12px system-ui, sans-serif`;
-        c.fillText(name.length > 20 ? `${name.slice(0, 19)}\u2026` : name, view.margins.left - 8, view.py(i + 0.5));
+        c.fillText(name, view.margins.left - 8, view.py(i + 0.5));
         c.textAlign = "start";
         c.font = "11px system-ui, sans-serif";
         c.fillText(timeText(total(i)), view.px(total(i)) + 6, view.py(i + 0.5));

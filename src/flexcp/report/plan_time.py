@@ -1,0 +1,72 @@
+"""Where the time of a plan goes, for the pictures and figures of a report: predicted in closed form, or as a simulation found it.
+
+A page that shows simulated times beside each other shows the same ones in the panel of a plan; so the panel is given them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.simulate import Prediction
+from flexcp.simulator.training import Simulation, StepTime
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class PlanTime:
+    """Nanoseconds of all ranks together, and of each rank in attention, waiting, and in everything else.
+
+    ``how`` the numbers came to be and ``what`` they are of, in words; ``says`` is a sentence to stand above them, or nothing.
+    """
+
+    total_ns: int
+    attention_ns: Ints
+    exposed_ns: Ints
+    linear_ns: Ints
+    how: str = "predicted"
+    what: str = "step"
+    says: str = ""
+
+    @classmethod
+    def of_prediction(cls, found: Prediction) -> PlanTime:
+        """The closed form's."""
+        return cls(found.total_ns, found.attention_ns, found.exposed_ns, found.linear_ns)
+
+    @classmethod
+    def of_step(cls, step: StepTime, what: str = "step", says: str = "") -> PlanTime:
+        """A simulated step's; exposed gradient sync counts to the other layers, and who is done waits for the slowest."""
+        attention, linear = step.ranks[0], step.ranks[2] + step.ranks[3]
+        waits = np.maximum(step.total_ns - attention - linear, 0)
+        return cls(step.total_ns, attention, waits, linear, "simulated", what, says)
+
+    @classmethod
+    def of_simulation(cls, found: Simulation) -> PlanTime:
+        """A simulation's: of the step where there is one, else of attention alone."""
+        if found.step is not None:
+            return cls.of_step(found.step)
+        attention = np.zeros(found.plan.ranks, np.int64)
+        for mask, pair in zip(found.plan.batch.masks, found.passes, strict=True):
+            attention = attention + mask.layers * (pair[0].compute_ns + pair[1].compute_ns)
+        waits = np.maximum(found.attention_ns - attention, 0)
+        return cls(found.attention_ns, attention, waits, 0 * attention, "simulated", "attention")
+
+    @property
+    def rank_ns(self) -> Ints:
+        """Time of each rank."""
+        return self.attention_ns + self.exposed_ns + self.linear_ns
+
+    @property
+    def slowest(self) -> int:
+        """The rank that computes longest, of those that take longest."""
+        last = self.rank_ns == self.rank_ns.max()
+        return int(np.where(last, self.attention_ns + self.linear_ns, -1).argmax())
+
+    def __str__(self) -> str:
+        at = self.slowest
+        parts = (("attention", self.attention_ns), ("waiting", self.exposed_ns), ("other layers", self.linear_ns))
+        inside = " + ".join(f"{name} {int(ns[at]) / 1e6:.3f}" for name, ns in parts)
+        return f"{self.total_ns / 1e6:.3f} ms on rank {at} ({inside})"

@@ -1,0 +1,78 @@
+"""What ``flexcp train`` is asked to train, on what: looked at before torch is loaded or a rank is started.
+
+A wrong name ends at once, and a file of document lengths is not taken for a text of digits.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flexcp.data.lengths import draw_lengths, parse_count, parse_lengths
+from flexcp.model_config import config_values
+from flexcp.models import PRESETS, find_model
+from flexcp.pieces import Shape
+
+LOOKED_AT = 1 << 16
+"""Bytes of a file that tell whether it holds text or numbers."""
+JSON_LINES = (".jsonl", ".ndjson")
+
+
+def checked_model(name: str) -> None:
+    """Raise for a model that cannot be found, or that is too large to be held by every rank."""
+    if name in PRESETS:
+        billions = PRESETS[name].parameters / 1e9
+        raise ValueError(
+            f"the preset {name} is too large to train here: every rank holds the whole model of {billions:.1f} billion parameters, its "
+            "gradients and AdamW's moments; give the config.json of a small model, or --heads, --head-dim and --layers for a small GPT"
+        )
+    if not Path(name).exists():
+        find_model(name)  # raises, with the nearest name
+    if "model_type" not in config_values(Path(name)):
+        raise ValueError(f"{name} has no model_type, by which Transformers finds the model's code")
+
+
+def gpt_sizes(
+    heads: int = 4, kv_heads: int | None = None, head_dim: int = 32, hidden: int | None = None, layers: int = 2
+) -> tuple[tuple[str, int], ...]:
+    """Sizes of a small GPT, by their names in its configuration; raises for those it cannot have."""
+    shape = Shape(heads, heads if kv_heads is None else kv_heads, head_dim, head_dim)
+    if layers < 1:
+        raise ValueError(f"--layers is at least 1; got {layers}")
+    if head_dim % 2:
+        raise ValueError(f"--head-dim must be even, because rotary positions turn pairs of numbers; got {head_dim}")
+    if hidden is not None and hidden != heads * head_dim:
+        raise ValueError(
+            f"the small GPT is heads x head-dim wide: {heads} x {head_dim} = {heads * head_dim}; got --hidden {hidden}"
+        )
+    return (("heads", heads), ("kv_heads", shape.kv_heads), ("head_dim", head_dim), ("layers", layers))
+
+
+def checked_data(source: str) -> None:
+    """Raise for data that is neither a text, nor ``@file`` of lengths, nor a known distribution."""
+    if source.startswith("@"):
+        parse_lengths(source)
+        return
+    path = Path(source)
+    if not path.is_file():
+        if path.is_dir() or "/" in source or path.suffix:
+            raise ValueError(f"there is no text file {source!r} to train on")
+        draw_lengths(source, 1)
+        return
+    if path.suffix in JSON_LINES:
+        raise ValueError(
+            f"{source} holds JSON lines, and train reads plain text; write the texts into a file, a blank line between two"
+        )
+    if _holds_numbers(path):
+        raise ValueError(
+            f"{source} holds numbers: read as a text, its digits would be learnt; write --data @{source} to train on documents of these "
+            "lengths"
+        )
+
+
+def _holds_numbers(path: Path) -> bool:
+    with path.open("rb") as file:
+        words = file.read(LOOKED_AT).split()
+    try:
+        return bool([parse_count(word.decode()) for word in words])
+    except ValueError:  # UnicodeDecodeError is one too
+        return False
