@@ -56,8 +56,9 @@ def latent_attention(
     (rotated parts too) in it. ``expand(latent, *weights)`` makes ``k`` and ``v``, ``[rows, heads, ...]``, of any rows; it must be a
     function of its arguments alone, row by row. Gradients reach ``q``, ``latent`` and ``weights``, the last as this rank's share.
     """
-    _check(q, latent, step)
-    number = step.plan.batch.masks.index(step.plan.batch.mask(mask))
+    with step.talk.checking("latent_attention"):
+        _check(q, latent, step)
+        number = step.plan.batch.masks.index(step.plan.batch.mask(mask))
     settings = Settings(q.shape[-1] ** -0.5 if scale is None else float(scale), softcap)
     name = step.choose_kernel(q.device, kernel)
     out: Tensor = _LatentAttention.apply(q, latent, expand, step, number, settings, name, *weights)
