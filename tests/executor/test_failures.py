@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 
 import flexcp
 from flexcp.executor.exchange import HostExchange
 from flexcp.executor.step import Step
+from flexcp.measure.local_store import joined_store, kept_store
 from flexcp.measure.ranks import PRELOAD
 from flexcp.plan import Plan
 
@@ -298,10 +298,10 @@ def serve(name: str, rank: int, plan: Plan, pipe: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     patience = timedelta(seconds=60)
     if rank == 0:
-        store = TCPStore("127.0.0.1", 0, RANKS, is_master=True, wait_for_workers=False, timeout=patience)
+        store = kept_store(patience)
         pipe.send(store.port)
     else:
-        store = TCPStore("127.0.0.1", pipe.recv(), RANKS, is_master=False, timeout=patience)
+        store = joined_store(pipe.recv(), patience)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=patience)
     layer(flexcp.bind(plan, dist.group.WORLD))  # whatever is slow the first time
     dist.barrier()
