@@ -21,6 +21,7 @@ from typing import Any
 
 from flexcp.measure.local_store import joined_store, kept_store, stay_local
 from flexcp.measure.ranks import PRELOAD
+from flexcp.whole_files import write_whole
 
 EVERY = 2
 """Steps between checkpoints."""
@@ -214,6 +215,5 @@ def _restored(folder: Path, model: Any, optimizer: Any, loader: Any, rank: int) 
         done = int(state["done"])
     if rank == 0:
         lines = _lines(folder)[:done]
-        (folder / "steps.part").write_text("".join(line + "\n" for line in lines))
-        (folder / "steps.part").replace(folder / "steps.jsonl")
+        write_whole(folder / "steps.jsonl", "".join(line + "\n" for line in lines))
     return done
