@@ -48,20 +48,20 @@ def train(
     """
     from flexcp.clusters import cluster as machine
     from flexcp.planners import find_strategy
+    from flexcp.train.arguments import check_arguments
+
+    # A mistake ends here in one line: before torch is loaded, and not on every rank.
+    machine(cluster or "cpu")
+    find_strategy(strategy)
+    check_arguments(model, data, tokens, steps, dtype, ranks)
     from flexcp.train.loop import TrainConfig
     from flexcp.train.report import Table
-    from flexcp.train.trainee import checked_source
 
     launched = "TORCHELASTIC_RUN_ID" in os.environ
     preset = cluster or ("h100" if launched and _has_gpu() else "cpu")
-    machine(preset)  # a mistake ends here in one line, not on every rank
-    find_strategy(strategy)
     config = TrainConfig(model, data, tokens, steps, strategy, layout, dtype, learning_rate, preset)
     quiet_rank = launched and os.environ["RANK"] != "0"
-    checked_source(model, data, tokens)
     table = Table(console() if not quiet_rank else None, config)
-    if ranks < 1:
-        raise ValueError(f"training needs at least 1 rank; got --ranks {ranks}")
     reports = _under_torchrun(config, table.add) if launched else _on_cpu_ranks(config, ranks, table.add)
     if quiet_rank:
         return

@@ -18,6 +18,7 @@ from flexcp.clusters import cluster
 from flexcp.executor.step import bind
 from flexcp.plan import Plan, imbalance
 from flexcp.simulate import predict
+from flexcp.train.arguments import check_arguments
 from flexcp.train.documents import Documents
 from flexcp.train.trainee import make_trainee
 from flexcp.train.update import total_loss, update
@@ -39,10 +40,7 @@ class TrainConfig:
     """The cluster whose speeds predictions use."""
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"training needs at least 1 step; got {self.steps}")
-        if self.dtype not in ("float64", "float32", "bfloat16"):
-            raise ValueError(f"train in float64, float32 or bfloat16; got {self.dtype!r}")
+        check_arguments(self.model, self.data, self.tokens, self.steps, self.dtype)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from flexcp.executor.op import attention
 from flexcp.executor.step import Step
 from flexcp.masks import causal
 from flexcp.planner import Planner
-from flexcp.train.documents import Documents
 from flexcp.train.gpt import Gpt, GptConfig
 
 
@@ -32,13 +30,6 @@ class Trainee:
     planner: Planner
     masks: dict[str, tuple[MaskLike, int]]
     vocabulary: int
-
-
-def checked_source(model: str, data: str, tokens: int) -> None:
-    """Raise for a model or data that cannot be found, before ranks are started."""
-    if model != "gpt" and not Path(model).exists():
-        raise ValueError(f"no model {model!r}: write 'gpt', or the path of a Hugging Face config.json or of its folder")
-    Documents(data, tokens, vocabulary=256)
 
 
 def make_trainee(name: str, dtype: str, device: torch.device, cluster: Cluster, strategy: str) -> Trainee:
