@@ -8,7 +8,6 @@ attempt goes on from the last checkpoint. In the end the lines must be those of 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -21,6 +20,7 @@ from typing import Any
 
 from flexcp.measure.local_store import joined_store, kept_store, stay_local
 from flexcp.measure.ranks import PRELOAD
+from flexcp.measure.started import server
 from flexcp.whole_files import write_whole
 
 EVERY = 2
@@ -92,8 +92,7 @@ class _Launch:
     def __init__(self, folder: Path, ranks: int, steps: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.store = kept_store()
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context = server(PRELOAD)
         self.processes: list[BaseProcess] = []
         for rank in range(ranks):
             process = context.Process(target=train, args=(folder, rank, ranks, steps, self.store.port))
