@@ -91,9 +91,12 @@ class Calibration:
         }
 
 
+HINT = "flexcp calibrate --write makes such a file"
+
+
 def read_calibration(path: Path) -> Calibration:
     """The calibration, or the bare cost model, in a file."""
-    values = read_json(path, "cost model")
+    values = read_json(path, "cost model", HINT)
     form = values.get("format") if isinstance(values, Mapping) else None
     if form == COST_FORMAT:
         return Calibration(_cost(path, values))
@@ -120,7 +123,7 @@ def _cost(path: Path, values: Any) -> CostModel:
     try:
         return CostModel.from_json(values)
     except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: {error}; flexcp calibrate --write makes such a file") from None
+        raise ValueError(f"{path}: {error}; {HINT}") from None
 
 
 def error_words(cost: CostModel, held_out: Mapping[str, Errors] | None = None) -> str:

@@ -14,18 +14,18 @@ from typing import Any
 LARGEST = 2**63 - 1
 
 
-def read_json(path: Path | str, what: str) -> Any:
-    """The value in a JSON file; ValueError names the file and says why it is no ``what``."""
+def read_json(path: Path | str, what: str, hint: str) -> Any:
+    """The value in a JSON file; ValueError names the file, says why it is no ``what``, and gives the way out, ``hint``."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"cannot read {what} from {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ValueError(f"{path} is no {what}: it is not a text file") from None
+        raise ValueError(f"{path} is no {what}: it is not a text file; {hint}") from None
     try:
         return json.loads(text, parse_int=_integer, parse_float=_number, parse_constant=_constant)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no {what}: {complaint(error)}") from None
+        raise ValueError(f"{path} is no {what}: {complaint(error)}; {hint}") from None
 
 
 def json_line(line: str, where: str) -> Any:

@@ -46,7 +46,8 @@ def parse_mask(text: str) -> Mask | list[Mask]:
 
 
 def _from_json(path: Path) -> list[Mask]:
-    content = read_json(path, "mask file")
+    form = '{"documents": [{"length": n, "slices": [[q0, q1, k0, k1, lo, hi], ...]}, ...]}'
+    content = read_json(path, "mask file", f"it must hold {form}")
     try:
         documents = content["documents"]
         pairs = [
@@ -54,10 +55,7 @@ def _from_json(path: Path) -> list[Mask]:
             for d in documents
         ]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"mask file {path} must hold "
-            f'{{"documents": [{{"length": n, "slices": [[q0, q1, k0, k1, lo, hi], ...]}}, ...]}}: {error!r}'
-        ) from None
+        raise ValueError(f"mask file {path} must hold {form}: {error!r}") from None
     try:
         return [from_slices(n, slices) for n, slices in pairs]
     except ValueError as error:

@@ -134,7 +134,7 @@ def find_dumps(path: Path) -> list[Path]:
 
 def read_dump(path: Path) -> Dump:
     """The dump in a file; ValueError names what is wrong with it."""
-    data = read_json(path, "dump")
+    data = read_json(path, "dump", "copy it again")
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ValueError(f"{path} is JSON, but no flexcp dump; give a flexcp-dump-*.json")
     if data.get("version") != VERSION:
