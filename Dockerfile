@@ -7,6 +7,6 @@ COPY pyproject.toml README.md LICENSE ./
 COPY src ./src
 # What compiled loops are kept in must be readable by whoever runs the image.
 ENV NUMBA_CACHE_DIR=/opt/flexcp/compiled
-RUN pip install --no-cache-dir . && flexcp warmup && chmod -R a+rX /opt/flexcp/compiled
+RUN pip install --no-cache-dir . && flexcp warmup && chmod -R a+rX,go-w /opt/flexcp/compiled
 ENTRYPOINT ["flexcp"]
 CMD ["doctor"]

@@ -6,21 +6,25 @@ a path below a file where no user could write, and a process that has become ano
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import logging
 import os
+import pickle
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numba
 import numpy as np
 import pytest
 
-from flexcp import jit
+from flexcp import jit, own_files
 
 SOURCE = """
 from flexcp.jit import compiled
@@ -64,6 +68,7 @@ def forgotten() -> Iterator[None]:
     yield
     jit._folders.cache_clear()
     jit._digest.cache_clear()
+    jit._warn.cache_clear()
 
 
 @pytest.fixture
@@ -87,6 +92,7 @@ def fresh(path: Path) -> ModuleType:
     """The module as a new process would import it."""
     jit._folders.cache_clear()
     jit._digest.cache_clear()
+    jit._warn.cache_clear()
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -320,10 +326,11 @@ def started(source: Path, user: str = "me", dtype: str = "int64", **environment:
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def said_by(process: subprocess.Popen[str]) -> list[str]:
+def said_by(process: subprocess.Popen[str], refused: bool = False) -> list[str]:
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert err == ""
+    assert err.count("does not use compiled loops that others may have written") == (1 if refused else 0), err
+    assert refused or err == ""
     found = json.loads(out)
     assert found["total"] == TOTAL
     return list(found["said"])
@@ -350,7 +357,7 @@ def test_what_another_user_warmed_up_is_read_where_nothing_can_be_written(source
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files of another user")
 def test_files_of_another_user_are_no_obstacle(source: Path, tmp_path: Path) -> None:
-    """A shared folder in which another user's files cannot be read, nor replaced."""
+    """A shared folder that everybody may write is not used at all."""
     said_by(started(source))
     open_to_all(source.parent)
     folder = kept(source.parent / "__pycache__")[0].parent
@@ -359,12 +366,133 @@ def test_files_of_another_user_are_no_obstacle(source: Path, tmp_path: Path) -> 
     folder.chmod(0o1777)
     (tmp_path / "own").mkdir(mode=0o777)
     (tmp_path / "own").chmod(0o777)
-    said = said_by(started(source, "nobody", XDG_CACHE_HOME=str(tmp_path / "own")))
-    assert [s for s in said if s.startswith("compiling")] == BOTH
-    assert [s for s in said if "Permission denied" in s]
+    said = said_by(started(source, "nobody", XDG_CACHE_HOME=str(tmp_path / "own")), refused=True)
+    assert said == BOTH
     assert len(kept(tmp_path / "own" / "flexcp")) == 2
-    said = said_by(started(source, "nobody", XDG_CACHE_HOME=str(tmp_path / "own")))
+    said = said_by(started(source, "nobody", XDG_CACHE_HOME=str(tmp_path / "own")), refused=True)
     assert not [s for s in said if s.startswith("compiling")]
+
+
+def planted(source: Path) -> tuple[Path, Path]:
+    """Kept files that, when they are executed, leave a mark; their folder, and the mark."""
+    said_by(started(source))
+    files, mark = kept(source.parent / "__pycache__"), source.parent / "mark"
+    for file in files:
+        file.write_bytes(pickle.dumps(Executed(str(mark))))
+    return files[0].parent, mark
+
+
+class Executed:
+    def __init__(self, mark: str) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.mark,)
+
+
+def foreign_files(folder: Path) -> None:
+    for file in folder.iterdir():
+        os.chown(file, 65534, 65534)
+
+
+def foreign_folder(folder: Path) -> None:
+    os.chown(folder, 65534, 65534)
+
+
+def writable_files(folder: Path) -> None:
+    for file in folder.iterdir():
+        file.chmod(0o664)
+
+
+def writable_folder(folder: Path) -> None:
+    folder.chmod(0o1777)
+
+
+def linked_files(folder: Path) -> None:
+    for number, file in enumerate(list(folder.iterdir())):
+        file.rename(folder.parent / f"elsewhere{number}")
+        file.symlink_to(folder.parent / f"elsewhere{number}")
+
+
+def linked_folder(folder: Path) -> None:
+    folder.rename(folder.parent / "elsewhere")
+    folder.symlink_to(folder.parent / "elsewhere")
+
+
+ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files of another user")
+
+
+@pytest.mark.parametrize(
+    "open_door",
+    [
+        pytest.param(foreign_files, marks=ROOT_ONLY),
+        pytest.param(foreign_folder, marks=ROOT_ONLY),
+        writable_files,
+        writable_folder,
+        linked_files,
+        linked_folder,
+    ],
+)
+def test_what_others_may_have_written_is_never_executed(
+    source: Path, caplog: pytest.LogCaptureFixture, open_door: Callable[[Path], None]
+) -> None:
+    folder, mark = planted(source)
+    open_door(folder)
+    with pytest.warns(RuntimeWarning, match="does not use compiled loops that others may have written") as warned:
+        said = records(caplog, source)
+    assert [s for s in said if s.startswith("compiling")] == BOTH
+    assert not mark.exists()
+    assert len(warned) == 1 and str(folder) in str(warned[0].message)
+
+
+def test_what_the_user_wrote_is_executed(source: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """So the tests above look at the right files."""
+    _, mark = planted(source)
+    records(caplog, source)
+    assert mark.exists()
+
+
+def test_folders_are_made_for_nobody_else_to_write(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "given" / "below"))
+    before = os.umask(0)
+    try:
+        records(caplog, source)
+    finally:
+        os.umask(before)
+    files = kept(tmp_path / "given" / "below")
+    wanted = 0o755 if os.geteuid() == 0 else 0o700
+    for folder in (files[0].parent, files[0].parents[1], files[0].parents[2]):
+        assert stat.S_IMODE(folder.stat().st_mode) == wanted
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o644}
+    assert records(caplog, source) == []
+
+
+def test_a_kept_file_is_whole_from_its_first_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written is not yet under the name that readers look for, and stays away from it when writing fails."""
+    own_files.write_own(tmp_path / "kept", "loop", b"old")
+    names: list[list[str]] = []
+    replace = os.replace
+
+    def seen(*args: Any, **kwargs: Any) -> None:
+        names.append(sorted(os.listdir(tmp_path / "kept")))
+        assert own_files.read_own(tmp_path / "kept", "loop") == b"old"
+        replace(*args, **kwargs)
+
+    monkeypatch.setattr(os, "replace", seen)
+    own_files.write_own(tmp_path / "kept", "loop", b"new")
+    assert own_files.read_own(tmp_path / "kept", "loop") == b"new"
+    assert len(names) == 1 and len(names[0]) == 2 and "loop" in names[0]
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        own_files.write_own(tmp_path / "kept", "loop", b"newer")
+    assert os.listdir(tmp_path / "kept") == ["loop"]
+    assert own_files.read_own(tmp_path / "kept", "loop") == b"new"
 
 
 def test_processes_that_compile_at_once(source: Path, tmp_path: Path) -> None:

@@ -673,7 +673,7 @@ def test_a_mask_file_gives_one_mask_per_document(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "must hold"),
+        ("{", "is no mask file: not JSON.*must hold"),
         ("[]", "must hold"),
         ({"document": []}, "must hold"),
         ({"documents": 5}, "must hold"),

@@ -10,7 +10,6 @@ Planners compare costs of thousands of candidates, so their model knows pairs an
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -19,6 +18,8 @@ from typing import Any
 from flexcp.clusters import Cluster
 from flexcp.cost import FORMAT as COST_FORMAT
 from flexcp.cost import CostModel
+from flexcp.json_files import read_json
+from flexcp.visible import visible
 
 FORMAT = "flexcp-calibration-1"
 SPEEDS = ("gflops", "intra_mbps", "inter_mbps", "latency_ns")
@@ -90,17 +91,15 @@ class Calibration:
         }
 
 
+HINT = "flexcp calibrate --write makes such a file"
+
+
 def read_calibration(path: Path) -> Calibration:
     """The calibration, or the bare cost model, in a file."""
-    try:
-        values = json.loads(path.read_text())
-    except OSError as error:
-        raise ValueError(f"cannot read a cost model from {path}: {error.strerror}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no JSON: {error}; flexcp calibrate --write makes such a file") from None
+    values = read_json(path, "cost model", HINT)
     form = values.get("format") if isinstance(values, Mapping) else None
     if form == COST_FORMAT:
-        return Calibration(CostModel.from_json(values))
+        return Calibration(_cost(path, values))
     if form != FORMAT:
         raise ValueError(f'{path} is no cost model: it needs "format": "{FORMAT}" or "{COST_FORMAT}"; got {form!r}')
     speeds, held_out = values.get("speeds", {}), values.get("held_out", {})
@@ -117,13 +116,19 @@ def read_calibration(path: Path) -> Calibration:
         tiles = None if values.get("tiles") is None else TileTimes.from_json(values["tiles"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: tiles must be as flexcp calibrate writes them; {error!r}") from None
-    cost = CostModel.from_json(values.get("cost", {}))
-    return Calibration(cost, str(values.get("machine", "")), speeds, errors, tiles)
+    return Calibration(_cost(path, values.get("cost", {})), str(values.get("machine", "")), speeds, errors, tiles)
+
+
+def _cost(path: Path, values: Any) -> CostModel:
+    try:
+        return CostModel.from_json(values)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: {error}; {HINT}") from None
 
 
 def error_words(cost: CostModel, held_out: Mapping[str, Errors] | None = None) -> str:
     """How wrong a table made with this model may be, in words that stand beside it."""
     if not held_out:
-        return f"cost model {cost.name}, stated error {cost.error_permille / 10:g} %"
+        return f"cost model {visible(cost.name)}, stated error {cost.error_permille / 10:g} %"
     parts = [f"{name} {e.median:.1%} (90th percentile {e.p90:.1%}, {e.count} shapes)" for name, e in held_out.items()]
-    return f"cost model {cost.name}, median error held out: {'; '.join(parts)}"
+    return visible(f"cost model {cost.name}, median error held out: {'; '.join(parts)}")

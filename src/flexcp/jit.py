@@ -9,11 +9,13 @@ refuses ends the plan. So results are kept here, as Numba serialises them:
 - looked for in all these places, and written to the first that takes it: ``NUMBA_CACHE_DIR``, ``__pycache__`` beside the source, the user's
   cache folder;
 - written under another name and renamed, so that readers see all of it or nothing, whoever writes at the same time;
-- what fails is logged and no more: then the loop is compiled in this process only.
+- executed when they are read, so folders and files that another user could have written are refused with a warning
+  (:mod:`flexcp.own_files`), and the next place is tried;
+- what fails otherwise is logged and no more: then the loop is compiled in this process only.
 
 Keeping rests on names inside Numba that another version may lack or change. They are used in four places, each of which does without.
 
-Nothing is printed. Every compilation is a record of the logger ``flexcp.compile``, at level INFO; trouble with folders is at WARNING.
+Nothing else is printed. Every compilation is a record of the logger ``flexcp.compile``, at level INFO; trouble with folders is at WARNING.
 """
 
 from __future__ import annotations
@@ -24,13 +26,15 @@ import logging
 import os
 import pickle
 import sys
-import uuid
+import warnings
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
 import numba
+
+from flexcp.own_files import NotOwnError, read_own, write_own
 
 Loop = Callable[..., Any]
 LOGGER = logging.getLogger("flexcp.compile")
@@ -99,11 +103,13 @@ class _Kept:
         for folder in _folders(self.source):
             try:
                 key = _key(sig, target_context.codegen())
-                kept, payload = pickle.loads((folder / self._file(key)).read_bytes())
+                kept, payload = pickle.loads(read_own(folder, self._file(key)))
                 if kept == key:
                     return _rebuilt(target_context, payload)
             except (FileNotFoundError, NotADirectoryError):
                 continue
+            except NotOwnError as error:
+                _warn(str(error))
             except Exception as error:  # no rights, half a file, another Numba: what these raise has no common name
                 LOGGER.warning("cannot read compiled %s from %s: %s", self.name, folder, error)
         LOGGER.info("compiling %s", self.name)
@@ -125,8 +131,11 @@ class _Kept:
         refused = []
         for folder in _folders(self.source):
             try:
-                _write(folder / self._file(key), content)
+                write_own(folder, self._file(key), content)
                 return
+            except NotOwnError as error:
+                _warn(str(error))
+                refused.append(str(error))
             except OSError as error:
                 refused.append(str(error))
         LOGGER.warning("compiled %s is lost with this process, no folder takes it: %s", self.name, "; ".join(refused))
@@ -163,16 +172,11 @@ def _key(signature: Any, codegen: Any) -> str:
     return repr((signature, codegen.magic_tuple()))
 
 
-def _write(path: Path, content: bytes) -> None:
-    """All of it or nothing, readable as the user's umask says."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
-    try:
-        aside.write_bytes(content)
-        aside.replace(path)
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise
+@cache
+def _warn(why: str) -> None:
+    """Said once in a process, not for every loop."""
+    text = f"flexcp does not use compiled loops that others may have written: {why}"
+    warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 def cache_folders() -> tuple[Path, ...]:

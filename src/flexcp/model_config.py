@@ -10,13 +10,13 @@ A layer is priced as one kind: in models with experts as a layer of experts, the
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from flexcp.cost import Model
+from flexcp.json_files import json_line
 from flexcp.models import Preset
 from flexcp.pieces import Shape
 
@@ -49,13 +49,12 @@ def config_values(path: Path) -> Mapping[str, Any]:
     try:
         if file.stat().st_size > LARGEST:
             raise ValueError(f"{file} has {file.stat().st_size:,} bytes; no {FILE} of a model is that large")
-        values = json.loads(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"cannot read a model from {file}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        if str(error).startswith(str(file)):
-            raise
-        raise ValueError(f"{file} is no JSON: {str(error)[:120]}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{file} is no JSON: it is not a text file") from None
+    values = json_line(text, str(file))
     if not isinstance(values, Mapping):
         raise ValueError(f"{file} holds a {type(values).__name__}; the {FILE} of a model is an object")
     return values

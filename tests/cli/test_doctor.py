@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,6 +43,19 @@ def test_what_fails_is_a_fix_and_exit_code_1(monkeypatch: pytest.MonkeyPatch) ->
     assert result.exit_code == 1
     assert "fix two processes against dense attention: RuntimeError: gloo is out\n" in result.stdout
     assert "NUMBA_CACHE_DIR" in result.stdout
+
+
+def test_a_folder_of_compiled_loops_that_others_can_write_is_a_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flexcp.jit.cache_folders", lambda: (tmp_path / "loops",))
+    assert doctor._cache().hint == "flexcp warmup compiles the planners' loops now instead of during the first plan"
+    (tmp_path / "loops").mkdir()
+    (tmp_path / "loops" / "x.nbc").touch()
+    assert doctor._cache().fix is None
+    (tmp_path / "loops").chmod(0o777)
+    fix = doctor._cache().fix
+    assert fix is not None and "can be written by others (mode 777)" in fix
 
 
 def test_old_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 
 def processes(group: int) -> list[int]:
     """Living processes of a process group."""
@@ -24,8 +26,26 @@ def processes(group: int) -> list[int]:
     return found
 
 
-def test_an_interrupted_command_leaves_nothing_behind() -> None:
-    command = [str(Path(sys.executable).parent / "flexcp"), "demo", "--ranks", "2", "--steps", "1000"]
+@pytest.mark.parametrize(
+    ("count", "seconds"),
+    [
+        pytest.param(3, 0.0, id="while the server that makes ranks imports"),
+        pytest.param(4, 0.0, id="while ranks are made"),
+        pytest.param(5, 1.0, id="while ranks run"),
+    ],
+)
+def test_an_interrupted_command_leaves_nothing_behind(count: int, seconds: float) -> None:
+    """The processes are the command, its resource tracker, the server and two ranks."""
+    command = [
+        sys.executable,
+        "-c",
+        "from flexcp.cli.main import run; run()",
+        "demo",
+        "--ranks",
+        "2",
+        "--steps",
+        "1000",
+    ]
     process = subprocess.Popen(
         command,
         stderr=subprocess.PIPE,
@@ -35,22 +55,23 @@ def test_an_interrupted_command_leaves_nothing_behind() -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job inherits that it is ignored
     )
     try:
-        interrupt(process)
+        interrupt(process, count, seconds)
     finally:
         for pid in processes(process.pid):
             os.kill(pid, signal.SIGKILL)
 
 
-def interrupt(process: subprocess.Popen[str]) -> None:
+def interrupt(process: subprocess.Popen[str], count: int, seconds: float) -> None:
     until = time.monotonic() + 60
-    while len(processes(process.pid)) < 4 and time.monotonic() < until:  # the command, its fork server and two ranks
-        time.sleep(0.1)
-    assert len(processes(process.pid)) >= 4
-    time.sleep(1)
+    while (seen := len(processes(process.pid))) < count and time.monotonic() < until:
+        time.sleep(0.01)
+    assert seen >= count
+    time.sleep(seconds)
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "flexcp: interrupted" in err.splitlines()
+    assert err.splitlines()[-1] == "flexcp: interrupted"
+    assert "Traceback" not in err and "Error" not in err
     until = time.monotonic() + 20
     while processes(process.pid) and time.monotonic() < until:
         time.sleep(0.1)

@@ -69,4 +69,4 @@ def test_warmup_that_keeps_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> Non
     code, out, err = warmup(monkeypatch, lambda: LOGGER.warning("no folder takes it"), "--json")
     assert code == 1
     assert json.loads(out)["kept"] is False
-    assert err == "flexcp: no folder takes it; set NUMBA_CACHE_DIR to a folder that can be written\n"
+    assert err == "flexcp: no folder takes it; set NUMBA_CACHE_DIR to a folder of your own that can be written\n"

@@ -9,6 +9,7 @@ import random
 import time
 from collections import Counter
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,9 @@ import torch.distributed as dist
 
 import flexcp
 from flexcp.executor.arena import Buffers
+from flexcp.executor.calls import Call, Part
 from flexcp.executor.connect import connect
-from flexcp.executor.exchange import HostExchange, Pass
+from flexcp.executor.exchange import ExchangeError, HostExchange, Pass, Wire
 from flexcp.executor.notes import within
 from flexcp.executor.step import Step
 from flexcp.measure.ranks import RankPool
@@ -178,6 +180,43 @@ def test_tags_of_neighbours_differ() -> None:
                     this = Pass(step, number, mask, "", backward, 9)
                     tags.update(this.tag(stage, call) for stage in range(12) for call in range(3))
     assert max(tags.values()) == 1 and min(tags) >= 0 and max(tags) < 1 << 31
+
+
+class Late:
+    """Stands for a message that is done when the clock, which it moves, says so; or runs out of time."""
+
+    def __init__(self, clock: list[float], at: float) -> None:
+        self.clock, self.at = clock, at
+
+    def wait(self, timeout: timedelta) -> None:
+        end = self.clock[0] + timeout.total_seconds()
+        self.clock[0] = min(self.at, end)
+        if self.at > end:
+            raise RuntimeError("Timed out waiting for it")
+
+
+@pytest.mark.parametrize("way", ["receives", "sends", "receives and sends"])
+def test_messages_that_trickle_in_share_one_limit(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("flexcp.executor.exchange.time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    class Trickling(HostExchange):
+        def receive(self, message: torch.Tensor, peer: int, tag: int) -> Any:
+            return Late(clock, 5.0 * peer if "receives" in way else 0.0)
+
+        def send(self, message: torch.Tensor, peer: int, tag: int) -> Any:
+            return Late(clock, {"receives": 0.0, "sends": 5.0 * peer}.get(way, 10.0))
+
+    wire = Wire(None, [0] * 4, timedelta(seconds=10), None, lambda reason: None)
+    parts = {"receives": (1, 2, 3), "sends": (1, 2, 3), "receives and sends": (1,)}[way]
+    call = Call(0, tuple(Part(p, 0, 1) for p in parts), tuple(Part(p, 0, 1) for p in parts))
+    exchange = Trickling(wire, Pass(1, 1, 0, "", False, 2), ((call,), ()))
+    buffers = Buffers.alone([(peer, 1) for peer in (1, 2, 3)], torch.device("cpu"))
+    exchange.post(0, buffers, buffers)
+    exchange.post(1, buffers, buffers)  # what was sent in the stage before leaves while this one's messages arrive
+    with pytest.raises(ExchangeError, match=r"nothing within 8 s \(of 10 s"):
+        exchange.arrived()
+    assert clock[0] == 8.0
 
 
 def on_connect(group: dist.ProcessGroup, plan: Plan) -> tuple[list[tuple[int, int]], int, int]:

@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 
 import flexcp
 from flexcp.executor.exchange import HostExchange
 from flexcp.executor.step import Step
+from flexcp.measure.local_store import joined_store, kept_store
 from flexcp.measure.ranks import PRELOAD
 from flexcp.plan import Plan
 
@@ -177,6 +177,71 @@ def gone_early(step: Step, rank: int) -> None:
         time.sleep(60)  # alive, and done
 
 
+def rows(step: Step) -> torch.Tensor:
+    return torch.ones(step.local_tokens, 3, dtype=torch.float64, requires_grad=True)
+
+
+def stop(rank: int) -> None:
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def rolled(step: Step, rank: int) -> None:
+    stop(rank)
+    for shift in (-1, 1, -1, 1):
+        step.roll(rows(step), shift)
+
+
+def rolled_back(step: Step, rank: int) -> None:
+    for shift in (-1, 1, -1, 1):
+        result = step.roll(rows(step), shift).sum()
+        stop(rank)
+        result.backward()
+
+
+def counted(step: Step, rank: int) -> None:
+    stop(rank)
+    step.loss(rows(step), torch.zeros(step.local_tokens, dtype=torch.int64), without_attention=True)
+
+
+def gathered(step: Step, rank: int) -> None:
+    stop(rank)
+    step.gather(rows(step))
+
+
+def gathered_back(step: Step, rank: int) -> None:
+    result = step.gather(rows(step)).sum()
+    stop(rank)
+    result.backward()
+
+
+EVERYBODY = [list(range(rank, 64, RANKS)) for rank in range(RANKS)]
+"""A layout in which every rank holds tokens of every other's."""
+
+
+def laid_out(step: Step, rank: int) -> None:
+    stop(rank)
+    step.relayout(rows(step), EVERYBODY)
+
+
+def restored_back(step: Step, rank: int) -> None:
+    result = step.restore(step.relayout(rows(step), EVERYBODY), EVERYBODY).sum()
+    stop(rank)
+    result.backward()
+
+
+def of_another_shape(step: Step, rank: int) -> None:
+    shape = step.plan.shape
+    if rank == 1 and not step.calls:
+        q, k, v = (torch.ones(3, h, shape.head_dim, dtype=torch.float64) for h in (4, 4, 4))
+        flexcp.attention(q, k, v, step, mask="wide")
+    layer(step, "wide")
+
+
+def rows_of_another_shape(step: Step, rank: int) -> None:
+    step.gather(rows(step)[: 3 if rank == 1 else None])
+
+
 @dataclass(frozen=True)
 class Scenario:
     """What ranks run, who is to blame, in which stage the first to notice stand, and whether the blamed one reports too."""
@@ -186,6 +251,8 @@ class Scenario:
     stage: str
     reports: bool = False
     latent: bool = False
+    usable: bool = False
+    """Whether the blamed rank may go on: it noticed before anything was exchanged."""
 
 
 SCENARIOS = {
@@ -200,6 +267,21 @@ SCENARIOS = {
         one_call_less, 1, "in stage 1 of 6 of the backward.* the ranks made different calls", True
     ),
     "gone early": Scenario(gone_early, 1, "in stage 1 of 4 of the forward of mask 'wide'"),
+    "stopped before a roll": Scenario(rolled, 2, r"in step\.roll \(call \d of step 2\)"),
+    "stopped before the backward of a roll": Scenario(rolled_back, 2, r"in the backward of step\.roll \(call"),
+    "stopped before a loss": Scenario(counted, 2, r"receive from rank 2 in step\.loss \(call 1"),
+    "stopped before a gather": Scenario(gathered, 2, r"receive from rank 2 in step\.gather \(call 1"),
+    "stopped before the backward of a gather": Scenario(gathered_back, 2, r"rank 2 in the backward of step\.gather"),
+    "stopped before a relayout": Scenario(laid_out, 2, r"in step\.relayout \(call 1"),
+    "stopped before the backward of a restore": Scenario(
+        restored_back, 2, r"in the backward of step\.restore \(call 1"
+    ),
+    "a wrong shape": Scenario(
+        of_another_shape, 1, r"Rank 1 says: attention ended with ValueError\('q has shape", True, usable=True
+    ),
+    "rows of a wrong shape": Scenario(
+        rows_of_another_shape, 1, r"Rank 1 says: step.gather ended with ValueError\('rank 1 keeps", True, usable=True
+    ),
     "latents stopped": Scenario(stopped, 2, r"in stage [12] of 4 of the forward .*\(pass 3", latent=True),
     "latents' gradients stopped": Scenario(
         stopped_with_gradients, 2, r"in stage (9|1\d) of 12 of the backward", latent=True
@@ -216,10 +298,10 @@ def serve(name: str, rank: int, plan: Plan, pipe: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     patience = timedelta(seconds=60)
     if rank == 0:
-        store = TCPStore("127.0.0.1", 0, RANKS, is_master=True, wait_for_workers=False, timeout=patience)
+        store = kept_store(patience)
         pipe.send(store.port)
     else:
-        store = TCPStore("127.0.0.1", pipe.recv(), RANKS, is_master=False, timeout=patience)
+        store = joined_store(pipe.recv(), patience)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=patience)
     layer(flexcp.bind(plan, dist.group.WORLD))  # whatever is slow the first time
     dist.barrier()
@@ -275,11 +357,15 @@ def test_every_other_rank_raises_in_time_and_says_who_and_where(name: str, group
     scenario = SCENARIOS[name]
     for rank, report in groups[name].reports(None if scenario.reports else scenario.blamed).items():
         assert report.seconds < LIMIT + SLACK
-        assert "this step is unusable since an earlier failure" in report.next_error
         if rank == scenario.blamed and report.error == "ValueError":
+            assert scenario.usable or "this step is unusable since" in report.next_error
             continue  # its own error, as it was
+        assert "this step is unusable since an earlier failure" in report.next_error
         assert report.error == "ExchangeError", report
-        assert re.search(rf"(?i)^rank {rank} could not (send to|receive from) rank \d in stage \d", report.message)
+        assert re.search(
+            rf"(?i)^rank {rank} could not (send to|receive from) rank \d in (stage \d|.*step\.)", report.message
+        )
+        assert f"nothing within {0.75 * LIMIT:g} s (of {LIMIT:g} s" in report.message or "onnection" in report.message
         if name == "keeper of the store stopped" and f"rank {scenario.blamed} in" not in report.message:
             assert "the group's store does not answer" in report.message  # so nobody can say whose fault it was
             continue

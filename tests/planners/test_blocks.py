@@ -6,7 +6,9 @@ a change that makes plans dearer must say so here.
 
 from __future__ import annotations
 
+import sys
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -193,6 +195,35 @@ def test_even_rows_follow_cuts() -> None:
     assert len(found) == 4, "only the cuts moved"
     kept = loops_node.kept_rows(found, 3, targets)
     assert loops_node.received(found, kept, 3, 1024, 4096, reads) <= 2 * 50 * 1024
+
+
+def lines_run(documents: int) -> int:
+    """Lines that counting the bytes of so many documents on two ranks takes, in the loop itself."""
+    from flexcp.batch import make_batch
+
+    function = loops_node.received.py_func  # type: ignore[attr-defined]
+    reads = make_field(make_batch([10] * documents, flexcp.causal(), None), 1, 0, None).reads
+    number, zeros = np.arange(documents), np.zeros(documents, np.int64)
+    work = np.stack([number % 2, zeros + 1, number, zeros, zeros + 10], axis=1)
+    kept = np.stack([number % 2, number, zeros, zeros + 10], axis=1)
+    count = 0
+
+    def local(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return local
+
+    before = sys.gettrace()
+    sys.settrace(lambda frame, event, argument: local if frame.f_code is function.__code__ else None)
+    try:
+        assert function(work, kept, 2, 1024, 4096, reads) == 0
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_counting_bytes_takes_as_long_as_there_are_documents() -> None:
+    assert lines_run(400) < 2.2 * lines_run(200)
 
 
 def test_water_rises_evenly() -> None:

@@ -15,12 +15,11 @@ from typer.testing import CliRunner
 import flexcp
 from flexcp.cli.main import app
 from flexcp.data.lengths import draw_lengths
-from flexcp.report import page as page_module
 from flexcp.report.page import page, write_report
 from flexcp.report.plan_data import MOST_PAIRS, drawn_documents, plan_data
 from flexcp.report.plan_section import plan_section
 from flexcp.report.plan_time import PlanTime
-from flexcp.report.sections import code_section, lines_section, words_section
+from flexcp.report.sections import code_section, lines_section, table_section, words_section
 from flexcp.report.timeline import MOST_BARS, timeline_data
 from flexcp.simulate import predict
 from flexcp.simulator.passes import Event
@@ -103,6 +102,22 @@ def test_what_users_name_stays_text() -> None:
     assert json.loads(data[1])[2]["series"][0]["name"] == bad
 
 
+@pytest.mark.parametrize("bad", ["<!--<script>", "<!-- <script", "</script", "a\u2028b\u2029c"])
+def test_no_name_keeps_the_data_from_ending(bad: str) -> None:
+    text = page([lines_section("lines", [1], {bad: [1.0]}, "")], "title")
+    data = text.partition('id="data">')[2].partition("</script>")[0]
+    assert "<" not in data and data.isascii()
+    assert json.loads(data)[0]["series"][0]["name"] == bad
+
+
+def test_cells_of_tables_are_text() -> None:
+    bad = '<img src=x onerror="alert(1)">&'
+    text = page([table_section(bad, [bad], [[bad], [1], [2.0]], bad)], "title")
+    assert "<img" not in text
+    assert text.count("&lt;img src=x onerror=&quot;alert(1)&quot;&gt;&amp;") >= 4, "title, header, cell, words"
+    assert "<td>&lt;img" in text
+
+
 @pytest.mark.parametrize("strategy", ["blocks", "zigzag", "allgather"])
 def test_a_page_of_64_ranks_is_small(strategy: str) -> None:
     from flexcp.cli.reports import timed_plan
@@ -170,7 +185,7 @@ def test_a_page_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
     target = tmp_path / "page.html"
     size = write_report(target, [words_section("a", ["b"])], "t")
     assert target.stat().st_size == size
-    monkeypatch.setattr(page_module.os, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         write_report(target, [words_section("a", ["c"])], "t")
     assert [p.name for p in tmp_path.iterdir()] == ["page.html"]

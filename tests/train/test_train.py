@@ -29,6 +29,31 @@ def text(tmp_path: Path) -> str:
     return str(file)
 
 
+WRONG = {
+    "--model": ("nothing/config.json", "no model 'nothing/config.json'"),
+    "--data": ("lngtail", "lngtail"),
+    "--tokens": ("0", "at least 1 token"),
+    "--steps": ("0", "at least 1 step"),
+    "--dtype": ("float8", "float8"),
+    "--ranks": ("0", "at least 1 rank"),
+    "--strategy": ("zigzga", "did you mean 'zigzag'?"),
+    "--cluster": ("h10", "did you mean"),
+}
+
+
+def test_a_wrong_argument_is_refused_before_torch_is_loaded() -> None:
+    script = (
+        "import sys\nfrom flexcp.cli.main import _code\n"
+        f"for name, (value, _) in {WRONG!r}.items():\n"
+        "    sys.argv = ['flexcp', 'train', name, value]\n    assert _code() == 2\n"
+        "assert 'torch' not in sys.modules, 'torch was loaded'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for line_said, (_, words) in zip(done.stderr.splitlines(), WRONG.values(), strict=True):
+        assert words in line_said
+
+
 def test_our_gpt_learns_the_same_on_any_number_of_ranks(pool: RankPool, text: str) -> None:
     runs = {
         ranks: pool.run(train, TrainConfig(data=text, strategy="zigzag", **SMALL), ranks=ranks)[0] for ranks in (1, 2)

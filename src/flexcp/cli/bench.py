@@ -11,6 +11,7 @@ import typer
 from flexcp.cli.bench_step import step
 from flexcp.cli.every import Commands
 from flexcp.cli.options import Json, writable
+from flexcp.whole_files import write_whole
 
 app = Commands(help="Measure on this machine.", no_args_is_help=True)
 
@@ -62,4 +63,4 @@ def kernel(
         if r.missing:
             typer.echo(f"{r.contender} on {r.workload}: {r.missing}", err=True)
     if write:
-        write.write_text(content)
+        write_whole(write, content)

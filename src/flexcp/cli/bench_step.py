@@ -18,6 +18,7 @@ import typer
 from flexcp.cli import options as o
 from flexcp.cli import setting as s
 from flexcp.cli.progress import compiling, say
+from flexcp.whole_files import write_whole
 
 if TYPE_CHECKING:
     from flexcp.measure.bench_step import BenchTask, Measured
@@ -76,7 +77,7 @@ def step(
         return
     data = as_data(rows, task)
     if write is not None:
-        write.write_text(json.dumps(data, indent=2) + "\n")
+        write_whole(write, json.dumps(data, indent=2) + "\n")
     typer.echo(json.dumps(data, indent=2) if as_json else table(rows, data))
 
 

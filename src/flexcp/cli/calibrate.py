@@ -11,6 +11,7 @@ import typer
 
 from flexcp.cli import options as o
 from flexcp.cli.progress import compiling
+from flexcp.whole_files import write_whole
 
 if TYPE_CHECKING:
     from flexcp.calibration import Calibration
@@ -54,7 +55,7 @@ def calibrate(
     with compiling("measuring") as progress:
         found = calibrate_here(shape, ranks, device, lambda text: progress.update(f"measuring {text}"))
     if write is not None:
-        write.write_text(json.dumps(found.to_json(), indent=2) + "\n")
+        write_whole(write, json.dumps(found.to_json(), indent=2) + "\n")
     typer.echo(json.dumps(found.to_json(), indent=2) if as_json else text(found))
 
 

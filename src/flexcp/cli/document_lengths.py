@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from flexcp.data.lengths import parse_lengths
+from flexcp.json_files import json_line
 
 FIELDS = ("input_ids", "tokens", "text", "content", "length")
 """Where a document is looked for when no field is named."""
@@ -70,10 +70,7 @@ def _lines(path: Path) -> Iterable[Any]:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    try:
-                        yield json.loads(line)
-                    except json.JSONDecodeError as error:
-                        raise ValueError(f"{path}, line {number} is no JSON: {error.msg}") from None
+                    yield json_line(line, f"{path}, line {number}")
     except OSError as error:
         raise ValueError(f"cannot read documents from {path}: {error.strerror}") from None
     except UnicodeDecodeError:

@@ -20,6 +20,7 @@ from flexcp.cli.simulate import simulate
 from flexcp.cli.train import train
 from flexcp.cli.verify import verify
 from flexcp.cli.warmup import warmup
+from flexcp.visible import visible
 
 QUIET = 200_000
 """Objects between collections: imports make many and no garbage, and looking for some is a tenth of a short command."""
@@ -68,15 +69,15 @@ def _code() -> int:
         if "NoArgs" in type(error).__name__:  # a bare command: its help is the answer
             print(error.format_message(), file=sys.stderr)
         else:
-            print(f"flexcp: {one_line(error)}", file=sys.stderr)
+            print(f"flexcp: {visible(one_line(error))}", file=sys.stderr)
         return 2
     except (ValueError, NotImplementedError) as error:
-        print(f"flexcp: {error}", file=sys.stderr)
+        print(f"flexcp: {visible(str(error))}", file=sys.stderr)
         return 2
     except OSError as error:
         if error.filename is None:
             raise
-        print(f"flexcp: cannot use {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"flexcp: cannot use {visible(str(error.filename))}: {error.strerror}", file=sys.stderr)
         return 2
     except (KeyboardInterrupt, typer.Abort):
         code = 130

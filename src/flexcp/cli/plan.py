@@ -105,12 +105,11 @@ def _rounds_text(plan: Plan) -> str:
 
 def _write(plan: Plan, path: Path) -> None:
     """The plan in a file of that name, whole or not at all."""
+    from flexcp.whole_files import write_whole
     from flexcp.wire import save_plan
 
-    half = path.with_name(f"{path.name}.part")
     try:
-        half.write_bytes(save_plan(plan))
-        half.replace(path)
+        write_whole(path, save_plan(plan))
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror}; choose another place with --save") from None
 

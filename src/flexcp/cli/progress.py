@@ -13,9 +13,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
+from flexcp.visible import visible
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.status import Status
+    from rich.text import Text
 
 QUIET: ContextVar[bool] = ContextVar("quiet", default=False)
 """``--quiet`` of the command at hand; set and reset by :mod:`flexcp.cli.every`."""
@@ -38,7 +41,7 @@ class Compiling(logging.Handler):
         """Say what is going on now."""
         self.text = text
         if self.show:
-            self._started(text).update(text)
+            self._started(text).update(plain(text))
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno >= logging.WARNING:
@@ -47,11 +50,11 @@ class Compiling(logging.Handler):
         self.count += 1
         if self.show:
             text = f"first time on this machine: {record.getMessage()} (loop {self.count}); kept for the next"
-            self._started(text).update(text)
+            self._started(text).update(plain(text))
 
     def _started(self, text: str) -> Status:
         if self._status is None:
-            self._status = console().status(text)  # rich loads only now; it is half as slow as a plan
+            self._status = console().status(plain(text))  # rich loads only now; it is half as slow as a plan
             self._status.start()
         return self._status
 
@@ -78,6 +81,13 @@ def console() -> Console:
     from rich.console import Console
 
     return Console(stderr=True, quiet=quiet())
+
+
+def plain(text: str) -> Text:
+    """What rich shows as it is: names in it are no markup."""
+    from rich.text import Text
+
+    return Text(visible(text))
 
 
 @contextmanager

@@ -25,10 +25,13 @@ def show(file: File, check: Check = False, html: Html = None, as_json: Json = Fa
     Example: `flexcp plan --lengths 4096,800,1 --ranks 8 --save a.plan && flexcp show a.plan`
     """
     from flexcp.cli.plan import summary
-    from flexcp.wire import load_plan
+    from flexcp.wire import PlanFormatError, load_plan
 
     data = _read(file)
-    plan = load_plan(data)
+    try:
+        plan = load_plan(data)
+    except PlanFormatError as error:
+        raise PlanFormatError(f"{file}: {error}") from None
     if check:
         plan.check()
     if plan.ranks > MOST_RANKS:

@@ -11,6 +11,7 @@ import typer
 from flexcp.cli import options as o
 from flexcp.cli import setting as s
 from flexcp.cli.progress import compiling
+from flexcp.whole_files import write_whole
 
 if TYPE_CHECKING:
     from flexcp.simulator.passes import Pass
@@ -70,7 +71,7 @@ def simulate(
         raise ValueError(f"{strategy} refused: {row.refused}")
     found = row.simulation
     if events is not None:
-        events.write_text(json.dumps([e._asdict() for e in found.events()]))
+        write_whole(events, json.dumps([e._asdict() for e in found.events()]))
     if html is not None:
         from flexcp.cli.reports import report_plan
         from flexcp.report.plan_time import PlanTime

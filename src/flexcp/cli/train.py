@@ -63,34 +63,31 @@ def train(
     """
     from flexcp.clusters import cluster as machine
     from flexcp.planners import find_strategy
-    from flexcp.train.source import checked_data, checked_model, gpt_sizes
+    from flexcp.train.source import check_data, check_model, check_numbers, gpt_sizes
 
-    # A mistake ends here in one line: before torch is loaded, not on every rank.
-    if cluster is not None:
-        machine(cluster)
+    # A mistake ends here in one line: before torch is loaded, and not on every rank.
+    machine(cluster or "cpu")
     find_strategy(strategy)
     if ranks < 1:
         raise ValueError(f"training needs at least 1 rank; got --ranks {ranks}")
     sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "hidden": hidden, "layers": layers}
     told = {name: size for name, size in sizes.items() if size is not None}
+    given = gpt_sizes(**told) if told else ()
     name = model or "gpt"
-    if name != "gpt":
-        checked_model(name)
-        if told:
-            raise ValueError(
-                f"--model {name} brings its own sizes; drop --{next(iter(told)).replace('_', '-')}, or drop --model"
-            )
-    checked_data(data)
-    from flexcp.train.documents import Documents
+    if name != "gpt" and told:
+        raise ValueError(
+            f"--model {name} brings its own sizes; drop --{next(iter(told)).replace('_', '-')}, or drop --model"
+        )
+    check_model(name)
+    check_data(data)
+    check_numbers(tokens, steps, dtype, layout, learning_rate)
     from flexcp.train.loop import TrainConfig
     from flexcp.train.report import Table
 
     launched = "TORCHELASTIC_RUN_ID" in os.environ
     preset = cluster or ("h100" if launched and _has_gpu() else "cpu")
-    given = gpt_sizes(**told) if told else ()
     config = TrainConfig(name, data, tokens, steps, strategy, layout, dtype, learning_rate, preset, given)
     quiet_rank = launched and os.environ["RANK"] != "0"
-    Documents(data, tokens, vocabulary=256)  # raises for what cannot be trained on
     table = Table(console() if not quiet_rank else None, config)
     reports = _under_torchrun(config, table.add) if launched else _on_cpu_ranks(config, ranks, table.add)
     if quiet_rank:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flexcp.cli import options as o
-from flexcp.cli.progress import compiling, console, say
+from flexcp.cli.progress import compiling, console, plain, say
+from flexcp.visible import visible, visible_lines
 
 if TYPE_CHECKING:
     from flexcp.measure.dumps import Replay
@@ -84,7 +85,7 @@ def verify(
 
     options = Options(seed=seed, kernel=kernel)
     check_verifiable(plan, options)
-    with console().status(f"running {plan!r} on real processes"), RankPool(plan.ranks) as pool:
+    with console().status(plain(f"running {plan!r} on real processes")), RankPool(plan.ranks) as pool:
         verdict = pool.run(verify_on, plan, options)[0]
     result = {**verdict.errors, "bytes_match": verdict.bytes_match, "passed": verdict.passed}
     if as_json:
@@ -105,7 +106,7 @@ def replay_dump(dump: str, seed: int, kernel: str, as_json: bool) -> None:
     if not dump.startswith("@"):
         raise ValueError(f"a dump is given as @file or @folder, as in @{dump}; got {dump!r}")
     with console().status("reading") as status:
-        found = replay(Path(dump[1:]), seed, kernel, status.update)
+        found = replay(Path(dump[1:]), seed, kernel, lambda text: status.update(plain(text)))
     typer.echo(json.dumps(_as_data(found), indent=2) if as_json else _as_text(found))
     if not found.passed:
         raise typer.Exit(1)
@@ -133,17 +134,20 @@ def _as_data(found: Replay) -> dict[str, object]:
 
 
 def _as_text(found: Replay) -> str:
-    lines = [f"{d.path.name}: rank {d.global_rank}, {d.reason}: {d.message}" for d in found.dumps]
+    lines = [
+        f"{visible(d.path.name)}: rank {d.global_rank}, {visible(d.reason)}: {visible_lines(d.message, '  ')}"
+        for d in found.dumps
+    ]
     lines += [f"ranks held different plans in {words}" for words in found.disagreements]
     for p in found.plans:
         held = ", ".join(sorted({f"step {step}" for _, step in p.held}))
-        lines += ["", f"{p.plan!r} ({held}): {'passed' if p.passed else 'BAD'}"]
+        lines += ["", f"{visible(repr(p.plan))} ({held}): {'passed' if p.passed else 'BAD'}"]
         if p.problem or p.not_run:
-            lines.append(f"  {p.problem or f'checked symbolically only: {p.not_run}'}")
+            lines.append(f"  {visible_lines(p.problem or f'checked symbolically only: {p.not_run}', '    ')}")
         for name, verdict in p.verdicts.items():
             worst = max(verdict.errors, key=lambda n: verdict.errors[n] / verdict.allowed[n])
             match = "bytes equal the plan's" if verdict.bytes_match else "BYTES DIFFER from the plan's"
             lines.append(
-                f"  {name}: worst {worst}, error {verdict.errors[worst]:.2e} (allowed {verdict.allowed[worst]:.2e}), {match}"
+                f"  {visible(name)}: worst {worst}, error {verdict.errors[worst]:.2e} (allowed {verdict.allowed[worst]:.2e}), {match}"
             )
     return "\n".join(lines)

@@ -15,7 +15,8 @@ from flexcp.cli.progress import compiling
 def warmup(as_json: Json = False) -> None:
     """Compile what planning needs and keep it, so that the first plan of a run takes milliseconds.
 
-    It is kept in NUMBA_CACHE_DIR, beside the package or in the user's cache folder, whichever can be written. Exit code 1: in none.
+    It is kept in NUMBA_CACHE_DIR, beside the package or in the user's cache folder, whichever can be written. These folders
+    hold code: those that other users can write are not used. Exit code 1: it is kept in none.
 
     Example: `flexcp warmup`
     """
@@ -30,5 +31,8 @@ def warmup(as_json: Json = False) -> None:
     else:
         typer.echo(f"ready after {seconds:.1f} s, {found.count} loops compiled")
     if found.complaints:
-        print(f"flexcp: {found.complaints[-1]}; set NUMBA_CACHE_DIR to a folder that can be written", file=sys.stderr)
+        print(
+            f"flexcp: {found.complaints[-1]}; set NUMBA_CACHE_DIR to a folder of your own that can be written",
+            file=sys.stderr,
+        )
         raise typer.Exit(1)

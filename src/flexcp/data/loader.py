@@ -113,7 +113,8 @@ class Loader:
             if not isinstance(value, int) or value < 0:
                 raise ValueError(f"{name} is a count of 0 or more; got {value!r}")
         self.group = _process_group(group)
-        self.peers = Peers(cpu_group if cpu_group is not None else self.group)
+        self.timeout = timedelta(seconds=timeout)
+        self.peers = Peers(cpu_group if cpu_group is not None else self.group, self.timeout)
         if cpu_group is not None and (self.group is None or dist.get_world_size(self.group) != self.peers.size):
             raise ValueError(
                 f"cpu_group has {self.peers.size} ranks; make it of the same ranks as group, in the same order"
@@ -122,7 +123,6 @@ class Loader:
         self.stats = Stats()
         self.drop_last, self.lookahead, self.device, self.telemetry = drop_last, lookahead, device, telemetry
         self.options = dict(plan_options or {})
-        self.timeout = timedelta(seconds=timeout)
         limits = Limits(budget, min(budget, max_length or budget), too_long)
         field = spans if isinstance(spans, str) else None
         fields = Fields(tokens, labels, field, frozenset(document_fields), ignore)

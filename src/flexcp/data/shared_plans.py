@@ -1,8 +1,8 @@
 """Shared plans: every step is planned by one rank, and the others read its plan from the group's store.
 
 Rank ``step % ranks`` plans a step, so planning spreads over the cores of all nodes, and a planner that would not find the same answer twice
-is asked once. All talk with the store is in the training thread, in calls that are short or have a time limit: a client that blocks in
-another thread would block whoever else uses the store. A rank puts its finished plans there whenever it comes for its next step; the
+is asked once. The training thread waits for every call to the store, which has a time limit: a client that blocks would block whoever else
+uses the store. A rank puts its finished plans there whenever it comes for its next step; the
 last reader of a plan deletes it. A plan that fails is shared as its error, so that all ranks stop with the cause.
 
 Every iteration has its own run number, counted in the store, so what a broken-off one left behind is never mistaken for a plan.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from flexcp.data.planning import PlanningError, Pool
+from flexcp.executor.notes import through_store
 from flexcp.plan import Plan
 from flexcp.wire import load_plan, save_plan
 
@@ -40,7 +42,7 @@ class SharedPlans:
     def ask(self, step: int, lengths: Ints, arguments: dict[str, Any]) -> None:
         """Have a step planned, here or on the rank whose turn it is."""
         if self.run is None:
-            self.run = self.store.add(f"flexcp/plans/runs/{self.rank}", 1)
+            self.run = through_store(self.timeout, lambda: self.store.add(f"flexcp/plans/runs/{self.rank}", 1))
         if step % self.size == self.rank:
             self.pool.ask(step, lengths, arguments)
             self.mine[step] = None
@@ -75,11 +77,18 @@ class SharedPlans:
             self.mine[step] = plan
             data = b"=" + save_plan(plan)
         begin = time.perf_counter()
-        self.store.set(key, data)  # type: ignore[arg-type]  # bytes pass as they are
+        through_store(self.timeout, lambda: self.store.set(key, data))  # type: ignore[arg-type]  # bytes pass as they are
         self.unread.add(key)
         self.pool.stats.sharing_s += time.perf_counter() - begin
 
     def _read(self, step: int) -> Plan:
+        data = through_store(self.timeout, lambda: self._received(step))
+        if data[:1] != b"=":
+            raise PlanningError(f"rank {step % self.size}: {data[1:].decode()}")
+        return load_plan(data[1:])
+
+    def _received(self, step: int) -> bytes:
+        """What the rank whose turn it is put into the store; the last to read it takes it out."""
         key = self._key(step)
         begin = time.perf_counter()
         ready = self.store.check([key])
@@ -97,9 +106,7 @@ class SharedPlans:
             self.store.delete_key(key)
             self.store.delete_key(f"{key}/read")
         self.pool.stats.sharing_s += time.perf_counter() - begin
-        if data[:1] != b"=":
-            raise PlanningError(f"rank {step % self.size}: {data[1:].decode()}")
-        return load_plan(data[1:])
+        return data
 
     def _key(self, step: int) -> str:
         return f"flexcp/plans/{self.run}/{step}"
@@ -109,7 +116,7 @@ class SharedPlans:
         for step in self.mine:
             key = self._key(step)
             if key in self.unread:
-                self.store.delete_key(key)
+                through_store(self.timeout, partial(self.store.delete_key, key))
         self.mine.clear()
         self.unread.clear()
         self.run = None

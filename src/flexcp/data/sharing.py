@@ -10,6 +10,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -20,18 +21,18 @@ from torch import Tensor
 
 from flexcp.data.documents import Document
 from flexcp.data.samples import Sample, Schema
+from flexcp.executor.talk import Talk
 from flexcp.plan import Placement
 
 Ints = NDArray[np.int64]
 
 
 class Peers:
-    """The ranks that read together; alone without a group."""
+    """The ranks that read together; alone without a group. None waits longer than ``timeout`` for another."""
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.size = 1 if group is None else dist.get_world_size(group)
+    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta) -> None:
+        self.talk = Talk(group, timeout)
+        self.group, self.rank, self.size = group, self.talk.rank, self.talk.size
 
     @property
     def device(self) -> torch.device:
@@ -42,35 +43,17 @@ class Peers:
 
     def all_gather(self, value: Any) -> list[Any]:
         """What every rank says, on every rank."""
-        if self.size == 1:
-            return [value]
-        told: list[Any] = [None] * self.size
-        dist.all_gather_object(told, value, group=self.group)
-        return told
+        return self.talk.told("the loader's exchange of lengths", value, self.device)
 
     def total(self, count: int) -> int:
         """The sum over ranks."""
-        if self.size == 1:
-            return count
-        number = torch.tensor(count, device=self.device)
-        dist.all_reduce(number, group=self.group)
-        return int(number)
+        return int(self.talk.summed("the loader's count of labels", torch.tensor(count, device=self.device)))
 
     def exchange(self, sent: Mapping[int, Tensor], sizes: Mapping[int, int]) -> dict[int, Tensor]:
         """Bytes to and from each peer; empty messages do not travel."""
         device = self.device
         arriving = {r: torch.empty(n, dtype=torch.uint8, device=device) for r, n in sizes.items() if n}
-        operations = [
-            dist.P2POp(dist.isend, data.to(device), group=self.group, group_peer=peer)
-            for peer, data in sent.items()
-            if len(data)
-        ]
-        operations += [
-            dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=peer) for peer, buffer in arriving.items()
-        ]
-        if operations:
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
+        self.talk.exchange("the loader's exchange of rows", {r: data.to(device) for r, data in sent.items()}, arriving)
         return {peer: buffer.cpu() for peer, buffer in arriving.items()}
 
 

@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from flexcp.executor.calls import WHOLE_STAGES, CallSettings
-from flexcp.executor.notes import within
+from flexcp.executor.notes import through_store
 
 
 def agree(
@@ -27,14 +27,7 @@ def agree(
 
     A rank that already knows of a ``mistake`` raises it as ValueError, and the others hear of it instead of waiting.
     """
-    try:
-        # The last second is the store's, whose own message says more.
-        return within(timeout.total_seconds() + 1, lambda: _meet(digest, group, timeout, mistake, calls))
-    except TimeoutError as error:
-        raise RuntimeError(
-            f"the group's store does not answer within {timeout.total_seconds():g} s: the process that keeps it (often rank 0's) "
-            "died or stands still"
-        ) from error
+    return through_store(timeout, lambda: _meet(digest, group, timeout, mistake, calls))
 
 
 def _meet(digest: str, group: dist.ProcessGroup, timeout: timedelta, mistake: str | None, calls: CallSettings) -> int:

@@ -20,7 +20,7 @@ Why bytes may be used again, inside a pass and by the next one:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from threading import Lock
 
@@ -86,6 +86,13 @@ class Buffers:
         starts = aligned_starts([size for _, size in sizes])
         self.memory = memory[: starts[-1]]
         self.messages = [(peer, self.memory[at : at + size]) for (peer, size), at in zip(sizes, starts, strict=False)]
+
+    @classmethod
+    def of(cls, messages: Mapping[int, Tensor]) -> Buffers:
+        """Contiguous tensors as they are, each a message to or from a peer."""
+        found = cls([], torch.empty(0, dtype=torch.uint8))
+        found.messages = [(peer, x.detach().view(-1).view(torch.uint8)) for peer, x in messages.items()]
+        return found
 
     @classmethod
     def alone(cls, sizes: list[tuple[int, int]], device: torch.device) -> Buffers:

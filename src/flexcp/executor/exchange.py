@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import torch.distributed as dist
 from torch import Tensor
@@ -35,6 +35,24 @@ from flexcp.executor.notes import Notes, grace_of
 
 class ExchangeError(RuntimeError):
     """A rank did not send or take in what the plan says; the message names it and the stage."""
+
+
+class Subject(Protocol):
+    """What messages belong to: both sides must agree on it, and errors name it."""
+
+    def tag(self, stage: int, call: int) -> int:
+        """What tells messages apart."""
+
+    def where(self, stage: int) -> str:
+        """What an error says of a stage."""
+
+
+def packed_tag(widths: tuple[tuple[int, int], ...]) -> int:
+    """A tag of (value, bits) pairs, of each value its lowest bits."""
+    found = 0
+    for value, bits in widths:
+        found = found << bits | value % (1 << bits)
+    return found
 
 
 @dataclass(frozen=True)
@@ -50,11 +68,12 @@ class Pass:
 
     def tag(self, stage: int, call: int) -> int:
         """31 bits in which passes, masks, directions, stages and calls differ from their neighbours."""
-        found = 0
-        widths = ((self.step, 6), (self.number, 10), (self.backward, 1), (self.mask, 3), (stage, 7), (call, 4))
-        for value, bits in widths:
-            found = found << bits | value % (1 << bits)
-        return found
+        widths = ((0, 1), (self.step, 5), (self.number, 10), (self.backward, 1), (self.mask, 3), (stage, 7), (call, 4))
+        return packed_tag(widths)
+
+    def where(self, stage: int) -> str:
+        """For an error."""
+        return f"stage {stage} of {self.stages} of {self}"
 
     def __str__(self) -> str:
         direction = "backward" if self.backward else "forward"
@@ -78,7 +97,7 @@ class Wire:
 class Exchange:
     """The messages of one pass: ``post`` a stage, then ask for what ``arrived``; ``finish`` at the end. Use as a context manager."""
 
-    def __init__(self, wire: Wire, this: Pass, calls: tuple[tuple[Call, ...], ...]) -> None:
+    def __init__(self, wire: Wire, this: Subject, calls: tuple[tuple[Call, ...], ...]) -> None:
         self.wire, self.this, self.calls = wire, this, calls
         self._arriving: Buffers | None = None
 
@@ -115,7 +134,7 @@ class Exchange:
 class DeviceExchange(Exchange):
     """Calls queued on the device, NCCL's way."""
 
-    def __init__(self, wire: Wire, this: Pass, calls: tuple[tuple[Call, ...], ...]) -> None:
+    def __init__(self, wire: Wire, this: Subject, calls: tuple[tuple[Call, ...], ...]) -> None:
         super().__init__(wire, this, calls)
         self._receiving: list[dist.Work] = []
         self._sending: list[tuple[dist.Work, Tensor]] = []
@@ -131,7 +150,7 @@ class DeviceExchange(Exchange):
             try:
                 works = dist.batch_isend_irecv(operations)
             except RuntimeError as error:
-                raise ExchangeError(f"stage {stage} of {self.this.stages} of {self.this}: {error}") from error
+                raise ExchangeError(f"{self.this.where(stage)}: {error}") from error
             self._receiving += works
             self._sending += [(work, sends.memory) for work in works]
 
@@ -164,7 +183,7 @@ class _Leg:
 class HostExchange(Exchange):
     """Calls between CPU ranks, every wait with a time limit. Tests slow it down by overriding ``send`` and ``receive``."""
 
-    def __init__(self, wire: Wire, this: Pass, calls: tuple[tuple[Call, ...], ...]) -> None:
+    def __init__(self, wire: Wire, this: Subject, calls: tuple[tuple[Call, ...], ...]) -> None:
         super().__init__(wire, this, calls)
         self._patience = wire.timeout.total_seconds() - grace_of(wire.timeout)
         self._receiving: list[tuple[_Leg, dist.Work]] = []
@@ -187,6 +206,7 @@ class HostExchange(Exchange):
             self._courier.start()
 
     def arrived(self) -> Buffers | None:
+        deadline = time.monotonic() + self._patience
         if self._courier is not None:
             self._courier.join(self._patience)
             if self._courier.is_alive():  # in a wait of its own, begun before this one; it is left behind
@@ -195,12 +215,12 @@ class HostExchange(Exchange):
             self._courier = None
             if self._broken is not None:
                 raise self._broken
-        self._wait(self._receiving)
-        self._wait(self._leaving)
+        self._wait(self._receiving, deadline)
+        self._wait(self._leaving, deadline)
         return self._take()
 
     def finish(self) -> None:
-        self._wait(self._sending)
+        self._wait(self._sending, time.monotonic() + self._patience)
 
     def send(self, message: Tensor, peer: int, tag: int) -> dist.Work:
         """Start to send a message."""
@@ -218,10 +238,11 @@ class HostExchange(Exchange):
         """The courier's way: every call when the one before it is done."""
         try:
             for call in calls[1:]:
-                self._wait(self._receiving)
-                self._wait(self._sending)
+                deadline = time.monotonic() + self._patience
+                self._wait(self._receiving, deadline)
+                self._wait(self._sending, deadline)
                 self._post(stage, call, messages)
-            self._wait(self._receiving)
+            self._wait(self._receiving, time.monotonic() + self._patience)
         except Exception as error:  # raised where the pass waits for it
             self._broken = error
 
@@ -238,9 +259,8 @@ class HostExchange(Exchange):
                 if sends:
                     self.wire.sent[part.peer] += part.stop - part.start
 
-    def _wait(self, posted: list[tuple[_Leg, dist.Work]]) -> None:
-        """Until all of these are done, within the time limit; they are forgotten then."""
-        deadline = time.monotonic() + self._patience
+    def _wait(self, posted: list[tuple[_Leg, dist.Work]], deadline: float) -> None:
+        """Until all of these are done, however many they are, before the deadline; they are forgotten then."""
         for leg, work in posted:
             self._waiting_for = leg
             try:
@@ -252,8 +272,8 @@ class HostExchange(Exchange):
     def _error(self, leg: _Leg, reason: str) -> ExchangeError:
         """What to raise: who, where, why, and what the others say."""
         wish = f"send to rank {leg.peer}" if leg.sends else f"receive from rank {leg.peer}"
-        text = f"could not {wish} in stage {leg.stage} of {self.this.stages} of {self.this}"
-        limit = f"{self.wire.timeout.total_seconds():g} s"
+        text = f"could not {wish} in {self.this.where(leg.stage)}"
+        limit = f"{self._patience:g} s (of {self.wire.timeout.total_seconds():g} s, the rest is for asking why)"
         # Of gloo's words only the first sentence says something, after the place in its source.
         words = re.sub(r"^\[[^]]*\] ", "", reason).split(". ")[0]
         why = f"nothing within {limit}" if "Timed out" in reason or "not done" in reason else words

@@ -59,9 +59,10 @@ def latent_attention(
     function of its arguments alone, row by row. Gradients reach ``q``, ``latent`` and ``weights``, the last as this rank's share.
     """
     check_bound(step)
-    _check(q, latent, step)
-    check_call(q, {"latent": latent}, scale, softcap)
-    number = mask_number(step.plan.batch, mask, None)
+    with step.talk.checking("latent_attention"):
+        _check(q, latent, step)
+        check_call(q, {"latent": latent}, scale, softcap)
+        number = mask_number(step.plan.batch, mask, None)
     settings = Settings(q.shape[-1] ** -0.5 if scale is None else float(scale), softcap)
     name = step.choose_kernel(q.device, kernel)
     out: Tensor = _LatentAttention.apply(q, latent, expand, step, number, settings, name, *weights)

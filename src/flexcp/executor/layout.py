@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
 from flexcp.batch import Batch
 from flexcp.executor.kernels import uploaded
+from flexcp.executor.talk import Talk
 from flexcp.intervals import spread
 from flexcp.plan import Placement
 from flexcp.positions import refuse_branches
@@ -40,17 +40,15 @@ def shard(full: Tensor, indices: Tensor, tokens: int, pad: float | int) -> Tenso
     return _filled(local, missing.numpy(), pad) if bool(missing.any()) else local
 
 
-def gather(local: Tensor, placement: Placement, rank: int, group: dist.ProcessGroup | None) -> Tensor:
+def gather(local: Tensor, placement: Placement, talk: Talk) -> Tensor:
     """All ranks' rows in stream order, without pads, on every rank."""
-    everyone: Tensor = _AllGather.apply(local, placement.tokens.tolist(), rank, group)
+    everyone: Tensor = _AllGather.apply(local, placement.tokens.tolist(), talk)
     source = np.concatenate([local_stream(placement, r) for r in range(placement.ranks)])
     order = np.argsort(source, kind="stable")[: placement.batch.tokens]
     return everyone[uploaded(order, local.device)]
 
 
-def roll(
-    local: Tensor, placement: Placement, rank: int, group: dist.ProcessGroup | None, shift: int, fill: float | int
-) -> Tensor:
+def roll(local: Tensor, placement: Placement, talk: Talk, shift: int, fill: float | int) -> Tensor:
     """Row t of the result is row ``t - shift`` of the stream where that is the same document, else ``fill``."""
     batch = placement.batch
     wanted = []
@@ -62,20 +60,20 @@ def roll(
         inside &= batch.document_of(safe) == batch.document_of(at)
         wanted.append(np.where(inside, source, -1))
     here = [local_stream(placement, r) for r in range(placement.ranks)]
-    found = _Fetch.apply(local, _moves(here, placement.stream, wanted, rank), len(wanted[rank]), group)
-    return _filled(found, wanted[rank] < 0, fill)
+    moves, mine = _moves(here, placement.stream, wanted, talk.rank), wanted[talk.rank]
+    return _filled(_Fetch.apply(local, moves, len(mine), talk, "step.roll"), mine < 0, fill)
 
 
 def relayout(
-    local: Tensor, placement: Placement, rank: int, group: dist.ProcessGroup | None, maps: Sequence[Ints], back: bool
+    local: Tensor, placement: Placement, talk: Talk, maps: Sequence[Ints], back: bool, place: str = "step.relayout"
 ) -> Tensor:
     """Rows of the plan's layout moved to that of ``maps`` (stream tokens of every rank in order); or ``back``, pads zero."""
     here = [local_stream(placement, r) for r in range(placement.ranks)]
     there = [np.asarray(index, np.int64) for index in maps]
     source, wanted = (there, here) if back else (here, there)
     wanted = [np.where(index < placement.batch.tokens, index, -1) for index in wanted]
-    moves = _moves(source, placement.stream, wanted, rank)
-    found: Tensor = _Fetch.apply(local, moves, len(wanted[rank]), group)
+    moves = _moves(source, placement.stream, wanted, talk.rank)
+    found: Tensor = _Fetch.apply(local, moves, len(wanted[talk.rank]), talk, place)
     return found
 
 
@@ -95,11 +93,9 @@ def next_tokens(tokens: Tensor, batch: Batch, ignore: int) -> Tensor:
     return labels
 
 
-def token_mean_loss(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, ignore: int) -> Tensor:
+def token_mean_loss(logits: Tensor, labels: Tensor, talk: Talk, ignore: int) -> Tensor:
     """Sum of this rank's cross entropies / valid labels on all ranks; a sum over none depends on ``logits`` too."""
-    valid = (labels != ignore).sum()
-    if group is not None:
-        dist.all_reduce(valid, group=group)
+    valid = talk.summed("step.loss", (labels != ignore).sum())
     total = torch.nn.functional.cross_entropy(logits.float() if logits.dtype.itemsize < 4 else logits, labels,
                                               ignore_index=ignore, reduction="sum")  # fmt: skip
     return total / valid.clamp(min=1)
@@ -128,37 +124,26 @@ class _Fetch(torch.autograd.Function):
     """Rows from wherever they are; backward sends gradients back and adds them."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, moves: Moves, rows: int, group: dist.ProcessGroup | None) -> Tensor:
-        ctx.moves, ctx.group, ctx.rows = moves, group, len(local)
-        return _exchange_rows(local, moves, rows, group)
+    def forward(ctx: Any, local: Tensor, moves: Moves, rows: int, talk: Talk, place: str) -> Tensor:
+        ctx.moves, ctx.talk, ctx.place, ctx.rows = moves, talk, place, len(local)
+        return _exchange_rows(local, moves, rows, talk, place)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         back = [(got, sent) for sent, got in ctx.moves]
-        return _exchange_rows(grads[0], back, ctx.rows, ctx.group), None, None, None
+        place = f"the backward of {ctx.place}"
+        return _exchange_rows(grads[0], back, ctx.rows, ctx.talk, place), None, None, None, None
 
 
-def _exchange_rows(local: Tensor, moves: Moves, rows: int, group: dist.ProcessGroup | None) -> Tensor:
+def _exchange_rows(local: Tensor, moves: Moves, rows: int, talk: Talk, place: str) -> Tensor:
     """Rows sent and received by ``moves``; received rows are added where they belong."""
     out = local.new_zeros((rows, *local.shape[1:]))
-    rank = 0 if group is None else dist.get_rank(group)
-    operations, arriving = [], []
-    for peer, (sent, got) in enumerate(moves):
-        sent, got = uploaded(sent.numpy(), local.device), uploaded(got.numpy(), local.device)
-        if peer == rank:
-            out.index_add_(0, got, local[sent])
-            continue
-        if len(sent):
-            operations.append(dist.P2POp(dist.isend, local[sent].contiguous(), group=group, group_peer=peer))
-        if len(got):
-            buffer = local.new_empty((len(got), *local.shape[1:]))
-            operations.append(dist.P2POp(dist.irecv, buffer, group=group, group_peer=peer))
-            arriving.append((got, buffer))
-    if operations:
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
-    for got, buffer in arriving:
-        out.index_add_(0, got, buffer)
+    on_device = [[uploaded(rows.numpy(), local.device) for rows in pair] for pair in moves]
+    sends = {peer: local[on_device[peer][0]].contiguous() for peer in talk.others}
+    arriving = {peer: local.new_empty((len(on_device[peer][1]), *local.shape[1:])) for peer in talk.others}
+    talk.exchange(place, sends, arriving)
+    for peer, (sent, got) in enumerate(on_device):
+        out.index_add_(0, got, local[sent] if peer == talk.rank else arriving[peer])
     return out
 
 
@@ -166,21 +151,17 @@ class _AllGather(torch.autograd.Function):
     """Rows of all ranks, rank after rank; backward sums the gradients of all ranks."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, counts: list[int], rank: int, group: dist.ProcessGroup | None) -> Tensor:
-        ctx.counts, ctx.rank, ctx.group = counts, rank, group
-        if group is None:
+    def forward(ctx: Any, local: Tensor, counts: list[int], talk: Talk) -> Tensor:
+        ctx.counts, ctx.talk = counts, talk
+        if talk.size == 1:
             return local.clone()
-        most = max(counts)
-        padded = local.new_zeros((most, *local.shape[1:]))
+        padded = local.new_zeros((max(counts), *local.shape[1:]))
         padded[: len(local)] = local.detach()
-        parts = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather(parts, padded, group=group)
+        parts = talk.gathered("step.gather", padded)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        grad = grads[0].contiguous()
-        if ctx.group is not None:
-            dist.all_reduce(grad, group=ctx.group)
-        before = sum(ctx.counts[: ctx.rank])
-        return grad[before : before + ctx.counts[ctx.rank]], None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        grad = ctx.talk.summed("the backward of step.gather", grads[0].contiguous())
+        before = sum(ctx.counts[: ctx.talk.rank])
+        return grad[before : before + ctx.counts[ctx.talk.rank]], None, None

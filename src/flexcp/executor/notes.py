@@ -53,6 +53,20 @@ def within(seconds: float, function: Callable[[], T]) -> T:
     return found[0]
 
 
+def through_store(timeout: timedelta, function: Callable[[], T]) -> T:
+    """What a function finds in the group's store; RuntimeError when the store itself stands still.
+
+    It has a second more than its own limit, because its own message says more.
+    """
+    try:
+        return within(timeout.total_seconds() + 1, function)
+    except TimeoutError as error:
+        raise RuntimeError(
+            f"the group's store does not answer within {timeout.total_seconds():g} s: the process that keeps it (often rank 0's) "
+            "died or stands still"
+        ) from error
+
+
 @dataclass(frozen=True)
 class Notes:
     """The notes of one step's ranks."""
@@ -66,6 +80,13 @@ class Notes:
         note = json.dumps({"text": text, "blamed": blamed})
         try:
             within(seconds, lambda: self.group.get_group_store().set(self._key(self.rank), note))
+        except (TimeoutError, RuntimeError):
+            return
+
+    def withdraw(self, seconds: float) -> None:
+        """Take back what was said: the rank goes on after all."""
+        try:
+            within(seconds, lambda: self.group.get_group_store().delete_key(self._key(self.rank)))
         except (TimeoutError, RuntimeError):
             return
 

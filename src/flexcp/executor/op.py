@@ -98,9 +98,10 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: Tensor, scale: float, softcap: float | None,
     deterministic: bool, sm_margin: int, kernel: str | None, mask: str | None, window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    step = step_of(handle)
-    _check(q, k, v, step)
-    number, settings = mask_number(step.plan.batch, mask, window), Settings(scale, softcap, deterministic, sm_margin)
+    step, settings = step_of(handle), Settings(scale, softcap, deterministic, sm_margin)
+    with step.talk.checking("attention"):
+        _check(q, k, v, step)
+        number = mask_number(step.plan.batch, mask, window)
     runtime = _runtime(step, q, settings, number, backward=False)
     prepared = step.prepared(number, False, step.choose_kernel(q.device, kernel), runtime.types)
     step.note_call()

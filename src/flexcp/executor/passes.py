@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from flexcp.executor.calls import WHOLE_STAGES, Call, CallSettings, rank_calls
-from flexcp.executor.exchange import DeviceExchange, Exchange, HostExchange, Pass, Wire
-from flexcp.executor.notes import Notes
+from flexcp.executor.exchange import DeviceExchange, Exchange, HostExchange, Pass
+from flexcp.executor.talk import Talk
 from flexcp.plan import Plan
 
 
@@ -30,24 +30,22 @@ class Passes:
         step: int = 0,
         settings: CallSettings = WHOLE_STAGES,
     ) -> None:
-        self.plan, self.rank, self.group, self.timeout = plan, rank, group, timeout
-        self.step, self.settings = step, settings
+        self.plan, self.rank, self.settings = plan, rank, settings
+        self.talk = Talk(group, timeout, step)
+        """The ranks of the step, and whether they still agree."""
         self.host_exchange: type[HostExchange] = HostExchange
         """How CPU ranks talk; a test puts in one that dawdles."""
         self.count = 0
-        self.failure: str | None = None
         self._calls: dict[tuple[int, bool], tuple[tuple[Call, ...], ...]] = {}
 
     def open(
         self, mask: int, backward: bool, device: torch.device, sent: list[int], calls: tuple[tuple[Call, ...], ...] | None = None
     ) -> Exchange:  # fmt: skip
         """The exchange of the next pass; ``sent`` counts the bytes to each rank, ``calls`` stand for the plan's own where given."""
-        self.check_usable()
+        wire = self.talk.wire(sent)
         self.count += 1
-        notes = None if self.group is None else Notes(self.group, self.step, self.rank)
-        wire = Wire(self.group, sent, self.timeout, notes, self._fail)
         stages = self.calls(mask, backward) if calls is None else calls
-        this = Pass(self.step, self.count, mask, self.plan.batch.masks[mask].name, backward, len(stages))
+        this = Pass(self.talk.step, self.count, mask, self.plan.batch.masks[mask].name, backward, len(stages))
         kind = self.host_exchange if device.type == "cpu" else DeviceExchange
         return kind(wire, this, stages)
 
@@ -57,13 +55,3 @@ class Passes:
         if key not in self._calls:
             self._calls[key] = rank_calls(self.plan, self.rank, mask, backward, self.settings)
         return self._calls[key]
-
-    def check_usable(self) -> None:
-        """Raise after a pass that broke off."""
-        if self.failure is not None:
-            raise RuntimeError(
-                f"this step is unusable since an earlier failure; make a new group and bind again. {self.failure}"
-            )
-
-    def _fail(self, reason: str) -> None:
-        self.failure = self.failure or reason

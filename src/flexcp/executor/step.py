@@ -65,6 +65,8 @@ class Step:
     ) -> None:
         self.plan, self.rank, self.group, self.timeout = plan, rank, group, timeout
         self.passes = Passes(plan, rank, group, timeout, number, calls)
+        self.talk = self.passes.talk
+        """What its ranks tell each other outside attention: see :mod:`flexcp.executor.talk`."""
         self.local_tokens = int(plan.placement.tokens[rank])
         """Tokens on this rank, pads included."""
         self.sent_bytes = {"forward": [0] * plan.ranks, "backward": [0] * plan.ranks}
@@ -151,8 +153,8 @@ class Step:
 
     def gather(self, local: Tensor) -> Tensor:
         """The stream tensor ``[tokens, ...]`` on every rank, from every rank's local rows. Differentiable."""
-        self._check_rows(local)
-        return layout.gather(local, self.plan.placement, self.rank, self.group)
+        self._check_rows(local, "step.gather")
+        return layout.gather(local, self.plan.placement, self.talk)
 
     def roll(self, local: Tensor, shift: int = -1, fill: float | int = 0) -> Tensor:
         """Local rows moved by ``shift`` inside their documents, across ranks: ``roll(x, -1)`` is each token's successor.
@@ -160,8 +162,8 @@ class Step:
         Rows whose source lies outside the document, and pads, get ``fill``. Differentiable. A document that branches is refused.
         """
         refuse_branches(self.plan.batch, "step.roll knows")
-        self._check_rows(local)
-        return layout.roll(local, self.plan.placement, self.rank, self.group, shift, fill)
+        self._check_rows(local, "step.roll")
+        return layout.roll(local, self.plan.placement, self.talk, shift, fill)
 
     def relayout(self, local: Tensor, to: str | Sequence[Sequence[int]] = "contiguous") -> Tensor:
         """Local rows in another layout of the same stream: ``"contiguous"``, ``"zigzag"``, or an index array per rank. Differentiable.
@@ -169,17 +171,18 @@ class Step:
         What layers that read tokens in order need (state space models, convolutions): ``y = layer(step.relayout(x))``, then back with
         :meth:`restore`. Pads stay behind.
         """
-        self._check_rows(local)
-        return layout.relayout(local, self.plan.placement, self.rank, self.group, self._maps(to), back=False)
+        self._check_rows(local, "step.relayout")
+        return layout.relayout(local, self.plan.placement, self.talk, self._maps(to), back=False)
 
     def restore(self, moved: Tensor, of: str | Sequence[Sequence[int]] = "contiguous") -> Tensor:
         """Undo :meth:`relayout`: rows in the layout ``of`` moved back to the plan's, zeros where it has pads. Differentiable."""
         maps = self._maps(of)
-        if len(moved) != len(maps[self.rank]):
-            raise ValueError(
-                f"rank {self.rank} holds {len(maps[self.rank])} tokens in the layout {of!r}, but got a tensor of {len(moved)} rows"
-            )
-        return layout.relayout(moved, self.plan.placement, self.rank, self.group, maps, back=True)
+        with self.talk.checking("step.restore"):
+            if len(moved) != len(maps[self.rank]):
+                raise ValueError(
+                    f"rank {self.rank} holds {len(maps[self.rank])} tokens in the layout {of!r}, but got a tensor of {len(moved)} rows"
+                )
+        return layout.relayout(moved, self.plan.placement, self.talk, maps, back=True, place="step.restore")
 
     def _maps(self, name: str | Sequence[Sequence[int]]) -> tuple[layout.Ints, ...]:
         maps = user_layout(name, self.plan.batch.tokens, self.plan.ranks)
@@ -218,7 +221,7 @@ class Step:
         """
         refuse_branches(self.plan.batch, "step.loss knows")
         factor = share_factor(gradients, self.plan.ranks)
-        self._check_rows(logits)
+        self._check_rows(logits, "step.loss")
         if not self.calls and not without_attention:
             raise RuntimeError(
                 f"a loss is asked of {self!r}, but its attention never ran: the model's layers still use their own. Turn flexcp on "
@@ -226,7 +229,7 @@ class Step:
             )
         if logits.requires_grad:
             self.check_reduction(gradients)
-        return layout.token_mean_loss(logits, labels, self.group, ignore) * factor
+        return layout.token_mean_loss(logits, labels, self.talk, ignore) * factor
 
     def check_reduction(self, gradients: Gradients) -> None:
         """Raise for shares made for one treatment of gradients where this step's attention saw the other."""
@@ -293,13 +296,14 @@ class Step:
                 "make the group with backend='nccl'"
             )
 
-    def _check_rows(self, local: Tensor) -> None:
-        self.passes.check_usable()
-        if len(local) != self.local_tokens:
-            raise ValueError(
-                f"rank {self.rank} keeps {self.local_tokens} tokens under this plan, but got a tensor of {len(local)} rows; "
-                "shard the stream with step.shard(...)"
-            )
+    def _check_rows(self, local: Tensor, place: str) -> None:
+        self.talk.check_usable()
+        with self.talk.checking(place):
+            if len(local) != self.local_tokens:
+                raise ValueError(
+                    f"rank {self.rank} keeps {self.local_tokens} tokens under this plan, but got a tensor of {len(local)} rows; "
+                    "shard the stream with step.shard(...)"
+                )
 
     def __repr__(self) -> str:
         return f"<Step rank {self.rank} of {self.cp_size}, {self.local_tokens} tokens, {self.plan!r}>"

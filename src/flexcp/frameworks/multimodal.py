@@ -130,7 +130,7 @@ def image_rows(features: Tensor, encoder: Step, language: Step, batch: ImageBatc
     wanted = [padded[layout.local_stream(language.plan.placement, r)] for r in range(language.cp_size)]
     rows = np.flatnonzero(wanted[language.rank][:, 0] >= 0)
     maps = [w[w[:, 0] >= 0].reshape(-1) for w in wanted]
-    found = layout.relayout(features, encoder.plan.placement, encoder.rank, encoder.group, maps, back=False)
+    found = layout.relayout(features, encoder.plan.placement, encoder.talk, maps, back=False, place="image_rows")
     return torch.from_numpy(rows).to(features.device), found.unflatten(0, (len(rows), batch.merge))
 
 

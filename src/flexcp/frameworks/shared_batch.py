@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexcp.executor.step import Step, bind
+from flexcp.executor.step import DEFAULT_TIMEOUT, Step, bind
+from flexcp.executor.talk import Talk
 from flexcp.planner import Planner
 from flexcp.positions import refuse_branches
 
@@ -81,15 +82,12 @@ def rows_of(step: Step, tokens: Tensor, labels: Tensor) -> Rows:
 
 def _gathered(tensors: list[Tensor], group: dist.ProcessGroup) -> list[list[Tensor]]:
     """Every rank's 1-D tensors of integers: one exchange of sizes, one of everything."""
-    ranks = dist.get_world_size(group)
+    talk = Talk(group, DEFAULT_TIMEOUT)
     sizes = torch.tensor([len(x) for x in tensors], device=tensors[0].device)
-    all_sizes = [torch.empty_like(sizes) for _ in range(ranks)]
-    dist.all_gather(all_sizes, sizes, group=group)
-    counts = [size.tolist() for size in all_sizes]
+    counts = [size.tolist() for size in talk.gathered("the exchange of batch sizes", sizes)]
     mine = torch.cat([x.to(torch.int64) for x in tensors])
     padded = mine.new_zeros(max(sum(c) for c in counts))
     padded[: len(mine)] = mine
-    everything = [torch.empty_like(padded) for _ in range(ranks)]
-    dist.all_gather(everything, padded, group=group)
+    everything = talk.gathered("the exchange of documents", padded)
     split = [x[: sum(c)].split(c) for x, c in zip(everything, counts, strict=True)]
     return [list(part) for part in zip(*split, strict=True)]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Callable
 from pathlib import Path
 
+from flexcp.json_files import read_json
 from flexcp.masks.conversions import from_slices
 from flexcp.masks.mask import Mask, token_count
 from flexcp.masks.named import causal, causal_blockwise, full, lambda_, prefix, shared_question, window
@@ -46,18 +46,17 @@ def parse_mask(text: str) -> Mask | list[Mask]:
 
 
 def _from_json(path: Path) -> list[Mask]:
+    form = '{"documents": [{"length": n, "slices": [[q0, q1, k0, k1, lo, hi], ...]}, ...]}'
+    content = read_json(path, "mask file", f"it must hold {form}")
     try:
-        content = json.loads(path.read_text())
         documents = content["documents"]
         pairs = [
             (token_count(d["length"]), [[None if x is None else token_count(x) for x in row] for row in d["slices"]])
             for d in documents
         ]
-    except OSError as error:
-        raise ValueError(f"cannot read mask file {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"mask file {path} must hold "
-            f'{{"documents": [{{"length": n, "slices": [[q0, q1, k0, k1, lo, hi], ...]}}, ...]}}: {error!r}'
-        ) from None
-    return [from_slices(n, slices) for n, slices in pairs]
+        raise ValueError(f"mask file {path} must hold {form}: {error!r}") from None
+    try:
+        return [from_slices(n, slices) for n, slices in pairs]
+    except ValueError as error:
+        raise ValueError(f"mask file {path}: {error}") from None

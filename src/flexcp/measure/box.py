@@ -16,7 +16,6 @@ the next box is made.
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
 import re
 import shutil
@@ -28,6 +27,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from flexcp.measure.ranks import PRELOAD, RankPool, answer_calls
+from flexcp.measure.started import server
 
 PREFIX = "flexcp-box-"
 NAMESPACES = Path("/run/netns")
@@ -139,8 +139,7 @@ class Box(RankPool):
             raise
 
     def _start(self, ranks_per_node: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context = server(PRELOAD)
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             node = self.network.nodes[rank // ranks_per_node]

@@ -135,16 +135,23 @@ def _kernels() -> Iterator[Finding]:
 def _cache() -> Finding:
     """Where compiled planning loops are kept, and whether they are there."""
     from flexcp.jit import cache_folders
+    from flexcp.own_files import refusal
 
     folders = cache_folders()
+    refused = next((why for folder in folders if (why := refusal(folder)) is not None), None)
+    if refused is not None:
+        return Finding("compiled loops", "not used, because others may have written them", fix=refused)
     filled = next((f for f in folders if f.is_dir() and any(f.iterdir())), None)
     if filled is not None:
         return Finding("compiled loops", f"kept in {filled}")
     writable = next((f for f in folders if _can_write(f)), None)
     if writable is None:
-        fix = "set NUMBA_CACHE_DIR to a folder that can be written, or the first plan of every process takes half a minute"
+        fix = (
+            "set NUMBA_CACHE_DIR to a folder of your own (it holds code) that can be written, or the first plan of every process takes "
+            "half a minute"
+        )
         return Finding("compiled loops", f"none of {', '.join(map(str, folders))} can be written", fix=fix)
-    hint = "flexcp warmup compiles them now instead of during the first plan"
+    hint = "flexcp warmup compiles the planners' loops now instead of during the first plan"
     return Finding("compiled loops", f"not yet; would be kept in {writable}", hint=hint)
 
 

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import multiprocessing
 from torch._C._distributed_c10d import TCPStore
 
+from flexcp.measure.local_store import joined_store, kept_store
+
 NCCL_LIMIT = 120.0
 """Seconds NCCL waits for a rank in checks that are meant to pass."""
 DUMP_WAIT_MS = 500
@@ -77,7 +79,7 @@ def ends_of_nccl_ranks(
 
 def _started(ranks: int, function: Callable[..., Any], arguments: Any, limit: float) -> tuple[list[Any], Any, TCPStore]:
     context = multiprocessing.get_context("spawn")
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = kept_store()
     answers = context.Queue()
     work = (ranks, store.port, function, arguments, answers, limit)
     processes = [context.Process(target=_rank, args=(rank, *work), daemon=True) for rank in range(ranks)]
@@ -100,7 +102,7 @@ def _rank(
     os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = str(DUMP_WAIT_MS)
     try:
         torch.cuda.set_device(0)
-        store = TCPStore("127.0.0.1", port, is_master=False)
+        store = joined_store(port)
         dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=limit))
         groups = {n: dist.new_group(list(range(n))) for n in range(2, ranks)} | {ranks: dist.group.WORLD}
         value = function({n: g for n, g in groups.items() if rank < n}, *arguments)

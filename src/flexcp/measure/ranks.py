@@ -10,14 +10,16 @@ hang.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import traceback
 from collections.abc import Callable, Generator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from types import GeneratorType, TracebackType
 from typing import Any, Self
+
+from flexcp.measure.local_store import joined_store, kept_store, stay_local
+from flexcp.measure.started import server, without_interrupt
 
 # Registered operators need torch._dynamo at their first call.
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "flexcp.executor.op", "flexcp.planner"]
@@ -33,22 +35,26 @@ class RankPool:
     def __init__(self, size: int, timeout: float = 300.0) -> None:
         if size < 1:
             raise ValueError(f"a pool needs at least 1 rank; got {size}")
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
         self.size, self.timeout = size, timeout
         self.pipes: list[Connection] = []
-        self.processes = []
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self.pipes.append(ours)
-            self.processes.append(process)
-        port = self._collect([0])[0]
-        for pipe in self.pipes:
-            pipe.send(port)
-        self._collect(list(range(size)))
+        self.processes: list[BaseProcess] = []
+        context = server(PRELOAD)
+        try:
+            with without_interrupt():
+                for rank in range(size):
+                    ours, theirs = context.Pipe()
+                    process = context.Process(target=_serve, args=(rank, size, theirs), daemon=True)
+                    process.start()
+                    theirs.close()
+                    self.pipes.append(ours)
+                    self.processes.append(process)
+            port = self._collect([0])[0]
+            for pipe in self.pipes:
+                pipe.send(port)
+            self._collect(list(range(size)))
+        except BaseException:  # nobody has the pool yet who could close it
+            self.close()
+            raise
 
     def run(
         self,
@@ -118,17 +124,16 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
     """A rank's life: join the others, then run what comes through the pipe until it closes."""
     import torch
     import torch.distributed as dist
-    from torch._C._distributed_c10d import TCPStore
 
     torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    stay_local()
     limit = timedelta(seconds=120)
     if rank == 0:
-        store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False, timeout=limit)
+        store = kept_store(limit)
         pipe.send(("done", store.port))
         pipe.recv()
     else:
-        store = TCPStore("127.0.0.1", pipe.recv(), size, is_master=False, timeout=limit)
+        store = joined_store(pipe.recv(), limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
     pipe.send(("done", None))
     answer_calls(rank, size, pipe)

@@ -8,7 +8,6 @@ attempt goes on from the last checkpoint. In the end the lines must be those of 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -19,7 +18,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from flexcp.measure.local_store import joined_store, kept_store, stay_local
 from flexcp.measure.ranks import PRELOAD
+from flexcp.measure.started import server
+from flexcp.whole_files import write_whole
 
 EVERY = 2
 """Steps between checkpoints."""
@@ -88,12 +90,9 @@ class _Launch:
     """The ranks of one attempt."""
 
     def __init__(self, folder: Path, ranks: int, steps: int) -> None:
-        from torch._C._distributed_c10d import TCPStore
-
         folder.mkdir(parents=True, exist_ok=True)
-        self.store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        self.store = kept_store()
+        context = server(PRELOAD)
         self.processes: list[BaseProcess] = []
         for rank in range(ranks):
             process = context.Process(target=train, args=(folder, rank, ranks, steps, self.store.port))
@@ -142,7 +141,6 @@ def train(folder: Path, rank: int, ranks: int, steps: int, port: int) -> None:
     """Train up to ``steps`` from the last checkpoint."""
     import torch
     import torch.distributed as dist
-    from torch._C._distributed_c10d import TCPStore
 
     import flexcp
     from flexcp.data import Loader
@@ -152,8 +150,8 @@ def train(folder: Path, rank: int, ranks: int, steps: int, port: int) -> None:
     torch.set_num_threads(1)
     group = None
     if ranks > 1:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store = TCPStore("127.0.0.1", port, None, is_master=False)
+        stay_local()
+        store = joined_store(port)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
         group = dist.group.WORLD
     torch.manual_seed(0)
@@ -216,6 +214,5 @@ def _restored(folder: Path, model: Any, optimizer: Any, loader: Any, rank: int) 
         done = int(state["done"])
     if rank == 0:
         lines = _lines(folder)[:done]
-        (folder / "steps.part").write_text("".join(line + "\n" for line in lines))
-        (folder / "steps.part").replace(folder / "steps.jsonl")
+        write_whole(folder / "steps.jsonl", "".join(line + "\n" for line in lines))
     return done

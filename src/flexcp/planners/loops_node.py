@@ -280,40 +280,43 @@ def received(work, kept, ranks, kv, row, reads):
     most = most_slices(reads)
     rows, owned = np.zeros((len(work), 2), np.int64), np.zeros((len(kept), 2), np.int64)
     spans = np.zeros((len(work) * most, 2), np.int64)
+    # By document, in their order within each: a document's rows then lie together, however many documents there are.
+    by_document, kept_by_document = stable_order(work[:, 2]), stable_order(kept[:, 1])
     mine, held = np.zeros(len(work), np.int64), np.zeros(len(kept), np.int64)
     total = 0
     for r in range(ranks):
         works, holds = 0, 0
-        for i in range(len(work)):
+        for i in by_document:
             if work[i, 0] <= r < work[i, 0] + work[i, 1]:
                 mine[works] = i
                 works += 1
-        for i in range(len(kept)):
+        for i in kept_by_document:
             if kept[i, 0] == r:
                 held[holds] = i
                 holds += 1
-        for at in range(works):
-            d, again = work[mine[at], 2], False
-            for j in mine[:at]:
-                again |= work[j, 2] == d
-            if again:
-                continue
+        end, seen = 0, 0
+        while end < works:
+            at, d = end, work[mine[end], 2]
+            while end < works and work[mine[end], 2] == d:
+                end += 1
+            while seen < holds and kept[held[seen], 1] < d:
+                seen += 1
             have = 0
-            for j in held[:holds]:
-                if kept[j, 1] == d:
-                    owned[have, 0], owned[have, 1] = kept[j, 2], kept[j, 3]
-                    have += 1
+            while seen < holds and kept[held[seen], 1] == d:
+                owned[have, 0], owned[have, 1] = kept[held[seen], 2], kept[held[seen], 3]
+                have += 1
+                seen += 1
             # Whole items first: what they read comes with all heads.
             count, team = 0, 1
-            for j in mine[at:works]:
-                if work[j, 2] == d and work[j, 1] == 1:
+            for j in mine[at:end]:
+                if work[j, 1] == 1:
                     rows[count, 0], rows[count, 1] = work[j, 3], work[j, 4]
                     count += 1
             full = fetched(rows, count, owned, have, reads.slices, reads.first[d], reads.first[d + 1], spans)
             total += (full + reads.thin[d]) * kv
             whole = count
-            for j in mine[at:works]:
-                if work[j, 2] == d and work[j, 1] > 1:
+            for j in mine[at:end]:
+                if work[j, 1] > 1:
                     rows[count, 0], rows[count, 1] = work[j, 3], work[j, 4]
                     count, team = count + 1, work[j, 1]
             if count > whole:

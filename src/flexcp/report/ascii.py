@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexcp.plan import Plan, imbalance
+from flexcp.visible import visible
 
 Ints = NDArray[np.int64]
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -17,8 +18,8 @@ MANY = "*"
 
 def picture(plan: Plan) -> str:
     """The batch as a strip of owners, the longest document's rows by who computes them, a line per rank."""
-    note = [plan.placement.note] if plan.placement.note else []
-    parts = [_title(plan), *note, "", *_strip(plan), "", *_rows(plan), "", *_table(plan)]
+    note = [visible(plan.placement.note)] if plan.placement.note else []
+    parts = [visible(_title(plan)), *note, "", *_strip(plan), "", *_rows(plan), "", *_table(plan)]
     return "\n".join(parts)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
@@ -12,6 +10,7 @@ from pathlib import Path
 
 import flexcp
 from flexcp.report.sections import Section
+from flexcp.whole_files import write_whole
 
 SCRIPTS = ("numbers.js", "colours.js", "view.js", "stream.js", "matrix.js", "ranks.js", "charts.js", "boot.js")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -23,20 +22,9 @@ def write_report(path: str | Path, sections: Sequence[Section], title: str, subt
     text = page(sections, title, subtitle).encode()
     target = Path(path)
     try:
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        write_whole(target, text)
     except OSError as error:
         raise ValueError(f"cannot write the report to {target}: {error.strerror}") from None
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, target)
-    except OSError as error:
-        os.unlink(temporary)
-        raise ValueError(f"cannot write the report to {target}: {error.strerror}") from None
-    except BaseException:
-        os.unlink(temporary)
-        raise
     return len(text)
 
 
@@ -49,8 +37,8 @@ def page(sections: Sequence[Section], title: str, subtitle: str = "") -> str:
         f'<section id="s{i}" aria-labelledby="t{i}"><h2 id="t{i}">{escape(s.title)}</h2>{s.body(i)}</section>'
         for i, s in enumerate(sections)
     )
-    # "</" would end the script element early.
-    data = json.dumps([dict(s.data) for s in sections], separators=(",", ":")).replace("</", "<\\/")
+    # "</script" would end the script element early, "<!--<script" would keep it from ending. Beyond ASCII json.dumps escapes by itself.
+    data = json.dumps([dict(s.data) for s in sections], separators=(",", ":")).replace("<", "\\u003c")
     return (
         f'<!doctype html><html lang="en" data-theme="light"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'

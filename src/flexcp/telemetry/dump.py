@@ -20,8 +20,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from flexcp.json_files import read_json
 from flexcp.plan import Plan
 from flexcp.telemetry.records import PassRecord, StepRecord
+from flexcp.whole_files import write_whole
 from flexcp.wire import PlanFormatError, load_plan, save_plan
 
 FORMAT, VERSION = "flexcp dump", 1
@@ -83,9 +85,8 @@ def write_dump(
     )
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"flexcp-dump-{now:%Y%m%dT%H%M%S}.{now.microsecond // 1000:03d}-rank{global_rank}"
-    path, draft = folder / f"{stem}.json", folder / f".{stem}.tmp"
-    draft.write_text(text)
-    draft.replace(path)
+    path = folder / f"{stem}.json"
+    write_whole(path, text)
     return path
 
 
@@ -133,10 +134,7 @@ def find_dumps(path: Path) -> list[Path]:
 
 def read_dump(path: Path) -> Dump:
     """The dump in a file; ValueError names what is wrong with it."""
-    try:
-        data = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no dump: not JSON, or cut off ({error}); copy it again") from None
+    data = read_json(path, "dump", "copy it again")
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ValueError(f"{path} is JSON, but no flexcp dump; give a flexcp-dump-*.json")
     if data.get("version") != VERSION:
@@ -146,13 +144,19 @@ def read_dump(path: Path) -> Dump:
         )
     try:
         steps = [_read_step(path, step) for step in data["steps"]]
-        return Dump(path, str(data["reason"]), str(data["message"]), int(data["global_rank"]), steps)
+        return Dump(path, str(data["reason"]), str(data["message"]), _integer(data["global_rank"]), steps)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is a damaged dump: {type(error).__name__} {error}; copy it again") from None
 
 
+def _integer(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r} is no whole number")
+    return value
+
+
 def _read_step(path: Path, step: dict[str, Any]) -> DumpedStep:
-    number = int(step["number"])
+    number = _integer(step["number"])
     try:
         plan = load_plan(base64.b64decode(step["plan"], validate=True))
     except (PlanFormatError, binascii.Error) as error:

@@ -8,6 +8,7 @@ offsets are taken when they are used.
 from __future__ import annotations
 
 import json
+import time
 import zlib
 from datetime import timedelta
 from time import perf_counter_ns
@@ -15,6 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
+
+from flexcp.executor.notes import through_store
 
 QUESTIONS = 5
 
@@ -24,36 +27,46 @@ def told_to_rank_0(facts: dict[str, Any], group: dist.ProcessGroup, timeout: tim
 
     Collective over ``group``; None on other ranks.
     """
+    return through_store(timeout, lambda: _met(facts, group, timeout))
+
+
+def _met(facts: dict[str, Any], group: dist.ProcessGroup, timeout: timedelta) -> list[dict[str, Any]] | None:
     store, rank, size = group.get_group_store(), dist.get_rank(group), dist.get_world_size(group)
     key = f"flexcp/meeting/{store.add(f'flexcp/meetings/{rank}', 1)}"
+    deadline, other = time.monotonic() + timeout.total_seconds(), 0
     try:
         if rank:
-            offset, error = _ask(store, f"{key}/{rank}", timeout)
+            offset, error = _ask(store, f"{key}/{rank}", deadline)
             mine = facts | {"offset_ns": offset, "offset_error_ns": error}
             store.set(f"{key}/{rank}/facts", zlib.compress(json.dumps(mine).encode()))  # type: ignore[arg-type]
-            store.wait([f"{key}/end"], timeout)
+            store.wait([f"{key}/end"], _left(deadline))
             return None
         found = [facts | {"offset_ns": 0, "offset_error_ns": 0}]
         for other in range(1, size):
-            _answer(store, f"{key}/{other}", timeout)
-            store.wait([f"{key}/{other}/facts"], timeout)
+            _answer(store, f"{key}/{other}", deadline)
+            store.wait([f"{key}/{other}/facts"], _left(deadline))
             found.append(json.loads(zlib.decompress(store.get(f"{key}/{other}/facts"))))
             store.delete_key(f"{key}/{other}/facts")
         store.set(f"{key}/end", "")
         return found
     except dist.DistStoreError as error:
         raise RuntimeError(
-            f"rank {rank} met nobody within {timeout.total_seconds():g} s; every rank of the group must call this"
+            f"rank {rank} waited for rank {other} for {timeout.total_seconds():g} s; every rank of the group must call this"
         ) from error
 
 
-def _ask(store: Store, key: str, timeout: timedelta) -> tuple[int, int]:
+def _left(deadline: float) -> timedelta:
+    """Until the deadline, but never nothing, which the store would take for its own default."""
+    return timedelta(seconds=max(0.01, deadline - time.monotonic()))
+
+
+def _ask(store: Store, key: str, deadline: float) -> tuple[int, int]:
     """(offset to rank 0's clock, how wrong it can be) in nanoseconds."""
     found = []
     for i in range(QUESTIONS):
         asked = perf_counter_ns()
         store.set(f"{key}/ask/{i}", "")
-        store.wait([f"{key}/answer/{i}"], timeout)
+        store.wait([f"{key}/answer/{i}"], _left(deadline))
         heard = perf_counter_ns()
         theirs = int(store.get(f"{key}/answer/{i}"))
         store.delete_key(f"{key}/answer/{i}")
@@ -62,8 +75,8 @@ def _ask(store: Store, key: str, timeout: timedelta) -> tuple[int, int]:
     return offset, trip // 2 + 1
 
 
-def _answer(store: Store, key: str, timeout: timedelta) -> None:
+def _answer(store: Store, key: str, deadline: float) -> None:
     for i in range(QUESTIONS):
-        store.wait([f"{key}/ask/{i}"], timeout)
+        store.wait([f"{key}/ask/{i}"], _left(deadline))
         store.set(f"{key}/answer/{i}", str(perf_counter_ns()))
         store.delete_key(f"{key}/ask/{i}")

@@ -41,6 +41,7 @@ from flexcp.telemetry.scalars import ScalarWriter, write_scalars
 from flexcp.telemetry.stall import Progress, StallWatch, thread_stacks
 from flexcp.telemetry.stamps import passed, stamper
 from flexcp.telemetry.trace import rank_log, trace
+from flexcp.whole_files import write_whole
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -169,7 +170,7 @@ class Telemetry:
         else:
             logs = told_to_rank_0(facts, whole, timedelta(seconds=timeout))
         if logs is not None:
-            Path(path).write_text(json.dumps(trace(logs), separators=(",", ":")))
+            write_whole(path, json.dumps(trace(logs), separators=(",", ":")))
 
     def dump(self, reason: str = "asked", message: str = "") -> Path:
         """Write what is remembered to a file in ``dump_dir`` now."""

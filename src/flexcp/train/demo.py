@@ -183,6 +183,8 @@ def train_alone(group: dist.ProcessGroup, config: DemoConfig) -> Generator[float
     import torch
 
     from flexcp.executor.layout import next_tokens, token_mean_loss
+    from flexcp.executor.step import DEFAULT_TIMEOUT
+    from flexcp.executor.talk import Talk
     from flexcp.train.update import update
 
     model, optimizer = _model(config)
@@ -199,7 +201,7 @@ def train_alone(group: dist.ProcessGroup, config: DemoConfig) -> Generator[float
             return torch.cat([_torch_attention(*part) for part in parts])
 
         begin = time.perf_counter()
-        loss = token_mean_loss(model(tokens, positions, attend), labels, None, -100)
+        loss = token_mean_loss(model(tokens, positions, attend), labels, Talk(None, DEFAULT_TIMEOUT), -100)
         update(optimizer, loss, None)
         seconds += time.perf_counter() - begin
         losses.append(float(loss.detach()))

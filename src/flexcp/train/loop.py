@@ -19,6 +19,7 @@ from flexcp.executor.step import bind
 from flexcp.plan import Plan, imbalance
 from flexcp.simulate import predict
 from flexcp.train.documents import Documents
+from flexcp.train.source import check_data, check_model, check_numbers
 from flexcp.train.trainee import make_trainee
 from flexcp.train.update import total_loss, update
 
@@ -41,14 +42,9 @@ class TrainConfig:
     """Of ``gpt``: names and values of its configuration that differ from its own."""
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"training needs at least 1 step; got {self.steps}")
-        if self.dtype not in ("float64", "float32", "bfloat16"):
-            raise ValueError(f"train in float64, float32 or bfloat16; got {self.dtype!r}")
-        if self.layout not in ("free", "contiguous", "zigzag"):
-            raise ValueError(f"a layout is free, contiguous or zigzag; got {self.layout!r}")
-        if not 0 < self.learning_rate < float("inf"):
-            raise ValueError(f"a learning rate is a number above 0; got {self.learning_rate}")
+        check_model(self.model)
+        check_data(self.data)
+        check_numbers(self.tokens, self.steps, self.dtype, self.layout, self.learning_rate)
 
 
 @dataclass(frozen=True)

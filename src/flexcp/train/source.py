@@ -14,11 +14,15 @@ from flexcp.pieces import Shape
 
 LOOKED_AT = 1 << 16
 """Bytes of a file that tell whether it holds text or numbers."""
+DTYPES = ("float64", "float32", "bfloat16")
+LAYOUTS = ("free", "contiguous", "zigzag")
 JSON_LINES = (".jsonl", ".ndjson")
 
 
-def checked_model(name: str) -> None:
-    """Raise for a model that cannot be found, or that is too large to be held by every rank."""
+def check_model(name: str) -> None:
+    """Raise for a model that cannot be found, or that is too large to be held by every rank. ``gpt`` is a small one of our own."""
+    if name == "gpt":
+        return
     if name in PRESETS:
         billions = PRESETS[name].parameters / 1e9
         raise ValueError(
@@ -29,6 +33,20 @@ def checked_model(name: str) -> None:
         find_model(name)  # raises, with the nearest name
     if "model_type" not in config_values(Path(name)):
         raise ValueError(f"{name} has no model_type, by which Transformers finds the model's code")
+
+
+def check_numbers(tokens: int, steps: int, dtype: str, layout: str, learning_rate: float) -> None:
+    """Raise for settings that make no run."""
+    if tokens < 1:
+        raise ValueError(f"a step needs at least 1 token; got {tokens}")
+    if steps < 1:
+        raise ValueError(f"training needs at least 1 step; got {steps}")
+    if dtype not in DTYPES:
+        raise ValueError(f"train in float64, float32 or bfloat16; got {dtype!r}")
+    if layout not in LAYOUTS:
+        raise ValueError(f"a layout is free, contiguous or zigzag; got {layout!r}")
+    if not 0 < learning_rate < float("inf"):
+        raise ValueError(f"a learning rate is a number above 0; got {learning_rate}")
 
 
 def gpt_sizes(
@@ -47,10 +65,11 @@ def gpt_sizes(
     return (("heads", heads), ("kv_heads", shape.kv_heads), ("head_dim", head_dim), ("layers", layers))
 
 
-def checked_data(source: str) -> None:
+def check_data(source: str) -> None:
     """Raise for data that is neither a text, nor ``@file`` of lengths, nor a known distribution."""
     if source.startswith("@"):
-        parse_lengths(source)
+        if min(parse_lengths(source)) < 1:
+            raise ValueError(f"{source[1:]} holds a length below 1; a document has at least 1 token")
         return
     path = Path(source)
     if not path.is_file():
@@ -58,6 +77,8 @@ def checked_data(source: str) -> None:
             raise ValueError(f"there is no text file {source!r} to train on")
         draw_lengths(source, 1)
         return
+    if not path.read_bytes().strip():
+        raise ValueError(f"{source} holds no text to train on")
     if path.suffix in JSON_LINES:
         raise ValueError(
             f"{source} holds JSON lines, and train reads plain text; write the texts into a file, a blank line between two"
