@@ -65,7 +65,7 @@ def test_what_is_no_file_is_named_too(
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
 def test_a_file_without_rights(tmp_path: Path) -> None:
     (tmp_path / "mine.json").touch(0)
-    with pytest.raises(ValueError, match=r"cannot read thing from .*mine.json: Permission denied"):
+    with pytest.raises(ValueError, match=r"cannot read a thing from .*mine.json: Permission denied"):
         read_json(tmp_path / "mine.json", "thing", "ask")
 
 

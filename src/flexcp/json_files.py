@@ -19,7 +19,7 @@ def read_json(path: Path | str, what: str, hint: str) -> Any:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"cannot read {what} from {path}: {error.strerror}") from None
+        raise ValueError(f"cannot read a {what} from {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ValueError(f"{path} is no {what}: it is not a text file; {hint}") from None
     try:

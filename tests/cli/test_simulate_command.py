@@ -128,7 +128,7 @@ def test_plans_take_a_cost_model(tmp_path: Path) -> None:
 
 
 def test_files_that_are_no_cost_model(tmp_path: Path) -> None:
-    for content, said in [("{", "is no JSON"), ("[]", "is no cost model"), ('{"format": "x"}', "got 'x'")]:
+    for content, said in [("{", "not JSON, or cut off"), ("[]", "is no cost model"), ('{"format": "x"}', "got 'x'")]:
         path = tmp_path / "bad.json"
         path.write_text(content)
         result = run("simulate", *SMALL, "--cost", str(path))

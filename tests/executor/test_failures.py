@@ -81,7 +81,7 @@ def sabotaged(wanted: Callable[[HostExchange, int], bool], act: Callable[[], Non
 
 
 def layer(step: Step, mask: str | None = None, backward: bool = True) -> None:
-    shape = step.plan.shape
+    shape, mask = step.plan.shape, mask or step.plan.batch.masks[0].name
     if shape.latent is not None:
         q, latent = (torch.ones(step.local_tokens, *n, dtype=torch.float64) for n in ((shape.heads, LATENT), (LATENT,)))
         out = flexcp.latent_attention(q.requires_grad_(), latent.requires_grad_(), as_heads, [], step, mask=mask)

@@ -30,7 +30,7 @@ def text(tmp_path: Path) -> str:
 
 
 WRONG = {
-    "--model": ("nothing/config.json", "no model 'nothing/config.json'"),
+    "--model": ("nothing/config.json", "unknown model 'nothing/config.json': there is no such file"),
     "--data": ("lngtail", "lngtail"),
     "--tokens": ("0", "at least 1 token"),
     "--steps": ("0", "at least 1 step"),
