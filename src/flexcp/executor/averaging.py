@@ -30,10 +30,13 @@ def share_factor(gradients: Gradients, ranks: int) -> int:
 
 def running_average(group: dist.ProcessGroup | None) -> str | None:
     """The name of the wrapper whose forward is running and whose backward averages over ranks of ``group``, if there is one."""
-    wrapper = DistributedDataParallel._get_active_ddp_module()
+    # Names of torch's own: a release without them loses this check, not its attention.
+    active = getattr(DistributedDataParallel, "_get_active_ddp_module", None)
+    wrapper = None if active is None else active()
     if wrapper is None or group is None or not wrapper.require_backward_grad_sync:
         return None
-    if any(not getattr(hook, "__module__", "").startswith(TORCH_HOOKS) for hook, _ in wrapper._comm_hooks):
+    hooks = getattr(wrapper, "_comm_hooks", ())
+    if any(not getattr(hook, "__module__", "").startswith(TORCH_HOOKS) for hook, _ in hooks):
         return None
     averaged = set(dist.get_process_group_ranks(wrapper.process_group))
     return type(wrapper).__name__ if len(averaged & set(dist.get_process_group_ranks(group))) > 1 else None
