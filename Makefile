@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint docs screenshots verify-all planning auto groups multimodal models experiments hypergraph properties data fuzz-plans clean
+.PHONY: demo test kernels lint docs screenshots verify-all planning auto groups multimodal models experiments hypergraph properties data fuzz-plans clean
 
 demo: .venv/ready
 	$(BIN)/flexcp demo
@@ -10,6 +10,11 @@ demo: .venv/ready
 # Two processes share the test files; each has its own pool of ranks.
 test: .venv/ready .venv/browser lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# The CuTe kernels compiled for sm90 without a GPU; their compiler (flexcp[cute]) is 200 MB that make test does without.
+kernels: .venv/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[cute]"
+	$(BIN)/python -m pytest tests/executor/test_kernels_cute.py tests/executor/test_kernels_hopper.py
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -98,7 +98,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Advice:
-    """The answers. ``passes`` is how many passes the data makes in all, of which ``len(static.steps)`` were simulated."""
+    """The answers. ``passes`` is how many passes the data makes in all, of which ``len(static.steps)`` were simulated; ``longest_seen``
+    says whether the longest document is in one of these."""
 
     question: Question
     lengths: tuple[int, ...]
@@ -107,6 +108,7 @@ class Advice:
     swap: Answer | None
     free: Answer
     bound_ns: int
+    longest_seen: bool = True
 
     @property
     def error(self) -> float:
@@ -162,7 +164,8 @@ def advise(question: Question, lengths: Sequence[int], tell: Callable[[str], Non
     """Look at some passes of the data and simulate what they would take."""
     refuse_too_long(question, lengths)
     passes = deal(lengths, question)
-    requests = [_request(question, found) for found in spread_over(passes, MOST_PASSES)]
+    looked_at = spread_over(passes, MOST_PASSES)
+    requests = [_request(question, found) for found in looked_at]
     static = fastest(_answers(question, requests, (question.today,) if question.today else STATIC, tell))
     free = fastest(_answers(question, requests, FREE, tell))
     if static is None or free is None:
@@ -179,7 +182,8 @@ def advise(question: Question, lengths: Sequence[int], tell: Callable[[str], Non
     if swap is not None:
         swap = replace(swap, name='auto, layout="contiguous"')
     bound = sum(lower_bound(r.batch, r.shape, r.cluster, r.cost) for r in requests)
-    return Advice(question, tuple(lengths), len(passes), static, swap, free, bound)
+    longest_seen = max(max(found) for found in looked_at) == max(lengths)
+    return Advice(question, tuple(lengths), len(passes), static, swap, free, bound, longest_seen)
 
 
 def refuse_too_long(question: Question, lengths: Sequence[int]) -> None:

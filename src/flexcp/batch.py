@@ -165,7 +165,8 @@ def _layer_mask(name: str, layers: int, mask: MaskLike | None, lengths: Ints) ->
         documents, slices = mask.slices_of(lengths)
     else:
         if not isinstance(mask, Sequence) or not all(isinstance(m, Mask) for m in mask):
-            raise ValueError(f"a mask is made by flexcp.causal(), flexcp.window(...) and the like; got {mask!r}")
+            hint = "; masks by name are given as masks={...}" if isinstance(mask, Mapping) else ""
+            raise ValueError(f"a mask is made by flexcp.causal(), flexcp.window(...) and the like; got {mask!r}{hint}")
         rules = tuple(mask)
         if len(rules) != len(lengths):
             raise ValueError(f"{len(rules)} masks for {len(lengths)} documents; give one for all, or one per document")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from flexcp.clusters import parse_cluster
 from flexcp.cost import CostModel
 from flexcp.masks import causal
 from flexcp.models import find_model
+from flexcp.report.advice_words import _setting
 from flexcp.report.code_lines import FRAMEWORKS, Lines, code_lines
 from flexcp.simulator.training import StepTime
 
@@ -121,6 +123,15 @@ def test_a_static_method_keeps_one_degree_over_all_passes() -> None:
     assert len({_answers(question, [r], ("ulysses",), lambda _: None)[0].name for r in requests}) == 2, (
         "a test of nothing"
     )
+
+
+def test_the_advice_says_whether_the_longest_document_was_simulated() -> None:
+    question = Question(find_model("llama3-8b"), parse_cluster("h100:1x4"), None, CostModel(), 100, 100)
+    answer = Answer("zigzag", (), (StepTime(9, 4, 2, 0, 1, np.zeros((4, 4), np.int64)),) * 3)
+    seen = Advice(question, (5, 6), 12, answer, None, answer, 8)
+    assert "in one of these, which weighs 1/3 here and 1/12 in the data" in _setting(seen)
+    assert "the longest document is in none of these" in _setting(replace(seen, longest_seen=False))
+    assert "simulated" not in _setting(replace(seen, passes=3))
 
 
 def test_why_static_speaks_of_times_not_of_percentages_over_100() -> None:

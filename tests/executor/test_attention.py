@@ -218,6 +218,21 @@ def test_a_scale_that_is_no_number_above_0_is_refused(scale: float) -> None:
         flexcp.attention(**given, step=step, scale=scale)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"softcap": "30"}, "softcap is a number or None; got '30'"),
+        ({"scale": "x"}, "scale is a number or None; got 'x'"),
+        ({"window": (64, 0)}, r"window= is how many keys a query sees.*got \(64, 0\)"),
+        ({"mask": flexcp.causal()}, r"mask= is the name of one of the plan's masks.*got Mask\(name='causal'"),
+    ],
+)
+def test_arguments_of_another_kind_are_named(wrong: dict[str, Any], words: str) -> None:
+    step, given = one_rank()
+    with pytest.raises(ValueError, match=words):
+        flexcp.attention(**given, step=step, **wrong)
+
+
 @pytest.mark.parametrize("softcap", [0.0, -3.5, float("nan"), float("inf")])
 def test_a_softcap_that_is_not_positive_is_refused(softcap: float) -> None:
     step, given = one_rank()

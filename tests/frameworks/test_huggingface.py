@@ -133,7 +133,7 @@ def test_a_layer_whose_window_the_plan_lacks_is_refused(models: dict[str, Any]) 
         models["mistral"][0](**huggingface.inputs(TOKENS, bound("mistral", masks=None)))
     with pytest.raises(ValueError, match=r"layer without a window.*'mask' \(window:6,0\)"):
         models["llama"][0](**huggingface.inputs(TOKENS, bound(masks=None, mask=flexcp.window(WINDOW - 1))))
-    two = {"a": (flexcp.causal(), 1), "b": (flexcp.full(), 1)}
+    two = {"a": (flexcp.causal(), 1), "b": (flexcp.prefix(2), 1)}
     with pytest.raises(ValueError, match=r"'a' or 'b'.*mask="):
         models["llama"][0](**huggingface.inputs(TOKENS, bound(masks=two)))
 
@@ -172,6 +172,32 @@ def test_a_plan_in_the_place_of_a_step_is_named(models: dict[str, Any]) -> None:
         huggingface.inputs(TOKENS, plan)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"flexcp\.bind\(plan, group\)"):
         models["llama"][0](TOKENS[None], position_ids=POSITIONS[None], step=plan)
+
+
+def test_a_model_that_was_not_turned_on_is_named_by_its_loss() -> None:
+    model, step = make_model(Run("llama"), "sdpa"), bound()
+    with pytest.raises(RuntimeError, match=r"was given to a model whose attention never used it"):
+        model(**huggingface.inputs(TOKENS, step))
+    huggingface.turn_on(model)
+    assert model(**huggingface.inputs(TOKENS, step)).loss.isfinite()
+
+
+def test_labels_that_the_model_would_shift_itself_are_refused(models: dict[str, Any]) -> None:
+    step = bound()
+    ids = step.shard(TOKENS)[None]
+    with pytest.raises(ValueError, match=r"labels beside a step.*huggingface\.inputs\(tokens, step, labels\)"):
+        models["llama"][0](ids, labels=ids, step=step, use_cache=False)
+
+
+def test_a_full_mask_under_a_causal_model_is_refused(models: dict[str, Any]) -> None:
+    step = bound(masks=None, mask=flexcp.full())
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM is causal, but this plan's mask is full"):
+        models["llama"][0](**huggingface.inputs(TOKENS, step))
+
+
+def test_token_ids_of_another_shape_are_named() -> None:
+    with pytest.raises(ValueError, match=r"33 tokens, but 1 rows of token ids were given \(shape \(1, 33\)\)"):
+        huggingface.inputs(TOKENS[None], bound())
 
 
 def test_a_planner_has_the_models_heads() -> None:
@@ -277,7 +303,7 @@ def test_registering_is_known_to_both_interfaces_and_may_be_repeated() -> None:
 
 def test_a_step_given_to_a_model_that_ignores_it_is_an_error() -> None:
     step, model = bound(), make_model(Run("llama"), "sdpa")
-    logits = model(**huggingface.inputs(TOKENS, step)).logits[0]
+    logits = model(TOKENS[None], position_ids=POSITIONS[None], use_cache=False, step=step).logits[0]
     assert step.calls == 0
     with pytest.raises(RuntimeError, match=r"never ran.*docs/frameworks\.md"):
         step.loss(logits, step.labels(TOKENS))

@@ -33,8 +33,17 @@ def mask_number(batch: Batch, name: str | None, window: int | None) -> int:
     return batch.masks.index(found[0])
 
 
+def checked_name(name: str | None) -> str | None:
+    """The name of a mask, or None; a mask itself is refused, because a layer's mask is one of the plan's."""
+    if name is not None and not isinstance(name, str):
+        raise ValueError(f"mask= is the name of one of the plan's masks, as masks={{...}} gave it; got {name!r}")
+    return name
+
+
 def passable(window: int | None) -> int | None:
     """A layer's window as an operator of torch can take it: configurations write huge numbers for "no limit"."""
+    if window is not None and not isinstance(window, int):
+        raise ValueError(f"window= is how many keys a query sees, itself included, or 0 for all; got {window!r}")
     return None if window is None else min(window, NO_LIMIT + 1)
 
 

@@ -86,7 +86,10 @@ def _filled(x: Tensor, rows: NDArray[np.bool_], value: float | int) -> Tensor:
 def next_tokens(tokens: Tensor, batch: Batch, ignore: int) -> Tensor:
     """Labels of the whole stream: each token's successor in its document, ``ignore`` at the documents' ends."""
     if len(tokens) != batch.tokens:
-        raise ValueError(f"the plan's batch has {batch.tokens} tokens, but labels were asked for {len(tokens)}")
+        raise ValueError(
+            f"the plan's batch has {batch.tokens} tokens, but {len(tokens)} rows of token ids were given (shape {tuple(tokens.shape)}): "
+            "pass the ids of the whole batch, its documents end to end, one number a token"
+        )
     refuse_branches(batch, "next-token labels know")
     labels = torch.roll(tokens, -1, 0).clone()
     labels.index_fill_(0, uploaded(batch.starts[1:] - 1, tokens.device), ignore)

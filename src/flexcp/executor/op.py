@@ -15,6 +15,8 @@ only looks on (telemetry) is called inside the operator.
 
 from __future__ import annotations
 
+from typing import SupportsFloat
+
 import torch
 from torch import Tensor
 
@@ -23,7 +25,7 @@ from flexcp.executor.executor import Runtime, run_backward, run_forward
 from flexcp.executor.fields import types_of
 from flexcp.executor.handles import step_of
 from flexcp.executor.kernels import Settings, accumulator_dtype
-from flexcp.executor.layer_masks import mask_number, passable
+from flexcp.executor.layer_masks import checked_name, mask_number, passable
 from flexcp.executor.registered import register_attention
 from flexcp.executor.step import Step, check_bound
 
@@ -67,7 +69,7 @@ def attention(
     check_bound(step)
     check_call(q, {"k": k, "v": v, "sinks": sinks}, scale, softcap)
     numbers = (q.shape[-1] ** -0.5 if scale is None else float(scale), softcap, deterministic, sm_margin, kernel)
-    layer = (mask, passable(window))
+    layer = (checked_name(mask), passable(window))
     out, lse = (_keep if step.keeps_keys else _forward)(q, k, v, sinks, step.handle, *numbers, *layer)[:2]
     if not torch.compiler.is_compiling() and out.grad_fn is not None:
         out.grad_fn.metadata["step"] = step  # whoever keeps the result for its backward keeps the step
@@ -180,11 +182,21 @@ def _check(q: Tensor, k: Tensor, v: Tensor, step: Step) -> None:
         if tuple(x.shape) != size:
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)}, but rank {step.rank} of this plan expects [tokens, heads, head size] = {size}"
+                + _layout_hint(x, step)
             )
         if str(x.dtype).removeprefix("torch.") != shape.dtype:
             raise ValueError(
                 f"{name} is {x.dtype}, but the plan counts bytes of {shape.dtype}; plan with Planner(dtype=...)"
             )
+
+
+def _layout_hint(x: Tensor, step: Step) -> str:
+    """What to say where only the number of rows differs: the plan places tokens itself unless it is told where they are."""
+    if x.dim() != 3 or len(x) == step.local_tokens or step.plan.ranks == 1:
+        return ""
+    return (
+        "; cut the batch with step.shard, or plan with layout='contiguous' where every rank keeps a part it cut itself"
+    )
 
 
 def check_call(q: Tensor, others: dict[str, Tensor | None], scale: float | None, softcap: float | None) -> None:
@@ -196,6 +208,9 @@ def check_call(q: Tensor, others: dict[str, Tensor | None], scale: float | None,
     sinks = others.get("sinks")
     if sinks is not None and tuple(sinks.shape) != (q.shape[1],):
         raise ValueError(f"sinks holds one number per query head, shape ({q.shape[1]},); got {tuple(sinks.shape)}")
+    for name, number in (("softcap", softcap), ("scale", scale)):
+        if number is not None and not isinstance(number, SupportsFloat):
+            raise ValueError(f"{name} is a number or None; got {number!r}")
     if softcap is not None and not 0 < softcap < float("inf"):
         raise ValueError(f"softcap must be above 0 and finite, or None for none; got {softcap}")
     if scale is not None and not 0 < scale < float("inf"):

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from flexcp.batch import MaskLike
 from flexcp.clusters import Cluster
@@ -35,7 +36,7 @@ from flexcp.executor.slice_attention import slice_attention
 from flexcp.executor.step import Step, check_bound
 from flexcp.frameworks import fsdp, not_used
 from flexcp.frameworks.shared_batch import IGNORE, Rows, lengths_of, rows_of
-from flexcp.masks import causal, window
+from flexcp.masks import causal, full, window
 from flexcp.planner import Planner
 
 if TYPE_CHECKING:
@@ -58,8 +59,9 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, flexcp_mask)
 
 
-def turn_on(model: PreTrainedModel) -> None:
+def turn_on(model: PreTrainedModel | DistributedDataParallel) -> None:
     """Let ``model`` attend by flexcp from now on, and raise whenever it is given a step that its attention does not use."""
+    model = _inside(model)
     if not model.is_backend_compatible():
         raise NotImplementedError(
             f"{type(model).__name__} does not take its attention from Transformers' AttentionInterface, so flexcp cannot replace it; "
@@ -67,6 +69,8 @@ def turn_on(model: PreTrainedModel) -> None:
         )
     register()
     model.set_attn_implementation(NAME)
+    model.register_forward_pre_hook(_refuse_wrong_use, with_kwargs=True)
+    model.register_forward_pre_hook(_with_count, with_kwargs=True)
     model.register_forward_pre_hook(_with_positions, with_kwargs=True)
     check_use(model)
 
@@ -100,7 +104,11 @@ def masks(config: PreTrainedConfig) -> dict[str, tuple[MaskLike, int]]:
 
 
 def planner(
-    model: PreTrainedModel | PreTrainedConfig, cluster: Cluster, dtype: Any = None, tp: int = 1, **options: Any
+    model: PreTrainedModel | PreTrainedConfig | DistributedDataParallel,
+    cluster: Cluster,
+    dtype: Any = None,
+    tp: int = 1,
+    **options: Any,
 ) -> Planner:
     """A planner for a model's attention, from the model or its configuration; ``tp`` is over how many ranks heads are split.
 
@@ -108,6 +116,7 @@ def planner(
     where a configuration says nothing, as Transformers makes such a model. Say it where autocast or FSDP2's ``MixedPrecisionPolicy``
     computes in another one.
     """
+    model = _inside(model)
     config: PreTrainedConfig = getattr(model, "config", model)
     dtype = dtype or getattr(model, "dtype", None) or getattr(config, "dtype", None) or "float32"
     heads = int(config.num_attention_heads)
@@ -130,7 +139,33 @@ def inputs(tokens: Tensor, step: Step, labels: Tensor | None = None, gradients: 
     batch = step.plan.batch
     shifted = next_tokens(tokens if labels is None else labels, batch, IGNORE)
     valid = batch.tokens - batch.documents if labels is None else int((shifted != IGNORE).sum())
-    return keywords_of(rows_of(step, tokens, shifted), max(1, valid), gradients)
+    keywords = keywords_of(rows_of(step, tokens, shifted), max(1, valid), gradients)
+    return keywords | {"num_items_in_batch": ValidLabels(keywords["num_items_in_batch"], step)}
+
+
+class ValidLabels:
+    """The number a model's loss is divided by. Dividing by it raises where no attention ran under the step.
+
+    A model that was not turned on takes a step among its keywords and drops it; its loss is the first thing that can tell. One that was
+    turned on gets the plain number, and is checked after its forward.
+    """
+
+    def __init__(self, count: float | Tensor, step: Step) -> None:
+        self.count, self.step = count, step
+
+    def __rtruediv__(self, total: Tensor) -> Tensor:
+        if not self.step.calls:
+            raise RuntimeError(not_used(self.step))
+        return total / self.count
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self.count == other)
+
+    def __hash__(self) -> int:
+        return hash(self.count)
+
+    def __repr__(self) -> str:
+        return f"{self.count} labels"
 
 
 def keywords_of(rows: Rows, valid: int | Tensor, gradients: Gradients) -> dict[str, Any]:
@@ -327,6 +362,36 @@ def _refuse_counted(position_ids: Tensor | None, step: Step) -> None:
 
 
 _CALLS = "_flexcp_calls"
+
+
+def _inside(model: Any) -> Any:
+    """The model in a wrapper that passes calls on."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def _refuse_wrong_use(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    """Raise for labels that the model would shift over this rank's rows, and for a mask that shows a causal model what it predicts."""
+    step = keywords.get("step")
+    if not isinstance(step, Step) or torch.compiler.is_compiling():
+        return
+    if keywords.get("labels") is not None and keywords.get("shift_labels") is None:
+        raise ValueError(
+            "labels beside a step would be shifted over this rank's rows, across documents, and averaged over this rank alone: take the "
+            "keywords of flexcp.frameworks.huggingface.inputs(tokens, step, labels), or leave labels out and call step.loss on the logits"
+        )
+    if any(full() in mask.rules for mask in step.plan.batch.masks) and any(
+        getattr(part, "is_causal", False) is True for part in module.modules()
+    ):
+        raise ValueError(
+            f"{type(module).__name__} is causal, but this plan's mask is full: every token would see the one it predicts; plan with "
+            "masks=flexcp.frameworks.huggingface.masks(model.config)"
+        )
+
+
+def _with_count(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """The plain number of labels."""
+    found = keywords.get("num_items_in_batch")
+    return (arguments, keywords | {"num_items_in_batch": found.count}) if isinstance(found, ValidLabels) else None
 
 
 def _with_positions(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:

@@ -46,7 +46,15 @@ def _setting(advice: Advice) -> str:
     q = advice.question
     tokens = sum(plan.batch.tokens for plan in advice.static.plans)
     passes = f"{advice.passes} passes" if advice.passes > 1 else "one pass"
-    looked = f", of which {len(advice.static.steps)} were simulated" if len(advice.static.steps) < advice.passes else ""
+    simulated = len(advice.static.steps)
+    looked = ""
+    if simulated < advice.passes:
+        where = (
+            f"in one of these, which weighs 1/{simulated} here and 1/{advice.passes} in the data"
+            if advice.longest_seen
+            else "in none of these"
+        )
+        looked = f", of which {simulated}, evenly spread, were simulated; the longest document is {where}"
     return (
         f"{q.preset.model.name} with {_attention(q.masks)} attention on {q.cluster} ({q.cluster.ranks} ranks), at most "
         f"{q.max_tokens_per_rank:,} tokens a rank: "
