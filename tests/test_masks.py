@@ -696,5 +696,5 @@ def test_a_mask_file_whose_slices_are_no_rows_is_refused(tmp_path: Path, slices:
 
 
 def test_a_missing_mask_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"cannot read mask file .*nowhere\.json: No such file"):
+    with pytest.raises(ValueError, match=r"cannot read a mask file from .*nowhere\.json: No such file"):
         parse_mask(f"@{tmp_path / 'nowhere.json'}")
