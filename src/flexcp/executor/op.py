@@ -195,7 +195,7 @@ def _layout_hint(x: Tensor, step: Step) -> str:
     if x.dim() != 3 or len(x) == step.local_tokens or step.plan.ranks == 1:
         return ""
     return (
-        "; cut the batch with step.shard, or plan with layout='contiguous' where every rank keeps a part it cut itself"
+        '; cut the batch with step.shard, or plan with layout="contiguous" where every rank keeps a part it cut itself'
     )
 
 
