@@ -140,7 +140,7 @@ import numpy as np
 import flexcp
 from flexcp.data.planning import Pool
 from flexcp.data.stats import Stats
-from flexcp.measure.slow_planner import SlowPlanner
+from lib.slow_planner import SlowPlanner
 planner = flexcp.Planner(4, 2, 32, cluster=flexcp.cluster("cpu", 1, 2), strategy="zigzag")
 pool = Pool(SlowPlanner(planner, 100), 1, 60, Stats())
 pool.ask(0, np.array([30]), {})

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import flexcp
 from flexcp.executor.averaging import Gradients
 from flexcp.executor.step import Step
-from flexcp.measure.model_runs import Run, make_model, make_plan
+from lib.model_runs import Run, make_model, make_plan
 
 LENGTHS = [19, 1, 8, 5]
 VOCABULARY, HEADS, SIZE = 11, 2, 4

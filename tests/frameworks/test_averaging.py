@@ -10,8 +10,8 @@ from averaging_runs import RUN, run_huggingface, run_small
 
 import flexcp
 from flexcp.executor.averaging import Gradients
-from flexcp.measure.model_runs import train_alone
 from flexcp.measure.ranks import RankPool
+from lib.model_runs import train_alone
 
 
 @pytest.mark.parametrize(

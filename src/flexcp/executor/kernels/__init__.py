@@ -35,9 +35,9 @@ Ints = NDArray[np.int64]
 HOMES = {
     "cpu": "cpu",
     "reference": "reference",
-    "triton": "triton_kernel",
-    "hopper": "hopper_kernel",
-    "cute": "cute_kernel",
+    "triton": "triton.kernel",
+    "hopper": "hopper.kernel",
+    "cute": "cute.kernel",
     "stock": "stock",
 }
 """Kernels by name, and the module of this package each lives in."""
