@@ -20,6 +20,7 @@ from lib.box import NAMESPACES, PREFIX, Box, Network, why_not
 
 needs_box = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 SIZE = 1 << 20
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def namespaces(process: int) -> list[str]:
@@ -96,7 +97,7 @@ def test_what_an_ended_process_left_is_removed(how: signal.Signals) -> None:
     )
     code += "with Network(2):\n    print('up', flush=True)\n    time.sleep(60)"
     process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [sys.executable, "-c", code], cwd=BENCHMARKS, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
     assert process.stdout is not None and process.stdout.readline() == "up\n"
     assert len(namespaces(process.pid)) == 3
@@ -118,9 +119,9 @@ def test_a_machine_that_cannot_is_told_why(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_benchmark_skips_where_there_can_be_no_box(tmp_path: Path) -> None:
-    script = Path(__file__).parents[2] / "benchmarks" / "box.py"
+    environment = os.environ | {"PATH": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, script], env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=120
+        [sys.executable, BENCHMARKS / "box.py"], env=environment, capture_output=True, text=True, timeout=120
     )
     assert (done.returncode, done.stdout) == (0, "skipped: a box needs ip and tc of iproute2 (apt install iproute2)\n")
 
