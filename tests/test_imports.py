@@ -1,14 +1,19 @@
-"""Proves that flexcp is light: what importing, planning and asking for help must not load, each in a fresh interpreter."""
+"""Proves that rooms import one way, and that flexcp is light.
+
+Imports are read from the source (house.py). What importing, planning and asking for help must not load is looked at in fresh interpreters.
+"""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import flexcp
+import house
 from flexcp.planners.strategies import STRATEGIES
 
 STATIC = ["dp", "ring", "zigzag:4", "allgather", "ulysses:2", "usp"]
@@ -93,3 +98,75 @@ def test_every_public_name_resolves() -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match=r"'flexcp' has no attribute 'atention'"):
         _ = flexcp.atention  # type: ignore[attr-defined]
+
+
+def test_every_module_is_in_a_room_that_has_a_floor() -> None:
+    assert {house.room_of(module) for module in house.module_files(house.SOURCE)} == set(house.FLOORS)
+
+
+def test_few_modules_lie_in_the_root() -> None:
+    assert len(list((house.SOURCE / "flexcp").glob("*.py"))) <= 9
+
+
+def test_no_arrow_runs_up() -> None:
+    assert house.arrows_up(house.arrows(house.imports(house.SOURCE), house.module_files(house.SOURCE))) == []
+
+
+def test_no_circle_between_rooms() -> None:
+    assert house.circles(set(house.arrows(house.imports(house.SOURCE), house.module_files(house.SOURCE)))) == []
+
+
+def test_no_way_leads_from_planning_to_torch() -> None:
+    assert house.ways_to_torch(house.imports(house.SOURCE)) == []
+
+
+@pytest.mark.parametrize("room", ["executor.kernels", "executor.exchange", "executor.run", "executor"])
+def test_the_executor_reaches_no_planner(room: str) -> None:
+    pairs = set(house.arrows(house.imports(house.SOURCE), house.module_files(house.SOURCE)))
+    assert not house.reached(room, pairs) & {"schedule", "simulator", "planners", "planner"}
+
+
+def made_house(folder: Path, modules: dict[str, str]) -> list[house.Import]:
+    """The imports of a package named flexcp with these modules."""
+    for name, text in {"__init__": "", **modules}.items():
+        path = folder / "flexcp" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return house.imports(folder)
+
+
+LAZY = "def f():\n    from flexcp.planners.auto import auto\n"
+TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import flexcp.planners.auto\n"
+
+
+@pytest.mark.parametrize(
+    "text", ["from flexcp.planners import auto\n", LAZY, TYPES, "import os\nimport flexcp.planners.auto as a\n"]
+)
+def test_the_reader_sees_every_kind_of_import(text: str, tmp_path: Path) -> None:
+    found = made_house(tmp_path, {"executor/op": text, "planners/auto": "from flexcp.executor.op import attention\n"})
+    pairs = house.arrows(found, house.module_files(tmp_path))
+    assert house.circles(set(pairs)) == [["executor", "planners"]]
+    (up,) = house.arrows_up(pairs)
+    assert up.startswith("executor.op, line ") and up.endswith("(executor stands below planners)")
+
+
+def test_the_reader_sees_torch_behind_others_and_in_packages(tmp_path: Path) -> None:
+    behind = {
+        "plan/plan": LAZY.replace("planners.auto", "data.order"),
+        "data/__init__": "",
+        "data/order": "import torch.nn\n",
+    }
+    assert house.ways_to_torch(made_house(tmp_path / "behind", behind)) == [
+        "plan.plan reaches torch: data.order, line 1, imports torch.nn"
+    ]
+    package = {"plan/plan": "from flexcp.data.order import x\n", "data/__init__": "import torch\n", "data/order": ""}
+    assert house.ways_to_torch(made_house(tmp_path / "package", package)) == [
+        "plan.plan reaches torch: data, line 1, imports torch"
+    ]
+    types = {"plan/plan": TYPES.replace("flexcp.planners.auto", "torch")}
+    assert house.ways_to_torch(made_house(tmp_path / "types", types)) == []
+
+
+def test_the_version_may_be_asked_for_by_anyone(tmp_path: Path) -> None:
+    found = made_house(tmp_path, {"io/files": "from flexcp import __version__\n", "masks/a": "import flexcp\n"})
+    assert [str(each) for each in found] == ["masks.a, line 1, imports __init__"]

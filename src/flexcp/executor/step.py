@@ -32,7 +32,7 @@ from flexcp.executor.run.fields import Types, types_of
 from flexcp.executor.run.prepared import Prepared, WorkLists
 from flexcp.executor.run.prepared import prepare as prepare_program
 from flexcp.executor.run.program import RankProgram, rank_program
-from flexcp.executor.run.watch import Watcher
+from flexcp.executor.watcher import Watcher
 from flexcp.plan.plan import Plan
 from flexcp.plan.positions import refuse_branches, token_positions
 from flexcp.plan.user_layouts import user_layout

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flexcp import __version__
+
 if TYPE_CHECKING:
     from flexcp.plan.plan import Plan
 
@@ -40,9 +42,7 @@ class Finding:
 
 def examine() -> Iterator[Finding]:
     """What is there, from the machine up."""
-    import flexcp
-
-    yield Finding("flexcp", f"{flexcp.__version__} in {Path(flexcp.__file__).parent}")
+    yield Finding("flexcp", f"{__version__} in {Path(__file__).parents[1]}")
     yield Finding(
         "machine", f"{platform.system()} {platform.machine()}, Python {platform.python_version()}, {_cores()}"
     )
@@ -192,12 +192,13 @@ def _run_kernel() -> str:
     """Not run where there is no GPU."""
     import torch
 
-    import flexcp
+    from flexcp.executor.slice_attention import slice_attention
+    from flexcp.masks import causal
 
     q = torch.randn(512, 4, 128, device="cuda", dtype=torch.bfloat16)
     k, v = torch.randn(2, 512, 2, 128, device="cuda", dtype=torch.bfloat16)
-    fast = flexcp.slice_attention(q, k, v, flexcp.causal(), lengths=[400, 112])
-    slow = flexcp.slice_attention(q.float(), k.float(), v.float(), flexcp.causal(), lengths=[400, 112], kernel="cpu")
+    fast = slice_attention(q, k, v, causal(), lengths=[400, 112])
+    slow = slice_attention(q.float(), k.float(), v.float(), causal(), lengths=[400, 112], kernel="cpu")
     assert isinstance(fast, torch.Tensor) and isinstance(slow, torch.Tensor)
     error = float((fast.float() - slow).abs().max())
     if not error < 0.05:

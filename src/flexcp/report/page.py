@@ -8,7 +8,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
-import flexcp
+from flexcp import __version__
 from flexcp.io.whole_files import write_whole
 from flexcp.report.sections import Section
 
@@ -42,7 +42,7 @@ def page(sections: Sequence[Section], title: str, subtitle: str = "") -> str:
     return (
         f'<!doctype html><html lang="en" data-theme="light"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="generator" content="flexcp {flexcp.__version__}">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="generator" content="flexcp {__version__}">'
         f"<title>{escape(title)}</title><style>{_asset('page.css')}</style></head><body>"
         f'<a class="skip" href="#main">Skip to the content</a>'
         f'<header class="page"><div><h1>{escape(title)}</h1><p>{escape(subtitle)}</p></div>'

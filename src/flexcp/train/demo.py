@@ -214,19 +214,20 @@ def train_on_ranks(group: dist.ProcessGroup, config: DemoConfig, strategy: str) 
     """This rank's share under a strategy; yields the batch's loss, returns (losses, seconds)."""
     import torch.distributed as dist
 
-    import flexcp
+    from flexcp.executor.op import attention
+    from flexcp.executor.step import Step, bind
     from flexcp.train.update import total_loss, update
 
     model, optimizer = _model(config)
     losses, seconds = [], 0.0
     for number in range(config.steps):
         plan = make_plan(config, strategy, number)
-        step = flexcp.bind(plan, group)
+        step = bind(plan, group)
         tokens = phrases(number, plan.batch.lengths.tolist(), model.config.vocabulary)
         local, labels = step.shard(tokens), step.labels(tokens)
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, step: flexcp.Step = step) -> Tensor:
-            out = flexcp.attention(q, k, v, step)
+        def attend(q: Tensor, k: Tensor, v: Tensor, step: Step = step) -> Tensor:
+            out = attention(q, k, v, step)
             assert not isinstance(out, tuple)
             return out
 

@@ -1,0 +1,205 @@
+"""The house: which module of flexcp imports which, read from the source without running any of it, and the floors of its rooms.
+
+    python tests/house.py           # the numbers that CONTRIBUTING.md gives
+    python tests/house.py OTHER/src # those of another checkout
+
+A *room* is a folder or a module directly in ``src/flexcp``, or a folder further down that :data:`FLOORS` names. An *arrow* goes from one
+room to another that it imports. Every import counts, also inside a function, and also where only a type is needed: whoever names the types
+of another room knows that room. Only ``flexcp.__version__`` may be taken by anyone.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[1] / "src"
+
+FLOORS = (
+    "io",
+    "arrays",
+    "masks",
+    "shape",
+    "clusters",
+    "batch",
+    "cost",
+    "calibration",
+    "models",
+    "plan",
+    "executor.kernels",
+    "executor.exchange",
+    "executor.run",
+    "executor",
+    "telemetry",
+    "data",
+    "schedule",
+    "simulator",
+    "planners",
+    "planner",
+    "frameworks",
+    "compare",
+    "measure",
+    "report",
+    "train",
+    "cli",
+    "__init__",
+    "__main__",
+)
+"""All rooms, from the ground up: a room may import those before it. The executor stands below the planners and so cannot import them."""
+
+PLANNING = (*FLOORS[: FLOORS.index("plan") + 1], "schedule", "simulator", "planners", "planner", "compare")
+"""Rooms that work without torch."""
+
+TAKES_TORCH = {"masks.conversions"}
+"""The one module of them that may load torch: it evaluates a ``mask_mod``, which is a function of tensors."""
+
+
+@dataclass(frozen=True)
+class Import:
+    """``source`` imports ``target``: modules of flexcp without ``flexcp.``, or another package's name in full."""
+
+    source: str
+    target: str
+    line: int
+    for_types: bool
+    """Under ``if TYPE_CHECKING``: nothing is loaded."""
+
+    def __str__(self) -> str:
+        return f"{self.source}, line {self.line}, imports {self.target}"
+
+
+def module_files(source: Path) -> dict[str, Path]:
+    """The modules below ``source / "flexcp"`` without that name; a package is its folder's name, flexcp itself ``__init__``."""
+    found = {}
+    for path in sorted((source / "flexcp").rglob("*.py")):
+        parts = path.relative_to(source / "flexcp").with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)] = path
+    return found
+
+
+def imports(source: Path) -> list[Import]:
+    """All imports of all modules."""
+    files = module_files(source)
+    return [found for name, path in files.items() for found in _imports_of(name, ast.parse(path.read_text()), files)]
+
+
+def _imports_of(name: str, tree: ast.Module, files: dict[str, Path]) -> Iterator[Import]:
+    for node, for_types in _with_types(tree, False):
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, (
+                f"{name}, line {node.lineno}: imports name the whole path here, not {'.' * node.level}"
+            )
+            targets = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for target in targets:
+            if target != "flexcp.__version__":
+                yield Import(name, _module(target, files), node.lineno, for_types)
+
+
+def _with_types(node: ast.AST, for_types: bool) -> Iterator[tuple[ast.AST, bool]]:
+    """All nodes, and whether each stands under ``if TYPE_CHECKING``."""
+    for child in ast.iter_child_nodes(node):
+        inside = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING") and child in node.body
+        yield child, for_types or inside
+        yield from _with_types(child, for_types or inside)
+
+
+def _module(target: str, files: dict[str, Path]) -> str:
+    """What ``flexcp.plan.plan.Plan`` is imported from: ``plan.plan``."""
+    first, *parts = target.split(".")
+    if first != "flexcp":
+        return target
+    while parts and ".".join(parts) not in files:
+        parts.pop()
+    return ".".join(parts) or "__init__"
+
+
+def room_of(module: str) -> str:
+    """The room of a module of flexcp."""
+    within = [room for room in FLOORS if module == room or module.startswith(room + ".")]
+    return max(within, key=len) if within else module.split(".")[0]
+
+
+def arrows(found: list[Import], files: dict[str, Path]) -> dict[tuple[str, str], list[Import]]:
+    """Pairs of rooms of which the first imports the second, and by which imports."""
+    pairs: dict[tuple[str, str], list[Import]] = {}
+    for each in found:
+        if each.target in files:
+            pair = room_of(each.source), room_of(each.target)
+            if pair[0] != pair[1]:
+                pairs.setdefault(pair, []).append(each)
+    return pairs
+
+
+def reached(start: str, pairs: set[tuple[str, str]]) -> set[str]:
+    """Everything that can be reached from ``start``."""
+    met, waiting = set[str](), [start]
+    while waiting:
+        here = waiting.pop()
+        new = {target for source, target in pairs if source == here} - met
+        met |= new
+        waiting += new
+    return met
+
+
+def ways_to_torch(found: list[Import]) -> list[str]:
+    """Modules of the planning side that load torch, themselves or through others, with the import that does it first."""
+    loading = [each for each in found if not each.for_types and each.source not in TAKES_TORCH]
+    steps = {(each.source, target) for each in loading for target in _loaded(each.target)}
+    direct = {each.source: each for each in loading if each.target.split(".")[0] == "torch"}
+    ways = []
+    for module in sorted({each.source for each in loading if room_of(each.source) in PLANNING}):
+        for end in sorted(({module} | reached(module, steps)) & direct.keys()):
+            ways.append(f"{module} reaches torch: {direct[end]}")
+    return ways
+
+
+def _loaded(target: str) -> Iterator[str]:
+    """A module and the packages around it, which are loaded before it."""
+    parts = target.split(".")
+    return (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+
+
+def circles(pairs: set[tuple[str, str]]) -> list[list[str]]:
+    """Groups of rooms that all reach each other."""
+    reach = {room: reached(room, pairs) for pair in pairs for room in pair}
+    found = {tuple(sorted(b for b in reach[a] if a in reach[b])) for a in reach if a in reach[a]}
+    return sorted(map(list, found))
+
+
+def arrows_up(pairs: dict[tuple[str, str], list[Import]]) -> list[str]:
+    """What stands on a lower floor than a room that it imports."""
+    height = {room: floor for floor, room in enumerate(FLOORS)}
+    up = [found for (low, high), found in pairs.items() if height[low] < height[high]]
+    return [f"{each} ({room_of(each.source)} stands below {room_of(each.target)})" for found in up for each in found]
+
+
+def main() -> None:
+    """Print the numbers of a checkout."""
+    source = Path(sys.argv[1]) if len(sys.argv) > 1 else SOURCE
+    files, found = module_files(source), imports(source)
+    pairs = arrows(found, files)
+    rooms = {room_of(module) for module in files}
+    folders = Counter(path.parent for path in files.values())
+    fullest, most = folders.most_common(1)[0]
+    print(f"modules           {len(files)}, in folders of {most} at most ({fullest.relative_to(source)})")
+    print(f"modules in the root {len([name for name, path in files.items() if path.parent.name == 'flexcp'])}")
+    print(f"rooms             {len(rooms)}")
+    print(f"arrows            {len(pairs)}")
+    around = circles(set(pairs))
+    print(f"circles           {len(around)}" + "".join(f"\n    {', '.join(circle)}" for circle in around))
+    inside = [pair for pair in pairs if any(set(pair) <= set(circle) for circle in around)]
+    print(f"arrows in circles {len(inside)}")
+    if rooms <= set(FLOORS):
+        print(f"arrows up         {len(arrows_up(pairs))}")
+
+
+if __name__ == "__main__":
+    main()
