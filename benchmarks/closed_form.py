@@ -1,4 +1,4 @@
-"""The closed form that ``auto`` is scored by (flexcp/simulate.py) against the event simulator, on whole steps.
+"""The closed form that ``auto`` is scored by (flexcp/schedule/predict.py) against the event simulator, on whole steps.
 
     python benchmarks/closed_form.py
 

@@ -5,7 +5,7 @@
 
 A *room* is a folder or a module directly in ``src/flexcp``, or a folder further down that :data:`FLOORS` names. An *arrow* goes from one
 room to another that it imports. Every import counts, also inside a function, and also where only a type is needed: whoever names the types
-of another room knows that room. Only ``flexcp.__version__`` may be taken by anyone.
+of another room knows that room.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[1] / "src"
 
 FLOORS = (
+    "version",
     "io",
     "arrays",
     "masks",
@@ -99,8 +100,7 @@ def _imports_of(name: str, tree: ast.Module, files: dict[str, Path]) -> Iterator
         else:
             continue
         for target in targets:
-            if target != "flexcp.__version__":
-                yield Import(name, _module(target, files), node.lineno, for_types)
+            yield Import(name, _module(target, files), node.lineno, for_types)
 
 
 def _with_types(node: ast.AST, for_types: bool) -> Iterator[tuple[ast.AST, bool]]:

@@ -167,6 +167,7 @@ def test_the_reader_sees_torch_behind_others_and_in_packages(tmp_path: Path) -> 
     assert house.ways_to_torch(made_house(tmp_path / "types", types)) == []
 
 
-def test_the_version_may_be_asked_for_by_anyone(tmp_path: Path) -> None:
-    found = made_house(tmp_path, {"io/files": "from flexcp import __version__\n", "masks/a": "import flexcp\n"})
-    assert [str(each) for each in found] == ["masks.a, line 1, imports __init__"]
+def test_the_front_door_is_a_room_too(tmp_path: Path) -> None:
+    found = made_house(tmp_path, {"io/files": "from flexcp import Plan\n", "masks/a": "import flexcp\n"})
+    assert [str(each) for each in found] == ["io.files, line 1, imports __init__", "masks.a, line 1, imports __init__"]
+    assert len(house.arrows_up(house.arrows(found, house.module_files(tmp_path)))) == 2

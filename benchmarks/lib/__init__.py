@@ -1,1 +1,1 @@
-"""What benchmarks share, and tests too: checks on a GPU, runs of models, ranks in network namespaces, ..."""
+"""What several benchmarks, or a benchmark and tests, share."""

@@ -1,4 +1,4 @@
-"""Pieces: what moves between ranks, and exactly how many bytes it is.
+"""Shape: the heads of attention, what moves of them between ranks, and exactly how many bytes that is.
 
 A piece is a run of tokens of the rank that keeps them (its *owner*), a range of heads, and a kind. Inputs travel from the owner
 to where work is done, outputs travel back and are reduced on the way:

@@ -50,7 +50,7 @@ app.add_typer(bench.app, name="bench")
 @app.callback(invoke_without_command=True)
 def version(show: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
     if show:
-        from flexcp import __version__
+        from flexcp.version import __version__
 
         typer.echo(__version__)
         raise typer.Exit

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexcp import __version__
+from flexcp.version import __version__
 
 if TYPE_CHECKING:
     from flexcp.plan.plan import Plan

@@ -63,7 +63,7 @@ def write_dump(
     """Write the file, whole or not at all."""
     import torch
 
-    from flexcp import __version__
+    from flexcp.version import __version__
 
     now = datetime.now(UTC)
     text = json.dumps(
