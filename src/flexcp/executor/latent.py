@@ -26,7 +26,7 @@ from torch import Tensor
 
 from flexcp.executor.arena import Buffers
 from flexcp.executor.calls import Call, Part
-from flexcp.executor.ends import delta_of
+from flexcp.executor.ends import OutputGradient
 from flexcp.executor.exchange import Exchange
 from flexcp.executor.fields import types_of
 from flexcp.executor.kernels import Settings, find_kernel, uploaded
@@ -102,7 +102,7 @@ class _LatentAttention(torch.autograd.Function):
             leaves = [x.detach().requires_grad_() for x in (arena, *weights)]
             with torch.enable_grad():
                 k, v = _expanded(expand, leaves[0], leaves[1:], q)
-            inputs = (q, k.detach(), v.detach(), do, lse, delta_of(do, out, None, lse.dtype))
+            inputs = (q, k.detach(), v.detach(), lse, OutputGradient(do, out, None, lse.dtype))
             dq, dk, dv = local_backward(module, work, covers(way.slices, len(q)), types, settings, *inputs)
             found = torch.autograd.grad((k, v), leaves, (dk.to(k.dtype), dv.to(v.dtype)), allow_unused=True)
             darena = torch.zeros_like(arena) if found[0] is None else found[0]

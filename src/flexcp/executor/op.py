@@ -20,7 +20,7 @@ from typing import SupportsFloat
 import torch
 from torch import Tensor
 
-from flexcp.executor.ends import delta_of, sinks_gradient, with_sinks
+from flexcp.executor.ends import OutputGradient, sinks_gradient, with_sinks
 from flexcp.executor.executor import Runtime, run_backward, run_forward
 from flexcp.executor.fields import types_of
 from flexcp.executor.handles import step_of
@@ -147,13 +147,15 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     step = step_of(handle)
     number, settings = mask_number(step.plan.batch, mask, window), Settings(scale, softcap, deterministic, sm_margin)
-    do = do.to(out.dtype)
-    delta = delta_of(do, out, dlse, lse.dtype)
     runtime = _runtime(step, q, settings, number, backward=True)
     prepared = step.prepared(number, True, step.choose_kernel(q.device, kernel), runtime.types)
-    inputs = (step.in_stream_order(x) for x in (q, k, v, do, lse, delta))
-    dq, dk, dv = (step.in_local_order(x) for x in run_backward(prepared, runtime, keys, *inputs))
-    dsinks = q.new_empty(0) if sinks is None else sinks_gradient(sinks, lse, delta)
+    back = OutputGradient(do.to(out.dtype), out, dlse, lse.dtype)
+    if step.kept_order_on(q.device) is not None:
+        back = back.in_order(step.in_stream_order)
+    kept_q, kept_k, kept_v, kept_lse = (step.in_stream_order(x) for x in (q, k, v, lse))
+    found = run_backward(prepared, runtime, keys, kept_q, kept_k, kept_v, kept_lse, back)
+    dq, dk, dv = (step.in_local_order(x) for x in found)
+    dsinks = q.new_empty(0) if sinks is None else sinks_gradient(sinks, kept_lse, back.delta)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
 
 
