@@ -94,6 +94,7 @@ class _LatentAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, latent, out, lse, arena, *weights = ctx.saved_tensors
         expand, step, way, settings, module, work = ctx.call
+        step.note_backward()
         do, types = step.in_stream_order(grads[0].to(out.dtype)), types_of(q)
         mail = _mail(way, step, latent, backward=True)
         with mail.exchange:

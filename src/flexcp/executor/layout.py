@@ -98,10 +98,14 @@ def next_tokens(tokens: Tensor, batch: Batch, ignore: int) -> Tensor:
 
 def token_mean_loss(logits: Tensor, labels: Tensor, talk: Talk, ignore: int) -> Tensor:
     """Sum of this rank's cross entropies / valid labels on all ranks; a sum over none depends on ``logits`` too."""
-    valid = talk.summed("step.loss", (labels != ignore).sum())
     total = torch.nn.functional.cross_entropy(logits.float() if logits.dtype.itemsize < 4 else logits, labels,
                                               ignore_index=ignore, reduction="sum")  # fmt: skip
-    return total / valid.clamp(min=1)
+    return mean_over_ranks(total, (labels != ignore).sum(), talk, "step.loss")
+
+
+def mean_over_ranks(total: Tensor, count: Tensor, talk: Talk, place: str) -> Tensor:
+    """This rank's share of a mean over all ranks: its sum / what all of them count, at least 1."""
+    return total / talk.summed(place, count).clamp(min=1)
 
 
 Moves = list[tuple[Tensor, Tensor]]

@@ -146,6 +146,7 @@ def _gradients(
     kernel: str | None, mask: str | None, window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     step = step_of(handle)
+    step.note_backward()
     number, settings = mask_number(step.plan.batch, mask, window), Settings(scale, softcap, deterministic, sm_margin)
     do = do.to(out.dtype)
     delta = delta_of(do, out, dlse, lse.dtype)

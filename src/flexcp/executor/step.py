@@ -6,6 +6,7 @@ the rank's programs for :func:`flexcp.attention`. It travels as an argument, nev
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import timedelta
@@ -20,12 +21,12 @@ from torch import Tensor
 from flexcp.executor import layout
 from flexcp.executor.agree import agree
 from flexcp.executor.arena import Arena
-from flexcp.executor.averaging import Gradients, running_average, share_factor, wrong_factor
+from flexcp.executor.averaging import Gradients, running_average, share_factor, uneven, unsaid_loss, wrong_factor
 from flexcp.executor.calls import WHOLE_STAGES, Call, CallSettings
 from flexcp.executor.connect import Progress, connect
 from flexcp.executor.exchange import Exchange
 from flexcp.executor.fields import Types, types_of
-from flexcp.executor.handles import new_handle
+from flexcp.executor.handles import live_steps, new_handle
 from flexcp.executor.kernels import uploaded
 from flexcp.executor.kernels.choose import choose_kernel
 from flexcp.executor.passes import Passes
@@ -50,7 +51,7 @@ class Step:
 
     - rows of this rank: ``local_tokens``, ``indices`` (tokens of the stream), ``positions`` (what RoPE wants);
     - between the stream and this rank: ``shard``, ``gather``, ``labels``, ``roll``, ``relayout``, ``restore``;
-    - ``loss``; ``prepare`` to set up ahead of the first layer;
+    - ``loss``, and ``share`` for a loss of one's own; ``prepare`` to set up ahead of the first layer;
     - what it is and did: ``plan``, ``group``, ``cp_rank``, ``cp_size``, ``calls``, ``sent_bytes``, ``kernels``, ``arena``.
     """
 
@@ -80,6 +81,8 @@ class Step:
         self.averaged_by: str | None = None
         self.summed_by: str | None = None
         """Who averages or sums gradients over this step's ranks, where a call saw it: see :mod:`flexcp.executor.averaging`."""
+        self.loss_said = False
+        """Whether somebody said how the loss of this step is divided and reduced: its own loss, a share, or a framework's."""
         self.arena = Arena()
         """The memory its passes work in; another step may go on with it: ``bind(..., arena=step.arena)``."""
         self.keeps_keys = any(backward.keys_kept for _, backward in plan.programs)
@@ -154,6 +157,8 @@ class Step:
     def gather(self, local: Tensor) -> Tensor:
         """The stream tensor ``[tokens, ...]`` on every rank, from every rank's local rows. Differentiable."""
         self._check_rows(local, "step.gather")
+        # A loss of the gathered rows is the whole batch's on every rank, and its gradients are right where they are averaged.
+        self.loss_said = self.loss_said or local.requires_grad
         return layout.gather(local, self.plan.placement, self.talk)
 
     def roll(self, local: Tensor, shift: int = -1, fill: float | int = 0) -> Tensor:
@@ -227,12 +232,32 @@ class Step:
                 f"a loss is asked of {self!r}, but its attention never ran: the model's layers still use their own. Turn flexcp on "
                 "(docs/frameworks.md), or pass without_attention=True if the logits come from elsewhere"
             )
+        self.loss_said = True
         if logits.requires_grad:
             self.check_reduction(gradients)
         return layout.token_mean_loss(logits, labels, self.talk, ignore) * factor
 
+    def share(self, total: Tensor, count: Tensor | int, *, gradients: Gradients = "summed") -> Tensor:
+        """This rank's share of a mean of one's own: ``total`` (a sum over local rows) / ``count`` of all ranks, as :meth:`loss` does it.
+
+        ``count`` is what this rank's sum would be divided by if it were alone, such as its valid labels. ``gradients`` is
+        :meth:`loss`'s.
+        """
+        factor = share_factor(gradients, self.plan.ranks)
+        if not isinstance(total, Tensor) or total.dim():
+            what = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else repr(total)
+            raise ValueError(f"total is one number, the sum over this rank's rows, as a tensor; got {what}")
+        here = torch.as_tensor(count, device=total.device)
+        if here.dim() or here.is_complex():
+            raise ValueError(f"count is one number, of what this rank's sum is over; got {count!r}")
+        self.loss_said = True
+        if total.requires_grad:
+            self.check_reduction(gradients)
+        return layout.mean_over_ranks(total, here, self.talk, "step.share") * factor
+
     def check_reduction(self, gradients: Gradients) -> None:
         """Raise for shares made for one treatment of gradients where this step's attention saw the other."""
+        self.loss_said = True
         who = self.averaged_by if gradients == "summed" else self.summed_by
         if who is not None:
             raise ValueError(wrong_factor(who, gradients, self.plan.ranks))
@@ -241,6 +266,18 @@ class Step:
         """Count an attention call, and see inside which module it runs."""
         self.calls += 1
         self.averaged_by = self.averaged_by or running_average(self.group)
+
+    def note_backward(self) -> None:
+        """Warn where gradients are averaged over uneven ranks, and nobody said of this loss how it was divided: once a step.
+
+        One of several steps of a model (an encoder's) has no loss of its own, so another step's is enough.
+        """
+        if self.averaged_by is None or any(step.loss_said for step in live_steps()):
+            return
+        self.loss_said = True
+        counts = uneven(self.plan.placement)
+        if counts is not None:
+            warnings.warn(unsaid_loss(self.averaged_by, *counts), stacklevel=2)
 
     def program(self, mask: int, backward: bool) -> RankProgram:
         """This rank's program for a mask and direction, derived on first use."""
