@@ -111,7 +111,11 @@ def warned(group: dist.ProcessGroup, taken: str) -> dict[str, Any]:
         for number in range(2):
             step = bound(group, "contiguous" if taken == "equal counts" else UNEVEN)
             rows, labels = step.shard(tokens()), step.labels(tokens())
-            logits = torch.utils.checkpoint.checkpoint(model, rows, step, use_reentrant=False) if number else model(rows, step)
+            logits = (
+                torch.utils.checkpoint.checkpoint(model, rows, step, use_reentrant=False)
+                if number
+                else model(rows, step)
+            )
             own = nn.functional.cross_entropy(logits, labels, reduction="sum")
             if taken == "step.loss":
                 loss = step.loss(logits, labels, gradients="averaged")

@@ -77,7 +77,9 @@ def test_a_hugging_face_loss_that_is_reduced_otherwise_is_refused(
 def test_a_loss_of_ones_own_under_ddp_is_warned_of_where_ranks_hold_different_counts(two: RankPool) -> None:
     for found in two.run(warned, "own"):
         assert found["warnings"], "python's own filter shows one of them"
-        assert re.match(r"DistributedDataParallel averages gradients over ranks that hold \d+ to \d+ tokens", found["warnings"][0])
+        assert re.match(
+            r"DistributedDataParallel averages gradients over ranks that hold \d+ to \d+ tokens", found["warnings"][0]
+        )
         assert "step.loss(logits, labels, gradients='averaged')" in found["warnings"][0]
         assert "step.share(total, count, gradients='averaged')" in found["warnings"][0]
         assert len(set(found["warnings"])) == 1

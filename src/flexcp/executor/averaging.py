@@ -72,7 +72,7 @@ def unsaid_loss(who: str, least: int, most: int) -> str:
     """What to say of a backward of whose loss a step knows nothing, under a wrapper that averages over ranks of different token counts."""
     return (
         f"{who} averages gradients over ranks that hold {least} to {most} tokens of this batch, and nothing says what this rank's loss was "
-        "divided by: the mean over a rank's own rows weighs its tokens more the fewer it has, and the gradient is not the batch's. Take the "
-        "loss by step.loss(logits, labels, gradients='averaged'), or give the sum of one of your own to step.share(total, count, "
-        "gradients='averaged')"
+        "divided by: the mean over a rank's own rows weighs its tokens more the fewer it has, and the gradient is not the batch's. "
+        "Take the loss by step.loss(logits, labels, gradients='averaged'), or give the sum of one of your own to "
+        "step.share(total, count, gradients='averaged')"
     )

@@ -21,6 +21,7 @@ from torch import Tensor
 from flexcp.executor import layout
 from flexcp.executor.agree import agree
 from flexcp.executor.arena import Arena
+from flexcp.executor.arguments import check_number, check_rows, check_whole, device_of, named_kind, time_limit
 from flexcp.executor.averaging import Gradients, running_average, share_factor, uneven, unsaid_loss, wrong_factor
 from flexcp.executor.calls import WHOLE_STAGES, Call, CallSettings
 from flexcp.executor.connect import Progress, connect
@@ -152,6 +153,8 @@ class Step:
 
     def shard(self, full: Tensor, pad: float | int = 0) -> Tensor:
         """This rank's rows of a stream tensor ``[tokens, ...]``; pads get the value ``pad``."""
+        check_rows(full, "step.shard")
+        check_number("pad", pad)
         return layout.shard(full, self.indices, self.plan.batch.tokens, pad)
 
     def gather(self, local: Tensor) -> Tensor:
@@ -167,6 +170,8 @@ class Step:
         Rows whose source lies outside the document, and pads, get ``fill``. Differentiable. A document that branches is refused.
         """
         refuse_branches(self.plan.batch, "step.roll knows")
+        check_whole("shift", shift)
+        check_number("fill", fill)
         self._check_rows(local, "step.roll")
         return layout.roll(local, self.plan.placement, self.talk, shift, fill)
 
@@ -182,6 +187,7 @@ class Step:
     def restore(self, moved: Tensor, of: str | Sequence[Sequence[int]] = "contiguous") -> Tensor:
         """Undo :meth:`relayout`: rows in the layout ``of`` moved back to the plan's, zeros where it has pads. Differentiable."""
         maps = self._maps(of)
+        check_rows(moved, "step.restore")
         with self.talk.checking("step.restore"):
             if len(moved) != len(maps[self.rank]):
                 raise ValueError(
@@ -202,6 +208,8 @@ class Step:
 
         A document that branches is refused.
         """
+        check_rows(tokens, "step.labels")
+        check_whole("ignore", ignore)
         return self.shard(layout.next_tokens(tokens, self.plan.batch, ignore), pad=ignore)
 
     def loss(
@@ -217,7 +225,8 @@ class Step:
 
         ``gradients`` says what happens to gradients over the ranks of this step. ``"summed"``: the batch's loss is the sum of the ranks'
         values. ``"averaged"``, for DDP and whatever else averages: the share is multiplied by the number of ranks, so that the averaged
-        gradient is the batch's, and the batch's loss is the mean of the ranks' values.
+        gradient is the batch's, and the batch's loss is the mean of the ranks' values. Nothing can see that nobody averages: gradients
+        are then as many times too large as there are ranks.
 
         The result depends on ``logits`` even on a rank without a valid token, so that every rank takes part in backward. Logits of a model
         that ran no attention of this step are refused, unless ``without_attention`` says that this is meant; shares to be summed are
@@ -226,6 +235,9 @@ class Step:
         """
         refuse_branches(self.plan.batch, "step.loss knows")
         factor = share_factor(gradients, self.plan.ranks)
+        check_whole("ignore", ignore)
+        with self.talk.checking("step.loss"):
+            layout.check_logits(logits, labels, self.local_tokens)
         self._check_rows(logits, "step.loss")
         if not self.calls and not without_attention:
             raise RuntimeError(
@@ -245,11 +257,10 @@ class Step:
         """
         factor = share_factor(gradients, self.plan.ranks)
         if not isinstance(total, Tensor) or total.dim():
-            what = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else repr(total)
-            raise ValueError(f"total is one number, the sum over this rank's rows, as a tensor; got {what}")
+            raise ValueError(f"total is a tensor of one number, the sum over this rank's rows; got {named_kind(total)}")
+        if not isinstance(count, int | float | Tensor) or (isinstance(count, Tensor) and count.dim()):
+            raise ValueError(f"count is one number, of what this rank's sum is over; got {named_kind(count)}")
         here = torch.as_tensor(count, device=total.device)
-        if here.dim() or here.is_complex():
-            raise ValueError(f"count is one number, of what this rank's sum is over; got {count!r}")
         self.loss_said = True
         if total.requires_grad:
             self.check_reduction(gradients)
@@ -299,7 +310,7 @@ class Step:
 
     def prepare(self, device: torch.device | str, kernel: str | None = None) -> None:
         """Make everything attention needs on ``device`` now, for all masks and both directions, rather than at the first layer."""
-        types = types_of(torch.empty(0, dtype=getattr(torch, self.plan.shape.dtype), device=device))
+        types = types_of(torch.empty(0, dtype=getattr(torch, self.plan.shape.dtype), device=device_of(device)))
         name = self.choose_kernel(types.device, kernel)
         for mask in range(len(self.plan.batch.masks)):
             for backward in (False, True):
@@ -336,6 +347,7 @@ class Step:
     def _check_rows(self, local: Tensor, place: str) -> None:
         self.talk.check_usable()
         with self.talk.checking(place):
+            check_rows(local, place)
             if len(local) != self.local_tokens:
                 raise ValueError(
                     f"rank {self.rank} keeps {self.local_tokens} tokens under this plan, but got a tensor of {len(local)} rows; "
@@ -354,7 +366,7 @@ def check_bound(step: object) -> None:
         )
     if not isinstance(step, Step):
         raise ValueError(
-            f"attention runs a step, made by flexcp.bind(plan, group); got a {type(step).__name__} in its place"
+            f"attention runs a step, made by flexcp.bind(plan, group); got {named_kind(step)} in its place"
         )
 
 
@@ -379,11 +391,21 @@ def bind(
     that takes time (NCCL); by default a terminal is.
     """
     calls = CallSettings(rounds_per_call, chunk_bytes)
-    limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    _check_bind(plan, telemetry, arena)
+    limit = time_limit(timeout)
     with nullcontext() if telemetry is None else telemetry.binding(plan):
         step = _bound(plan, group, limit, calls, progress)
     step.telemetry, step.arena = telemetry, arena or step.arena
     return step
+
+
+def _check_bind(plan: object, telemetry: object, arena: object) -> None:
+    if not isinstance(plan, Plan):
+        raise ValueError(f"bind takes a plan, made by a planner from lengths: planner([...]); got {plan!r}")
+    if telemetry is not None and not hasattr(telemetry, "binding"):
+        raise ValueError(f"telemetry= is a flexcp.Telemetry(...) or None; got {telemetry!r}")
+    if arena is not None and not isinstance(arena, Arena):
+        raise ValueError(f"arena= is that of an earlier step, step.arena, or None; got {arena!r}")
 
 
 def _bound(
