@@ -121,7 +121,7 @@ def test_a_share_is_the_sum_over_what_all_count(step: flexcp.Step) -> None:
     assert step.share(torch.tensor(6.0), 4).item() == 1.5
     assert step.share(torch.tensor(6.0), torch.tensor(0)).item() == 6.0
     for wrong in ((6.0, 4), (torch.zeros(2), 4), (torch.tensor(6.0), None), (torch.tensor(6.0), torch.ones(2))):
-        with pytest.raises(ValueError, match="is (a tensor of )?one number"):
+        with pytest.raises(ValueError, match=r"is (a tensor of )?one number"):
             step.share(*wrong)  # type: ignore[arg-type]
 
 

@@ -67,8 +67,9 @@ class Documents:
             return None
         found = len(np.unique(document))
         return (
-            f"{found} {'document is' if found == 1 else 'documents are'} longer than what is left of a step of {self.tokens} tokens and cut "
-            f"into {found + len(document)} parts, each a document of its own; --tokens of at least the longest, {max(self.lengths)}, cuts fewer"
+            f"{found} {'document is' if found == 1 else 'documents are'} longer than what is left of a step of {self.tokens} tokens and "
+            f"cut into {found + len(document)} parts, each a document of its own; --tokens of at least the longest, {max(self.lengths)}, "
+            "cuts fewer"
         )
 
     def step(self, number: int) -> list[Tensor]:
