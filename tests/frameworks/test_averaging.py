@@ -10,6 +10,8 @@ from averaging_runs import RUN, run_huggingface, run_small, warned
 
 import flexcp
 from flexcp.executor.averaging import Gradients
+from flexcp.frameworks import huggingface
+from flexcp.frameworks.pipeline import PlannedMicroBatches
 from flexcp.measure.model_runs import train_alone
 from flexcp.measure.ranks import RankPool
 
@@ -99,3 +101,12 @@ def test_whoever_says_how_the_loss_is_divided_is_not_warned_and_is_right(two: Ra
 def test_what_may_be_right_is_not_warned_of(two: RankPool, taken: str) -> None:
     """A model of two steps has one loss, and the mean over a rank's rows is right where all ranks hold as many."""
     assert [found["warnings"] for found in two.run(warned, taken)] == [[], []]
+
+
+def test_frameworks_that_know_their_loss_say_so_before_a_backward() -> None:
+    plan = flexcp.Planner(2, 2, 8, cluster=flexcp.cluster("cpu", 1, 1))([3, 4])
+    step = flexcp.bind(plan)
+    assert not step.loss_said
+    huggingface.inputs(torch.arange(7), step, gradients="averaged")
+    assert step.loss_said
+    assert all(step.loss_said for step in PlannedMicroBatches([([0, 1], plan)]).steps)
