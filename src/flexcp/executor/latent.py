@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from flexcp.executor.arena import Buffers
+from flexcp.executor.arguments import check_running, check_tensors
 from flexcp.executor.calls import Call, Part
 from flexcp.executor.ends import OutputGradient
 from flexcp.executor.exchange import Exchange
@@ -59,6 +60,8 @@ def latent_attention(
     function of its arguments alone, row by row. Gradients reach ``q``, ``latent`` and ``weights``, the last as this rank's share.
     """
     check_bound(step)
+    check_tensors({"q": q, "latent": latent})
+    check_running(kernel, False, 0)
     with step.talk.checking("latent_attention"):
         _check(q, latent, step)
         check_call(q, {"latent": latent}, scale, softcap)
@@ -94,6 +97,7 @@ class _LatentAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, latent, out, lse, arena, *weights = ctx.saved_tensors
         expand, step, way, settings, module, work = ctx.call
+        step.note_backward()
         do, types = step.in_stream_order(grads[0].to(out.dtype)), types_of(q)
         mail = _mail(way, step, latent, backward=True)
         with mail.exchange:

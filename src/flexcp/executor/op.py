@@ -20,6 +20,7 @@ from typing import SupportsFloat
 import torch
 from torch import Tensor
 
+from flexcp.executor.arguments import check_running, check_tensors, named_kind
 from flexcp.executor.ends import OutputGradient, sinks_gradient, with_sinks
 from flexcp.executor.executor import Runtime, run_backward, run_forward
 from flexcp.executor.fields import types_of
@@ -54,6 +55,9 @@ def attention(
     Returns ``[local tokens, heads, v_head_dim]``, and with ``return_lse`` also the log of the softmax denominator
     ``[local tokens, heads]``; both are differentiable.
 
+    Rows are those that the plan keeps on this rank, ``step.shard(stream)``. A plan made without ``layout=`` places tokens as it likes, and
+    rows that a loop cut itself look the same here when there are as many: plan with ``layout="contiguous"`` for those.
+
     ``mask`` names one of the plan's masks, where it has several; ``window`` says it by the keys a query of this layer sees, itself
     included, 0 for a layer without a window, and a plan without such a mask is refused. ``scale`` defaults to ``head_dim ** -0.5``.
     ``softcap`` bounds logits by ``softcap * tanh(logits / softcap)``. ``sinks`` holds one extra logit per query head that takes
@@ -62,11 +66,15 @@ def attention(
     ``kernel`` overrides the choice of :func:`flexcp.choose_kernel`; ``step.kernels`` says which ran and why. ``deterministic``
     makes gradients bitwise the same in every run, ``sm_margin`` leaves that many multiprocessors to communication.
     """
+    if dropout is not None and not isinstance(dropout, int | float):
+        raise ValueError(f"dropout= is a number, and 0 alone is supported; got {named_kind(dropout)}")
     if dropout:
         raise NotImplementedError(f"attention dropout is not supported (got {dropout}); train with dropout=0")
     if bias is not None:
         raise NotImplementedError("an additive attention bias is not supported; express visibility as a mask")
     check_bound(step)
+    check_tensors({"q": q, "k": k, "v": v}, sinks)
+    check_running(kernel, deterministic, sm_margin, return_lse)
     check_call(q, {"k": k, "v": v, "sinks": sinks}, scale, softcap)
     numbers = (q.shape[-1] ** -0.5 if scale is None else float(scale), softcap, deterministic, sm_margin, kernel)
     layer = (checked_name(mask), passable(window))
@@ -146,6 +154,7 @@ def _gradients(
     kernel: str | None, mask: str | None, window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     step = step_of(handle)
+    step.note_backward()
     number, settings = mask_number(step.plan.batch, mask, window), Settings(scale, softcap, deterministic, sm_margin)
     runtime = _runtime(step, q, settings, number, backward=True)
     prepared = step.prepared(number, True, step.choose_kernel(q.device, kernel), runtime.types)
@@ -211,8 +220,9 @@ def check_call(q: Tensor, others: dict[str, Tensor | None], scale: float | None,
     if sinks is not None and tuple(sinks.shape) != (q.shape[1],):
         raise ValueError(f"sinks holds one number per query head, shape ({q.shape[1]},); got {tuple(sinks.shape)}")
     for name, number in (("softcap", softcap), ("scale", scale)):
-        if number is not None and not isinstance(number, SupportsFloat):
-            raise ValueError(f"{name} is a number or None; got {number!r}")
+        several = isinstance(number, Tensor) and (number.numel() != 1 or number.is_complex())
+        if number is not None and (several or not isinstance(number, SupportsFloat)):
+            raise ValueError(f"{name} is a number or None; got {named_kind(number)}")
     if softcap is not None and not 0 < softcap < float("inf"):
         raise ValueError(f"softcap must be above 0 and finite, or None for none; got {softcap}")
     if scale is not None and not 0 < scale < float("inf"):

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from flexcp.batch import Batch, MaskLike, make_batch
+from flexcp.executor.arguments import check_running, check_tensors
 from flexcp.executor.ends import OutputGradient, sinks_gradient, with_sinks
 from flexcp.executor.fields import types_of
 from flexcp.executor.kernels import Ints, Settings, accumulator_dtype, find_kernel
@@ -65,6 +66,8 @@ def slice_attention(
     :func:`packed_slices` made of them, which torch.compile needs. The other arguments and the result are those of
     :func:`flexcp.attention`.
     """
+    check_tensors({"q": q, "k": k, "v": v}, sinks)
+    check_running(kernel, deterministic, sm_margin, return_lse)
     if isinstance(mask, Tensor):
         slices = mask
     elif torch.compiler.is_compiling():
