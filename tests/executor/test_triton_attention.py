@@ -21,11 +21,13 @@ import flexcp
 from flexcp.measure.ranks import RankPool
 from flexcp.measure.verify import Options, verify_on
 
+gaps = flexcp.from_slices(60, [(20, 60, 0, 30, None, -1), (20, 60, 30, 60, -3, 5)])
+
 def main():
     with RankPool(2) as pool:
         for strategy, sizes, mask, options in (
             ("ring", (64, 96), flexcp.causal(), Options(kernel="triton", lse_gradient=True)),
-            ("blocks", (72, 80), flexcp.from_slices(60, [(20, 60, 0, 30, None, -1), (20, 60, 30, 60, -3, 5)]), Options(kernel="triton", sinks=True)),
+            ("blocks", (72, 80), gaps, Options(kernel="triton", sinks=True)),
             ("ulysses", (80, 40), flexcp.window(9, 2), Options(kernel="triton", softcap=3.0)),
         ):
             planner = flexcp.Planner(4, 2, *sizes, "float32", flexcp.cluster("cpu", 1, 2), strategy=strategy)

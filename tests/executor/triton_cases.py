@@ -54,7 +54,7 @@ CASES = (
     Case("descriptors, share 3, head size 96", ((60, C),), 3, 1, 96, 64, torch.float16, descriptors=True),
     Case("head sizes 80 and 72, wide", ((70, C), (9, F)), 4, 2, 80, 72, softcap=3.0, wide=True),
     Case("head sizes 8 and 40, fresh", ((100, C),), 2, 1, 8, 40, torch.float16, fresh=True),
-    Case("descriptors, head sizes 72 and 80, wide", ((70, C), (30, F)), 4, 2, 72, 80, torch.float16, descriptors=True, wide=True),
+    Case("descriptors, 72 and 80, wide", ((70, C), (30, F)), 4, 2, 72, 80, torch.float16, descriptors=True, wide=True),
     Case("blockwise", ((80, masks.causal_blockwise(16, 2)),), 4, 1),
     Case("rows without keys", ((30, masks.from_slices(30, [(10, 30, 0, 15, None, -1), (10, 30, 15, 30, -3, 5)])),)),
     Case("fresh", ((33, C), (15, C)), fresh=True),
