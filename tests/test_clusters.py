@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexcp.clusters import Cluster, cluster, parse_cluster
+from flexcp.clusters import Cluster, cluster
 
 PRESETS = ["a100", "h100", "h200", "h20", "gb200", "ascend910b", "cpu"]
 
@@ -32,17 +32,23 @@ def test_links_are_those_of_the_named_settings() -> None:
 
 def test_a_node_has_the_presets_own_ranks_unless_told() -> None:
     assert cluster().ranks == 8
-    assert cluster("gb200").ranks == parse_cluster("gb200").ranks == 72
+    assert cluster("gb200").ranks == 72
     assert cluster("gb200", ranks_per_node=4).ranks == 4
 
 
 def test_text_forms() -> None:
-    assert parse_cluster("h100:4x8") == cluster("h100", nodes=4, ranks_per_node=8)
-    assert parse_cluster("cpu") == cluster("cpu")
-    with pytest.raises(ValueError, match="NODESxRANKS"):
-        parse_cluster("h100:4by8")
+    assert cluster("h100:4x8") == cluster("h100", nodes=4, ranks_per_node=8)
+    assert cluster("h100:1x2", speeds=[1.0, 0.5]).speeds == (1000, 500)
+    for wrong in ("h100:4by8", "h100:"):
+        with pytest.raises(ValueError, match="NODESxRANKS"):
+            cluster(wrong)
+    with pytest.raises(ValueError, match=r"h100:4x8 already gives the shape; drop nodes="):
+        cluster("h100:4x8", nodes=2)
+    for name in (None, 5, ["h100"]):
+        with pytest.raises(ValueError, match="preset's name, one of a100, h100"):
+            cluster(name)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="did you mean 'h100'"):
-        parse_cluster("h10O")
+        cluster("h10O")
 
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(0, 8), (-1, 8), (4, 0), (2, -3), (1.5, 8), (True, 8)])
@@ -53,7 +59,7 @@ def test_a_shape_without_ranks_is_refused(nodes: Any, ranks_per_node: Any) -> No
 
 def test_more_nodes_than_ranks_is_refused_in_the_text_form() -> None:
     with pytest.raises(ValueError, match="16 nodes of 0 ranks"):
-        parse_cluster("h100:16x0")
+        cluster("h100:16x0")
 
 
 def test_ranks_are_numbered_node_by_node() -> None:

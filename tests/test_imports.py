@@ -140,7 +140,8 @@ TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import flexcp.
 
 
 @pytest.mark.parametrize(
-    "text", ["from flexcp.planners import auto\n", LAZY, TYPES, "import os\nimport flexcp.planners.auto as a\n"]
+    "text",
+    ["from flexcp.planners import auto\n", LAZY, TYPES, "import os\nimport flexcp.planners.auto as a\n"],
 )
 def test_the_reader_sees_every_kind_of_import(text: str, tmp_path: Path) -> None:
     found = made_house(tmp_path, {"executor/op": text, "planners/auto": "from flexcp.executor.op import attention\n"})

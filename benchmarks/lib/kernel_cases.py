@@ -140,7 +140,7 @@ def plain_results(
 
 
 def _plain_sinks_gradient(sinks: Tensor, own: dict[str, Tensor], grads: list[Tensor], dlse: bool) -> Tensor:
-    """The gradient of sinks summed in float32; ours is in float64 (:mod:`flexcp.executor.run.ends`)."""
+    """The gradient of sinks summed in float32; ours is in float64 (:mod:`flexcp.executor.kernels.ends`)."""
     delta = (grads[0].float() * own["out"].float()).sum(-1) - (grads[1].float() if dlse else 0.0)
     lse = own["lse"].float()
     terms = torch.exp(sinks.float() - torch.where(lse == -torch.inf, 0.0, lse)) * delta

@@ -187,13 +187,19 @@ def _layer_mask(name: str, layers: int, mask: MaskLike | None, lengths: Ints) ->
 
 
 def _checked_lengths(lengths: Sequence[int] | Ints) -> Ints:
-    given = np.asarray(lengths)
+    try:
+        given = np.asarray(lengths)
+    except (ValueError, TypeError, RuntimeError):  # rows of different lengths, or a tensor on a device
+        given = np.empty(0)
     if given.ndim != 1 or len(given) == 0:
         raise ValueError(f"lengths must be a non-empty list of document lengths; got {lengths!r}")
     # Integers beyond 64 bits are objects to numpy, and refused below as any other that is too large.
     huge = given.dtype == object and all(isinstance(n, int) for n in given)
     if not huge and not np.issubdtype(given.dtype, np.integer):
-        raise ValueError(f"document lengths must be integers; got {given.dtype} values such as {given[0]!r}")
+        kinds = [isinstance(n, int | np.integer) and not isinstance(n, bool) for n in lengths]
+        where = kinds.index(False) if False in kinds else 0
+        wrong = lengths[where]
+        raise ValueError(f"document lengths must be integers; document {where} has the length {wrong!r}")
     if given.min() < 1:
         where = int(np.flatnonzero(given < 1)[0])
         raise ValueError(f"document {where} has length {int(given[where])}; drop it: documents have at least 1 token")

@@ -11,7 +11,7 @@ import difflib
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Real
 
 NOMINAL_SPEED = 1000
@@ -113,11 +113,21 @@ def cluster(
     ranks_per_node: int | None = None,
     speeds: Sequence[float] | None = None,
 ) -> Cluster:
-    """A named cluster of the given shape, for example ``cluster("h100", nodes=4, ranks_per_node=8)``.
+    """A named cluster of the given shape, for example ``cluster("h100", nodes=4, ranks_per_node=8)``, or for short ``cluster("h100:4x8")``.
 
     A node has the preset's own number of ranks unless told: 8, or the 72 of a GB200 rack. ``speeds`` is one factor per rank, 1.0 being the
     preset's speed.
     """
+    if not isinstance(name, str):
+        raise ValueError(f"a cluster has a preset's name, one of {', '.join(_PRESETS)}; got {name!r}")
+    name, colon, shape = name.partition(":")
+    if colon:
+        if nodes != 1 or ranks_per_node is not None:
+            raise ValueError(f"cluster {name}:{shape} already gives the shape; drop nodes= and ranks_per_node=")
+        match = re.fullmatch(r"(\d+)x(\d+)", shape)
+        if not match:
+            raise ValueError(f"cluster {name + colon + shape!r}: after the colon comes NODESxRANKS, as in h100:4x8")
+        nodes, ranks_per_node = int(match[1]), int(match[2])
     if name not in _PRESETS:
         close = difflib.get_close_matches(name, _PRESETS, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
@@ -135,20 +145,10 @@ def cluster(
     )
 
 
-def parse_cluster(text: str) -> Cluster:
-    """``h100:4x8`` is 4 nodes of 8 ranks with the preset's speeds; ``h100`` alone is one node."""
-    name, _, shape = text.partition(":")
-    base = cluster(name)
-    if not shape:
-        return base
-    match = re.fullmatch(r"(\d+)x(\d+)", shape)
-    if not match:
-        raise ValueError(f"cluster {text!r}: after the colon comes NODESxRANKS, as in h100:4x8")
-    return replace(base, nodes=int(match[1]), ranks_per_node=int(match[2]))
-
-
 def _per_mille(speeds: Sequence[float]) -> tuple[int, ...]:
     """Speed factors as integers; refuses what no machine has."""
+    if not isinstance(speeds, Sequence) and not hasattr(speeds, "__len__"):
+        raise ValueError(f"speeds= is one factor per rank, as in [1.0, 0.93]; got {speeds!r}")
     found: list[int] = []
     for rank, factor in enumerate(speeds):
         if not isinstance(factor, Real) or not math.isfinite(factor) or round(factor * NOMINAL_SPEED) < 1:

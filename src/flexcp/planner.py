@@ -71,11 +71,17 @@ class Planner:
             latent,
         )
         if not isinstance(cluster, Cluster):
+            name = cluster if isinstance(cluster, str) else "h100"
+            shape = "" if ":" in name else ", nodes=1, ranks_per_node=8"
             raise ValueError(
-                f"cluster= is made by flexcp.cluster(preset, nodes=..., ranks_per_node=...), such as flexcp.cluster("
-                f"{cluster if isinstance(cluster, str) else 'h100'!r}, nodes=1, ranks_per_node=8); got {cluster!r}"
+                f"cluster= is made by flexcp.cluster(preset, nodes=..., ranks_per_node=...), such as flexcp.cluster({name!r}{shape}); got "
+                f"{cluster!r}"
             )
         self.cluster = cluster
+        if not isinstance(cost, CostModel | None):
+            raise ValueError(f"cost= is a flexcp.CostModel or None; got {cost!r}")
+        if not isinstance(model, Model | None):
+            raise ValueError(f"model= is a flexcp.Model or None, for what the rest of a layer costs; got {model!r}")
         self.cost = cost or CostModel()
         if model is not None:
             self.cost = replace(self.cost, model=model)
@@ -129,6 +135,7 @@ class Planner:
         if mask is None and masks is None:
             mask = causal()
         batch = make_batch(lengths, mask, masks)
+        _checked_tokens(tokens, pad_to, fixed=False)
         cap = self.max_tokens_per_rank // (pad_to or 1) * (pad_to or 1)
         parts = split(batch.lengths, document_loads(batch, self.shape, self.cost), self.cluster.ranks, cap)
         return [(part, self._planned(batch.take(part), "free", tokens, pad_to)) for part in parts]

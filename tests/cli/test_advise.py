@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from flexcp.cli.main import app
 from flexcp.cli.shared.document_lengths import document_lengths
-from flexcp.clusters import parse_cluster
+from flexcp.clusters import cluster
 from flexcp.compare.advice import Advice, Answer, Question, _answers, _request, deal, spread_over
 from flexcp.cost import CostModel
 from flexcp.masks import causal
@@ -112,7 +112,7 @@ def test_a_document_over_the_capacity_is_told_wherever_it_is(tmp_path: Path) -> 
 
 def test_a_static_method_keeps_one_degree_over_all_passes() -> None:
     """One long document wants all ranks in one group, many alike want small groups; a method that serves both is an answer."""
-    question = Question(find_model("llama3-8b"), parse_cluster("h100:1x8"), causal(), CostModel(), 8192, 57_344)
+    question = Question(find_model("llama3-8b"), cluster("h100:1x8"), causal(), CostModel(), 8192, 57_344)
     passes = [[50_000, 7_000], [4096] * 14]
     requests = [_request(question, found) for found in passes]
     for name in ("ulysses", "zigzag", "allgather", "usp", "dp"):
@@ -126,7 +126,7 @@ def test_a_static_method_keeps_one_degree_over_all_passes() -> None:
 
 
 def test_the_advice_says_whether_the_longest_document_was_simulated() -> None:
-    question = Question(find_model("llama3-8b"), parse_cluster("h100:1x4"), None, CostModel(), 100, 100)
+    question = Question(find_model("llama3-8b"), cluster("h100:1x4"), None, CostModel(), 100, 100)
     answer = Answer("zigzag", (), (StepTime(9, 4, 2, 0, 1, np.zeros((4, 4), np.int64)),) * 3)
     seen = Advice(question, (5, 6), 12, answer, None, answer, 8)
     assert "in one of these, which weighs 1/3 here and 1/12 in the data" in _setting(seen)
@@ -135,7 +135,7 @@ def test_the_advice_says_whether_the_longest_document_was_simulated() -> None:
 
 
 def test_why_static_speaks_of_times_not_of_percentages_over_100() -> None:
-    question = Question(find_model("llama3-8b"), parse_cluster("h100:1x4"), None, CostModel(), 100, 100)
+    question = Question(find_model("llama3-8b"), cluster("h100:1x4"), None, CostModel(), 100, 100)
 
     def answer(ns: int) -> Answer:
         return Answer("zigzag", (), (StepTime(ns, ns // 2, ns // 4, 0, ns // 8, np.zeros((4, 4), np.int64)),))
@@ -181,7 +181,7 @@ def test_the_budget_is_explained() -> None:
         masks = {"mask": (causal(), 4)}
         filled = Lines(
             find_model("llama3-8b").shape,
-            parse_cluster("h100:4x8"),
+            cluster("h100:4x8"),
             "blocks",
             32_768,
             step,
@@ -212,7 +212,7 @@ def test_ranks_are_one_node_and_not_beside_a_cluster() -> None:
 
 def test_documents_are_dealt_in_order() -> None:
     def question(cap: int, step: int) -> Question:
-        return Question(find_model("llama3-8b"), parse_cluster("h100:1x4"), causal(), CostModel(), cap, step)
+        return Question(find_model("llama3-8b"), cluster("h100:1x4"), causal(), CostModel(), cap, step)
 
     assert deal([30, 30, 30, 30, 30], question(20, 70)) == [[30, 30], [30, 30]]
     assert deal([500, 1, 1], question(20, 70)) == [[500], [1, 1]] or deal([500, 1, 1], question(20, 70)) == [[500]]
@@ -247,10 +247,10 @@ def test_a_saved_data_set(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ('{"text": "a"}', ["documents.jsonl, document 1", "--tokenizer"]),
+        ('{"text": "a"}', ["documents.jsonl, document 0", "--tokenizer"]),
         ('{"body": 3}', ["no field input_ids", "it has body", "--field"]),
         ("[1, 2]\nnot", ["documents.jsonl, line 2 is no JSON"]),
-        ("0", ["document 1", "0 is no document"]),
+        ("0", ["document 0", "0 is no document"]),
         ("true", ["True is no document"]),
         ("", ["holds no documents"]),
     ],

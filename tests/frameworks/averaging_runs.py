@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import flexcp
 from flexcp.executor.averaging import Gradients
+from flexcp.executor.layout import next_tokens
 from flexcp.executor.step import Step
 from lib.model_runs import Run, make_model, make_plan
 
@@ -41,12 +45,16 @@ def tokens() -> Tensor:
     return torch.randint(VOCABULARY, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
 
 
-def bound(group: dist.ProcessGroup | None) -> Step:
+UNEVEN = (range(10), range(10, sum(LENGTHS)))
+"""Tokens of two ranks."""
+
+
+def bound(group: dist.ProcessGroup | None, layout: Any = "free") -> Step:
     ranks = 1 if group is None else dist.get_world_size(group)
     planner = flexcp.Planner(
         HEADS, HEADS, SIZE, dtype="float64", cluster=flexcp.cluster("cpu", 1, ranks), strategy="blocks"
     )
-    return flexcp.bind(planner(LENGTHS), group)
+    return flexcp.bind(planner(LENGTHS, layout=layout), group)
 
 
 def sum_hook(group, bucket):  # type: ignore[no-untyped-def]  # DDP takes no annotation that is a string
@@ -92,6 +100,39 @@ def run_small(group: dist.ProcessGroup | None, gradients: Gradients, wrapping: s
     if group is not None:
         dist.all_reduce(total, group=group)
     return {"loss": float(total) / (step.cp_size if gradients == "averaged" else 1), "gradients": found}
+
+
+def warned(group: dist.ProcessGroup, taken: str) -> dict[str, Any]:
+    """What is warned of in training steps under DDP whose loss is ``taken`` so, and the gradients of the last one."""
+    gc.collect()  # steps of earlier runs
+    model = DistributedDataParallel(Small(), process_group=group)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(2):
+            step = bound(group, "contiguous" if taken == "equal counts" else UNEVEN)
+            rows, labels = step.shard(tokens()), step.labels(tokens())
+            logits = (
+                torch.utils.checkpoint.checkpoint(model, rows, step, use_reentrant=False)
+                if number
+                else model(rows, step)
+            )
+            own = nn.functional.cross_entropy(logits, labels, reduction="sum")
+            if taken == "step.loss":
+                loss = step.loss(logits, labels, gradients="averaged")
+            elif taken == "step.share":
+                loss = step.share(own, (labels >= 0).sum(), gradients="averaged")
+            elif taken == "gathered":
+                loss = nn.functional.cross_entropy(step.gather(logits), next_tokens(tokens(), step.plan.batch, -100))
+            elif taken == "another step":
+                other = bound(group, UNEVEN)
+                loss = own + 0 * other.loss(logits.detach(), labels, gradients="averaged", without_attention=True)
+            else:
+                loss = own / (labels >= 0).sum()
+            model.zero_grad()
+            loss.backward()
+            del logits, own, loss, step
+    found = {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
+    return {"warnings": [str(w.message) for w in caught if "loss" in str(w.message)], "gradients": found}
 
 
 def run_huggingface(group: dist.ProcessGroup, gradients: Gradients, wrapper: str) -> dict[str, Any]:

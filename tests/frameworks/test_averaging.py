@@ -6,10 +6,12 @@ import re
 
 import pytest
 import torch
-from averaging_runs import RUN, run_huggingface, run_small
+from averaging_runs import RUN, run_huggingface, run_small, warned
 
 import flexcp
 from flexcp.executor.averaging import Gradients
+from flexcp.frameworks import huggingface
+from flexcp.frameworks.pipeline import PlannedMicroBatches
 from flexcp.measure.ranks import RankPool
 from lib.model_runs import train_alone
 
@@ -72,3 +74,39 @@ def test_a_hugging_face_loss_that_is_reduced_otherwise_is_refused(
 ) -> None:
     for found in two.run(run_huggingface, gradients, wrapper):
         assert re.match(words, found["refused"])
+
+
+def test_a_loss_of_ones_own_under_ddp_is_warned_of_where_ranks_hold_different_counts(two: RankPool) -> None:
+    for found in two.run(warned, "own"):
+        assert found["warnings"], "python's own filter shows one of them"
+        assert re.match(
+            r"DistributedDataParallel averages gradients over ranks that hold \d+ to \d+ tokens", found["warnings"][0]
+        )
+        assert "step.loss(logits, labels, gradients='averaged')" in found["warnings"][0]
+        assert "step.share(total, count, gradients='averaged')" in found["warnings"][0]
+        assert len(set(found["warnings"])) == 1
+        assert len(found["warnings"]) <= 2, "once a step"
+
+
+@pytest.mark.parametrize("taken", ["step.loss", "step.share", "gathered"])
+def test_whoever_says_how_the_loss_is_divided_is_not_warned_and_is_right(two: RankPool, taken: str) -> None:
+    right = run_small(None, "summed")
+    for found in two.run(warned, taken):
+        assert found["warnings"] == []
+        for name, gradient in right["gradients"].items():
+            torch.testing.assert_close(found["gradients"][name], gradient, atol=1e-12, rtol=1e-10)
+
+
+@pytest.mark.parametrize("taken", ["another step", "equal counts"])
+def test_what_may_be_right_is_not_warned_of(two: RankPool, taken: str) -> None:
+    """A model of two steps has one loss, and the mean over a rank's rows is right where all ranks hold as many."""
+    assert [found["warnings"] for found in two.run(warned, taken)] == [[], []]
+
+
+def test_frameworks_that_know_their_loss_say_so_before_a_backward() -> None:
+    plan = flexcp.Planner(2, 2, 8, cluster=flexcp.cluster("cpu", 1, 1))([3, 4])
+    step = flexcp.bind(plan)
+    assert not step.loss_said
+    huggingface.inputs(torch.arange(7), step, gradients="averaged")
+    assert step.loss_said
+    assert all(step.loss_said for step in PlannedMicroBatches([([0, 1], plan)]).steps)

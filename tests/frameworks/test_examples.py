@@ -16,7 +16,7 @@ def losses(text: str) -> list[float]:
     return [float(found) for found in re.findall(r"loss ([\d.]+)", text)]
 
 
-@pytest.mark.parametrize("name", ["attention_swap", "fsdp2_pretrain"])
+@pytest.mark.parametrize("name", ["attention_swap", "fsdp2_pretrain", "huggingface_ddp"])
 def test_an_example_trains(two: RankPool, name: str) -> None:
     first, second = two.run(printed, name, ["--steps", "4", "--tokens", "256"])
     found = losses(first)
@@ -56,6 +56,27 @@ def test_the_swap_trains_as_one_process(two: RankPool) -> None:
         expected += [float(loss.detach()), float(norm)]
     text, _ = two.run(printed, "attention_swap", ["--steps", "3", "--tokens", "256"])
     assert [float(x) for x in re.findall(r"(?:loss|norm) ([\d.]+)", text)] == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_hugging_face_model_under_ddp_trains_as_one_process(two: RankPool) -> None:
+    """The example's own model, alone and with Transformers' attention, document by document."""
+    example = loaded("huggingface_ddp")
+    torch.manual_seed(0)
+    model = example.AutoModelForCausalLM.from_config(example.CONFIG, attn_implementation="eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    expected = []
+    for number in range(2):
+        lengths, stream = example.documents(number, 256)
+        sums = [model(input_ids=part[None], labels=part[None]).loss * (len(part) - 1) for part in stream.split(lengths)]
+        loss = torch.stack(sums).sum() / (256 - len(lengths))
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        expected += [float(loss.detach()), float(norm)]
+    text, _ = two.run(printed, "huggingface_ddp", ["--steps", "2", "--tokens", "256"])
+    found = [float(x) for x in re.findall(r"(?:loss|norm) ([\d.]+)", text)]
+    assert found == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_swap_is_the_attention_only_swap() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from flexcp.cli.main import app
@@ -104,6 +106,7 @@ def test_documents_are_the_same_for_everybody_and_fill_the_step(text: str) -> No
         (["--steps", "0"], r"at least 1 step"),
         (["--dtype", "int8"], r"got 'int8'"),
         (["--ranks", "0"], r"--ranks 0"),
+        (["--cluster", "h100:2x8"], r"--cluster h100, and its ranks from --ranks"),
     ],
 )
 def test_mistakes_are_named_before_anything_trains(arguments: list[str], words: str) -> None:
@@ -121,6 +124,13 @@ def test_a_file_of_lengths_is_not_read_as_text(tmp_path: Path) -> None:
     documents = Documents(f"@{file}", 50, 256)
     assert [[len(d) for d in documents.step(n)] for n in (0, 1)] == [[40, 7, 3], [50]]
     assert [len(d) for d in documents.step(82)] == [43, 7], "tokens 4,100 to 4,150 of a file of 4,143"
+    assert documents.cut(1) == (
+        "1 document is longer than what is left of a step of 50 tokens and cut into 2 parts, each a document of its own; --tokens of at "
+        "least the longest, 4096, cuts fewer"
+    )
+    assert str(documents.cut(82)).startswith("1 document is"), "all borders from 50 to 4,100 lie in the third"
+    assert "cut into 83 parts" in str(documents.cut(82))
+    assert str(documents.cut(83)).startswith("2 documents are"), "token 4,150 is in the first again"
     lines = tmp_path / "texts.jsonl"
     lines.write_text('{"text": "a"}\n')
     result = CliRunner().invoke(app, ["train", "--data", str(lines)])
@@ -157,3 +167,24 @@ def test_a_line_and_the_summary_say_what_was_measured() -> None:
     table = Table(None, TrainConfig())
     table.add(report)
     assert "1.25 x" in table.summary()
+
+
+def test_documents_that_steps_end_in_are_told_of(tmp_path: Path) -> None:
+    file = tmp_path / "lengths.txt"
+    file.write_text("10\n20\n30\n")
+
+    def said(data: str, tokens: int) -> str:
+        console = Console(file=io.StringIO(), width=200)
+        Table(console, TrainConfig(data=data, tokens=tokens, steps=4)).close()
+        assert isinstance(console.file, io.StringIO)
+        return console.file.getvalue()
+
+    assert "3 documents are longer than" in said(f"@{file}", 20), (
+        "borders at 20, 40, 60 (an end) and 80, in the next round"
+    )
+    assert "cut into 6 parts" in said(f"@{file}", 20)
+    assert "parts" not in said(f"@{file}", 30), "every step ends with a document"
+    assert "cut" not in said("longtail", 64)
+    text = tmp_path / "text.txt"
+    text.write_text("never odd or even")
+    assert "the rest of its last document is left out" in said(str(text), 64)

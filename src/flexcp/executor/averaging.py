@@ -6,14 +6,21 @@ DistributedDataParallel says which module's forward is running, and attention ru
 
 A forward whose gradients stay on their rank (``no_sync``) is not averaged by DDP, and a communication hook of the user's own does what
 its author wants; torch's own hooks average.
+
+A cross entropy that a user takes himself, by the usual mean over his rows, weighs every rank alike when gradients are averaged. That is
+the batch's gradient where all ranks hold as many tokens, and another one where they do not. So a backward under a wrapper that averages,
+of a step whose ranks hold different numbers of tokens and of whose loss nobody said how it was divided, gets a warning.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
+import numpy as np
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+
+from flexcp.plan.placement import Placement
 
 Gradients = Literal["summed", "averaged"]
 TORCH_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
@@ -50,4 +57,22 @@ def wrong_factor(who: str, gradients: Gradients, ranks: int) -> str:
         f"{who} {done} gradients over the {ranks} ranks that share this batch, but each of them holds a share of one loss made for "
         f"gradients={gradients!r}, so gradients would be {off} the batch's: say gradients={right!r} (in step.loss, huggingface.inputs "
         "or prepared) and drop any factor of your own"
+    )
+
+
+def uneven(placement: Placement) -> tuple[int, int] | None:
+    """The least and the most tokens of a rank, pads left out, where they differ by more than the one that an even cut leaves over."""
+    runs, real = placement.runs, placement.batch.tokens
+    tokens = np.minimum(runs.stop, real) - np.minimum(runs.start, real)
+    counts = [int(tokens[runs.rank == rank].sum()) for rank in range(placement.ranks)]
+    return (min(counts), max(counts)) if max(counts) - min(counts) > 1 else None
+
+
+def unsaid_loss(who: str, least: int, most: int) -> str:
+    """What to say of a backward of whose loss a step knows nothing, under a wrapper that averages over ranks of different token counts."""
+    return (
+        f"{who} averages gradients over ranks that hold {least} to {most} tokens of this batch, and nothing says what this rank's loss was "
+        "divided by: the mean over a rank's own rows weighs its tokens more the fewer it has, and the gradient is not the batch's. "
+        "Take the loss by step.loss(logits, labels, gradients='averaged'), or give the sum of one of your own to "
+        "step.share(total, count, gradients='averaged')"
     )

@@ -18,6 +18,7 @@ import torch
 
 from flexcp.executor.kernels import HOMES, Ints, Settings, find_kernel
 from flexcp.executor.kernels.choose import Choice, why_not
+from flexcp.executor.kernels.ends import OutputGradient
 from flexcp.executor.run.fields import types_of
 from flexcp.executor.run.local import local_backward, local_forward
 from flexcp.executor.run.prepared import covers
@@ -77,8 +78,8 @@ def kernel_times(
             continue
         kernel = find_kernel(name)
         work = kernel.prepare(np.ascontiguousarray(slices), *sizes, device)
-        _, lse = local_forward(kernel, work, whole, types, settings, q, k, v, rounded=True)
-        inputs = (q, k, v, do, lse, torch.zeros_like(lse))
+        out, lse = local_forward(kernel, work, whole, types, settings, q, k, v, rounded=True)
+        inputs = (q, k, v, lse, OutputGradient(do, out, None, lse.dtype))
         forward = partial(local_forward, kernel, work, whole, types, settings, q, k, v, rounded=True)
         backward = partial(local_backward, kernel, work, whole, types, settings, *inputs)
         found[name] = (_median(forward, device, repeats), _median(backward, device, repeats))

@@ -29,6 +29,11 @@ def new_handle(step: Step) -> Tensor:
     return torch.tensor(number)
 
 
+def live_steps() -> list[Step]:
+    """Every step of this process that somebody keeps."""
+    return list(_steps.values())
+
+
 def step_of(handle: Tensor) -> Step:
     """The step of a handle."""
     step = _steps.get(int(handle))

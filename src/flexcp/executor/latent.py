@@ -24,14 +24,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexcp.executor.arguments import check_running, check_tensors
 from flexcp.executor.exchange.arena import Buffers
 from flexcp.executor.exchange.calls import Call, Part
 from flexcp.executor.exchange.exchange import Exchange
 from flexcp.executor.kernels import Settings, find_kernel, uploaded
+from flexcp.executor.kernels.ends import OutputGradient
 from flexcp.executor.latent_way import Block, Stage, Way, way_of
 from flexcp.executor.layer_masks import mask_number
 from flexcp.executor.op import check_call
-from flexcp.executor.run.ends import delta_of
 from flexcp.executor.run.fields import types_of
 from flexcp.executor.run.local import local_backward, local_forward
 from flexcp.executor.run.prepared import covers
@@ -59,6 +60,8 @@ def latent_attention(
     function of its arguments alone, row by row. Gradients reach ``q``, ``latent`` and ``weights``, the last as this rank's share.
     """
     check_bound(step)
+    check_tensors({"q": q, "latent": latent})
+    check_running(kernel, False, 0)
     with step.talk.checking("latent_attention"):
         _check(q, latent, step)
         check_call(q, {"latent": latent}, scale, softcap)
@@ -94,6 +97,7 @@ class _LatentAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, latent, out, lse, arena, *weights = ctx.saved_tensors
         expand, step, way, settings, module, work = ctx.call
+        step.note_backward()
         do, types = step.in_stream_order(grads[0].to(out.dtype)), types_of(q)
         mail = _mail(way, step, latent, backward=True)
         with mail.exchange:
@@ -102,7 +106,7 @@ class _LatentAttention(torch.autograd.Function):
             leaves = [x.detach().requires_grad_() for x in (arena, *weights)]
             with torch.enable_grad():
                 k, v = _expanded(expand, leaves[0], leaves[1:], q)
-            inputs = (q, k.detach(), v.detach(), do, lse, delta_of(do, out, None, lse.dtype))
+            inputs = (q, k.detach(), v.detach(), lse, OutputGradient(do, out, None, lse.dtype))
             dq, dk, dv = local_backward(module, work, covers(way.slices, len(q)), types, settings, *inputs)
             found = torch.autograd.grad((k, v), leaves, (dk.to(k.dtype), dv.to(v.dtype)), allow_unused=True)
             darena = torch.zeros_like(arena) if found[0] is None else found[0]

@@ -20,6 +20,8 @@ def mask_number(batch: Batch, name: str | None, window: int | None) -> int:
                 f"this plan has several masks, {_listed(batch)}: say which one a layer uses by mask={batch.masks[0].name!r} and so on, "
                 "or by window=..., the keys a query sees"
             )
+        if name is not None and len(batch.masks) == 1 and name != batch.masks[0].name:
+            raise ValueError(f"no mask named {name!r} in this plan, which has one, {_listed(batch)}: leave mask= out")
         return batch.masks.index(batch.mask(name))
     if name is not None:
         raise ValueError(f"a layer's mask is given by its name or its window; got mask={name!r} and window={window}")
@@ -42,7 +44,7 @@ def checked_name(name: str | None) -> str | None:
 
 def passable(window: int | None) -> int | None:
     """A layer's window as an operator of torch can take it: configurations write huge numbers for "no limit"."""
-    if window is not None and not isinstance(window, int):
+    if window is not None and (not isinstance(window, int) or window < 0):
         raise ValueError(f"window= is how many keys a query sees, itself included, or 0 for all; got {window!r}")
     return None if window is None else min(window, NO_LIMIT + 1)
 

@@ -98,10 +98,45 @@ def next_tokens(tokens: Tensor, batch: Batch, ignore: int) -> Tensor:
 
 def token_mean_loss(logits: Tensor, labels: Tensor, talk: Talk, ignore: int) -> Tensor:
     """Sum of this rank's cross entropies / valid labels on all ranks; a sum over none depends on ``logits`` too."""
-    valid = talk.summed("step.loss", (labels != ignore).sum())
-    total = torch.nn.functional.cross_entropy(logits.float() if logits.dtype.itemsize < 4 else logits, labels,
-                                              ignore_index=ignore, reduction="sum")  # fmt: skip
-    return total / valid.clamp(min=1)
+    wide = logits.float() if logits.dtype.itemsize < 4 else logits
+    try:
+        total = torch.nn.functional.cross_entropy(wide, labels, ignore_index=ignore, reduction="sum")
+    except IndexError as error:
+        with talk.checking("step.loss"):
+            raise ValueError(_wrong_label(labels, logits.shape[1], ignore)) from error
+    return mean_over_ranks(total, (labels != ignore).sum(), talk, "step.loss")
+
+
+def check_logits(logits: Tensor, labels: Tensor, tokens: int) -> None:
+    """Raise for what is no ``[tokens, vocabulary]`` of logits and ``[tokens]`` of labels."""
+    wanted = {"logits": (logits, 2, f"({tokens}, vocabulary)"), "labels": (labels, 1, f"({tokens},)")}
+    for name, (x, dims, shape) in wanted.items():
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} is a tensor of this rank's {tokens} rows, of shape {shape}; got {x!r}")
+        if x.dim() != dims:
+            way = f"; pass {name}[0]" if x.dim() == dims + 1 and len(x) == 1 else ""
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, but step.loss expects {shape}, this rank's rows{way}")
+    if not logits.is_floating_point():
+        raise ValueError(f"logits are {logits.dtype}; a cross entropy is of floating point numbers")
+    if labels.dtype not in (torch.int64, torch.uint8):
+        raise ValueError(f"labels are {labels.dtype}; token ids are torch.int64: pass labels.long()")
+    if len(logits) == tokens != len(labels):
+        raise ValueError(f"{len(labels)} labels for {len(logits)} rows of logits; take them by step.labels(tokens)")
+
+
+def _wrong_label(labels: Tensor, vocabulary: int, ignore: int) -> str:
+    outside = ((labels < 0) | (labels >= vocabulary)) & (labels != ignore)
+    row = int(outside.nonzero()[0])
+    label = int(labels[row])
+    way = f"; where {label} marks rows without a label pass ignore={label}" if label < 0 else ""
+    return (
+        f"the label of row {row} is {label}, outside of the vocabulary 0..{vocabulary - 1} and not ignore={ignore}{way}"
+    )
+
+
+def mean_over_ranks(total: Tensor, count: Tensor, talk: Talk, place: str) -> Tensor:
+    """This rank's share of a mean over all ranks: its sum / what all of them count, at least 1."""
+    return total / talk.summed(place, count).clamp(min=1)
 
 
 Moves = list[tuple[Tensor, Tensor]]

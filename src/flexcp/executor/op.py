@@ -20,11 +20,12 @@ from typing import SupportsFloat
 import torch
 from torch import Tensor
 
+from flexcp.executor.arguments import check_running, check_tensors, named_kind
 from flexcp.executor.handles import step_of
 from flexcp.executor.kernels import Settings, accumulator_dtype
+from flexcp.executor.kernels.ends import OutputGradient, sinks_gradient, with_sinks
 from flexcp.executor.layer_masks import checked_name, mask_number, passable
 from flexcp.executor.registered import register_attention
-from flexcp.executor.run.ends import delta_of, sinks_gradient, with_sinks
 from flexcp.executor.run.executor import Runtime, run_backward, run_forward
 from flexcp.executor.run.fields import types_of
 from flexcp.executor.step import Step, check_bound
@@ -54,6 +55,9 @@ def attention(
     Returns ``[local tokens, heads, v_head_dim]``, and with ``return_lse`` also the log of the softmax denominator
     ``[local tokens, heads]``; both are differentiable.
 
+    Rows are those that the plan keeps on this rank, ``step.shard(stream)``. A plan made without ``layout=`` places tokens as it likes, and
+    rows that a loop cut itself look the same here when there are as many: plan with ``layout="contiguous"`` for those.
+
     ``mask`` names one of the plan's masks, where it has several; ``window`` says it by the keys a query of this layer sees, itself
     included, 0 for a layer without a window, and a plan without such a mask is refused. ``scale`` defaults to ``head_dim ** -0.5``.
     ``softcap`` bounds logits by ``softcap * tanh(logits / softcap)``. ``sinks`` holds one extra logit per query head that takes
@@ -62,11 +66,15 @@ def attention(
     ``kernel`` overrides the choice of :func:`flexcp.choose_kernel`; ``step.kernels`` says which ran and why. ``deterministic``
     makes gradients bitwise the same in every run, ``sm_margin`` leaves that many multiprocessors to communication.
     """
+    if dropout is not None and not isinstance(dropout, int | float):
+        raise ValueError(f"dropout= is a number, and 0 alone is supported; got {named_kind(dropout)}")
     if dropout:
         raise NotImplementedError(f"attention dropout is not supported (got {dropout}); train with dropout=0")
     if bias is not None:
         raise NotImplementedError("an additive attention bias is not supported; express visibility as a mask")
     check_bound(step)
+    check_tensors({"q": q, "k": k, "v": v}, sinks)
+    check_running(kernel, deterministic, sm_margin, return_lse)
     check_call(q, {"k": k, "v": v, "sinks": sinks}, scale, softcap)
     numbers = (q.shape[-1] ** -0.5 if scale is None else float(scale), softcap, deterministic, sm_margin, kernel)
     layer = (checked_name(mask), passable(window))
@@ -146,14 +154,17 @@ def _gradients(
     kernel: str | None, mask: str | None, window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     step = step_of(handle)
+    step.note_backward()
     number, settings = mask_number(step.plan.batch, mask, window), Settings(scale, softcap, deterministic, sm_margin)
-    do = do.to(out.dtype)
-    delta = delta_of(do, out, dlse, lse.dtype)
     runtime = _runtime(step, q, settings, number, backward=True)
     prepared = step.prepared(number, True, step.choose_kernel(q.device, kernel), runtime.types)
-    inputs = (step.in_stream_order(x) for x in (q, k, v, do, lse, delta))
-    dq, dk, dv = (step.in_local_order(x) for x in run_backward(prepared, runtime, keys, *inputs))
-    dsinks = q.new_empty(0) if sinks is None else sinks_gradient(sinks, lse, delta)
+    back = OutputGradient(do.to(out.dtype), out, dlse, lse.dtype)
+    if step.kept_order_on(q.device) is not None:
+        back = back.in_order(step.in_stream_order)
+    kept_q, kept_k, kept_v, kept_lse = (step.in_stream_order(x) for x in (q, k, v, lse))
+    found = run_backward(prepared, runtime, keys, kept_q, kept_k, kept_v, kept_lse, back)
+    dq, dk, dv = (step.in_local_order(x) for x in found)
+    dsinks = q.new_empty(0) if sinks is None else sinks_gradient(sinks, kept_lse, back.delta)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
 
 
@@ -209,8 +220,9 @@ def check_call(q: Tensor, others: dict[str, Tensor | None], scale: float | None,
     if sinks is not None and tuple(sinks.shape) != (q.shape[1],):
         raise ValueError(f"sinks holds one number per query head, shape ({q.shape[1]},); got {tuple(sinks.shape)}")
     for name, number in (("softcap", softcap), ("scale", scale)):
-        if number is not None and not isinstance(number, SupportsFloat):
-            raise ValueError(f"{name} is a number or None; got {number!r}")
+        several = isinstance(number, Tensor) and (number.numel() != 1 or number.is_complex())
+        if number is not None and (several or not isinstance(number, SupportsFloat)):
+            raise ValueError(f"{name} is a number or None; got {named_kind(number)}")
     if softcap is not None and not 0 < softcap < float("inf"):
         raise ValueError(f"softcap must be above 0 and finite, or None for none; got {softcap}")
     if scale is not None and not 0 < scale < float("inf"):

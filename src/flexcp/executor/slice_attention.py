@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from flexcp.batch import Batch, MaskLike, make_batch
+from flexcp.executor.arguments import check_running, check_tensors
 from flexcp.executor.kernels import Ints, Settings, accumulator_dtype, find_kernel
 from flexcp.executor.kernels.choose import choose_kernel
+from flexcp.executor.kernels.ends import OutputGradient, sinks_gradient, with_sinks
 from flexcp.executor.op import check_call
 from flexcp.executor.registered import register_attention
-from flexcp.executor.run.ends import delta_of, sinks_gradient, with_sinks
 from flexcp.executor.run.fields import types_of
 from flexcp.executor.run.local import local_backward, local_forward
 from flexcp.executor.run.prepared import covers
@@ -65,6 +66,8 @@ def slice_attention(
     :func:`packed_slices` made of them, which torch.compile needs. The other arguments and the result are those of
     :func:`flexcp.attention`.
     """
+    check_tensors({"q": q, "k": k, "v": v}, sinks)
+    check_running(kernel, deterministic, sm_margin, return_lse)
     if isinstance(mask, Tensor):
         slices = mask
     elif torch.compiler.is_compiling():
@@ -112,9 +115,9 @@ def _backward(
     """dq, dk, dv, dsinks (empty without sinks)."""
     module, work, whole = _work_of(q, k, v, slices, kernel)
     settings = Settings(scale, softcap, deterministic, sm_margin)
-    delta = delta_of(do, out, dlse, lse.dtype)
-    dq, dk, dv = local_backward(module, work, whole, types_of(q), settings, q, k, v, do, lse, delta)
-    dsinks = q.new_empty(0) if sinks is None else sinks_gradient(sinks, lse, delta)
+    back = OutputGradient(do, out, dlse, lse.dtype)
+    dq, dk, dv = local_backward(module, work, whole, types_of(q), settings, q, k, v, lse, back)
+    dsinks = q.new_empty(0) if sinks is None else sinks_gradient(sinks, lse, back.delta)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
 
 
@@ -123,15 +126,15 @@ register_attention(_forward, _backward)
 
 def _work_of(q: Tensor, k: Tensor, v: Tensor, slices: Tensor, kernel: str | None) -> tuple[Any, Any, bool]:
     """(kernel module, its work list, whether every row sees a key)."""
-    name = choose_kernel(q.device, q.dtype, q.shape[2], v.shape[2], kernel).kernel
     sizes = (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
-    return _work(name, slices.numpy().tobytes(), len(q), len(k), sizes, q.device)
+    return _work(kernel, slices.numpy().tobytes(), len(q), len(k), sizes, q.dtype, q.device)
 
 
 @lru_cache(REMEMBERED)
 def _work(
-    name: str, slices: bytes, queries: int, keys: int, sizes: tuple[int, int, int, int], device: torch.device
-) -> tuple[Any, Any, bool]:
+    kernel: str | None, slices: bytes, queries: int, keys: int, sizes: tuple[int, int, int, int], dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Any, Any, bool]:  # fmt: skip
     table = trim(np.frombuffer(slices, np.int64).reshape(-1, 6))
     table = table[~is_empty(table)]
     if len(table) and (table.min(axis=0)[:4].min() < 0 or table[:, Q1].max() > queries or table[:, K1].max() > keys):
@@ -146,7 +149,7 @@ def _work(
         raise ValueError(
             f"slices {a} and {b} share a (query, key) pair, which would be counted twice; make them disjoint, or by flexcp.packed_slices"
         )
-    module = find_kernel(name)
+    module = find_kernel(choose_kernel(device, dtype, sizes[2], sizes[3], kernel).kernel)
     return module, module.prepare(table, *sizes, device), covers(table, queries)
 
 

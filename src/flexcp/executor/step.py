@@ -6,6 +6,7 @@ the rank's programs for :func:`flexcp.attention`. It travels as an argument, nev
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import timedelta
@@ -18,14 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexcp.executor import layout
-from flexcp.executor.averaging import Gradients, running_average, share_factor, wrong_factor
+from flexcp.executor.arguments import check_number, check_rows, check_whole, device_of, named_kind, time_limit
+from flexcp.executor.averaging import Gradients, running_average, share_factor, uneven, unsaid_loss, wrong_factor
 from flexcp.executor.exchange.agree import agree
 from flexcp.executor.exchange.arena import Arena
 from flexcp.executor.exchange.calls import WHOLE_STAGES, Call, CallSettings
 from flexcp.executor.exchange.connect import Progress, connect
 from flexcp.executor.exchange.exchange import Exchange
 from flexcp.executor.exchange.passes import Passes
-from flexcp.executor.handles import new_handle
+from flexcp.executor.handles import live_steps, new_handle
 from flexcp.executor.kernels import uploaded
 from flexcp.executor.kernels.choose import choose_kernel
 from flexcp.executor.run.fields import Types, types_of
@@ -50,7 +52,7 @@ class Step:
 
     - rows of this rank: ``local_tokens``, ``indices`` (tokens of the stream), ``positions`` (what RoPE wants);
     - between the stream and this rank: ``shard``, ``gather``, ``labels``, ``roll``, ``relayout``, ``restore``;
-    - ``loss``; ``prepare`` to set up ahead of the first layer;
+    - ``loss``, and ``share`` for a loss of one's own; ``prepare`` to set up ahead of the first layer;
     - what it is and did: ``plan``, ``group``, ``cp_rank``, ``cp_size``, ``calls``, ``sent_bytes``, ``kernels``, ``arena``.
     """
 
@@ -80,6 +82,8 @@ class Step:
         self.averaged_by: str | None = None
         self.summed_by: str | None = None
         """Who averages or sums gradients over this step's ranks, where a call saw it: see :mod:`flexcp.executor.averaging`."""
+        self.loss_said = False
+        """Whether somebody said how the loss of this step is divided and reduced: its own loss, a share, or a framework's."""
         self.arena = Arena()
         """The memory its passes work in; another step may go on with it: ``bind(..., arena=step.arena)``."""
         self.keeps_keys = any(backward.keys_kept for _, backward in plan.programs)
@@ -149,11 +153,15 @@ class Step:
 
     def shard(self, full: Tensor, pad: float | int = 0) -> Tensor:
         """This rank's rows of a stream tensor ``[tokens, ...]``; pads get the value ``pad``."""
+        check_rows(full, "step.shard")
+        check_number("pad", pad)
         return layout.shard(full, self.indices, self.plan.batch.tokens, pad)
 
     def gather(self, local: Tensor) -> Tensor:
         """The stream tensor ``[tokens, ...]`` on every rank, from every rank's local rows. Differentiable."""
         self._check_rows(local, "step.gather")
+        # A loss of the gathered rows is the whole batch's on every rank, and its gradients are right where they are averaged.
+        self.loss_said = self.loss_said or local.requires_grad
         return layout.gather(local, self.plan.placement, self.talk)
 
     def roll(self, local: Tensor, shift: int = -1, fill: float | int = 0) -> Tensor:
@@ -162,6 +170,8 @@ class Step:
         Rows whose source lies outside the document, and pads, get ``fill``. Differentiable. A document that branches is refused.
         """
         refuse_branches(self.plan.batch, "step.roll knows")
+        check_whole("shift", shift)
+        check_number("fill", fill)
         self._check_rows(local, "step.roll")
         return layout.roll(local, self.plan.placement, self.talk, shift, fill)
 
@@ -177,6 +187,7 @@ class Step:
     def restore(self, moved: Tensor, of: str | Sequence[Sequence[int]] = "contiguous") -> Tensor:
         """Undo :meth:`relayout`: rows in the layout ``of`` moved back to the plan's, zeros where it has pads. Differentiable."""
         maps = self._maps(of)
+        check_rows(moved, "step.restore")
         with self.talk.checking("step.restore"):
             if len(moved) != len(maps[self.rank]):
                 raise ValueError(
@@ -197,6 +208,8 @@ class Step:
 
         A document that branches is refused.
         """
+        check_rows(tokens, "step.labels")
+        check_whole("ignore", ignore)
         return self.shard(layout.next_tokens(tokens, self.plan.batch, ignore), pad=ignore)
 
     def loss(
@@ -212,7 +225,8 @@ class Step:
 
         ``gradients`` says what happens to gradients over the ranks of this step. ``"summed"``: the batch's loss is the sum of the ranks'
         values. ``"averaged"``, for DDP and whatever else averages: the share is multiplied by the number of ranks, so that the averaged
-        gradient is the batch's, and the batch's loss is the mean of the ranks' values.
+        gradient is the batch's, and the batch's loss is the mean of the ranks' values. Nothing can see that nobody averages: gradients
+        are then as many times too large as there are ranks.
 
         The result depends on ``logits`` even on a rank without a valid token, so that every rank takes part in backward. Logits of a model
         that ran no attention of this step are refused, unless ``without_attention`` says that this is meant; shares to be summed are
@@ -221,18 +235,40 @@ class Step:
         """
         refuse_branches(self.plan.batch, "step.loss knows")
         factor = share_factor(gradients, self.plan.ranks)
+        check_whole("ignore", ignore)
+        with self.talk.checking("step.loss"):
+            layout.check_logits(logits, labels, self.local_tokens)
         self._check_rows(logits, "step.loss")
         if not self.calls and not without_attention:
             raise RuntimeError(
                 f"a loss is asked of {self!r}, but its attention never ran: the model's layers still use their own. Turn flexcp on "
                 "(docs/frameworks.md), or pass without_attention=True if the logits come from elsewhere"
             )
+        self.loss_said = True
         if logits.requires_grad:
             self.check_reduction(gradients)
         return layout.token_mean_loss(logits, labels, self.talk, ignore) * factor
 
+    def share(self, total: Tensor, count: Tensor | int, *, gradients: Gradients = "summed") -> Tensor:
+        """This rank's share of a mean of one's own: ``total`` (a sum over local rows) / ``count`` of all ranks, as :meth:`loss` does it.
+
+        ``count`` is what this rank's sum would be divided by if it were alone, such as its valid labels. ``gradients`` is
+        :meth:`loss`'s.
+        """
+        factor = share_factor(gradients, self.plan.ranks)
+        if not isinstance(total, Tensor) or total.dim():
+            raise ValueError(f"total is a tensor of one number, the sum over this rank's rows; got {named_kind(total)}")
+        if not isinstance(count, int | float | Tensor) or (isinstance(count, Tensor) and count.dim()):
+            raise ValueError(f"count is one number, of what this rank's sum is over; got {named_kind(count)}")
+        here = torch.as_tensor(count, device=total.device)
+        self.loss_said = True
+        if total.requires_grad:
+            self.check_reduction(gradients)
+        return layout.mean_over_ranks(total, here, self.talk, "step.share") * factor
+
     def check_reduction(self, gradients: Gradients) -> None:
         """Raise for shares made for one treatment of gradients where this step's attention saw the other."""
+        self.loss_said = True
         who = self.averaged_by if gradients == "summed" else self.summed_by
         if who is not None:
             raise ValueError(wrong_factor(who, gradients, self.plan.ranks))
@@ -241,6 +277,18 @@ class Step:
         """Count an attention call, and see inside which module it runs."""
         self.calls += 1
         self.averaged_by = self.averaged_by or running_average(self.group)
+
+    def note_backward(self) -> None:
+        """Warn where gradients are averaged over uneven ranks, and nobody said of this loss how it was divided: once a step.
+
+        One of several steps of a model (an encoder's) has no loss of its own, so another step's is enough.
+        """
+        if self.averaged_by is None or any(step.loss_said for step in live_steps()):
+            return
+        self.loss_said = True
+        counts = uneven(self.plan.placement)
+        if counts is not None:
+            warnings.warn(unsaid_loss(self.averaged_by, *counts), stacklevel=2)
 
     def program(self, mask: int, backward: bool) -> RankProgram:
         """This rank's program for a mask and direction, derived on first use."""
@@ -262,7 +310,7 @@ class Step:
 
     def prepare(self, device: torch.device | str, kernel: str | None = None) -> None:
         """Make everything attention needs on ``device`` now, for all masks and both directions, rather than at the first layer."""
-        types = types_of(torch.empty(0, dtype=getattr(torch, self.plan.shape.dtype), device=device))
+        types = types_of(torch.empty(0, dtype=getattr(torch, self.plan.shape.dtype), device=device_of(device)))
         name = self.choose_kernel(types.device, kernel)
         for mask in range(len(self.plan.batch.masks)):
             for backward in (False, True):
@@ -299,6 +347,7 @@ class Step:
     def _check_rows(self, local: Tensor, place: str) -> None:
         self.talk.check_usable()
         with self.talk.checking(place):
+            check_rows(local, place)
             if len(local) != self.local_tokens:
                 raise ValueError(
                     f"rank {self.rank} keeps {self.local_tokens} tokens under this plan, but got a tensor of {len(local)} rows; "
@@ -317,7 +366,7 @@ def check_bound(step: object) -> None:
         )
     if not isinstance(step, Step):
         raise ValueError(
-            f"attention runs a step, made by flexcp.bind(plan, group); got a {type(step).__name__} in its place"
+            f"attention runs a step, made by flexcp.bind(plan, group); got {named_kind(step)} in its place"
         )
 
 
@@ -342,11 +391,21 @@ def bind(
     that takes time (NCCL); by default a terminal is.
     """
     calls = CallSettings(rounds_per_call, chunk_bytes)
-    limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    _check_bind(plan, telemetry, arena)
+    limit = time_limit(timeout)
     with nullcontext() if telemetry is None else telemetry.binding(plan):
         step = _bound(plan, group, limit, calls, progress)
     step.telemetry, step.arena = telemetry, arena or step.arena
     return step
+
+
+def _check_bind(plan: object, telemetry: object, arena: object) -> None:
+    if not isinstance(plan, Plan):
+        raise ValueError(f"bind takes a plan, made by a planner from lengths: planner([...]); got {plan!r}")
+    if telemetry is not None and not hasattr(telemetry, "binding"):
+        raise ValueError(f"telemetry= is a flexcp.Telemetry(...) or None; got {telemetry!r}")
+    if arena is not None and not isinstance(arena, Arena):
+        raise ValueError(f"arena= is that of an earlier step, step.arena, or None; got {arena!r}")
 
 
 def _bound(

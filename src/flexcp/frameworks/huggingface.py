@@ -171,6 +171,7 @@ class ValidLabels:
 def keywords_of(rows: Rows, valid: int | Tensor, gradients: Gradients) -> dict[str, Any]:
     """Keywords of a model's forward for this rank's rows of a batch with so many ``valid`` labels on all ranks."""
     factor = share_factor(gradients, rows.step.cp_size)
+    rows.step.loss_said = True
     return {
         "input_ids": rows.tokens[None],
         "position_ids": rows.positions[None],

@@ -53,6 +53,8 @@ class PlannedMicroBatches:
             )
         self.documents = [list(documents) for documents, _ in parts]
         self.steps = [bind(plan, group) for _, plan in parts]
+        for step in self.steps:
+            step.loss_said = True  # by the last stage: see :meth:`loss`
 
     def __len__(self) -> int:
         return len(self.steps)

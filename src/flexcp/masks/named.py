@@ -101,7 +101,11 @@ def modality(spans: Iterable[tuple[int, int]], self_only: bool = False) -> Mask:
     A token of an image sees everything up to the end of its image, or with ``self_only`` just its image.
     """
     flat: list[int] = []
-    for start, end in ((token_count(a), token_count(b)) for a, b in spans):
+    try:
+        pairs = [(a, b) for a, b in spans]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"spans is a list of (start, end) pairs; got {spans!r}") from error
+    for start, end in ((token_count(a), token_count(b)) for a, b in pairs):
         if start < (flat[-1] if flat else 0) or end < start:
             raise ValueError(f"spans must be ascending, disjoint (start, end) pairs; got ({start}, {end}) after {flat}")
         document_length(max(end, 1))  # no document holds a span that ends beyond the longest

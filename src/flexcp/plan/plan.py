@@ -1,6 +1,6 @@
 """Plan: one batch, planned: a placement, and for each mask and direction what moves when.
 
-``flexcp.schedule`` makes a plan of a :class:`~flexcp.plan.placement.Placement` by adding a program per mask and direction.
+``flexcp.schedule.transfers`` makes a plan of a :class:`~flexcp.plan.placement.Placement` by adding a program per mask and direction.
 """
 
 from __future__ import annotations

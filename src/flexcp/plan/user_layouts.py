@@ -24,7 +24,12 @@ def user_layout(layout: str | Sequence[Sequence[int]], tokens: int, ranks: int) 
         raise ValueError(f"unknown layout {layout!r}; use 'free', 'contiguous', 'zigzag' or one index array per rank")
     if not isinstance(layout, Sequence):
         raise ValueError(f"layout must be 'free', 'contiguous', 'zigzag' or one index array per rank; got {layout!r}")
-    given = [np.asarray(m).reshape(-1) for m in layout]
+    try:
+        given = [np.asarray(m).reshape(-1) for m in layout]
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"layout= is one index array per rank, the stream tokens of each; one cannot be read: {error}"
+        ) from error
     if any(len(m) and not np.issubdtype(m.dtype, np.integer) for m in given):
         raise ValueError("layout= index arrays must hold integers: the stream tokens of each rank")
     maps = tuple(m.astype(np.int64) for m in given)

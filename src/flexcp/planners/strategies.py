@@ -41,6 +41,8 @@ STRATEGIES: dict[str, Callable[[Request], Placement]] = {
 
 def find_strategy(text: str) -> tuple[Callable[[Request], Placement], str]:
     """The planner of ``name`` or ``name:argument``, and the argument."""
+    if not isinstance(text, str):
+        raise ValueError(f"a strategy is given by its name, one of {', '.join(STRATEGIES)}; got {text!r}")
     name, _, argument = text.partition(":")
     if name not in STRATEGIES:
         close = difflib.get_close_matches(name, STRATEGIES, n=1)

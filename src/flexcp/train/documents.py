@@ -53,6 +53,25 @@ class Documents:
         """The lengths of a file of them."""
         return parse_lengths(self.source)
 
+    def cut(self, steps: int) -> str | None:
+        """What to say where steps end inside documents, in a run of so many steps; None where they do not."""
+        if not self.source.startswith("@"):
+            if not Path(self.source).is_file():
+                return None
+            return f"a step ends after {self.tokens} tokens; the rest of its last document is left out"
+        ends = np.cumsum(self.lengths)
+        whole, inside = np.divmod(np.arange(1, steps + 1) * self.tokens, ends[-1])
+        cut = (inside > 0) & ~np.isin(inside, ends)
+        document = (whole * len(ends) + np.searchsorted(ends, inside, side="right"))[cut]
+        if not len(document):
+            return None
+        found = len(np.unique(document))
+        return (
+            f"{found} {'document is' if found == 1 else 'documents are'} longer than what is left of a step of {self.tokens} tokens and "
+            f"cut into {found + len(document)} parts, each a document of its own; --tokens of at least the longest, {max(self.lengths)}, "
+            "cuts fewer"
+        )
+
     def step(self, number: int) -> list[Tensor]:
         """The documents of a step."""
         if self.source.startswith("@"):

@@ -6,6 +6,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from flexcp.io.sizes import size
+from flexcp.train.documents import Documents
 from flexcp.train.loop import StepReport, TrainConfig
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ class Table:
             console.print(
                 f"{config.model} on {config.data}, {config.tokens} tokens a step, {config.strategy}", highlight=False
             )
+            cut = Documents(config.data, config.tokens, vocabulary=1).cut(config.steps)
+            if cut is not None:
+                console.print(cut, highlight=False)
             self.status = console.status("starting ranks")
             self.status.start()
 

@@ -12,8 +12,12 @@ from flexcp.executor.kernels.cute import kernel as cute_kernel
 def main() -> None:
     """Compile the kernels named on the command line."""
     for name in sys.argv[1:]:
-        if name == "backward":
-            cute_kernel.compiled_backward(torch.bfloat16, 4, 4, False)
+        if name in ("backward", "backward_alone"):
+            cute_kernel.compiled_backward(torch.bfloat16, 4, 4, False, name == "backward_alone")
+        elif name == "before":
+            cute_kernel.compiled_before(torch.bfloat16, 4, True)
+        elif name == "after":
+            cute_kernel.compiled_after(torch.bfloat16, 4)
         else:
             fresh = name == "forward"
             out = torch.bfloat16 if fresh else torch.float32

@@ -19,7 +19,7 @@ from flexcp.executor.kernels import choose, reference
 BF16 = torch.bfloat16
 
 
-def limited(sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = (BF16,), only: int | None = None) -> Any:
+def limited(sizes: tuple[int, ...] | range, dtypes: tuple[torch.dtype, ...] = (BF16,), only: int | None = None) -> Any:
     def supports(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
         if device.type != "cuda":
             return f"it runs on CUDA tensors; these are on {device}"
@@ -39,7 +39,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     modules = {
         "cute": limited((128,), only=9),
         "hopper": limited((64, 128), only=9),
-        "triton": limited((64, 96, 128, 192, 256), (BF16, torch.float32)),
+        "triton": limited(range(8, 257, 8), (BF16, torch.float32)),
     }
 
     def find(name: str) -> Any:
@@ -105,9 +105,22 @@ def test_a_hopper_kernel_that_cannot_be_imported_is_passed_over(machine: Any) ->
 def test_an_unsupported_head_size_names_the_supported_ones(machine: Any) -> None:
     machine((9, 0))
     for kernel in (None, "triton"):
-        with pytest.raises(NotImplementedError, match=r"64, 96, 128, 192, 256.*got 80"):
-            flexcp.choose_kernel("cuda", BF16, 80, kernel=kernel)
-    assert flexcp.choose_kernel("cuda", BF16, 80, kernel="cpu").kernel == "cpu"
+        with pytest.raises(NotImplementedError, match=r"range\(8, 257, 8\); got 84 and 84"):
+            flexcp.choose_kernel("cuda", BF16, 84, kernel=kernel)
+    assert flexcp.choose_kernel("cuda", BF16, 84, kernel="cpu").kernel == "cpu"
+
+
+@pytest.mark.parametrize("sizes", [(80, 80), (72, 128), (192, 128), (256, 256)])
+def test_head_sizes_that_only_triton_has_run_on_hopper(machine: Any, sizes: tuple[int, int]) -> None:
+    """By the kernels' own limits."""
+    names = ("triton", "hopper")
+    machine((9, 0), **{n: pytest.importorskip(f"flexcp.executor.kernels.{n}_kernel") for n in names})
+    choice = flexcp.choose_kernel("cuda", BF16, *sizes)
+    why = f"the hopper kernel has head sizes 64, 128; got {sizes[0]} and {sizes[1]}"
+    assert str(choice) == f"triton: sm90 runs Triton; not the hopper kernel: {why}"
+    with pytest.raises(NotImplementedError) as refused:
+        flexcp.choose_kernel("cuda", BF16, *sizes, kernel="hopper")
+    assert str(refused.value) == f"kernel 'hopper' cannot run this: {why}. Without kernel= the triton kernel runs"
 
 
 def test_a_gpu_too_old_is_named_with_what_is_needed(machine: Any) -> None:

@@ -38,7 +38,7 @@ def shares() -> dict[str, dict[str, float]]:
 
 
 def test_every_case_keeps_the_error_rule(shares: dict[str, dict[str, float]]) -> None:
-    assert len(shares) == 23
+    assert len(shares) == 26
     for name, share in shares.items():
         assert set(share) == NAMES, name
         assert all(s <= 1 for s in share.values()), (name, share)
@@ -47,10 +47,13 @@ def test_every_case_keeps_the_error_rule(shares: dict[str, dict[str, float]]) ->
 def test_refuses_what_it_cannot_run() -> None:
     cpu = torch.device("cpu")
     assert "runs on CUDA tensors" in (triton_kernel.supports(cpu, torch.bfloat16, 128, 128) or "")
-    assert "64, 96, 128, 192, 256; got 80" in (triton_kernel.supports(cpu, torch.bfloat16, 80, 128) or "")
+    for size in (0, 4, 84, 264):
+        reason = triton_kernel.supports(cpu, torch.bfloat16, 128, size) or ""
+        assert f"multiples of 8 up to 256; got {size}." in reason
+        assert ("Pad the heads" in reason) == (size <= 256)
     assert "got torch.float64" in (triton_kernel.supports(cpu, torch.float64, 128, 128) or "")
-    with pytest.raises(NotImplementedError, match="got 80"):
-        triton_kernel.prepare(np.zeros((0, 6), np.int64), 4, 2, 80, 80, cpu)
+    with pytest.raises(NotImplementedError, match="got 84"):
+        triton_kernel.prepare(np.zeros((0, 6), np.int64), 4, 2, 84, 80, cpu)
     with pytest.raises(ValueError, match=r"above 0; got -1\.0"):
         triton_kernel.scales(Settings(-1.0), torch.bfloat16)
 
@@ -72,6 +75,24 @@ def test_odd_strides_are_copied_or_refused() -> None:
     q = torch.zeros(5, 2, 64)
     with pytest.raises(ValueError, match=r"multiples of 16 elements; got strides \(144, 72, 1\)"):
         triton_kernel.check(work, lambda *_: None, q, q, q, odd)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "unit", "columns"),
+    [((128, 64), 16, [128, 64]), ((80, 16), 16, [128, 16]), ((72, 64), 8, [128, 64]), ((8, 136), 8, [16, 256])],
+)
+def test_heads_of_any_supported_size_are_read_where_they_are(
+    sizes: tuple[int, int], unit: int, columns: list[int]
+) -> None:
+    """The user's tensors are not copied, alone or as views of one projection."""
+    work = triton_kernel.WorkList(np.zeros((0, 6), np.int64), 4, 2, *sizes, torch.device("cpu"))
+    assert work.unit == unit
+    assert [triton_kernel.columns(size) for size in sizes] == columns
+    for size in sizes:
+        both = torch.zeros(5, 6, size, dtype=torch.bfloat16)
+        for x in (both, both[:, :4], both[:, 4:], both[1:3, 1:2]):
+            assert triton_kernel.aligned(x, work.unit) is x
+    assert triton_kernel.strides(torch.zeros(5, 6, sizes[0]), unit=unit) == [6 * sizes[0] // unit, sizes[0] // unit]
 
 
 def test_packs_heads() -> None:

@@ -36,7 +36,7 @@ class Case:
     margin: int = 0
     fresh: bool = False
     deterministic: bool = False  # key tiles are not split
-    wide: bool = False  # q, k, v are some heads of wider tensors, and rows outside the slices hold NaN
+    wide: bool = False  # q, k, v are some heads of wider tensors; the other heads and rows outside the slices hold NaN
 
 
 C, F = masks.causal(), masks.full()
@@ -53,6 +53,9 @@ CASES = (
     Case("float16", ((60, C), (40, masks.shared_question())), dtype=torch.float16),
     Case("descriptors", ((90, C), (40, masks.window(20, 5))), dtype=torch.float16, descriptors=True),
     Case("descriptors, share 3, head size 96", ((60, C),), 3, 1, 96, 64, torch.float16, descriptors=True),
+    Case("head sizes 80 and 72, wide", ((70, C), (9, F)), 4, 2, 80, 72, softcap=3.0, wide=True),
+    Case("head sizes 8 and 40, fresh", ((100, C),), 2, 1, 8, 40, torch.float16, fresh=True),
+    Case("descriptors, 72 and 80, wide", ((70, C), (30, F)), 4, 2, 72, 80, torch.float16, descriptors=True, wide=True),
     Case("blockwise", ((80, masks.causal_blockwise(16, 2)),), 4, 1),
     Case("rows without keys", ((30, masks.from_slices(30, [(10, 30, 0, 15, None, -1), (10, 30, 15, 30, -3, 5)])),)),
     Case("fresh", ((33, C), (15, C)), fresh=True),
@@ -101,7 +104,7 @@ def _inputs(case: Case, tokens: int) -> list[Tensor]:
     for heads, size in (*sizes, (case.heads, case.v_head_dim)):
         wide = torch.randn(tokens, heads + 3 * case.wide, size, generator=generator).to(case.dtype)
         if case.wide:
-            wide[tokens - 70 :] = torch.nan
+            wide[tokens - 70 :] = wide[:, :2] = wide[:, -1:] = torch.nan
         made.append(wide[:, 2:-1] if case.wide else wide)
     return made
 

@@ -66,6 +66,11 @@ def train(
     from flexcp.train.source import check_data, check_model, check_numbers, gpt_sizes
 
     # A mistake ends here in one line: before torch is loaded, and not on every rank.
+    if cluster and ":" in cluster:
+        raise ValueError(
+            f"--cluster {cluster}: train takes the preset's name alone, --cluster {cluster.partition(':')[0]}, and its ranks from --ranks "
+            "or torchrun"
+        )
     machine(cluster or "cpu")
     find_strategy(strategy)
     if ranks < 1:

@@ -35,7 +35,7 @@ def _lengths(
 ) -> list[int]:
     found: list[int] = []
     for number, record in enumerate(records, 1):
-        found.append(_length(record, f"{where}, document {number}", field, count))
+        found.append(_length(record, f"{where}, document {number - 1}", field, count))
         if number % EVERY == 0:
             tell(f"read {number:,} documents of {where}")
     if not found:

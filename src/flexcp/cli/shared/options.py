@@ -242,7 +242,7 @@ def find_cluster(
     default: str = "h100",
 ) -> Cluster:
     """The cluster that ``--cluster``, ``--ranks``, ``--nodes`` and ``--ranks-per-node`` describe together."""
-    from flexcp.clusters import cluster, parse_cluster
+    from flexcp.clusters import cluster
 
     shaped = nodes is not None or ranks_per_node is not None
     if ranks is not None:
@@ -255,7 +255,7 @@ def find_cluster(
         raise ValueError(
             f"--cluster {text} is a shape without a machine; write h100:{text}, or another preset in its place"
         )
-    found = parse_cluster(text or default)
+    found = cluster(text or default)
     if text and ":" in text and shaped:
         raise ValueError(f"--cluster {text} already gives the shape; drop --nodes and --ranks-per-node")
     made = cluster(

@@ -14,6 +14,10 @@ head sizes; the H / G query heads of a KV head are neighbours):
 
 Arguments may be views of some heads of larger tensors. A module whose ``FRESH`` is True also takes ``settings.fresh``: ``out`` and ``lse``
 of the forward and ``dq`` of the backward are then empty memory to be written, not added to, and may be in the model's dtype (``lse`` not).
+A module may have one more function for a list whose rows nobody else adds to, each of which sees a key:
+
+    backward_alone(q_THD, k_TGD, v_TGV, lse_TH, back, work, settings) -> dq, dk, dv in the model's dtype
+        from the gradient of the output (:class:`flexcp.executor.kernels.ends.OutputGradient`), delta included
 """
 
 from __future__ import annotations

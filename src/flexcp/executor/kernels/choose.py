@@ -3,7 +3,7 @@
     CPU tensors                       cpu      plain torch
     CUDA, Hopper, where it can        cute     CuTe DSL, if installed (flexcp[cute]): the fastest
                                       hopper   Gluon, needs nothing but Triton
-    CUDA from Ampere on               triton
+    CUDA from Ampere on               triton   head sizes that are multiples of 8 up to 256, and float32
     any other device                  cpu      plain torch runs anywhere
 
 ``stock`` and ``reference`` run only when asked for: the first is for GPUs on which torch's own kernels were measured to be faster
@@ -46,7 +46,7 @@ def choose_kernel(
     if kernel is not None:
         refusal = why_not(kernel, device, dtype, *sizes)
         if refusal:
-            raise NotImplementedError(f"kernel {kernel!r} cannot run this: {refusal}")
+            raise NotImplementedError(f"kernel {kernel!r} cannot run this: {refusal}{_instead(device, dtype, *sizes)}")
         return Choice(kernel, "asked for by kernel=")
     if device.type == "cpu":
         return Choice("cpu", "the tensors are on the CPU")
@@ -65,6 +65,14 @@ def choose_kernel(
     raise NotImplementedError(
         f"no GPU kernel can run this: {no_triton}. kernel='cpu' runs anything in plain torch on {device}, correct and slow"
     )
+
+
+def _instead(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str:
+    """Which kernel would run such tensors where none is asked for, as the end of a sentence."""
+    try:
+        return f". Without kernel= the {choose_kernel(device, dtype, head_dim, v_head_dim).kernel} kernel runs"
+    except NotImplementedError:
+        return ""
 
 
 def why_not(kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from flexcp.executor.exchange.arena import Arena, Buffers
 from flexcp.executor.exchange.exchange import Exchange
 from flexcp.executor.kernels import Settings
+from flexcp.executor.kernels.ends import OutputGradient
 from flexcp.executor.run.fields import Shelves, Types, new_inputs, new_results
 from flexcp.executor.run.local import local_backward, local_forward
 from flexcp.executor.run.prepared import Prepared, PreparedWork
@@ -66,18 +67,17 @@ def run_forward(
 
 
 def run_backward(
-    prepared: Prepared, runtime: Runtime, kept: Tensor, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor
+    prepared: Prepared, runtime: Runtime, kept: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, back: OutputGradient
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv (accumulator dtype; dq in the model's where nothing is added to it) of this rank's own tokens in stream order.
+    """dq, dk, dv of this rank's own tokens in stream order, in the accumulator dtype, or in the model's where nothing is left to add.
 
     ``kept`` is the forward's.
     """
     with runtime.watched(), runtime.exchange:
         if prepared.alone is not None:
             kernel, work = prepared.kernel, prepared.alone
-            inputs = (q, k, v, do, lse, delta)
-            return local_backward(kernel, work.list, work.whole, runtime.types, runtime.settings, *inputs)
-        own = {QUERIES: {"q": q, "do": do, "lse": lse, "delta": delta}, KEYS: {"k": k, "v": v}}
+            return local_backward(kernel, work.list, work.whole, runtime.types, runtime.settings, q, k, v, lse, back)
+        own = {QUERIES: {"q": q, "do": back.do, "lse": lse, "delta": back.delta}, KEYS: {"k": k, "v": v}}
         with runtime.arena.lease(prepared.program.layout.size, runtime.types.device) as memory:
             shelves = _Pass(prepared, runtime, True, memory, kept).run(own)
     return shelves[QUERIES]["dq"], shelves[KEYS]["dk"], shelves[KEYS]["dv"]

@@ -1,7 +1,7 @@
 """Local: attention of one work list over all rows and heads of its arguments, with nothing to exchange.
 
 What a rank does that needs nobody, and what :func:`flexcp.slice_attention` does. Inputs are used where they are; a kernel that can
-writes the output and dq once, in the dtype they stay in.
+writes its results once, in the dtype they stay in.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flexcp.executor.kernels import Settings
+from flexcp.executor.kernels.ends import OutputGradient
 from flexcp.executor.run.fields import Types
 
 
@@ -44,10 +45,15 @@ def local_forward(
 
 
 def local_backward(
-    kernel: Any, work: Any, whole: bool, types: Types, settings: Settings, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor,
-    delta: Tensor,
+    kernel: Any, work: Any, whole: bool, types: Types, settings: Settings, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
+    back: OutputGradient,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv in the accumulator dtype; dq in the model's where every row sees a key (``whole``) and the kernel can."""
+    """dq, dk, dv in the accumulator dtype, or in the model's: dq where every row sees a key (``whole``) and the kernel can, all three
+    where the kernel has a backward of its own for that."""
+    if whole and back.out is not None and not settings.deterministic and hasattr(kernel, "backward_alone"):
+        found: tuple[Tensor, Tensor, Tensor] = kernel.backward_alone(q, k, v, lse, back, work, settings)
+        return found
+    do, delta = back.do, back.delta
     dk, dv = (torch.zeros(x.shape, dtype=types.accumulator, device=x.device) for x in (k, v))
     if whole and kernel.FRESH:
         dq = torch.empty(q.shape, dtype=types.model, device=q.device)

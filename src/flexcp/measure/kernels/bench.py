@@ -24,6 +24,7 @@ from torch import Tensor
 from flexcp import masks
 from flexcp.executor.kernels import Settings, find_kernel
 from flexcp.executor.kernels.choose import why_not
+from flexcp.executor.kernels.ends import OutputGradient
 from flexcp.executor.slice_attention import packed_slices, slice_attention
 from flexcp.masks import Q0, Q1
 from flexcp.measure.kernels.work import WINDOW, Workload, mask_mod, workload
@@ -182,6 +183,12 @@ def our_calls(name: str, slices: Any, x: _Tensors, heads: Heads, settings: Setti
     lse = torch.full(x.q.shape[:2], -torch.inf, device=device)
     kernel.forward(x.q, x.k, x.v, work, settings, out, lse)
     delta = (out.float() * x.do.float()).sum(-1)
+    if settings.fresh and hasattr(kernel, "backward_alone"):
+        back = OutputGradient(x.do, out, None, torch.float32)
+        return Calls(
+            lambda: kernel.forward(x.q, x.k, x.v, work, settings, out, lse),
+            lambda: kernel.backward_alone(x.q, x.k, x.v, lse, back, work, settings),
+        )
     dq = torch.zeros(x.q.shape, dtype=own, device=device)
     dk, dv = (torch.zeros(t.shape, device=device) for t in (x.k, x.v))
     return Calls(

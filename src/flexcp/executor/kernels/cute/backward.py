@@ -7,9 +7,10 @@ reduction. Two warp groups compute, each with 64 of the keys as rows of its prod
     S = K Q'    dP = V dO'    P = exp(S - LSE)    dS = P (dP - delta)    dV += P dO    dK += dS Q      (keys are rows)
     dQ = dS' K                each group the half of the columns, over all keys: the groups exchange dS through shared memory
 
-dk and dv of a tile stay in registers and are added to memory at its end, since long tiles are split. Nothing here is added in a fixed
-order. More in flight than this does not fit into the registers: with the next block's logits issued early the compiler serialises all
-products.
+dV's product is issued before dP is waited for, so that the exponentials run beside dP's product and dS beside dV's; blocks with a mask
+have no registers for that. dk and dv of a tile stay in registers until its end (:mod:`cute_results` says how results leave). Nothing here
+is added in a fixed order. More in flight than this does not fit into the registers: with the next block's logits issued early the compiler
+serialises all products.
 
 Blocks come in segments (see :mod:`tiles`), with and without a mask, and each kind has a loop of its own: a branch between the products and
 the wait for them would make the compiler wait at the branch. What lies past the end of a slice or a tile may be anything, and is zeroed in
@@ -46,18 +47,33 @@ from flexcp.executor.kernels.cute.parts import (
     transposed,
     zero_from,
 )
+from flexcp.executor.kernels.cute.results import (
+    M,
+    add_rows,
+    add_run,
+    save_sums,
+    save_tensor,
+    sums_addresses,
+    tensor_addresses,
+    write_rows,
+)
+from flexcp.executor.kernels.cute.rows import SPARE
 
-KEYS, HALF, M = 128, 64, 64  # keys of a tile and of a warp group, packed queries of a block
+KEYS, HALF = 128, 64  # keys of a tile and of a warp group
 DS_READY, DQ_FREE, DQ_FULL, OWN = 2, 3, 5, 7  # named barriers; all but the first one for each warp group
 K_MODE, MN_MODE = OperandMajorMode.K, OperandMajorMode.MN
 
 
 class Backward:
-    """The kernel of a model: ``share`` query heads for each KV head, ``pack`` of them in a block; sizes and strides come with the call."""
+    """The kernel of a model: ``share`` query heads for each KV head, ``pack`` of them in a block; sizes and strides come with the call.
 
-    def __init__(self, dtype, share, pack, head_dim, v_head_dim, stages, softcap):
+    With ``sums`` dq is added to sums in an order of their own, else to a tensor.
+    """
+
+    def __init__(self, dtype, share, pack, head_dim, v_head_dim, stages, softcap, sums):
         self.dtype, self.share, self.pack = dtype, share, pack
         self.D, self.V, self.stages, self.softcap = head_dim, v_head_dim, stages, softcap
+        self.sums = sums
 
     @cute.jit
     def __call__(
@@ -66,51 +82,60 @@ class Backward:
         items: cute.Pointer, rows: Int32, keys: Int32, heads: Int32, kv_heads: Int32,
         q_row: Int64, q_head: Int64, k_row: Int64, k_head: Int64, v_row: Int64, v_head: Int64, do_row: Int64,
         do_head: Int64, dq_row: Int64, dq_head: Int64, dk_row: Int64, dk_head: Int64, dv_row: Int64, dv_head: Int64,
-        scale: Float32, softcap: Float32, programs: Int32, stream: cuda.CUstream,
+        scale: Float32, softcap: Float32, whole_tiles: Int32, programs: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
-        """Launch. Strides of rows and heads are in elements, multiples of 16 bytes. ``statistics`` are packed LSEs (base 2) and deltas."""
+        """Launch. Strides of rows and heads are in elements, multiples of 16 bytes. ``statistics`` are packed LSEs (base 2) and deltas.
+
+        With ``whole_tiles`` dk and dv are written, in the dtype of the keys; else they are float32 and added to.
+        """
         D, V, P, S = self.D, self.V, self.pack, self.stages
         q_row, q_head, k_row, k_head, v_row, v_head, do_row, do_head = [
             cute.assume(x, divby=8) for x in (q_row, q_head, k_row, k_head, v_row, v_head, do_row, do_head)
         ]
-        dq_row, dq_head = [cute.assume(x, divby=4) for x in (dq_row, dq_head)]
         mQ = cute.make_tensor(q, cute.make_layout(((heads, rows), D), stride=((q_head, q_row), 1)))
         mdO = cute.make_tensor(do, cute.make_layout(((heads, rows), V), stride=((do_head, do_row), 1)))
-        mdQ = cute.make_tensor(dq, cute.make_layout(((heads, rows), D), stride=((dq_head, dq_row), 1)))
         mK = cute.make_tensor(k, cute.make_layout((keys, D, kv_heads), stride=(k_row, 1, k_head)))
         mV = cute.make_tensor(v, cute.make_layout((keys, V, kv_heads), stride=(v_row, 1, v_head)))
         sK, sV = shared_layout(self.dtype, HALF, D, 2), shared_layout(self.dtype, HALF, V, 2)
         sQ, sdO = shared_layout(self.dtype, M, D, S), shared_layout(self.dtype, M, V, S)
         sdS = shared_layout(self.dtype, HALF, M, 4)  # keys of one group x queries, for two groups, twice
         sdQ = shared_layout(Float32, M, D // 2, 2)
-        load, add = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyReduceBulkTensorTileS2GOp()
+        load = cpasync.CopyBulkTensorTileG2SOp()
         box = (P, M // P)
         q_atom, mQ = cpasync.make_tiled_tma_atom(load, mQ, cute.select(sQ, mode=[0, 1]), (box, D))
         do_atom, mdO = cpasync.make_tiled_tma_atom(load, mdO, cute.select(sdO, mode=[0, 1]), (box, V))
-        dq_atom, mdQ = cpasync.make_tiled_tma_atom(add, mdQ, cute.select(sdQ, mode=[0, 1]), (box, D // 2))
+        dq_atom, mdQ = None, None
+        if const_expr(not self.sums):
+            dq_row, dq_head = [cute.assume(x, divby=4) for x in (dq_row, dq_head)]
+            mdQ = cute.make_tensor(dq, cute.make_layout(((heads, rows), D), stride=((dq_head, dq_row), 1)))
+            add = cpasync.CopyReduceBulkTensorTileS2GOp()
+            dq_atom, mdQ = cpasync.make_tiled_tma_atom(add, mdQ, cute.select(sdQ, mode=[0, 1]), (box, D // 2))
+            mdQ = packed_heads_view(mdQ, P)
         k_atom, mK = cpasync.make_tiled_tma_atom(load, mK, cute.select(sK, mode=[0, 1]), (HALF, D), 1)
         v_atom, mV = cpasync.make_tiled_tma_atom(load, mV, cute.select(sV, mode=[0, 1]), (HALF, V), 1)
-        mQ, mdO, mdQ = (packed_heads_view(x, P) for x in (mQ, mdO, mdQ))
+        mQ, mdO = (packed_heads_view(x, P) for x in (mQ, mdO))
         self.kernel(
             mQ, mK, mV, mdO, mdQ, q_atom, k_atom, v_atom, do_atom, dq_atom, sQ, sK, sV, sdO, sdS, sdQ,
             tiled_product(self.dtype, M, K_MODE, K_MODE),
             tiled_product(self.dtype, V, K_MODE, MN_MODE, from_registers=True),
             tiled_product(self.dtype, D, K_MODE, MN_MODE, from_registers=True),
             tiled_product(self.dtype, D // 2, MN_MODE, MN_MODE),
-            statistics, dk, dv, tiles, segments, items, rows, heads, kv_heads,
-            dk_row, dk_head, dv_row, dv_head, scale, softcap,
+            statistics, dq, dk, dv, tiles, segments, items, rows, heads, kv_heads,
+            dk_row, dk_head, dv_row, dv_head, scale, softcap, whole_tiles,
         ).launch(grid=(programs, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
 
     @cute.kernel
     def kernel(
-        self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mdO: cute.Tensor, mdQ: cute.Tensor,
-        q_atom: cute.CopyAtom, k_atom: cute.CopyAtom, v_atom: cute.CopyAtom, do_atom: cute.CopyAtom, dq_atom: cute.CopyAtom,
+        self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mdO: cute.Tensor, mdQ: cute.Tensor | None,
+        q_atom: cute.CopyAtom, k_atom: cute.CopyAtom, v_atom: cute.CopyAtom, do_atom: cute.CopyAtom,
+        dq_atom: cute.CopyAtom | None,
         sQ_layout: cute.ComposedLayout, sK_layout: cute.ComposedLayout, sV_layout: cute.ComposedLayout,
         sdO_layout: cute.ComposedLayout, sdS_layout: cute.ComposedLayout, sdQ_layout: cute.ComposedLayout,
         mma_S: cute.TiledMma, mma_dV: cute.TiledMma, mma_dK: cute.TiledMma, mma_dQ: cute.TiledMma,
-        statistics: cute.Pointer, dk: cute.Pointer, dv: cute.Pointer, tiles: cute.Pointer, segments: cute.Pointer,
-        items: cute.Pointer, rows: Int32, heads: Int32, kv_heads: Int32,
+        statistics: cute.Pointer, dq: cute.Pointer, dk: cute.Pointer, dv: cute.Pointer, tiles: cute.Pointer,
+        segments: cute.Pointer, items: cute.Pointer, rows: Int32, heads: Int32, kv_heads: Int32,
         dk_row: Int64, dk_head: Int64, dv_row: Int64, dv_head: Int64, scale: Float32, softcap: Float32,
+        whole_tiles: Int32,
     ):  # fmt: skip
         S = self.stages
         smem = cutlass.memory.SmemAllocator()
@@ -124,7 +149,7 @@ class Backward:
         rings = (bars, bars + 1, bars + 2, bars + 2 + S, bars + 2 + 2 * S, bars + 2 + 3 * S)
         warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_id == 0:
-            for atom in (q_atom, k_atom, v_atom, do_atom, dq_atom):
+            for atom in (q_atom, k_atom, v_atom, do_atom):
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
                 # Queries: the copy engine, and 32 lanes that copy statistics.
@@ -143,13 +168,13 @@ class Backward:
                     mT, mG, mI, kv_heads,
                 )  # fmt: skip
             if warp_id == 1:
-                self.store(mdQ, dq_atom, sdQ, mT, mG, mI, kv_heads)
+                self.store(mdQ, dq_atom, sdQ, dq, dq_memory, rows, mT, mG, mI, kv_heads)
         else:
             cute.arch.setmaxregister_increase(COMPUTE_REGISTERS)
             strides = (dk_row, dk_head, dv_row, dv_head)
             self.compute(
                 (mma_S, mma_dV, mma_dK, mma_dQ), sQ, sK, sV, sdO, sdS, dq_memory, sStat, rings, dk, dv, strides,
-                mT, mG, mI, kv_heads, scale, softcap,
+                mT, mG, mI, kv_heads, scale, softcap, whole_tiles,
             )  # fmt: skip
 
     @cute.jit
@@ -209,7 +234,7 @@ class Backward:
             item = mI[turn]
 
     @cute.jit
-    def store(self, mdQ, dq_atom, sdQ, mT, mG, mI, groups):
+    def store(self, mdQ, dq_atom, sdQ, dq, dq_memory, rows, mT, mG, mI, groups):
         """Add each block's dq to memory, one half of the columns after the other."""
         D, P = self.D, self.pack
         chunks = self.share // P
@@ -227,13 +252,19 @@ class Backward:
                         # Of the two buffers, the other one may still be read.
                         cute.arch.cp_async_bulk_wait_group(1, read=True)
                         cute.arch.barrier_arrive(barrier_id=DQ_FREE + w, number_of_threads=160)
-                        at = cute.domain_offset(((0, query), 0), mdQ[None, None, number])
-                        here, there = cpasync.tma_partition(
-                            dq_atom, 0, cute.make_layout(1), cute.group_modes(sdQ[None, None, w], 0, 2),
-                            cute.group_modes(cute.local_tile(at, (M, D // 2), (0, w)), 0, 2),
-                        )  # fmt: skip
-                        cute.arch.barrier(barrier_id=DQ_FULL + w, number_of_threads=160)
-                        cute.copy(dq_atom, here, there)
+                        if const_expr(self.sums):
+                            to = ((Int64(number) * 2 + w) * (rows * P + SPARE) + query * P) * (D // 2)
+                            cute.arch.barrier(barrier_id=DQ_FULL + w, number_of_threads=160)
+                            with cute.arch.elect_one():
+                                add_run(dq_memory + w * (M * D // 2), dq + to, M * D // 2 * 4)
+                        else:
+                            at = cute.domain_offset(((0, query), 0), mdQ[None, None, number])
+                            here, there = cpasync.tma_partition(
+                                dq_atom, 0, cute.make_layout(1), cute.group_modes(sdQ[None, None, w], 0, 2),
+                                cute.group_modes(cute.local_tile(at, (M, D // 2), (0, w)), 0, 2),
+                            )  # fmt: skip
+                            cute.arch.barrier(barrier_id=DQ_FULL + w, number_of_threads=160)
+                            cute.copy(dq_atom, here, there)
                         cute.arch.cp_async_bulk_commit_group()
                     query -= M // P
                     left -= 1
@@ -258,8 +289,9 @@ class Backward:
 
     @cute.jit
     def compute(
-        self, mmas, sQ, sK, sV, sdO, sdS, dq_memory, sStat, rings, dk, dv, strides, mT, mG, mI, groups, scale, softcap
-    ):
+        self, mmas, sQ, sK, sV, sdO, sdS, dq_memory, sStat, rings, dk, dv, strides, mT, mG, mI, groups, scale, softcap,
+        whole_tiles,
+    ):  # fmt: skip
         """One warp group's keys of every tile of this program."""
         D, V, P = self.D, self.V, self.pack
         mma_S = mmas[0]
@@ -296,14 +328,11 @@ class Backward:
         registers = (acc_dV, acc_dK, acc_dQ, s, dp, rP, rdS, cap, stat, save)
         row = (thread // 32) * 16 + lane // 4
         column0 = (lane % 4) * 2
-        # Where this thread's numbers of dq lie: rows of 32 numbers whose eight chunks of 16 bytes are exchanged by the row, as the copy
-        # engine has them. Four addresses: the rest are constants apart.
-        chunk16 = ((lane % 4) // 2) ^ (row % 8)
-        first = wg * (M * D // 2) + row * 32 + (lane % 2) * 2
-        dq_at = [dq_memory + (first + (chunk16 ^ (2 * i)) * 4) for i in range(4)]
+        addresses = sums_addresses if const_expr(self.sums) else tensor_addresses
+        dq_at = addresses(dq_memory, wg, row, lane, D // 2)
         buffers = (sdS, dq_at, sStat)
         factors = (softcap * LOG2E, scale / softcap) if const_expr(self.softcap) else (scale * LOG2E, scale)
-        constants = (mmas, fragments, registers, buffers, rings, wg, column0, factors, scale, mG)
+        constants = (mmas, fragments, registers, buffers, rings, wg, row, column0, factors, scale, mG)
         stage, phase, kv_phase, copy = Int32(0), Int32(0), Int32(0), Int32(0)
         turn = cute.arch.block_idx()[0]
         item = mI[turn]
@@ -341,15 +370,20 @@ class Backward:
                     segment += 1
                     todo -= count
             arrive(kv_free)
-            self.add(dk, acc_dK, key, key1, group, dk_row, dk_head, column0, scale)
-            self.add(dv, acc_dV, key, key1, group, dv_row, dv_head, column0, Float32(1.0))
+            if whole_tiles != 0:
+                write_rows(dk, acc_dK, key, key1, group, dk_row, dk_head, column0, scale, self.dtype)
+                write_rows(dv, acc_dV, key, key1, group, dv_row, dv_head, column0, Float32(1.0), self.dtype)
+            else:
+                add_rows(dk, acc_dK, key, key1, group, dk_row, dk_head, column0, scale)
+                add_rows(dv, acc_dV, key, key1, group, dv_row, dv_head, column0, Float32(1.0))
             turn += cute.arch.grid_dim()[0]
             item = mI[turn]
 
     @cute.jit
     def block(self, masked: cutlass.Constexpr[bool], constants, stage, phase, copy, segment, query, key):
         """One block of queries: its part of dk and dv, and its dq on the way to memory."""
-        mmas, fragments, registers, buffers, rings, wg, column0, factors, scale, mG = constants
+        mmas, fragments, registers, buffers, rings, wg, row, column0, factors, scale, mG = constants
+        early = const_expr(not masked and not self.softcap)
         mma_S, mma_dV, mma_dK, mma_dQ = mmas
         rK, rQ, rV, rdO, rdOt, rQt, rdSt, rKt = fragments
         acc_dV, acc_dK, acc_dQ, s, dp, rP, rdS, cap, stat, save = registers
@@ -374,8 +408,10 @@ class Backward:
         if const_expr(masked):
             self.mask(s_rows, mG, segment, query, column0, key)
         round_to(as_operand(s), rP)
+        if const_expr(early):
+            product(mma_dV, acc_dV, [(rP, rdOt[None, None, None, stage])], False)
         self.statistics(sStat, 1, stage, column0, stat)
-        warpgroup.wait_group(0)
+        warpgroup.wait_group(1 if early else 0)
         for r in cutlass.range_constexpr(2):
             for c in cutlass.range_constexpr(M // 4):
                 dp_rows[r, c] = s_rows[r, c] * (dp_rows[r, c] - stat[c % 2, c // 2])
@@ -387,7 +423,8 @@ class Backward:
         round_to(as_operand(dp), rdS)
         mine = cute.make_tensor(rdS.iterator, cute.make_layout(s.shape))
         cute.copy(save, save.retile(mine), save.partition_D(sdS[None, None, 2 * copy + wg]))
-        product(mma_dV, acc_dV, [(rP, rdOt[None, None, None, stage])], False)
+        if const_expr(not early):
+            product(mma_dV, acc_dV, [(rP, rdOt[None, None, None, stage])], False)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=DS_READY, number_of_threads=256)
         halves = [(rdSt[None, None, None, 2 * copy + h], rKt[None, None, None, h]) for h in range(2)]
@@ -397,7 +434,10 @@ class Backward:
         product(mma_dK, acc_dK, [(rdS, rQt[None, None, None, stage])], False)
         warpgroup.wait_group(1)
         cute.arch.barrier(barrier_id=DQ_FREE + wg, number_of_threads=160)
-        self.save_dq(dq_at, acc_dQ, scale)
+        if const_expr(self.sums):
+            save_sums(dq_at, acc_dQ, self.D // 2, (row if const_expr(self.pack % 2 == 0) else query + row) % 2)
+        else:
+            save_tensor(dq_at, acc_dQ, self.D // 2, scale)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier_arrive(barrier_id=DQ_FULL + wg, number_of_threads=160)
         warpgroup.wait_group(0)
@@ -426,27 +466,3 @@ class Backward:
             for c in cutlass.range_constexpr(M // 4):
                 at = (c // 2) * 8 // P + ((column0 + c % 2) // P if const_expr(P < 8) else 0)
                 rows[r, c] = rows[r, c] if (at >= first and at <= last) else Float32(0.0)
-
-    @cute.jit
-    def save_dq(self, dq_at, acc_dQ, scale):
-        """This thread's numbers of a block's dq into the buffer that the copy engine reads."""
-        rows = by_rows(acc_dQ)
-        for r in cutlass.range_constexpr(2):
-            for j in cutlass.range_constexpr(self.D // 16):
-                at = (dq_at[j % 4] + (j // 4 * M * 32 + r * 8 * 32)).toint()
-                to = cute.make_ptr(Float32, at, cute.AddressSpace.smem, assumed_align=8)
-                pair = cute.make_rmem_tensor(2, Float32)
-                pair[0], pair[1] = rows[r, 2 * j] * scale, rows[r, 2 * j + 1] * scale
-                cute.autovec_copy(pair, cute.make_tensor(to, cute.make_layout(2)))
-
-    @cute.jit
-    def add(self, out, accumulator, key, key1, group, row_stride, head_stride, column0, factor):
-        """Add this thread's rows of dk or dv to memory: a tile's parts may be several programs."""
-        rows = by_rows(accumulator)
-        for r in cutlass.range_constexpr(2):
-            if key + 8 * r < key1:
-                at = out + ((key + 8 * r) * row_stride + group * head_stride + column0)
-                for j in cutlass.range_constexpr(cute.size(rows, mode=[1]) // 2):
-                    for i in cutlass.range_constexpr(2):
-                        number = rows[r, 2 * j + i] * factor
-                        cute.arch.red(at + (8 * j + i), number, op="add", dtype="f32", sem="relaxed", scope="gpu")

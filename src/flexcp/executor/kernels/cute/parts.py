@@ -91,7 +91,7 @@ def product(tiled_mma, accumulator, pairs, fresh: cutlass.Constexpr[bool]):
 
 
 @dsl_user_op
-def _word(low, high, dtype, *, loc=None, ip=None):
+def rounded_pair(low, high, dtype, *, loc=None, ip=None):
     """Two float32 numbers as one word of two 16-bit ones."""
     kind = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"
     operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in (low, high)]
@@ -105,7 +105,7 @@ def round_to(source, target):
     """float32 registers rounded to 16-bit ones, here: a plain conversion would be moved to where the result is used, after other work."""
     words = cute.recast_tensor(target, Int32)
     for i in cutlass.range_constexpr(cute.size(words)):
-        words[i] = _word(source[2 * i], source[2 * i + 1], target.element_type)
+        words[i] = rounded_pair(source[2 * i], source[2 * i + 1], target.element_type)
 
 
 @cute.jit

@@ -50,9 +50,8 @@ def supports(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim
         return f"the hopper kernel runs on NVIDIA GPUs of compute capability 9.0 (H100, H200); got {device}"
     if dtype not in DTYPES:
         return f"the hopper kernel computes {', '.join(map(str, DTYPES))}; got {dtype}"
-    for size in (head_dim, v_head_dim):
-        if size not in HEAD_SIZES:
-            return f"the hopper kernel has head sizes {', '.join(map(str, HEAD_SIZES))}; got {size}"
+    if not {head_dim, v_head_dim} <= set(HEAD_SIZES):
+        return f"the hopper kernel has head sizes {', '.join(map(str, HEAD_SIZES))}; got {head_dim} and {v_head_dim}"
     return None
 
 

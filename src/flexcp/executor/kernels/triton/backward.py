@@ -47,7 +47,7 @@ def keys_kernel(
     sq0, sq1, sk0, sk1, sv0, sv1, so0, so1, sdk0, sdk1, sdv0, sdv1,
     SHARE: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, PERSISTENT: tl.constexpr,
-    EDGE_STAGES: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr,
+    EDGE_STAGES: tl.constexpr, TMA: tl.constexpr, UNIT: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     # fmt: off
     if PERSISTENT:
@@ -55,13 +55,13 @@ def keys_kernel(
             _keys_tile(
                 program, q, k, v, do, packed, dk, dv, tiles, entries, rows, heads, n_tiles, groups, chunk, scale, softcap, sq0, sq1, sk0,
                 sk1, sv0, sv1, so0, so1, sdk0, sdk1, sdv0, sdv1, SHARE, PACK, D, V, BLOCK_D,
-                BLOCK_V, BLOCK_M, BLOCK_N, SOFTCAP, PRECISION, EDGE_STAGES, TMA, SPLIT,
+                BLOCK_V, BLOCK_M, BLOCK_N, SOFTCAP, PRECISION, EDGE_STAGES, TMA, UNIT, SPLIT,
             )
     else:
         _keys_tile(
             tl.program_id(0), q, k, v, do, packed, dk, dv, tiles, entries, rows, heads, n_tiles, groups, chunk, scale, softcap, sq0,
             sq1, sk0, sk1, sv0, sv1, so0, so1, sdk0, sdk1, sdv0, sdv1, SHARE, PACK, D, V, BLOCK_D,
-            BLOCK_V, BLOCK_M, BLOCK_N, SOFTCAP, PRECISION, EDGE_STAGES, TMA, SPLIT,
+            BLOCK_V, BLOCK_M, BLOCK_N, SOFTCAP, PRECISION, EDGE_STAGES, TMA, UNIT, SPLIT,
         )
     # fmt: on
 
@@ -72,14 +72,14 @@ def _keys_tile(
     sq0, sq1, sk0, sk1, sv0, sv1, so0, so1, sdk0, sdk1, sdv0, sdv1,
     SHARE: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, EDGE_STAGES: tl.constexpr,
-    TMA: tl.constexpr, SPLIT: tl.constexpr,
+    TMA: tl.constexpr, UNIT: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     tile, group = whose(program, n_tiles, groups, chunk)  # a group is a KV head
     key0, key1 = tl.load(tiles + tile * 4), tl.load(tiles + tile * 4 + 1)
     first, last = tl.load(tiles + tile * 4 + 2), tl.load(tiles + tile * 4 + 3)
-    sq0, sq1, so0, so1 = sq0 * 16, sq1 * 16, so0 * 16, so1 * 16
-    sk0, sk1, sv0, sv1 = sk0 * 16, sk1 * 16, sv0 * 16, sv1 * 16
-    sdk0, sdk1, sdv0, sdv1 = sdk0 * 16, sdk1 * 16, sdv0 * 16, sdv1 * 16
+    sq0, sq1, so0, so1 = sq0 * UNIT, sq1 * UNIT, so0 * UNIT, so1 * UNIT
+    sk0, sk1, sv0, sv1 = sk0 * UNIT, sk1 * UNIT, sv0 * UNIT, sv1 * UNIT
+    sdk0, sdk1, sdv0, sdv1 = sdk0 * UNIT, sdk1 * UNIT, sdv0 * UNIT, sdv1 * UNIT
     ROWS: tl.constexpr = BLOCK_M // PACK
 
     m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
@@ -193,7 +193,7 @@ def queries_kernel(
     sq0, sq1, sk0, sk1, sv0, sv1, so0, so1, sl0, sl1, sd0, sd1, sdq0, sdq1,
     SHARE: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, PERSISTENT: tl.constexpr,
-    EDGE_STAGES: tl.constexpr, TMA: tl.constexpr, FRESH: tl.constexpr,
+    EDGE_STAGES: tl.constexpr, TMA: tl.constexpr, UNIT: tl.constexpr, FRESH: tl.constexpr,
 ):  # fmt: skip
     # fmt: off
     if PERSISTENT:
@@ -201,13 +201,13 @@ def queries_kernel(
             _queries_tile(
                 program, q, k, v, do, lse, delta, dq, tiles, entries, n_tiles, groups, chunk, scale, softcap, sq0, sq1, sk0, sk1,
                 sv0, sv1, so0, so1, sl0, sl1, sd0, sd1, sdq0, sdq1, SHARE, PACK, D, V, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N, SOFTCAP,
-                PRECISION, EDGE_STAGES, TMA, FRESH,
+                PRECISION, EDGE_STAGES, TMA, UNIT, FRESH,
             )
     else:
         _queries_tile(
             tl.program_id(0), q, k, v, do, lse, delta, dq, tiles, entries, n_tiles, groups, chunk, scale, softcap, sq0, sq1, sk0,
             sk1, sv0, sv1, so0, so1, sl0, sl1, sd0, sd1, sdq0, sdq1, SHARE, PACK, D, V, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N, SOFTCAP,
-            PRECISION, EDGE_STAGES, TMA, FRESH,
+            PRECISION, EDGE_STAGES, TMA, UNIT, FRESH,
         )
     # fmt: on
 
@@ -218,14 +218,14 @@ def _queries_tile(
     sq0, sq1, sk0, sk1, sv0, sv1, so0, so1, sl0, sl1, sd0, sd1, sdq0, sdq1,
     SHARE: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, EDGE_STAGES: tl.constexpr,
-    TMA: tl.constexpr, FRESH: tl.constexpr,
+    TMA: tl.constexpr, UNIT: tl.constexpr, FRESH: tl.constexpr,
 ):  # fmt: skip
     tile, group = whose(program, n_tiles, groups, chunk)  # a group is PACK query heads
     row0, row1 = tl.load(tiles + tile * 4), tl.load(tiles + tile * 4 + 1)
     first, last = tl.load(tiles + tile * 4 + 2), tl.load(tiles + tile * 4 + 3)
-    sq0, sq1, so0, so1 = sq0 * 16, sq1 * 16, so0 * 16, so1 * 16
-    sk0, sk1, sv0, sv1 = sk0 * 16, sk1 * 16, sv0 * 16, sv1 * 16
-    sdq0, sdq1 = sdq0 * 16, sdq1 * 16
+    sq0, sq1, so0, so1 = sq0 * UNIT, sq1 * UNIT, so0 * UNIT, so1 * UNIT
+    sk0, sk1, sv0, sv1 = sk0 * UNIT, sk1 * UNIT, sv0 * UNIT, sv1 * UNIT
+    sdq0, sdq1 = sdq0 * UNIT, sdq1 * UNIT
 
     m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)

@@ -8,6 +8,9 @@ Logits are kept in base 2, or base e where full precision counts (rounding of th
 clear blocks of an entry take the short way; edge blocks mask, and read no key beyond the entry's last
 (what lies there may belong to nobody and hold anything).
 
+A block is as wide as the next power of two from the head size on (``BLOCK_D``, ``BLOCK_V``). Its columns beyond the head are read as
+zeros, by masks or by the bounds of the tensor descriptor, and never written. Of a head size that is a power of two there are none.
+
 Integer arguments are never specialised: no batch compiles anything new. What is constant is the model's (dtype, head sizes, heads per
 KV head, softcap or not).
 """
@@ -32,7 +35,7 @@ def forward_kernel(
     sq0, sq1, sk0, sk1, sv0, sv1, so0, so1, sl0, sl1,
     SHARE: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, FRESH: tl.constexpr, PRECISION: tl.constexpr,
-    PERSISTENT: tl.constexpr, EDGE_STAGES: tl.constexpr, TMA: tl.constexpr,
+    PERSISTENT: tl.constexpr, EDGE_STAGES: tl.constexpr, TMA: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     # fmt: off
     if PERSISTENT:
@@ -40,13 +43,13 @@ def forward_kernel(
             _tile(
                 program, q, k, v, out, lse, tiles, entries, n_tiles, groups, chunk, scale, softcap, sq0, sq1, sk0, sk1, sv0, sv1,
                 so0, so1, sl0, sl1, SHARE, PACK, D, V, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N, SOFTCAP, FRESH, PRECISION,
-                EDGE_STAGES, TMA,
+                EDGE_STAGES, TMA, UNIT,
             )
     else:
         _tile(
             tl.program_id(0), q, k, v, out, lse, tiles, entries, n_tiles, groups, chunk, scale, softcap, sq0, sq1, sk0, sk1, sv0, sv1,
             so0, so1, sl0, sl1, SHARE, PACK, D, V, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N, SOFTCAP, FRESH, PRECISION,
-            EDGE_STAGES, TMA,
+            EDGE_STAGES, TMA, UNIT,
         )
     # fmt: on
 
@@ -57,14 +60,14 @@ def _tile(
     sl0, sl1,
     SHARE: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, FRESH: tl.constexpr, PRECISION: tl.constexpr,
-    EDGE_STAGES: tl.constexpr, TMA: tl.constexpr,
+    EDGE_STAGES: tl.constexpr, TMA: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     tile, group = whose(program, n_tiles, groups, chunk)  # a group is PACK query heads
     row0, row1 = tl.load(tiles + tile * 4), tl.load(tiles + tile * 4 + 1)
     first, last = tl.load(tiles + tile * 4 + 2), tl.load(tiles + tile * 4 + 3)
-    # Strides come in units of 16 elements, so that the compiler knows rows to be aligned without specialising on any.
-    sq0, sq1, sk0, sk1 = sq0 * 16, sq1 * 16, sk0 * 16, sk1 * 16
-    sv0, sv1, so0, so1 = sv0 * 16, sv1 * 16, so0 * 16, so1 * 16
+    # Strides come in units of 16 or 8 elements, so that the compiler knows rows to be aligned without specialising on any.
+    sq0, sq1, sk0, sk1 = sq0 * UNIT, sq1 * UNIT, sk0 * UNIT, sk1 * UNIT
+    sv0, sv1, so0, so1 = sv0 * UNIT, sv1 * UNIT, so0 * UNIT, so1 * UNIT
 
     m = tl.arange(0, BLOCK_M)
     row, head = m // PACK, m % PACK

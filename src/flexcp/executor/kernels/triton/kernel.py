@@ -24,7 +24,10 @@ from flexcp.executor.kernels.triton.backward import keys_kernel, pack_kernel, qu
 from flexcp.executor.kernels.triton.forward import forward_kernel
 
 FRESH = True
-HEAD_SIZES = (64, 96, 128, 192, 256)
+LARGEST_HEAD, HEAD_STEP = 256, 8
+"""Head sizes are the multiples of the second up to the first."""
+NARROWEST = 16
+"""Columns that a matrix product needs at least."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PACK_BLOCK = 1024
 RESIDENT = 2
@@ -33,8 +36,9 @@ PARTS, SHORTEST_PART = 6, 16
 """dk and dv: split tiles of keys until each of these gets about so many, but none into parts of fewer blocks."""
 CHUNK, UNEVEN = 32, 0.07
 """Tiles that the groups of heads take in turn, and from which share of a program's work on the longest tile counts as long."""
-ALIGNMENT = 16
-"""Bytes the first element and elements between rows and heads must be multiples of; other inputs are copied."""
+ALIGNMENT, UNIT = 16, 16
+"""Bytes that the first element of an input lies at a multiple of, and elements that strides are told in (8 for head sizes that are no
+multiple of 16). Other inputs are copied."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,7 @@ class WorkList:
         self.slices, self.heads, self.kv_heads, self.device = slices, heads, kv_heads, numbered(device)
         self.head_dim, self.v_head_dim, self.share = head_dim, v_head_dim, heads // kv_heads
         self.widest = max(head_dim, v_head_dim)
+        self.unit = math.gcd(UNIT, head_dim, v_head_dim)
 
     @cached_property
     def copy_engine(self) -> bool:
@@ -136,10 +141,11 @@ def prepare(slices: Ints, heads: int, kv_heads: int, head_dim: int, v_head_dim: 
 def supports(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
     """Why this kernel cannot run such tensors, naming what it can run; None when it can."""
     for size in (head_dim, v_head_dim):
-        if size not in HEAD_SIZES:
+        if not 0 < size <= LARGEST_HEAD or size % HEAD_STEP:
+            pad = "Pad the heads with zeros to the next of these, or use" if size < LARGEST_HEAD else "Use"
             return (
-                f"the triton kernel has head sizes {', '.join(map(str, HEAD_SIZES))}; got {size}. "
-                'Pad the heads with zeros to the next of these, or use kernel="cpu" (plain torch, any size, slow)'
+                f"the triton kernel has head sizes that are multiples of {HEAD_STEP} up to {LARGEST_HEAD}; got {size}. "
+                f'{pad} kernel="cpu" (plain torch, any size, slow)'
             )
     if dtype not in DTYPES:
         return f"the triton kernel computes {', '.join(map(str, DTYPES))}; got {dtype}"
@@ -171,14 +177,14 @@ def launch_forward(
     tiles = work.rows(blocks)
     if not len(tiles):
         return
-    q, k, v = (aligned(x) for x in (q_THD, k_TGD, v_TGV))
+    q, k, v = (aligned(x, work.unit) for x in (q_THD, k_TGD, v_TGV))
     check(work, supports, q, k, v, out_THV, lse_TH)
     pack = blocks.pack(work.share)
     programs = len(tiles) * (work.heads // pack)
     k_at, v_at = (_described(x, blocks.n, 1) if blocks.tma else x for x in (k, v))
     forward_kernel[_grid(programs, settings.sm_margin, work.device)](
         q, k_at, v_at, out_THV, lse_TH, tiles.tiles, tiles.entries, *_order(tiles, work.heads // pack, work), programs,
-        *scales(settings, q.dtype), *strides(q, k, v, out_THV, lse_TH),
+        *scales(settings, q.dtype), *strides(q, k, v, out_THV, lse_TH, unit=work.unit),
         SHARE=work.share, PACK=pack, SOFTCAP=settings.softcap is not None, FRESH=settings.fresh,
         **_sizes(q, work, blocks, settings),
     )  # fmt: skip
@@ -204,7 +210,7 @@ def launch_backward(
     """:func:`backward` with blocks of the given sizes for dk and dv, and for dq."""
     if not len(work.rows(queries)):
         return
-    q, k, v, do = (aligned(x) for x in (q_THD, k_TGD, v_TGV, do_THV))
+    q, k, v, do = (aligned(x, work.unit) for x in (q_THD, k_TGD, v_TGV, do_THV))
     check(work, supports, q, k, v, do, lse_TH, delta_TH, dq_THD, dk_TGD, dv_TGV)
     inputs = (q, k, v, do, lse_TH, delta_TH, work, settings)
     _launch_keys(*inputs, dk_TGD, dv_TGV, keys)
@@ -226,7 +232,7 @@ def _launch_keys(
     q_at, do_at = (_described(x, blocks.m // pack, pack) if blocks.tma else x for x in (q, do))
     keys_kernel[_grid(programs, settings.sm_margin, work.device)](
         q_at, k, v, do_at, packed, dk, dv, tiles.tiles, tiles.entries, rows, work.heads, *order, programs,
-        *scales(settings, q.dtype), *strides(q, k, v, do, dk, dv),
+        *scales(settings, q.dtype), *strides(q, k, v, do, dk, dv, unit=work.unit),
         SHARE=work.share, PACK=pack, SOFTCAP=settings.softcap is not None, SPLIT=not settings.deterministic,
         **_sizes(q, work, blocks, settings),
     )  # fmt: skip
@@ -241,7 +247,7 @@ def _launch_queries(
     k_at, v_at = (_described(x, blocks.n, 1) if blocks.tma else x for x in (k, v))
     queries_kernel[_grid(programs, settings.sm_margin, work.device)](
         q, k_at, v_at, do, lse, delta, dq, tiles.tiles, tiles.entries, *_order(tiles, work.heads // pack, work), programs,
-        *scales(settings, q.dtype), *strides(q, k, v, do, lse, delta, dq),
+        *scales(settings, q.dtype), *strides(q, k, v, do, lse, delta, dq, unit=work.unit),
         SHARE=work.share, PACK=pack, SOFTCAP=settings.softcap is not None, FRESH=settings.fresh,
         **_sizes(q, work, blocks, settings),
     )  # fmt: skip
@@ -339,23 +345,29 @@ def _sizes(q: Tensor, work: WorkList, blocks: Blocks, settings: Settings) -> dic
     return {
         "D": work.head_dim,
         "V": work.v_head_dim,
-        "BLOCK_D": triton.next_power_of_2(work.head_dim),
-        "BLOCK_V": triton.next_power_of_2(work.v_head_dim),
+        "BLOCK_D": columns(work.head_dim),
+        "BLOCK_V": columns(work.v_head_dim),
         "BLOCK_M": blocks.m,
         "BLOCK_N": blocks.n,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
         "PERSISTENT": settings.sm_margin > 0,
         "EDGE_STAGES": blocks.edge_stages,
         "TMA": blocks.tma,
+        "UNIT": work.unit,
         "num_warps": blocks.warps,
         "num_stages": blocks.stages,
     }
 
 
 def _described(x_THD: Tensor, rows: int, heads: int) -> TensorDescriptor:
-    """The tensor for blocks of ``rows`` rows and ``heads`` heads."""
-    size = triton.next_power_of_2(x_THD.shape[2])
-    return TensorDescriptor(x_THD, list(x_THD.shape), list(x_THD.stride()), [rows, heads, size])
+    """The tensor for blocks of ``rows`` rows and ``heads`` heads. What a block has beyond the head's columns is read as zeros."""
+    block = [rows, heads, columns(x_THD.shape[2])]
+    return TensorDescriptor(x_THD, list(x_THD.shape), list(x_THD.stride()), block)
+
+
+def columns(size: int) -> int:
+    """How wide a block of heads of that size is: Triton's blocks are powers of two."""
+    return max(NARROWEST, int(triton.next_power_of_2(size)))
 
 
 def base_of(dtype: torch.dtype) -> float:
@@ -372,19 +384,19 @@ def scales(settings: Settings, dtype: torch.dtype) -> tuple[float, float]:
     return settings.scale / settings.softcap, settings.softcap
 
 
-def strides(*tensors: Tensor) -> list[int]:
-    """Strides of rows and heads: in units of 16 elements, except of the one number per row and head of statistics."""
-    return [s if t.dim() == 2 else s // 16 for t in tensors for s in t.stride()[:2]]
+def strides(*tensors: Tensor, unit: int = UNIT) -> list[int]:
+    """Strides of rows and heads: in units of so many elements, except of the one number per row and head of statistics."""
+    return [s if t.dim() == 2 else s // unit for t in tensors for s in t.stride()[:2]]
 
 
-def aligned(x: Tensor) -> Tensor:
+def aligned(x: Tensor, unit: int = UNIT) -> Tensor:
     """The tensor itself where the kernel's 16-byte loads fit it, else a copy."""
-    return x if _fits(x) and x.storage_offset() * x.element_size() % ALIGNMENT == 0 else x.contiguous()
+    return x if _fits(x, unit) and x.storage_offset() * x.element_size() % ALIGNMENT == 0 else x.contiguous()
 
 
-def _fits(x: Tensor) -> bool:
-    """Whether strides can be told in units of 16 elements."""
-    apart = (stride % 16 == 0 for stride, size in zip(x.stride()[:2], x.shape[:2], strict=True) if size > 1)
+def _fits(x: Tensor, unit: int) -> bool:
+    """Whether strides can be told in units of so many elements."""
+    apart = (stride % unit == 0 for stride, size in zip(x.stride()[:2], x.shape[:2], strict=True) if size > 1)
     return x.stride(2) == 1 and all(apart)
 
 
@@ -394,9 +406,9 @@ def check(
     for x in (q, k, v, *others):
         if x.device != work.device:
             raise ValueError(f"the work list was prepared for {work.device}, but a tensor is on {x.device}")
-        if x.dim() == 3 and not _fits(x):
+        if x.dim() == 3 and not _fits(x, work.unit):
             raise ValueError(
-                f"results need rows and heads at multiples of 16 elements; got strides {tuple(x.stride())}"
+                f"results need rows and heads at multiples of {work.unit} elements; got strides {tuple(x.stride())}"
             )
     reason = supports(work.device, q.dtype, work.head_dim, work.v_head_dim)
     if reason:

@@ -6,6 +6,10 @@ gradient follows from the LSE and ``delta = rowsum(do * out) - dlse``, which als
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -16,6 +20,34 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
     """Output and LSE with one more logit per head that brings no value."""
     total = torch.logaddexp(lse, sinks.to(lse.dtype).expand_as(lse))
     return out * torch.exp(lse - _finite(total))[..., None], total
+
+
+@dataclass(frozen=True)
+class OutputGradient:
+    """What comes back to attention: the gradients of its output and LSE, and the output they belong to.
+
+    Delta is computed when somebody asks: a kernel that is given the output does it itself.
+    """
+
+    do: Tensor
+    out: Tensor | None
+    """None where only ``known_delta`` is left of it."""
+    dlse: Tensor | None
+    dtype: torch.dtype
+    """Of delta."""
+    known_delta: Tensor | None = None
+
+    @cached_property
+    def delta(self) -> Tensor:
+        """``rowsum(do * out) - dlse``."""
+        if self.known_delta is not None:
+            return self.known_delta
+        assert self.out is not None
+        return delta_of(self.do, self.out, self.dlse, self.dtype)
+
+    def in_order(self, reorder: Callable[[Tensor], Tensor]) -> OutputGradient:
+        """The same with its rows reordered; of the output only delta, which is smaller."""
+        return OutputGradient(reorder(self.do), None, None, self.dtype, reorder(self.delta))
 
 
 def delta_of(do: Tensor, out: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flexcp.executor.run.ends import sinks_gradient
+from flexcp.executor.kernels.ends import sinks_gradient
 
 
 def test_a_sinks_gradient_survives_cancellation() -> None:

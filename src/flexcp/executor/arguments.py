@@ -1,0 +1,79 @@
+"""Arguments: what users pass to attention, a step or ``bind``, checked for its kind before anything is done with it.
+
+A wrong one ends in one line that names the argument, what it is for and what was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+MOST_SECONDS = 10_000_000
+"""A third of a year: a longer limit is none, and torch's stores count milliseconds."""
+
+
+def named_kind(x: object) -> str:
+    """What was given, in few words: a tensor by its shape, anything large by its type."""
+    if isinstance(x, Tensor):
+        return f"a tensor of shape {tuple(x.shape)}"
+    return repr(x) if x is None or isinstance(x, bool | int | float | str) else f"a {type(x).__name__}"
+
+
+def check_rows(x: object, place: str) -> None:
+    """Raise for what is no tensor with a row for each token."""
+    if not isinstance(x, Tensor) or not x.dim():
+        raise ValueError(f"{place} takes a tensor with a row for each token; got {named_kind(x)}")
+
+
+def check_whole(name: str, x: object) -> None:
+    """Raise for what is no whole number."""
+    if not isinstance(x, int) or isinstance(x, bool):
+        raise ValueError(f"{name}= is a whole number; got {named_kind(x)}")
+
+
+def check_number(name: str, x: object) -> None:
+    """Raise for what is no number."""
+    if not isinstance(x, int | float):
+        raise ValueError(f"{name}= is a number; got {named_kind(x)}")
+
+
+def check_tensors(given: Mapping[str, object], sinks: object = None) -> None:
+    """Raise for an argument of attention that is no tensor with rows of numbers."""
+    for name, x in given.items():
+        if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[-1] == 0:
+            raise ValueError(f"{name} is a tensor of this rank's rows, [tokens, ..., size]; got {named_kind(x)}")
+    if sinks is not None and not isinstance(sinks, Tensor):
+        raise ValueError(f"sinks is a tensor of one number per query head, or None; got {named_kind(sinks)}")
+
+
+def check_running(kernel: object, deterministic: object, sm_margin: object, return_lse: object = False) -> None:
+    """Raise for what is no choice of a kernel and of how it runs."""
+    if kernel is not None and not isinstance(kernel, str):
+        raise ValueError(f"kernel= is the name of a kernel, or None to let flexcp choose; got {named_kind(kernel)}")
+    for name, x in (("deterministic", deterministic), ("return_lse", return_lse)):
+        if not isinstance(x, bool):
+            raise ValueError(f"{name}= is True or False; got {named_kind(x)}")
+    check_whole("sm_margin", sm_margin)
+    if isinstance(sm_margin, int) and sm_margin < 0:
+        raise ValueError(f"sm_margin= is how many multiprocessors to leave free, 0 or more; got {sm_margin}")
+
+
+def device_of(given: torch.device | str) -> torch.device:
+    """A device, from what a user calls it."""
+    try:
+        return torch.device(given)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"a device is torch.device(...) or its name, such as 'cuda:0'; got {given!r}") from error
+
+
+def time_limit(timeout: timedelta | float) -> timedelta:
+    """A limit, from seconds or a timedelta."""
+    found: object = timeout
+    if isinstance(timeout, int | float) and not isinstance(timeout, bool) and 0 < timeout <= MOST_SECONDS:
+        found = timedelta(seconds=timeout)
+    if not isinstance(found, timedelta) or found <= timedelta(0):
+        raise ValueError(f"timeout= is a timedelta or seconds, above 0 and at most {MOST_SECONDS:,}; got {timeout!r}")
+    return found

@@ -1,0 +1,169 @@
+"""Proves that a wrong argument of attention, a step or bind ends in one line that names it, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+import flexcp
+from flexcp.executor.arguments import MOST_SECONDS, time_limit
+
+HEADS, KV_HEADS, SIZE, TOKENS, VOCABULARY = 4, 2, 8, 8, 11
+
+
+def planned(**options: Any) -> flexcp.Plan:
+    planner = flexcp.Planner(HEADS, KV_HEADS, SIZE, dtype="float32", cluster=flexcp.cluster("cpu", 1, 1))
+    return planner([5, 3], **options)
+
+
+def qkv() -> dict[str, Any]:
+    return {name: torch.randn(TOKENS, heads, SIZE) for name, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS))}
+
+
+@pytest.fixture
+def step() -> flexcp.Step:
+    found = flexcp.bind(planned())
+    flexcp.attention(**qkv(), step=found)
+    return found
+
+
+def logits() -> torch.Tensor:
+    return torch.randn(TOKENS, VOCABULARY)
+
+
+def labels(**rows: int) -> torch.Tensor:
+    found = torch.arange(TOKENS)
+    for name, label in rows.items():
+        found[int(name.removeprefix("row"))] = label
+    return found
+
+
+@pytest.mark.parametrize("attend", [flexcp.attention, flexcp.slice_attention])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("wrong", [None, 5, "x", [1.0], torch.zeros(()), torch.zeros(8), torch.zeros(8, 4, 0)])
+def test_attention_names_the_argument_that_is_no_tensor_of_rows(
+    step: flexcp.Step, attend: Callable[..., Any], name: str, wrong: Any
+) -> None:
+    last: dict[str, Any] = {"step": step} if attend is flexcp.attention else {"mask": flexcp.causal()}
+    with pytest.raises(ValueError, match=f"^{name} is a tensor of this rank's rows"):
+        attend(**(qkv() | {name: wrong}), **last)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("sinks", 1.0),
+        ("kernel", 5),
+        ("deterministic", "yes"),
+        ("return_lse", torch.zeros(3)),
+        ("sm_margin", 1.5),
+        ("sm_margin", -1),
+        ("scale", torch.zeros(3)),
+        ("softcap", [1]),
+        ("dropout", "none"),
+        ("window", -1),
+        ("window", "4"),
+        ("mask", 3),
+    ],
+)
+def test_attention_names_a_setting_of_the_wrong_kind(step: flexcp.Step, name: str, wrong: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^{name}\b.* got "):
+        flexcp.attention(**qkv(), step=step, **{name: wrong})
+
+
+def test_a_mask_named_to_a_plan_of_one_is_told_to_be_left_out(step: flexcp.Step) -> None:
+    with pytest.raises(ValueError, match=r"'causal' in this plan, which has one, 'mask' \(causal\): leave mask= out"):
+        flexcp.attention(**qkv(), step=step, mask="causal")
+    masks = {"full": (flexcp.causal(), 1), "near": (flexcp.window(2), 1)}
+    with pytest.raises(ValueError, match=r"no mask named 'causal' in this plan; it has \['full', 'near'\]"):
+        flexcp.attention(**qkv(), step=flexcp.bind(planned(masks=masks)), mask="causal")
+
+
+@pytest.mark.parametrize("label", [-1, -7, VOCABULARY, 1000])
+def test_a_label_outside_of_the_vocabulary_is_named(step: flexcp.Step, label: int) -> None:
+    with pytest.raises(ValueError, match=rf"the label of row 3 is {label}, outside of the vocabulary 0\.\.10") as found:
+        step.loss(logits(), labels(row3=label))
+    assert (f"pass ignore={label}" in str(found.value)) == (label < 0)
+
+
+def test_a_label_that_is_ignored_is_not_looked_up(step: flexcp.Step) -> None:
+    rows = logits()
+    found = step.loss(rows, labels(row3=-1), ignore=-1)
+    keep = torch.arange(TOKENS) != 3
+    torch.testing.assert_close(found, torch.nn.functional.cross_entropy(rows[keep], torch.arange(TOKENS)[keep]))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ((logits()[None], labels()), r"logits has shape \(1, 8, 11\).*expects \(8, vocabulary\).*pass logits\[0\]"),
+        ((logits(), labels()[None]), r"labels has shape \(1, 8\).*expects \(8,\).*pass labels\[0\]"),
+        ((logits().reshape(2, 4, 11), labels()), r"logits has shape \(2, 4, 11\).*this rank's rows$"),
+        ((logits()[:5], labels()[:5]), r"keeps 8 tokens under this plan, but got a tensor of 5 rows"),
+        ((logits(), labels()[:5]), r"5 labels for 8 rows of logits"),
+        ((logits(), labels().int()), r"labels are torch.int32.*labels.long\(\)"),
+        ((logits().long(), labels()), r"logits are torch.int64"),
+        ((None, labels()), r"logits is a tensor .*\(8, vocabulary\); got None"),
+        ((logits(), None), r"labels is a tensor .*\(8,\); got None"),
+        ((logits(), labels(), None), r"ignore= is a whole number; got None"),
+    ],
+)
+def test_a_loss_says_which_shape_it_expects(step: flexcp.Step, given: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        step.loss(*given)
+
+
+def test_a_share_is_the_sum_over_what_all_count(step: flexcp.Step) -> None:
+    assert step.share(torch.tensor(6.0), 4).item() == 1.5
+    assert step.share(torch.tensor(6.0), torch.tensor(0)).item() == 6.0
+    for wrong in ((6.0, 4), (torch.zeros(2), 4), (torch.tensor(6.0), None), (torch.tensor(6.0), torch.ones(2))):
+        with pytest.raises(ValueError, match=r"is (a tensor of )?one number"):
+            step.share(*wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda step: step.shard(None),
+        lambda step: step.gather([1]),
+        lambda step: step.roll(torch.zeros(())),
+        lambda step: step.roll(torch.zeros(8), 1.5),
+        lambda step: step.roll(torch.zeros(8), 1, fill="x"),
+        lambda step: step.shard(torch.zeros(8), pad=None),
+        lambda step: step.labels([1, 2]),
+        lambda step: step.labels(torch.zeros(8), ignore=[1]),
+        lambda step: step.relayout(None),
+        lambda step: step.restore(3),
+        lambda step: step.prepare(1.5),
+        lambda step: step.relayout(torch.zeros(8), [torch.zeros(8, dtype=torch.bfloat16)]),
+    ],
+)
+def test_a_step_names_what_it_cannot_take(step: flexcp.Step, call: Callable[[flexcp.Step], Any]) -> None:
+    with pytest.raises(ValueError, match=r"; got |one cannot be read"):
+        call(step)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"), [("plan", None), ("group", 5), ("timeout", None), ("telemetry", 5), ("arena", "x")]
+)
+def test_bind_names_what_it_cannot_take(name: str, wrong: Any) -> None:
+    with pytest.raises(ValueError, match=rf"({name}=|bind takes a).*got {wrong!r}"):
+        flexcp.bind(**({"plan": planned()} | {name: wrong}))
+
+
+def test_a_time_limit_is_seconds_or_a_timedelta() -> None:
+    assert time_limit(1.5) == time_limit(timedelta(seconds=1.5)) == timedelta(seconds=1.5)
+    for wrong in (0, -1, float("nan"), float("inf"), MOST_SECONDS + 1, "5", True, timedelta(0)):
+        with pytest.raises(ValueError, match="timeout= is a timedelta or seconds"):
+            time_limit(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [1.5, [1], object(), torch.zeros(2)])
+@pytest.mark.parametrize("name", ["cost", "model", "strategy"])
+def test_a_planner_names_what_it_cannot_take(name: str, wrong: Any) -> None:
+    with pytest.raises(ValueError, match=f"(^{name}=|a {name} is given).*; got "):
+        flexcp.Planner(4, **{name: wrong})
