@@ -14,7 +14,7 @@ test: .venv/ready .venv/browser lint
 # The CuTe kernels compiled for sm90 without a GPU; their compiler (flexcp[cute]) is 200 MB that make test does without.
 kernels: .venv/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[cute]"
-	$(BIN)/python -m pytest tests/executor/test_kernels_cute.py tests/executor/test_kernels_hopper.py
+	$(BIN)/python -m pytest tests/executor/kernels/test_kernels_cute.py tests/executor/kernels/test_kernels_hopper.py
 
 lint: .venv/ready
 	$(BIN)/ruff check .

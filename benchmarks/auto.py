@@ -26,13 +26,13 @@ from flexcp.clusters import cluster
 from flexcp.cost import CostModel
 from flexcp.data.lengths import DISTRIBUTIONS, draw_lengths
 from flexcp.masks import Mask
-from flexcp.pieces import Shape
-from flexcp.plan import Placement
-from flexcp.planners import find_strategy
+from flexcp.plan.placement import Placement
 from flexcp.planners.auto import auto
 from flexcp.planners.request import Refused, Request
-from flexcp.planners.static_bounds import static_methods
-from flexcp.simulate import lower_bound, predict
+from flexcp.planners.static.bounds import static_methods
+from flexcp.planners.strategies import find_strategy
+from flexcp.schedule.predict import lower_bound, predict
+from flexcp.shape import Shape
 
 SHAPE = Shape(64, 8, 128, 128)
 COST = CostModel()

@@ -16,7 +16,7 @@ from __future__ import annotations
 from flexcp.clusters import Cluster, cluster
 from flexcp.cost import CostModel
 from flexcp.data.lengths import draw_lengths
-from flexcp.pieces import Shape
+from flexcp.shape import Shape
 from flexcp.simulator.passes import Rules
 from flexcp.simulator.training import Simulation
 from simulated import OURS, Experiment, off, simulations, table

@@ -26,11 +26,11 @@ from flexcp.clusters import Cluster, cluster
 from flexcp.cost import PEAK_PERMILLE, CostModel, Model
 from flexcp.data.lengths import parse_lengths
 from flexcp.masks import causal
-from flexcp.measure.box import Box
-from flexcp.measure.step_time import Arrays, Part, difference, slowest_ms, time_steps
-from flexcp.plan import Plan
+from flexcp.plan.plan import Plan
 from flexcp.planner import Planner
-from flexcp.schedule import make_plan
+from flexcp.schedule.transfers import make_plan
+from lib.box import Box
+from lib.step_time import Arrays, Part, difference, slowest_ms, time_steps
 
 DTYPE = "float32"
 # Only attention is timed, so a token costs nothing else; a pass through Python and gloo starts in a fraction of a millisecond.

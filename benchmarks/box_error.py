@@ -14,15 +14,15 @@ from dataclasses import replace
 
 from box_options import box_parser, parsed, rank_mbps
 from flexcp.clusters import cluster
+from flexcp.compare.compare import without_linear
 from flexcp.cost import dense_model
 from flexcp.data.lengths import draw_lengths
 from flexcp.masks import causal
 from flexcp.measure.bench_step import BenchTask, Measured, bench
-from flexcp.measure.box import Box
-from flexcp.measure.calibrate import calibrated, measure
-from flexcp.measure.calibrate_kernels import KernelTask
-from flexcp.pieces import Shape
-from flexcp.simulator.compare import without_linear
+from flexcp.measure.calibrate.calibrate import calibrated, measure
+from flexcp.measure.calibrate.kernels import KernelTask
+from flexcp.shape import Shape
+from lib.box import Box
 
 STRATEGIES = ("auto", "blocks", "groups", "zigzag", "ring", "allgather", "ulysses", "minheap:512")
 BATCHES = ("web", "longtail", "equal")

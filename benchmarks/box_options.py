@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from flexcp.clusters import Cluster
-from flexcp.measure.box import why_not
+from lib.box import why_not
 
 
 def box_parser(text: str | None, nodes: int, mbit: int, repeats: int) -> argparse.ArgumentParser:

@@ -16,10 +16,10 @@ import dcp
 from flexcp.clusters import cluster
 from flexcp.data.lengths import draw_lengths
 from flexcp.masks import causal
-from flexcp.measure.fit import errors
-from flexcp.models import find_model
+from flexcp.measure.calibrate.fit import errors
+from flexcp.models.find import find_model
 from flexcp.planner import Planner
-from flexcp.simulate import predict
+from flexcp.schedule.predict import predict
 from flexcp.simulator.passes import Rules
 from flexcp.simulator.training import Training, simulate
 from simulated import STATIC, scaled_lengths

@@ -39,7 +39,7 @@ MARK = "<!-- measured: everything below is written by make data -->"
 
 def resume(quick: bool) -> dict[str, Any]:
     """Kills on one and on two ranks; lines that differ must be none."""
-    from flexcp.measure.resume import disturbed, undisturbed
+    from lib.resume import disturbed, undisturbed
 
     kills = 2 if quick else 10
     found: dict[str, Any] = {}
@@ -118,7 +118,7 @@ def planners(quick: bool) -> dict[str, Any]:
 def waits(quick: bool) -> dict[str, Any]:
     """The loop sleeps for its work; planning is slowed by sleeping too, so that the machine's cores do not matter."""
     from flexcp.data import Loader
-    from flexcp.measure.slow_planner import SlowPlanner
+    from lib.slow_planner import SlowPlanner
 
     steps = 60 if quick else 300
     data = Sized(_lengths(60 * (steps + 10)))

@@ -18,8 +18,8 @@ from dataclasses import replace
 import flexcp
 from flexcp.clusters import cluster
 from flexcp.data.lengths import draw_lengths
-from flexcp.models import find_model
-from flexcp.pieces import Shape
+from flexcp.models.find import find_model
+from flexcp.shape import Shape
 from flexcp.simulator.passes import Rules
 from flexcp.simulator.training import Simulation, Training
 from simulated import OURS, STATIC, Experiment, best, mean, off, row_of, scaled_lengths, simulations, table

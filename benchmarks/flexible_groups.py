@@ -14,7 +14,7 @@ from collections import defaultdict
 
 from flexcp.clusters import cluster
 from flexcp.data.lengths import draw_lengths
-from flexcp.models import find_model
+from flexcp.models.find import find_model
 from simulated import step_of, table
 
 CASES = (("llama3-8b", "libra256k"), ("qwen2.5-vl-7b", "video"))

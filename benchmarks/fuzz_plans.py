@@ -34,9 +34,9 @@ from typing import Any
 import numpy as np
 
 import flexcp
-from flexcp import wire
 from flexcp.masks import Mask
-from flexcp.plan import Plan
+from flexcp.plan import file as wire
+from flexcp.plan.plan import Plan
 
 SECONDS = 20
 MEMORY = 512 << 20

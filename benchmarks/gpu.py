@@ -53,7 +53,7 @@ def main() -> None:
         np.savez_compressed(asked.plans, **plan_work())
         return
     if asked.make_nccl_cases:
-        from flexcp.measure import gpu_checks, nccl_checks
+        from lib import gpu_checks, nccl_checks
 
         asked.nccl_cases.write_bytes(pickle.dumps(list(gpu_checks.gpu_cases(ranks_of=nccl_checks.RANKS))))
         return
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def _arguments(part: str, asked: argparse.Namespace) -> list[Any]:
-    from flexcp.measure.kernel_cases import MODELS
+    from lib.kernel_cases import MODELS
 
     if part == "cases":
         each = -(-asked.cases // len(MODELS))
@@ -96,7 +96,7 @@ def _arguments(part: str, asked: argparse.Namespace) -> list[Any]:
 
 
 def _names() -> tuple[str, ...]:
-    from flexcp.measure.kernel_work import NAMES
+    from flexcp.measure.kernels.work import NAMES
 
     return NAMES
 
@@ -125,7 +125,7 @@ def _in_processes(part: str, arguments: list[Any], patience: int) -> list[Any]:
 
 def cases(argument: Any) -> Any:
     """Random cases of one model."""
-    from flexcp.measure.kernel_cases import MODELS, check_cases
+    from lib.kernel_cases import MODELS, check_cases
 
     worst = check_cases(MODELS[argument["model"]], range(argument["first"], argument["last"]))
     return {**asdict(worst.model), "cases": worst.cases, "failed": worst.failed, "error / allowed": worst.share}
@@ -133,7 +133,7 @@ def cases(argument: Any) -> Any:
 
 def recompiled(argument: Any) -> Any:
     """Variants compiled by 100 random batches."""
-    from flexcp.measure.kernel_cases import MODELS, recompiles
+    from lib.kernel_cases import MODELS, recompiles
 
     model = MODELS[argument["model"]]
     first, last = recompiles(model)
@@ -142,7 +142,7 @@ def recompiled(argument: Any) -> Any:
 
 def warm(argument: Any) -> Any:
     """Compile one workload's contenders into the caches on disk."""
-    from flexcp.measure import kernel_bench as b
+    from flexcp.measure.kernels import bench as b
 
     b.bench([argument["name"]], 16_384, b.Heads(), [*b.OURS, *b.BASELINES], rounds=1, check=False)
     return {}
@@ -150,8 +150,8 @@ def warm(argument: Any) -> Any:
 
 def bench(argument: Any) -> Any:
     """Every workload at 16,384 tokens with all contenders; shorter and longer ones beside the fastest."""
-    from flexcp.measure import kernel_bench as b
-    from flexcp.measure.kernel_work import NAMES
+    from flexcp.measure.kernels import bench as b
+    from flexcp.measure.kernels.work import NAMES
 
     everyone, fastest = [*b.OURS, *b.BASELINES], ["cute", "hopper", "triton", "op", "fa4", "cudnn"]
     product = b.matrix_rate()
@@ -167,7 +167,7 @@ def plan_work() -> dict[str, Any]:
     """Work lists of real plans: ``data/ranks/seed/rank/direction/number`` -> slices; a second array has the rest of a ``Listed``."""
     import flexcp
     from flexcp.data.lengths import draw_lengths
-    from flexcp.executor.program import rank_program
+    from flexcp.executor.run.program import rank_program
 
     made: dict[str, Any] = {}
     for data, ranks in DATA:
@@ -192,8 +192,8 @@ def plans(argument: Any) -> Any:
     import torch
 
     from flexcp.executor.kernels.choose import choose_kernel
-    from flexcp.measure import kernel_bench as b
-    from flexcp.measure.kernel_work import workload
+    from flexcp.measure.kernels import bench as b
+    from flexcp.measure.kernels.work import workload
 
     made = dict(np.load(argument["file"])) if argument["file"] else plan_work()
     device = torch.device("cuda", 0)
@@ -220,8 +220,8 @@ def plans(argument: Any) -> Any:
 
 
 def rank_lists(made: dict[str, Any], prefix: str) -> list[Any]:
-    """A rank's work lists of one direction, as :class:`flexcp.measure.kernel_bench.Listed`."""
-    from flexcp.measure.kernel_bench import Listed
+    """A rank's work lists of one direction, as :class:`flexcp.measure.kernels.bench.Listed`."""
+    from flexcp.measure.kernels.bench import Listed
 
     keys = sorted(
         (k for k in made if k.startswith(prefix) and not k.endswith("/shape")), key=lambda k: int(k.split("/")[-1])
@@ -231,14 +231,14 @@ def rank_lists(made: dict[str, Any], prefix: str) -> list[Any]:
 
 def margin(argument: Any) -> Any:
     """Attention with multiprocessors left over, and a copy of few blocks beside it."""
-    from flexcp.measure.kernel_margin import margin_table
+    from flexcp.measure.kernels.margin import margin_table
 
     return margin_table()
 
 
 def nccl(argument: Any) -> Any:
     """Real NCCL ranks that share the GPU: right, the same every time, and without a host that waits."""
-    from flexcp.measure.nccl_checks import run_all
+    from lib.nccl_checks import run_all
 
     # Written by --make-nccl-cases, by the same user: nothing of a stranger's is unpickled.
     cases = pickle.loads(Path(argument["file"]).read_bytes()) if argument["file"] else None

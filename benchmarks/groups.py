@@ -27,13 +27,13 @@ from flexcp.batch import make_batch
 from flexcp.clusters import Cluster, cluster
 from flexcp.cost import CostModel
 from flexcp.data.lengths import draw_lengths
-from flexcp.pieces import Shape
-from flexcp.plan import Placement
-from flexcp.planners.groups import groups
+from flexcp.plan.placement import Placement
+from flexcp.planners.groups.groups import groups
 from flexcp.planners.request import Refused, Request
-from flexcp.planners.static_bounds import static_methods
-from flexcp.schedule import make_plan
-from flexcp.simulate import lower_bound, predict
+from flexcp.planners.static.bounds import static_methods
+from flexcp.schedule.predict import lower_bound, predict
+from flexcp.schedule.transfers import make_plan
+from flexcp.shape import Shape
 
 SHAPE = Shape(32, 8, 128, 128)
 COST = CostModel()

@@ -19,7 +19,8 @@ from rich.console import Console
 from rich.progress import track
 
 import flexcp
-from flexcp.plan import Plan, imbalance
+from flexcp.arrays.totals import imbalance
+from flexcp.plan.plan import Plan
 from planning import BATCHES, MASKS
 
 TOLERANCE = 0.05

@@ -22,11 +22,11 @@ import numpy as np
 from flexcp.calibration import Errors, TileTimes
 from flexcp.clusters import cluster
 from flexcp.cost import CostModel
-from flexcp.measure.calibrate_kernels import GPU_TOKENS, sample_of
-from flexcp.measure.calibrate_tiles import PlanSlots, fit_tiles, single_call, the_plan
-from flexcp.measure.fit import Sample, errors, fit_kernels, split
+from flexcp.measure.calibrate.fit import Sample, errors, fit_kernels, split
+from flexcp.measure.calibrate.kernels import GPU_TOKENS, sample_of
+from flexcp.measure.calibrate.tiles import PlanSlots, fit_tiles, single_call, the_plan
 from flexcp.measure.tile_times import call_ns
-from flexcp.pieces import Shape
+from flexcp.shape import Shape
 
 RAW = Path(__file__).with_name("h200.json")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from flexcp.clusters import cluster
 from flexcp.data.lengths import draw_lengths
-from flexcp.models import find_model
+from flexcp.models.find import find_model
 from simulated import mean, row_of, step_of, table
 
 PUBLISHED = {"libra256k": 1.79, "libra1m": 2.54}

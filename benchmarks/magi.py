@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from flexcp.clusters import cluster
 from flexcp.data.lengths import draw_lengths
-from flexcp.pieces import Shape
+from flexcp.shape import Shape
 from simulated import Experiment, mean, off, simulations, table
 
 SHAPE = Shape(64, 8, 128, 128)

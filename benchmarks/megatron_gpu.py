@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import flexcp
 from flexcp.data.lengths import draw_lengths
-from flexcp.measure.nccl_ranks import on_nccl_ranks
+from lib.nccl_ranks import on_nccl_ranks
 
 STEPS, TOKENS, VOCABULARY, LAYERS = 50, 4096, 512, 4
 CASES = {

@@ -32,9 +32,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flexcp
 from flexcp.frameworks import fsdp, huggingface
-from flexcp.measure.nccl_ranks import on_nccl_ranks
 from flexcp.train.documents import Documents
 from flexcp.train.update import total_loss
+from lib.nccl_ranks import on_nccl_ranks
 
 SIZES: dict[str, dict[str, Any]] = {
     "1.2B, heads of 64": {

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 
-from flexcp.measure.model_runs import (
+from flexcp.measure.ranks import RankPool
+from lib.model_runs import (
     FAMILIES,
     LAYOUTS,
     LIMITS,
@@ -30,7 +31,6 @@ from flexcp.measure.model_runs import (
     train_alone,
     train_on_ranks,
 )
-from flexcp.measure.ranks import RankPool
 
 FLOAT32_STEPS = 10
 

@@ -23,13 +23,14 @@ import numpy as np
 from rich.console import Console
 
 import flexcp
+from flexcp.arrays.totals import imbalance
 from flexcp.clusters import Cluster
 from flexcp.data.images import ImageBatch, Span
 from flexcp.data.lengths import draw_lengths
 from flexcp.executor.layout import local_stream
-from flexcp.plan import Plan, imbalance
+from flexcp.plan.plan import Plan
 from flexcp.planners.request import Refused
-from flexcp.simulate import predict
+from flexcp.schedule.predict import predict
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 import kernel_fit
 from flexcp import masks
 from flexcp.calibration import CallPrices, TileTimes
-from flexcp.measure.calibrate_tiles import fit_tiles
-from flexcp.measure.kernel_bench import Listed
-from flexcp.measure.kernel_work import workload
+from flexcp.measure.calibrate.tiles import fit_tiles
+from flexcp.measure.kernels.bench import Listed
+from flexcp.measure.kernels.work import workload
 from flexcp.measure.tile_times import Call, adding, counted
-from flexcp.pieces import Shape
+from flexcp.shape import Shape
 from gpu import DATA, PACKS, RANKS_TIMED, TOKENS_PER_RANK, plan_work, rank_lists
 
 Floats = NDArray[np.float64]

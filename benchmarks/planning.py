@@ -28,10 +28,12 @@ from rich.console import Console
 from rich.progress import track
 
 import flexcp
+from flexcp.arrays.totals import imbalance
 from flexcp.data.lengths import draw_lengths
-from flexcp.plan import Plan, Traffic, imbalance
-from flexcp.schedule import make_plan
-from flexcp.simulate import predict
+from flexcp.plan.placement import Traffic
+from flexcp.plan.plan import Plan
+from flexcp.schedule.predict import predict
+from flexcp.schedule.transfers import make_plan
 
 LONGTAIL = "5787 4139 11299 5632 2449 7864 26774 16834 1968 948 2185 5186 239 3698 972 1897 2422 3257 8392 19058 72"
 BATCHES = {"longtail": [int(n) for n in LONGTAIL.split()], "single": [131_072]}

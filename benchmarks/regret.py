@@ -18,14 +18,14 @@ from dataclasses import replace
 from flexcp.batch import make_batch
 from flexcp.calibration import Calibration
 from flexcp.clusters import cluster
+from flexcp.compare.compare import NAMES, attention_only, planned
 from flexcp.cost import CostModel
 from flexcp.data.lengths import draw_lengths
 from flexcp.masks import causal
-from flexcp.measure.calibrate import calibrate_here
-from flexcp.measure.replay import replay
-from flexcp.pieces import Shape
+from flexcp.measure.calibrate.calibrate import calibrate_here
+from flexcp.measure.calibrate.replay import replay
 from flexcp.planners.request import Refused, Request
-from flexcp.simulator.compare import NAMES, attention_only, planned
+from flexcp.shape import Shape
 from flexcp.simulator.passes import Rules
 
 BATCHES = ("web", "longtail", "libra256k", "equal")

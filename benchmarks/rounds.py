@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from box_options import box_cluster, box_parser, parsed
 from flexcp.data.lengths import parse_lengths
-from flexcp.executor.calls import CallSettings, rank_calls
-from flexcp.measure.box import Box
-from flexcp.measure.step_time import slowest_ms, time_steps
-from flexcp.plan import Plan
+from flexcp.executor.exchange.calls import CallSettings, rank_calls
+from flexcp.plan.plan import Plan
 from flexcp.planner import Planner
+from lib.box import Box
+from lib.step_time import slowest_ms, time_steps
 
 CALLS = (None, 1, 4, 16)
 

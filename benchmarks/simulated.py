@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 from flexcp.batch import make_batch
 from flexcp.clusters import Cluster
+from flexcp.compare.compare import Comparison, Row, compare
 from flexcp.cost import CostModel
 from flexcp.data.lengths import draw_lengths
 from flexcp.masks import Mask, causal
-from flexcp.models import Preset
-from flexcp.pieces import Shape
+from flexcp.models.preset import Preset
 from flexcp.planners.request import Request
-from flexcp.simulator.compare import Comparison, Row, compare
+from flexcp.shape import Shape
 from flexcp.simulator.passes import Rules
 from flexcp.simulator.training import Simulation, Training
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flexcp.executor.slice_attention import packed_slices
-from flexcp.measure.kernel_cases import MODELS, Model, error_share, plain_results, random_batch, results
+from lib.kernel_cases import MODELS, Model, error_share, plain_results, random_batch, results
 
 
 def share(model: Model, seed: int) -> float:

@@ -22,7 +22,7 @@ import flexcp
 from flexcp.data.lengths import parse_lengths
 from flexcp.executor.step import Step
 from flexcp.measure.ranks import RankPool
-from flexcp.plan import Plan
+from flexcp.plan.plan import Plan
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import flexcp
 from flexcp.measure.ranks import RankPool
-from flexcp.plan import Plan
+from flexcp.plan.plan import Plan
 
 COLOURS = {"compute": "#3b7dd8", "wait": "#d8d8d8", "pack": "#e6a23c", "receive": "#7ab87a"}
 WIDTH, LANE, LEFT, TOP = 760, 34, 56, 28

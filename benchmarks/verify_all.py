@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 from rich.progress import Progress
 
-from flexcp.measure.matrix import CLUSTERS, LOW_PRECISION, MASKS, STRATEGIES, Case, full_matrix, verify_cases
 from flexcp.measure.ranks import RankPool
 from flexcp.measure.verify import Verdict
+from lib.matrix import CLUSTERS, LOW_PRECISION, MASKS, STRATEGIES, Case, full_matrix, verify_cases
 
 CHUNK = 12
 

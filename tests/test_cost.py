@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from flexcp.clusters import Cluster, cluster
 from flexcp.cost import TILE_ROWS, CostModel, Model, dense_model
-from flexcp.pieces import Shape
+from flexcp.shape import Shape
 
 SHAPE = Shape(8, 2, 64, 32)
 ROUND = Cluster("round", 1, 2, gflops=1000, intra_mbps=1000, inter_mbps=100, latency_ns=7, speeds=(1000, 500))

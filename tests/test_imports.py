@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import flexcp
-from flexcp.planners import STRATEGIES
+from flexcp.planners.strategies import STRATEGIES
 
 STATIC = ["dp", "ring", "zigzag:4", "allgather", "ulysses:2", "usp"]
 HEAVY = ("torch", "numba", "numpy", "triton", "rich")

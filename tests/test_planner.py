@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 import flexcp
 from flexcp.cost import CostModel
 from flexcp.data.lengths import parse_lengths
-from flexcp.plan import Plan
-from flexcp.planners import STRATEGIES
+from flexcp.plan.plan import Plan
+from flexcp.planners.strategies import STRATEGIES
 
 GOLDEN = Path(__file__).parent / "golden_hashes.json"
 LENGTHS = [700, 3, 1, 260, 90, 31]

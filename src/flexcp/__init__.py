@@ -21,10 +21,10 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Planner": "planner",
-    "Plan": "plan",
-    "PlanFormatError": "wire",
-    "load_plan": "wire",
-    "save_plan": "wire",
+    "Plan": "plan.plan",
+    "PlanFormatError": "plan.file",
+    "load_plan": "plan.file",
+    "save_plan": "plan.file",
     "Cluster": "clusters",
     "cluster": "clusters",
     "CostModel": "cost",
@@ -44,16 +44,16 @@ _HOMES = {
     "from_mask_mod": "masks",
     "bind": "executor.step",
     "Step": "executor.step",
-    "ExchangeError": "executor.exchange",
+    "ExchangeError": "executor.exchange.exchange",
     "attention": "executor.op",
     "Telemetry": "telemetry.telemetry",
     "MismatchError": "telemetry.sample",
     "slice_attention": "executor.slice_attention",
     "latent_attention": "executor.latent",
-    "LatentForms": "latent",
+    "LatentForms": "compare.latent_forms",
     "packed_slices": "executor.slice_attention",
     "choose_kernel": "executor.kernels.choose",
-    "fastest_kernel": "executor.kernels.fastest",
+    "fastest_kernel": "executor.fastest",
 }
 
 __all__ = [
@@ -95,15 +95,15 @@ __all__ = [
 
 if TYPE_CHECKING:
     from flexcp.clusters import Cluster, cluster
+    from flexcp.compare.latent_forms import LatentForms
     from flexcp.cost import CostModel, Model
-    from flexcp.executor.exchange import ExchangeError
+    from flexcp.executor.exchange.exchange import ExchangeError
+    from flexcp.executor.fastest import fastest_kernel
     from flexcp.executor.kernels.choose import choose_kernel
-    from flexcp.executor.kernels.fastest import fastest_kernel
     from flexcp.executor.latent import latent_attention
     from flexcp.executor.op import attention
     from flexcp.executor.slice_attention import packed_slices, slice_attention
     from flexcp.executor.step import Step, bind
-    from flexcp.latent import LatentForms
     from flexcp.masks import (
         Mask,
         causal,
@@ -119,11 +119,11 @@ if TYPE_CHECKING:
         shared_question,
         window,
     )
-    from flexcp.plan import Plan
+    from flexcp.plan.file import PlanFormatError, load_plan, save_plan
+    from flexcp.plan.plan import Plan
     from flexcp.planner import Planner
     from flexcp.telemetry.sample import MismatchError
     from flexcp.telemetry.telemetry import Telemetry
-    from flexcp.wire import PlanFormatError, load_plan, save_plan
 
 
 def __getattr__(name: str) -> Any:

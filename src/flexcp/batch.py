@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexcp import masks as mask_algebra
-from flexcp.intervals import offsets, spread
+from flexcp.arrays.intervals import offsets, spread
 from flexcp.masks import Mask
 
 Ints = NDArray[np.int64]

@@ -18,8 +18,8 @@ from typing import Any
 from flexcp.clusters import Cluster
 from flexcp.cost import FORMAT as COST_FORMAT
 from flexcp.cost import CostModel
-from flexcp.json_files import read_json
-from flexcp.visible import visible
+from flexcp.io.json_files import read_json
+from flexcp.io.visible import visible
 
 FORMAT = "flexcp-calibration-1"
 SPEEDS = ("gflops", "intra_mbps", "inter_mbps", "latency_ns")

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexcp.clusters import Cluster
-from flexcp.pieces import Shape
+from flexcp.shape import Shape
 
 Ints = NDArray[np.int64]
 TILE_ROWS = 128

@@ -12,20 +12,20 @@ from flexcp.batch import Batch, MaskLike, make_batch
 from flexcp.clusters import Cluster, cluster
 from flexcp.cost import CostModel, Model
 from flexcp.masks import causal
-from flexcp.pieces import Shape
-from flexcp.plan import Plan
-from flexcp.planners import find_strategy
+from flexcp.plan.plan import Plan
 from flexcp.planners.layouts import user_layout
 from flexcp.planners.microbatch import document_loads, split
 from flexcp.planners.request import Request, refuse_over_cap, refuse_over_memory, refuse_over_peers
-from flexcp.schedule import make_plan
+from flexcp.planners.strategies import find_strategy
+from flexcp.schedule.transfers import make_plan
+from flexcp.shape import Shape
 
 
 class Planner:
     """Plans batches for one attention shape on one cluster.
 
-    ``strategy`` is a name of ``flexcp.planners.STRATEGIES``, with a degree where it takes one (``"zigzag:4"``); ``auto`` takes the
-    one with the least predicted step time. ``model`` says what the rest of a layer costs (by default a dense model of hidden size
+    ``strategy`` is a name of ``flexcp.planners.strategies.STRATEGIES``, with a degree where it takes one (``"zigzag:4"``); ``auto`` takes
+    the one with the least predicted step time. ``model`` says what the rest of a layer costs (by default a dense model of hidden size
     heads x head_dim), ``effort`` how many candidates may be evaluated. Tolerances bound how far a rank's compute and tokens may
     exceed the mean (0.05 is 5 %); without them counts differ as far as the step's time profits. ``max_tokens_per_rank`` is a hard
     cap on what a rank keeps, ``max_memory_per_rank`` one on the bytes its attention needs: one arena and what all layers keep for their

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from flexcp.advice import Advice, Answer, Question, _answers, _request, deal, spread_over
-from flexcp.cli.document_lengths import document_lengths
 from flexcp.cli.main import app
+from flexcp.cli.shared.document_lengths import document_lengths
 from flexcp.clusters import cluster
+from flexcp.compare.advice import Advice, Answer, Question, _answers, _request, deal, spread_over
 from flexcp.cost import CostModel
 from flexcp.masks import causal
-from flexcp.models import find_model
+from flexcp.models.find import find_model
 from flexcp.report.advice_words import _setting
 from flexcp.report.code_lines import FRAMEWORKS, Lines, code_lines
 from flexcp.simulator.training import StepTime

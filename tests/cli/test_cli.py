@@ -16,9 +16,10 @@ import pytest
 from typer.testing import CliRunner
 
 import flexcp
+from flexcp.arrays.totals import imbalance
 from flexcp.cli.main import app, run
 from flexcp.data.lengths import draw_lengths
-from flexcp.plan import Plan, imbalance
+from flexcp.plan.plan import Plan
 from flexcp.report.rounds_table import rounds_columns, rounds_table
 
 PLAN_KEYS = [

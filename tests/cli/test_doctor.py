@@ -38,7 +38,7 @@ def test_what_fails_is_a_fix_and_exit_code_1(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(doctor, "_run_two", broken)
     monkeypatch.setattr(doctor, "_can_write", lambda _: False)
-    monkeypatch.setattr("flexcp.jit.cache_folders", lambda: ())
+    monkeypatch.setattr("flexcp.arrays.jit.cache_folders", lambda: ())
     result = CliRunner().invoke(app, ["doctor"], catch_exceptions=False)
     assert result.exit_code == 1
     assert "fix two processes against dense attention: RuntimeError: gloo is out\n" in result.stdout
@@ -48,7 +48,7 @@ def test_what_fails_is_a_fix_and_exit_code_1(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_folder_of_compiled_loops_that_others_can_write_is_a_fix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flexcp.jit.cache_folders", lambda: (tmp_path / "loops",))
+    monkeypatch.setattr("flexcp.arrays.jit.cache_folders", lambda: (tmp_path / "loops",))
     assert doctor._cache().hint == "flexcp warmup compiles the planners' loops now instead of during the first plan"
     (tmp_path / "loops").mkdir()
     (tmp_path / "loops" / "x.nbc").touch()

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flexcp.cli.main import app
-from flexcp.cli.progress import compiling
+from flexcp.cli.shared.progress import compiling
 
 LOGGER = logging.getLogger("flexcp.compile")
 
@@ -49,7 +49,7 @@ def test_listening_ends() -> None:
 
 
 def warmup(monkeypatch: pytest.MonkeyPatch, warm: object, *options: str) -> tuple[int, str, str]:
-    from flexcp.planners import warm as module
+    from flexcp.measure import warm as module
 
     monkeypatch.setattr(module, "warm", warm)
     result = CliRunner().invoke(app, ["warmup", *options], catch_exceptions=False)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from flexcp.check import PlanError
 from flexcp.cli.main import app
-from flexcp.wire import PlanFormatError, load_plan, save_plan
+from flexcp.plan.check import PlanError
+from flexcp.plan.file import PlanFormatError, load_plan, save_plan
 
 PLAN = ["plan", "--lengths", "300,40,1", "--ranks", "4", "--heads", "8", "--kv-heads", "2", "--strategy", "zigzag"]
 

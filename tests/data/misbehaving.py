@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import flexcp
-from flexcp.plan import Plan
+from flexcp.plan.plan import Plan
 
 
 def planner(ranks: int, strategy: str = "zigzag") -> flexcp.Planner:

@@ -134,13 +134,14 @@ def test_a_planner_that_cannot_be_loaded_is_an_error_with_the_cause() -> None:
     pool.close()
 
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"  # where lib is
 SCRIPT = """
 import sys, time
 import numpy as np
 import flexcp
 from flexcp.data.planning import Pool
 from flexcp.data.stats import Stats
-from flexcp.measure.slow_planner import SlowPlanner
+from lib.slow_planner import SlowPlanner
 planner = flexcp.Planner(4, 2, 32, cluster=flexcp.cluster("cpu", 1, 2), strategy="zigzag")
 pool = Pool(SlowPlanner(planner, 100), 1, 60, Stats())
 pool.ask(0, np.array([30]), {})
@@ -160,7 +161,7 @@ def test_no_process_stays_behind(ending: str) -> None:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     # A background job inherits that SIGINT is ignored.
     with subprocess.Popen(
-        command, **pipes, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+        command, cwd=BENCHMARKS, **pipes, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     ) as process:
         assert process.stdout is not None and process.stderr is not None
         worker = int(process.stdout.readline())

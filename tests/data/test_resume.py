@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flexcp.measure.resume import disturbed, undisturbed
+from lib.resume import disturbed, undisturbed
 
 
 @pytest.mark.parametrize(("ranks", "kills", "steps"), [(1, 3, 32), (2, 1, 14)])

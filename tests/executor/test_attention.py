@@ -22,7 +22,7 @@ from flexcp.executor.kernels import Settings, cpu
 from flexcp.executor.step import Step
 from flexcp.masks import Mask
 from flexcp.measure.ranks import RankPool
-from flexcp.plan import Plan
+from flexcp.plan.plan import Plan
 
 LENGTHS = [33, 1, 50, 2, 8]
 TOKENS = sum(LENGTHS)

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flexcp
-from flexcp.executor.fields import Types
+from flexcp.executor.run.fields import Types
 from flexcp.executor.step import Step
 from flexcp.measure.ranks import RankPool
-from flexcp.plan import Plan
+from flexcp.plan.plan import Plan
 
 LENGTHS = [1, 37, 2, 5, 90, 1, 16, 3]
 TOKENS = sum(LENGTHS)

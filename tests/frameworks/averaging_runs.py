@@ -16,7 +16,7 @@ import flexcp
 from flexcp.executor.averaging import Gradients
 from flexcp.executor.layout import next_tokens
 from flexcp.executor.step import Step
-from flexcp.measure.model_runs import Run, make_model, make_plan
+from lib.model_runs import Run, make_model, make_plan
 
 LENGTHS = [19, 1, 8, 5]
 VOCABULARY, HEADS, SIZE = 11, 2, 4

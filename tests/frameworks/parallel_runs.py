@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import flexcp
-from flexcp.measure.model_runs import Run, make_model, make_plan
+from lib.model_runs import Run, make_model, make_plan
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -12,8 +12,8 @@ import flexcp
 from flexcp.executor.averaging import Gradients
 from flexcp.frameworks import huggingface
 from flexcp.frameworks.pipeline import PlannedMicroBatches
-from flexcp.measure.model_runs import train_alone
 from flexcp.measure.ranks import RankPool
+from lib.model_runs import train_alone
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ import flexcp
 from flexcp.executor.step import Step
 from flexcp.frameworks import huggingface, used
 from flexcp.frameworks.huggingface import flexcp_attention, flexcp_mask
-from flexcp.measure.model_runs import FAMILIES, WINDOW, Run, make_config, make_model, train_alone
 from flexcp.measure.ranks import RankPool
+from lib.model_runs import FAMILIES, WINDOW, Run, make_config, make_model, train_alone
 
 LENGTHS = [20, 1, 9, 3]
 TOKENS = torch.randint(64, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))

@@ -13,7 +13,8 @@ from itertools import combinations, product
 import pytest
 import torch
 
-from flexcp.measure.model_runs import (
+from flexcp.measure.ranks import RankPool
+from lib.model_runs import (
     FAMILIES,
     LAYOUTS,
     LIMITS,
@@ -27,7 +28,6 @@ from flexcp.measure.model_runs import (
     train_alone,
     train_on_ranks,
 )
-from flexcp.measure.ranks import RankPool
 
 DTYPES = tuple(LIMITS)
 

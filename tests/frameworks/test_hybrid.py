@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import flexcp
 from flexcp.measure.ranks import RankPool
-from flexcp.plan import Plan
+from flexcp.plan.plan import Plan
 
 LENGTHS = [19, 1, 30, 4]
 TOKENS = sum(LENGTHS)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 import flexcp
 from flexcp.measure.ranks import RankPool
-from flexcp.pieces import Kind, Shape
-from flexcp.plan import Plan
+from flexcp.plan.plan import Plan
+from flexcp.shape import Kind, Shape
 
 LENGTHS = [33, 1, 50, 2, 8, 21]
 TOKENS = sum(LENGTHS)

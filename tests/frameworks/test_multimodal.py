@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import flexcp
+from flexcp.arrays.totals import imbalance
 from flexcp.data.images import ImageBatch, Span, with_images
 from flexcp.frameworks import multimodal
 from flexcp.frameworks.multimodal import VisionDocument
 from flexcp.measure.ranks import RankPool
-from flexcp.plan import imbalance
 
 VOCABULARY, PLACE = 50, 1
 GRIDS = [[(1, 4, 8), (1, 2, 2)], [], [(3, 4, 4)], [(1, 8, 6)], [(1, 2, 4)]]

@@ -26,8 +26,8 @@ from parallel_runs import (
 from torch import nn
 
 from flexcp.frameworks import fsdp
-from flexcp.measure.model_runs import Run, Trained, make_config, make_plan, train_alone
 from flexcp.measure.ranks import RankPool
+from lib.model_runs import Run, Trained, make_config, make_plan, train_alone
 
 
 @cache

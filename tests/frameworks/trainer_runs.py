@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flexcp
-from flexcp.measure.model_runs import Run, make_model
+from lib.model_runs import Run, make_model
 
 DOCUMENTS = 24
 RATE = 1e-2
@@ -158,7 +158,7 @@ def one_process() -> list[float]:
     """The loop of :func:`with_accelerate` on one process, document by document."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    from flexcp.measure.model_runs import DENSE, dense_attention
+    from lib.model_runs import DENSE, dense_attention
 
     AttentionInterface.register(DENSE, dense_attention)
     AttentionMaskInterface.register(DENSE, lambda **others: None)

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import flexcp
-from flexcp.cli.bench_step import as_data, table
+from flexcp.cli.commands.bench_step import as_data, table
 from flexcp.cost import CostModel
 from flexcp.measure.baselines import baselines
 from flexcp.measure.bench_step import BenchTask, Measured, _foreign, bench, median_error
 from flexcp.measure.ranks import RankPool
-from flexcp.pieces import Shape
+from flexcp.shape import Shape
 
 SHAPE = Shape(4, 2, 16, 16, "float32")
 STRATEGIES = ("blocks", "zigzag", "ulysses:2", "ulysses:4")

@@ -15,7 +15,7 @@ import flexcp
 from flexcp.measure import dumps
 from flexcp.measure.dumps import replay
 from flexcp.measure.ranks import RankPool
-from flexcp.plan import Plan
+from flexcp.plan.plan import Plan
 from flexcp.telemetry.dump import write_dump
 from flexcp.telemetry.records import StepRecord
 

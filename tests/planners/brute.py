@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcp.plan import Plan
+from flexcp.plan.plan import Plan
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]

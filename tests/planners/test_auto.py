@@ -14,21 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexcp.batch import make_batch
-from flexcp.check import check_plan
 from flexcp.clusters import Cluster, cluster
 from flexcp.cost import CostModel
 from flexcp.masks import causal, from_slices, full, lambda_, prefix, shared_question, window
-from flexcp.pieces import Shape
-from flexcp.plan import Placement
-from flexcp.planners import STRATEGIES
+from flexcp.plan.check import check_plan
+from flexcp.plan.placement import Placement
 from flexcp.planners.auto import CLOSE, HIGH_EFFORT, _Scored, _Search, auto
-from flexcp.planners.blocks import blocks
-from flexcp.planners.groups import groups
+from flexcp.planners.blocks.blocks import blocks
+from flexcp.planners.groups.groups import groups
 from flexcp.planners.layouts import user_layout
 from flexcp.planners.request import Request
-from flexcp.planners.static_bounds import StaticBounds, StaticMethod, static_methods
-from flexcp.schedule import make_plan
-from flexcp.simulate import lower_bound, predict
+from flexcp.planners.static.bounds import StaticBounds, StaticMethod, static_methods
+from flexcp.planners.strategies import STRATEGIES
+from flexcp.schedule.predict import lower_bound, predict
+from flexcp.schedule.transfers import make_plan
+from flexcp.shape import Shape
 
 SHAPE = Shape(8, 4, 64, 64)
 MODULE = "flexcp.planners.auto"

@@ -14,12 +14,12 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from test_properties import cases
 
-from flexcp.executor.calls import WHOLE_STAGES, CallSettings, rank_calls
-from flexcp.pieces import Kind
-from flexcp.plan import Plan
-from flexcp.planners import STRATEGIES
+from flexcp.executor.exchange.calls import WHOLE_STAGES, CallSettings, rank_calls
+from flexcp.plan.plan import Plan
 from flexcp.planners.request import Refused
-from test_rounds import judge
+from flexcp.planners.strategies import STRATEGIES
+from flexcp.shape import Kind
+from judged_rounds import judge
 
 SOME = max(1, settings().max_examples // 5)
 

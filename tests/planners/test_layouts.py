@@ -10,10 +10,10 @@ from flexcp.batch import make_batch
 from flexcp.clusters import cluster
 from flexcp.cost import CostModel
 from flexcp.masks import causal, full
-from flexcp.pieces import Shape
-from flexcp.planners import static
 from flexcp.planners.layouts import check_tolerances
 from flexcp.planners.request import Refused, Request
+from flexcp.planners.static import static
+from flexcp.shape import Shape
 
 SHAPE = Shape(4, 2, 32, 32)
 

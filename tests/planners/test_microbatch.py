@@ -12,9 +12,9 @@ from flexcp.clusters import cluster
 from flexcp.cost import CostModel
 from flexcp.data.lengths import draw_lengths
 from flexcp.masks import causal, full
-from flexcp.pieces import Shape
 from flexcp.planner import Planner
 from flexcp.planners.microbatch import document_loads, split
+from flexcp.shape import Shape
 
 SHAPE = Shape(64, 8, 128, 128)
 

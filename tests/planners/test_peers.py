@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import flexcp
-from flexcp.plan import Plan
+from flexcp.plan.plan import Plan
 from flexcp.planners.request import Refused
 
 LENGTHS = [4000, 500, 300, 20, 2000]

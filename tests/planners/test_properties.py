@@ -28,10 +28,10 @@ from flexcp.masks import (
     shared_question,
     window,
 )
-from flexcp.plan import Plan
+from flexcp.plan.plan import Plan
 from flexcp.planner import Planner
-from flexcp.planners import STRATEGIES
 from flexcp.planners.request import Refused
+from flexcp.planners.strategies import STRATEGIES
 
 NAMED = [
     causal(),

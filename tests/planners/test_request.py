@@ -14,11 +14,11 @@ from flexcp.batch import make_batch
 from flexcp.clusters import cluster
 from flexcp.cost import CostModel
 from flexcp.masks import causal
-from flexcp.pieces import Shape
-from flexcp.plan import Placement
-from flexcp.planners import STRATEGIES, find_strategy
+from flexcp.plan.placement import Placement
 from flexcp.planners.microbatch import split
 from flexcp.planners.request import Refused, Request, refuse_over_cap
+from flexcp.planners.strategies import STRATEGIES, find_strategy
+from flexcp.shape import Shape
 
 # The package's name of the same is the strategy itself.
 AUTO = import_module("flexcp.planners.auto")

@@ -17,6 +17,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from flexcp.arrays.totals import imbalance
 from flexcp.batch import Batch, MaskLike
 from flexcp.clusters import Cluster, cluster
 from flexcp.masks import (
@@ -31,9 +32,9 @@ from flexcp.masks import (
     shared_question,
     window,
 )
-from flexcp.pieces import DTYPE_BYTES, Kind, Shape
-from flexcp.plan import Plan, imbalance
+from flexcp.plan.plan import Plan
 from flexcp.planner import Planner
+from flexcp.shape import DTYPE_BYTES, Kind, Shape
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]

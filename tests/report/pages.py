@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import flexcp
-from flexcp.cli.reports import timed_plan
-from flexcp.plan import Plan, imbalance
+from flexcp.arrays.totals import imbalance
+from flexcp.cli.shared.reports import timed_plan
+from flexcp.plan.plan import Plan
 from flexcp.report.page import write_report
 from flexcp.report.sections import (
     Section,
@@ -17,7 +18,7 @@ from flexcp.report.sections import (
     table_section,
     words_section,
 )
-from flexcp.simulate import predict
+from flexcp.schedule.predict import predict
 
 LENGTHS = [24_000, 3_000, 2_000, 700, 300, 41, 1]
 HEADS = {"heads": 8, "kv_heads": 2, "head_dim": 64}

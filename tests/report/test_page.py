@@ -21,7 +21,7 @@ from flexcp.report.plan_section import plan_section
 from flexcp.report.plan_time import PlanTime
 from flexcp.report.sections import code_section, lines_section, table_section, words_section
 from flexcp.report.timeline import MOST_BARS, timeline_data
-from flexcp.simulate import predict
+from flexcp.schedule.predict import predict
 from flexcp.simulator.passes import Event
 
 LIMIT = 3_000_000
@@ -120,7 +120,7 @@ def test_cells_of_tables_are_text() -> None:
 
 @pytest.mark.parametrize("strategy", ["blocks", "zigzag", "allgather"])
 def test_a_page_of_64_ranks_is_small(strategy: str) -> None:
-    from flexcp.cli.reports import timed_plan
+    from flexcp.cli.shared.reports import timed_plan
 
     plan = planned(strategy, 8, 8, draw_lengths("web", 1_048_576, 0))
     assert len(page([timed_plan(plan)], strategy).encode()) < LIMIT

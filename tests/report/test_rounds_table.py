@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import flexcp
-from flexcp.plan import Plan
+from flexcp.plan.plan import Plan
 from flexcp.report.rounds_table import SHOWN, rounds_columns, rounds_table
 
 

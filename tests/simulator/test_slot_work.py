@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flexcp
-from flexcp.executor.program import rank_program
+from flexcp.executor.run.program import rank_program
 from flexcp.masks import area
-from flexcp.plan import Plan
+from flexcp.plan.plan import Plan
+from flexcp.schedule.work import count_pairs, rank_work, rings_of
 from flexcp.simulator import slot_work as module
 from flexcp.simulator.slot_work import slot_ns, slot_work
-from flexcp.work import count_pairs, rank_work, rings_of
 
 STRATEGIES = [
     "dp",

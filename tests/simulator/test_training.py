@@ -14,9 +14,9 @@ from flexcp.batch import make_batch
 from flexcp.clusters import Cluster
 from flexcp.cost import CostModel
 from flexcp.data.lengths import draw_lengths
-from flexcp.models import PRESETS, find_model
-from flexcp.plan import Plan
-from flexcp.simulate import predict
+from flexcp.models.find import PRESETS, find_model
+from flexcp.plan.plan import Plan
+from flexcp.schedule.predict import predict
 from flexcp.simulator.bounds import pass_bounds, unavoidable_bytes
 from flexcp.simulator.passes import Rules
 from flexcp.simulator.training import Simulation, Training, simulate

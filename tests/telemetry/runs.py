@@ -12,7 +12,7 @@ from torch import Tensor
 import flexcp
 from flexcp.executor.kernels import cpu
 from flexcp.executor.step import Step
-from flexcp.plan import Plan
+from flexcp.plan.plan import Plan
 
 LENGTHS = [33, 1, 50, 2, 8]
 TOKENS = sum(LENGTHS)

@@ -17,7 +17,7 @@ from runs import LENGTHS, kernel_forward, plan_for, qkv, train
 
 import flexcp
 from flexcp.measure.ranks import RankPool
-from flexcp.plan import Plan
+from flexcp.plan.plan import Plan
 from flexcp.telemetry.dump import find_dumps, read_dump
 from flexcp.telemetry.telemetry import MOST_DUMPS
 

@@ -18,10 +18,10 @@ from torch import Tensor
 
 import flexcp
 from flexcp.executor.kernels import Settings
-from flexcp.measure.matrix import MASKS
 from flexcp.measure.ranks import RankPool
-from flexcp.plan import Plan
+from flexcp.plan.plan import Plan
 from flexcp.telemetry.sample import Row, chosen_rows, worst_row
+from lib.matrix import MASKS
 
 Call = dict[str, Any]
 

@@ -18,7 +18,7 @@ from runs import plan_for, train
 import flexcp
 import flexcp.data
 from flexcp.measure.ranks import RankPool
-from flexcp.plan import Plan
+from flexcp.plan.plan import Plan
 from flexcp.telemetry.meet import told_to_rank_0
 from flexcp.telemetry.scalars import scalars
 

@@ -15,11 +15,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from flexcp.cli.main import app
-from flexcp.measure.model_runs import make_config
 from flexcp.measure.ranks import RankPool
 from flexcp.train.documents import Documents, shrunk_lengths
 from flexcp.train.loop import StepReport, TrainConfig, train
 from flexcp.train.report import Table, line
+from lib.model_runs import make_config
 
 SMALL = {"tokens": 256, "steps": 4}
 

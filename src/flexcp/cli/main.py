@@ -7,20 +7,20 @@ import sys
 
 import typer
 
-from flexcp.cli import bench
-from flexcp.cli.advise import advise
-from flexcp.cli.calibrate import calibrate
-from flexcp.cli.compare import compare
-from flexcp.cli.demo import demo
-from flexcp.cli.doctor import doctor
-from flexcp.cli.every import Commands, UsageError, one_line
-from flexcp.cli.plan import plan
-from flexcp.cli.show import show
-from flexcp.cli.simulate import simulate
-from flexcp.cli.train import train
-from flexcp.cli.verify import verify
-from flexcp.cli.warmup import warmup
-from flexcp.visible import visible
+from flexcp.cli.commands import bench
+from flexcp.cli.commands.advise import advise
+from flexcp.cli.commands.calibrate import calibrate
+from flexcp.cli.commands.compare import compare
+from flexcp.cli.commands.demo import demo
+from flexcp.cli.commands.doctor import doctor
+from flexcp.cli.commands.plan import plan
+from flexcp.cli.commands.show import show
+from flexcp.cli.commands.simulate import simulate
+from flexcp.cli.commands.train import train
+from flexcp.cli.commands.verify import verify
+from flexcp.cli.commands.warmup import warmup
+from flexcp.cli.shared.every import Commands, UsageError, one_line
+from flexcp.io.visible import visible
 
 QUIET = 200_000
 """Objects between collections: imports make many and no garbage, and looking for some is a tenth of a short command."""

@@ -38,10 +38,10 @@ from flexcp.data.shared_plans import SharedPlans
 from flexcp.data.sharing import Peers, local_columns, segments, shared
 from flexcp.data.sources import Known, Read, Reading, is_map_style
 from flexcp.data.stats import Stats
+from flexcp.executor.run.watch import Watcher
 from flexcp.executor.step import bind
-from flexcp.executor.watch import Watcher
 from flexcp.masks import Mask, causal
-from flexcp.plan import Plan
+from flexcp.plan.plan import Plan
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -34,8 +34,8 @@ from numpy.typing import NDArray
 
 from flexcp.data.stats import Stats
 from flexcp.data.worker import START
-from flexcp.plan import Plan
-from flexcp.wire import load_plan
+from flexcp.plan.file import load_plan
+from flexcp.plan.plan import Plan
 
 Ints = NDArray[np.int64]
 PlannerLike = Callable[..., Plan]

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from flexcp import masks as mask_algebra
 from flexcp.masks import Mask, from_slices, modality
-from flexcp.positions import several_successors
+from flexcp.plan.positions import several_successors
 
 TOKENS, LABELS = "tokens", "labels"
 NAMES_OF_TOKENS = ("tokens", "input_ids")

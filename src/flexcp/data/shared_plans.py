@@ -20,9 +20,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from flexcp.data.planning import PlanningError, Pool
-from flexcp.executor.notes import through_store
-from flexcp.plan import Plan
-from flexcp.wire import load_plan, save_plan
+from flexcp.executor.exchange.notes import through_store
+from flexcp.plan.file import load_plan, save_plan
+from flexcp.plan.plan import Plan
 
 Ints = NDArray[np.int64]
 

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from flexcp.data.documents import Document
 from flexcp.data.samples import Sample, Schema
-from flexcp.executor.talk import Talk
-from flexcp.plan import Placement
+from flexcp.executor.exchange.talk import Talk
+from flexcp.plan.placement import Placement
 
 Ints = NDArray[np.int64]
 

@@ -25,7 +25,7 @@ def main(pipe_fd: int, lifeline_fd: int) -> None:
     pipe = Connection(pipe_fd)
     try:
         planner = pickle.loads(pipe.recv_bytes())
-        from flexcp.wire import save_plan
+        from flexcp.plan.file import save_plan
     except Exception:  # unpickling runs a user's code; whatever it is, the training process raises it with this text
         pipe.send(("broken", traceback.format_exc()))
         return

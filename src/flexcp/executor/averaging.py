@@ -20,7 +20,7 @@ import numpy as np
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from flexcp.plan import Placement
+from flexcp.plan.placement import Placement
 
 Gradients = Literal["summed", "averaged"]
 TORCH_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"

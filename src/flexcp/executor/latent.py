@@ -11,7 +11,7 @@ heads' FLOPs for every pair. This file runs it:
 All keys lie in one *arena*, as :mod:`flexcp.executor.latent_way` derives from the plan. Bytes are the plan's, in both directions. There is
 no overlap: everything arrives, then everything is computed. So a backward's latents and gradients, which share stages in the plan, travel
 one after the other here. Each stage is one call of the step's exchange: tags, time limits and words on who is late are the same as in any
-attention (:mod:`flexcp.executor.exchange`).
+attention (:mod:`flexcp.executor.exchange.exchange`).
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexcp.executor.arena import Buffers
 from flexcp.executor.arguments import check_running, check_tensors
-from flexcp.executor.calls import Call, Part
-from flexcp.executor.ends import OutputGradient
-from flexcp.executor.exchange import Exchange
-from flexcp.executor.fields import types_of
+from flexcp.executor.exchange.arena import Buffers
+from flexcp.executor.exchange.calls import Call, Part
+from flexcp.executor.exchange.exchange import Exchange
 from flexcp.executor.kernels import Settings, find_kernel, uploaded
 from flexcp.executor.latent_way import Block, Stage, Way, way_of
 from flexcp.executor.layer_masks import mask_number
-from flexcp.executor.local import local_backward, local_forward
 from flexcp.executor.op import check_call
-from flexcp.executor.prepared import covers
+from flexcp.executor.run.ends import OutputGradient
+from flexcp.executor.run.fields import types_of
+from flexcp.executor.run.local import local_backward, local_forward
+from flexcp.executor.run.prepared import covers
 from flexcp.executor.step import Step, check_bound
 
 Expand = Callable[..., tuple[Tensor, Tensor]]

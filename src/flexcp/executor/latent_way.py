@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexcp import masks
+from flexcp.arrays.intervals import overlaps
 from flexcp.executor.layout import local_stream
-from flexcp.intervals import overlaps
-from flexcp.pieces import Kind
-from flexcp.plan import Plan
+from flexcp.plan.plan import Plan
+from flexcp.shape import Kind
 
 Ints = NDArray[np.int64]
 PLANS = 32

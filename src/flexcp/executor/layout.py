@@ -14,12 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flexcp.arrays.intervals import spread
 from flexcp.batch import Batch
+from flexcp.executor.exchange.talk import Talk
 from flexcp.executor.kernels import uploaded
-from flexcp.executor.talk import Talk
-from flexcp.intervals import spread
-from flexcp.plan import Placement
-from flexcp.positions import refuse_branches
+from flexcp.plan.placement import Placement
+from flexcp.plan.positions import refuse_branches
 
 Ints = NDArray[np.int64]
 

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from flexcp.executor.arguments import check_running, check_tensors, named_kind
-from flexcp.executor.ends import OutputGradient, sinks_gradient, with_sinks
-from flexcp.executor.executor import Runtime, run_backward, run_forward
-from flexcp.executor.fields import types_of
 from flexcp.executor.handles import step_of
 from flexcp.executor.kernels import Settings, accumulator_dtype
 from flexcp.executor.layer_masks import checked_name, mask_number, passable
 from flexcp.executor.registered import register_attention
+from flexcp.executor.run.ends import OutputGradient, sinks_gradient, with_sinks
+from flexcp.executor.run.executor import Runtime, run_backward, run_forward
+from flexcp.executor.run.fields import types_of
 from flexcp.executor.step import Step, check_bound
 
 

@@ -22,14 +22,14 @@ from torch import Tensor
 
 from flexcp.batch import Batch, MaskLike, make_batch
 from flexcp.executor.arguments import check_running, check_tensors
-from flexcp.executor.ends import OutputGradient, sinks_gradient, with_sinks
-from flexcp.executor.fields import types_of
 from flexcp.executor.kernels import Ints, Settings, accumulator_dtype, find_kernel
 from flexcp.executor.kernels.choose import choose_kernel
-from flexcp.executor.local import local_backward, local_forward
 from flexcp.executor.op import check_call
-from flexcp.executor.prepared import covers
 from flexcp.executor.registered import register_attention
+from flexcp.executor.run.ends import OutputGradient, sinks_gradient, with_sinks
+from flexcp.executor.run.fields import types_of
+from flexcp.executor.run.local import local_backward, local_forward
+from flexcp.executor.run.prepared import covers
 from flexcp.masks import K1, Q1, is_empty, overlapping_pair, shift, trim
 
 REMEMBERED = 64

@@ -19,25 +19,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexcp.executor import layout
-from flexcp.executor.agree import agree
-from flexcp.executor.arena import Arena
 from flexcp.executor.arguments import check_number, check_rows, check_whole, device_of, named_kind, time_limit
 from flexcp.executor.averaging import Gradients, running_average, share_factor, uneven, unsaid_loss, wrong_factor
-from flexcp.executor.calls import WHOLE_STAGES, Call, CallSettings
-from flexcp.executor.connect import Progress, connect
-from flexcp.executor.exchange import Exchange
-from flexcp.executor.fields import Types, types_of
+from flexcp.executor.exchange.agree import agree
+from flexcp.executor.exchange.arena import Arena
+from flexcp.executor.exchange.calls import WHOLE_STAGES, Call, CallSettings
+from flexcp.executor.exchange.connect import Progress, connect
+from flexcp.executor.exchange.exchange import Exchange
+from flexcp.executor.exchange.passes import Passes
 from flexcp.executor.handles import live_steps, new_handle
 from flexcp.executor.kernels import uploaded
 from flexcp.executor.kernels.choose import choose_kernel
-from flexcp.executor.passes import Passes
-from flexcp.executor.prepared import Prepared, WorkLists
-from flexcp.executor.prepared import prepare as prepare_program
-from flexcp.executor.program import RankProgram, rank_program
-from flexcp.executor.watch import Watcher
-from flexcp.plan import Plan
-from flexcp.positions import refuse_branches, token_positions
-from flexcp.user_layouts import user_layout
+from flexcp.executor.run.fields import Types, types_of
+from flexcp.executor.run.prepared import Prepared, WorkLists
+from flexcp.executor.run.prepared import prepare as prepare_program
+from flexcp.executor.run.program import RankProgram, rank_program
+from flexcp.executor.run.watch import Watcher
+from flexcp.plan.plan import Plan
+from flexcp.plan.positions import refuse_branches, token_positions
+from flexcp.plan.user_layouts import user_layout
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -68,7 +68,7 @@ class Step:
         self.plan, self.rank, self.group, self.timeout = plan, rank, group, timeout
         self.passes = Passes(plan, rank, group, timeout, number, calls)
         self.talk = self.passes.talk
-        """What its ranks tell each other outside attention: see :mod:`flexcp.executor.talk`."""
+        """What its ranks tell each other outside attention: see :mod:`flexcp.executor.exchange.talk`."""
         self.local_tokens = int(plan.placement.tokens[rank])
         """Tokens on this rank, pads included."""
         self.sent_bytes = {"forward": [0] * plan.ranks, "backward": [0] * plan.ranks}
@@ -116,7 +116,7 @@ class Step:
     def positions(self) -> Tensor:
         """The position of each local row in its document, int64; 0 for a pad. What RoPE wants.
 
-        Every answer of a shared question goes on from the question: see :mod:`flexcp.positions`.
+        Every answer of a shared question goes on from the question: see :mod:`flexcp.plan.positions`.
         """
         index = layout.local_stream(self.plan.placement, self.rank)
         batch = self.plan.batch

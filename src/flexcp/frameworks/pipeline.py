@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from flexcp.executor.averaging import Gradients, share_factor
 from flexcp.executor.step import Step, bind
-from flexcp.plan import Plan
-from flexcp.positions import refuse_branches
+from flexcp.plan.plan import Plan
+from flexcp.plan.positions import refuse_branches
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

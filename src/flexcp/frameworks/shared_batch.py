@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flexcp.executor.exchange.talk import Talk
 from flexcp.executor.step import DEFAULT_TIMEOUT, Step, bind
-from flexcp.executor.talk import Talk
+from flexcp.plan.positions import refuse_branches
 from flexcp.planner import Planner
-from flexcp.positions import refuse_branches
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable
 from pathlib import Path
 
-from flexcp.json_files import read_json
+from flexcp.io.json_files import read_json
 from flexcp.masks.conversions import from_slices
 from flexcp.masks.mask import Mask, token_count
 from flexcp.masks.named import causal, causal_blockwise, full, lambda_, prefix, shared_question, window

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexcp.masks import Mask
-from flexcp.pieces import Shape
+from flexcp.shape import Shape
 
 Run = Callable[[], tuple[Any, Callable[[], Any]]]
 OTHERS = ("ring_flash_attn", "transformer_engine", "magi_attention")

@@ -21,16 +21,16 @@ from torch import Tensor
 from flexcp.batch import make_batch
 from flexcp.calibration import TileTimes
 from flexcp.clusters import Cluster
+from flexcp.compare.compare import planned
 from flexcp.cost import CostModel
 from flexcp.executor.op import attention
 from flexcp.executor.step import Step, bind
 from flexcp.masks import Mask
 from flexcp.measure.baselines import Run, baselines
 from flexcp.measure.tile_times import slot_times
-from flexcp.pieces import Shape
-from flexcp.plan import Plan
+from flexcp.plan.plan import Plan
 from flexcp.planners.request import Refused, Request
-from flexcp.simulator.compare import planned
+from flexcp.shape import Shape
 from flexcp.simulator.passes import Rules
 from flexcp.simulator.training import simulate
 

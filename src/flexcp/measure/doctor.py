@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from flexcp.plan import Plan
+    from flexcp.plan.plan import Plan
 
 OPTIONAL = ("triton", "mtkahypar", "transformers", "torchtitan", "megatron-core", "datasets")
 """Packages that flexcp uses where they are."""
@@ -134,8 +134,8 @@ def _kernels() -> Iterator[Finding]:
 
 def _cache() -> Finding:
     """Where compiled planning loops are kept, and whether they are there."""
-    from flexcp.jit import cache_folders
-    from flexcp.own_files import refusal
+    from flexcp.arrays.jit import cache_folders
+    from flexcp.io.own_files import refusal
 
     folders = cache_folders()
     refused = next((why for folder in folders if (why := refusal(folder)) is not None), None)

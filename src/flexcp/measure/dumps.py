@@ -13,10 +13,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flexcp.check import PlanError
 from flexcp.measure.ranks import RankError, RankPool
 from flexcp.measure.verify import Options, Verdict, check_verifiable, verify_on
-from flexcp.plan import Plan
+from flexcp.plan.check import PlanError
+from flexcp.plan.plan import Plan
 from flexcp.telemetry.dump import Dump, find_dumps, read_dump
 
 MOST_RANKS = 16

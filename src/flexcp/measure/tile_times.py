@@ -1,7 +1,7 @@
 """Tile times: how long the Hopper kernel takes for a work list, from what its programs walk, counted.
 
 A launch lasts as long as its busiest program, which pays for each block without a mask, each block with one, each tile, and (forward) each
-tile whose rows have results to be read. Counts come from the work list alone (:mod:`flexcp.executor.kernels.hopper_tiles`), prices are
+tile whose rows have results to be read. Counts come from the work list alone (:mod:`flexcp.executor.kernels.hopper.tiles`), prices are
 fitted to measured calls: linear in the counts of the busiest program, which depends on the prices, so the fit is repeated until it settles.
 Relative errors are what counts. A finished plan's slots can then be timed on any machine (:func:`slot_times`), in the place of replay.
 """
@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from flexcp.calibration import CallPrices, TileTimes
 from flexcp.clusters import NOMINAL_SPEED
-from flexcp.executor.kernels.hopper_tiles import launches
-from flexcp.executor.program import rank_program
-from flexcp.pieces import Shape
-from flexcp.plan import Plan
+from flexcp.executor.kernels.hopper.tiles import launches
+from flexcp.executor.run.program import rank_program
+from flexcp.plan.plan import Plan
+from flexcp.shape import Shape
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

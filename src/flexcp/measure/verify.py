@@ -20,7 +20,7 @@ from flexcp.executor.kernels.choose import choose_kernel
 from flexcp.executor.op import attention
 from flexcp.executor.step import bind
 from flexcp.masks import shift
-from flexcp.plan import Plan
+from flexcp.plan.plan import Plan
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 LARGEST_DENSE = 16_384

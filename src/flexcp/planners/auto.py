@@ -1,7 +1,7 @@
 """auto: the best of a portfolio, scored by the predicted time of the whole step.
 
 Candidates are the static methods (every kind, in a few degrees) and the dynamic planners. Each is placed and scored by
-:func:`flexcp.simulate.predict`; only the winner is ever scheduled (with a cap on memory or peers, every one). Two rules:
+:func:`flexcp.schedule.predict.predict`; only the winner is ever scheduled (with a cap on memory or peers, every one). Two rules:
 
 - **No regression.** A static method is what a user has today, and a cost model errs. So the best static one is left only for a placement
   whose predicted gain exceeds the model's stated error. Either way the answer is predicted at least as fast as every static one. (One
@@ -24,14 +24,14 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass, replace
 
-from flexcp.plan import Placement
-from flexcp.planners.blocks import blocks
-from flexcp.planners.groups import groups
+from flexcp.plan.placement import Placement
+from flexcp.planners.blocks.blocks import blocks
+from flexcp.planners.groups.groups import groups
 from flexcp.planners.layouts import check_tolerances
 from flexcp.planners.request import Refused, Request, refuse_over_memory, refuse_over_peers
-from flexcp.planners.static_bounds import Place, StaticBounds, StaticMethod, static_methods
-from flexcp.schedule import make_plan
-from flexcp.simulate import lower_bound, milliseconds, predict
+from flexcp.planners.static.bounds import Place, StaticBounds, StaticMethod, static_methods
+from flexcp.schedule.predict import lower_bound, milliseconds, predict
+from flexcp.schedule.transfers import make_plan
 
 DEFAULT_EFFORT = 16
 LEAST_EFFORT = 2
@@ -82,7 +82,7 @@ def _dynamic_planners(request: Request, effort: int) -> list[tuple[str, Place]]:
     if request.layout is None and effort > LEAST_EFFORT:
         found.append(("groups", groups))
     if request.layout is None and effort >= HIGH_EFFORT and importlib.util.find_spec("mtkahypar"):
-        from flexcp.planners.hypergraph import hypergraph
+        from flexcp.planners.hypergraph.hypergraph import hypergraph
 
         found.append(("hypergraph", hypergraph))
     return found

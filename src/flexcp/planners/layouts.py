@@ -1,7 +1,7 @@
 """Layouts: who keeps which tokens, as runs; and the regions of "rows are computed where they are kept".
 
-A planner thinks in stream ranges per rank. The functions here turn such ranges into :class:`~flexcp.plan.Runs`, even out counts with
-pads when equal tokens are asked for, and read the layouts a user may already have.
+A planner thinks in stream ranges per rank. The functions here turn such ranges into :class:`~flexcp.plan.placement.Runs`, even out counts
+with pads when equal tokens are asked for, and read the layouts a user may already have.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from flexcp.arrays.intervals import offsets, united
 from flexcp.batch import Batch
-from flexcp.intervals import offsets, united
-from flexcp.plan import Placement, Regions, Runs
+from flexcp.plan.placement import Placement, Regions, Runs
+from flexcp.plan.user_layouts import user_layout as user_layout
 from flexcp.planners.request import Refused, Request
-from flexcp.user_layouts import user_layout as user_layout
 
 Ints = NDArray[np.int64]
 SCATTERED_RUN = 32

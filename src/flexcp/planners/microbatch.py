@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from flexcp.batch import Batch
 from flexcp.cost import CostModel
-from flexcp.pieces import Shape
 from flexcp.planners.request import Refused
+from flexcp.shape import Shape
 
 Ints = NDArray[np.int64]
 REPAIRS = 256

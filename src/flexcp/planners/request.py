@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from flexcp.batch import Batch
 from flexcp.clusters import Cluster
 from flexcp.cost import CostModel
-from flexcp.pieces import Shape
+from flexcp.shape import Shape
 
 if TYPE_CHECKING:
-    from flexcp.plan import Plan
+    from flexcp.plan.plan import Plan
 
 Ints = NDArray[np.int64]
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from flexcp.advice import Advice, Answer
+from flexcp.compare.advice import Advice, Answer
+from flexcp.io.sizes import size
 from flexcp.masks import Mask
-from flexcp.report.ascii import size
 
 Paragraphs = list[tuple[str, list[str]]]
 

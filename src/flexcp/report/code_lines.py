@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from flexcp.clusters import Cluster
 from flexcp.data.lengths import batch_tokens
 from flexcp.masks import Mask
-from flexcp.pieces import Shape
+from flexcp.shape import Shape
 
 PLANNER = """import flexcp
 

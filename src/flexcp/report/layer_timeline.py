@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcp.plan import Plan
+from flexcp.plan.plan import Plan
 from flexcp.simulator.passes import Event, Rules, pass_model, run_pass
 
 Ints = NDArray[np.int64]

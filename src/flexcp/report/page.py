@@ -9,8 +9,8 @@ from importlib.resources import files
 from pathlib import Path
 
 import flexcp
+from flexcp.io.whole_files import write_whole
 from flexcp.report.sections import Section
-from flexcp.whole_files import write_whole
 
 SCRIPTS = ("numbers.js", "colours.js", "view.js", "stream.js", "matrix.js", "ranks.js", "charts.js", "boot.js")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"

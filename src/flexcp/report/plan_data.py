@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flexcp.arrays.tables import Table
+from flexcp.arrays.totals import sums
 from flexcp.masks import UNBOUNDED
-from flexcp.plan import Plan, sums
+from flexcp.plan.plan import Plan
 from flexcp.report.plan_time import PlanTime
-from flexcp.tables import Table
 
 Ints = NDArray[np.int64]
 MOST_ROWS = 8_000

@@ -7,14 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from flexcp.plan import Plan, imbalance
-from flexcp.report.ascii import size
+from flexcp.arrays.totals import imbalance
+from flexcp.io.sizes import size
+from flexcp.plan.plan import Plan
 from flexcp.report.markup import choice, figure, folded, paragraphs, table, tiles
 from flexcp.report.plan_data import drawn_documents, plan_data
 from flexcp.report.plan_time import PlanTime
 from flexcp.report.sections import KEYS, Section
 from flexcp.report.timeline import Bar, timeline_data, timeline_figure
-from flexcp.simulate import lower_bound, predict
+from flexcp.schedule.predict import lower_bound, predict
 
 MOST_DOCUMENTS = 200
 """Documents in a drop-down list or a table: the longest."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcp.simulate import Prediction
+from flexcp.schedule.predict import Prediction
 from flexcp.simulator.training import Simulation, StepTime
 
 Ints = NDArray[np.int64]

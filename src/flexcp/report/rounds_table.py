@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from flexcp.plan import Plan
-from flexcp.report.ascii import size
+from flexcp.io.sizes import size
+from flexcp.plan.plan import Plan
 
 SHOWN = 12
 LEVELS = ("inside nodes", "across nodes")

@@ -25,8 +25,8 @@ import numpy as np
 from flexcp.batch import Batch
 from flexcp.clusters import NOMINAL_SPEED, Cluster
 from flexcp.cost import TILE_ROWS, CostModel
-from flexcp.pieces import Kind, Shape
-from flexcp.simulate import document_work
+from flexcp.schedule.predict import document_work
+from flexcp.shape import Kind, Shape
 
 STEPS = 60
 """Halvings of the search for the time in which compute and bytes meet."""

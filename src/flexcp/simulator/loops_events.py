@@ -22,7 +22,7 @@ import heapq
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcp.jit import compiled
+from flexcp.arrays.jit import compiled
 
 Ints = NDArray[np.int64]
 POSTED, COMPUTED, ARRIVED = range(3)

@@ -1,8 +1,9 @@
 """Messages: a program's chunks in the order in which ports take them, and how long each holds its two ports.
 
-With rounds (:mod:`flexcp.rounds`) a stage's chunks are in the order of their rounds. A chunk takes its bytes at the port's bandwidth, the
-first chunk of a message one message's start-up more, and the first chunk of a rank in every further call the start-up of a call. *Without*
-rounds whole messages go out peer by peer in the order of ranks, each waiting for its turn: what a rank does that loops over its peers.
+With rounds (:mod:`flexcp.plan.rounds`) a stage's chunks are in the order of their rounds. A chunk takes its bytes at the port's bandwidth,
+the first chunk of a message one message's start-up more, and the first chunk of a rank in every further call the start-up of a call.
+*Without* rounds whole messages go out peer by peer in the order of ranks, each waiting for its turn: what a rank does that loops over its
+peers.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexcp.cost import CostModel
-from flexcp.plan import Plan, Program
-from flexcp.rounds import find_messages, plan_rounds
+from flexcp.plan.plan import Plan
+from flexcp.plan.program import Program
+from flexcp.plan.rounds import find_messages, plan_rounds
 
 Ints = NDArray[np.int64]
 

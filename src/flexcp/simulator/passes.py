@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexcp.cost import CostModel
-from flexcp.plan import Plan
+from flexcp.plan.plan import Plan
 from flexcp.simulator.messages import Chunks, find_chunks
 from flexcp.simulator.slot_work import SlotWork, slot_ns, slot_work
 
@@ -26,10 +26,10 @@ TRACKS = ("compute", "wait", "send inside", "send across", "receive inside", "re
 class Rules:
     """How a plan is executed.
 
-    ``rounds``: chunks in the order of :mod:`flexcp.rounds`; without, each rank sends peer by peer. ``rounds_per_call``: how many are posted
-    together. ``contention``: compute and transfers slow each other as the cost model says. ``overlap``: without, a rank's transfers and
-    compute take turns (the next stage is posted only when this one is computed). ``ranks_per_nic``: so many neighbours share one network
-    port, which carries as much as all of them together; one of them alone may then use all of it.
+    ``rounds``: chunks in the order of :mod:`flexcp.plan.rounds`; without, each rank sends peer by peer. ``rounds_per_call``: how many are
+    posted together. ``contention``: compute and transfers slow each other as the cost model says. ``overlap``: without, a rank's transfers
+    and compute take turns (the next stage is posted only when this one is computed). ``ranks_per_nic``: so many neighbours share one
+    network port, which carries as much as all of them together; one of them alone may then use all of it.
     """
 
     rounds: bool = True

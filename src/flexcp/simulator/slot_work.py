@@ -3,7 +3,7 @@
 The same rule as the executor's: work of a region runs in the slot where the later of its queries and keys arrives, what is at home in the
 program's own slot, but for the share of own work that the plan holds back until the slot after the last inputs. Pairs are counted
 exactly, by cutting the regions along what arrives in each stage; every pass over a region pays for its row tiles, every slot with work for
-the start of a kernel (:mod:`flexcp.work` says the same in closed form).
+the start of a kernel (:mod:`flexcp.schedule.work` says the same in closed form).
 
 Rings of many ranks would be cut into too many parts. Beyond ``MOST_PARTS`` a ring's work on others' keys is spread evenly over its hops,
 which is exact for zig-zag under a causal mask.
@@ -16,12 +16,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from flexcp.arrays.intervals import overlaps
+from flexcp.arrays.totals import sums
 from flexcp.cost import CostModel
-from flexcp.intervals import overlaps
 from flexcp.masks import K0, K1, Q0, Q1, area, is_empty, shift, trim
-from flexcp.pieces import Kind
-from flexcp.plan import Placement, Plan, Program, sums
-from flexcp.work import Pairs, count_pairs, rank_work, rings_of
+from flexcp.plan.placement import Placement
+from flexcp.plan.plan import Plan
+from flexcp.plan.program import Program
+from flexcp.schedule.work import Pairs, count_pairs, rank_work, rings_of
+from flexcp.shape import Kind
 
 Ints = NDArray[np.int64]
 MOST_PARTS = 4_000_000

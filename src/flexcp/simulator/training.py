@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexcp.cost import PEAK_PERMILLE, CostModel
-from flexcp.models import Preset
-from flexcp.plan import Plan
+from flexcp.models.preset import Preset
+from flexcp.plan.plan import Plan
 from flexcp.simulator.bounds import Bounds, pass_bounds
 from flexcp.simulator.passes import Event, Pass, PassModel, Rules, pass_model, run_pass
 

@@ -20,11 +20,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from flexcp.json_files import read_json
-from flexcp.plan import Plan
+from flexcp.io.json_files import read_json
+from flexcp.io.whole_files import write_whole
+from flexcp.plan.file import PlanFormatError, load_plan, save_plan
+from flexcp.plan.plan import Plan
 from flexcp.telemetry.records import PassRecord, StepRecord
-from flexcp.whole_files import write_whole
-from flexcp.wire import PlanFormatError, load_plan, save_plan
 
 FORMAT, VERSION = "flexcp dump", 1
 LAST_PASSES = 32

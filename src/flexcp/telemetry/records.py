@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flexcp.plan import Plan, imbalance
+from flexcp.arrays.totals import imbalance
+from flexcp.plan.plan import Plan
 from flexcp.telemetry.stamps import Stamp, gaps, passed
 
 PASSES = 1024

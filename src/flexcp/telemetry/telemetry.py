@@ -31,7 +31,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexcp.executor.kernels import Settings
-from flexcp.plan import Plan
+from flexcp.io.whole_files import write_whole
+from flexcp.plan.plan import Plan
 from flexcp.telemetry.dump import write_dump
 from flexcp.telemetry.finite import FiniteWatch
 from flexcp.telemetry.meet import told_to_rank_0
@@ -41,7 +42,6 @@ from flexcp.telemetry.scalars import ScalarWriter, write_scalars
 from flexcp.telemetry.stall import Progress, StallWatch, thread_stacks
 from flexcp.telemetry.stamps import passed, stamper
 from flexcp.telemetry.trace import rank_log, trace
-from flexcp.whole_files import write_whole
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

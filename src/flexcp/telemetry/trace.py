@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flexcp.report.ascii import size
+from flexcp.io.sizes import size
 from flexcp.telemetry.records import PassRecord, StepRecord
 from flexcp.telemetry.stamps import host_times
 

@@ -11,12 +11,13 @@ from collections.abc import Generator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from flexcp.arrays.totals import imbalance
 from flexcp.batch import make_batch
 from flexcp.clusters import cluster
+from flexcp.io.sizes import size
 from flexcp.masks import causal
-from flexcp.plan import Plan, imbalance
+from flexcp.plan.plan import Plan
 from flexcp.planner import Planner
-from flexcp.report.ascii import size
 from flexcp.train.documents import phrases, shrunk_lengths
 
 if TYPE_CHECKING:
@@ -182,9 +183,9 @@ def train_alone(group: dist.ProcessGroup, config: DemoConfig) -> Generator[float
     """All of it on one process, with torch's attention; yields losses, returns (losses, seconds)."""
     import torch
 
+    from flexcp.executor.exchange.talk import Talk
     from flexcp.executor.layout import next_tokens, token_mean_loss
     from flexcp.executor.step import DEFAULT_TIMEOUT
-    from flexcp.executor.talk import Talk
     from flexcp.train.update import update
 
     model, optimizer = _model(config)

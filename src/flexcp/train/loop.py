@@ -14,10 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flexcp.arrays.totals import imbalance
 from flexcp.clusters import cluster
 from flexcp.executor.step import bind
-from flexcp.plan import Plan, imbalance
-from flexcp.simulate import predict
+from flexcp.plan.plan import Plan
+from flexcp.schedule.predict import predict
 from flexcp.train.documents import Documents
 from flexcp.train.source import check_data, check_model, check_numbers
 from flexcp.train.trainee import make_trainee

@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
-from flexcp.report.ascii import size
+from flexcp.io.sizes import size
 from flexcp.train.documents import Documents
 from flexcp.train.loop import StepReport, TrainConfig
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from flexcp.data.lengths import draw_lengths, parse_count, parse_lengths
-from flexcp.model_config import config_values
-from flexcp.models import PRESETS, find_model
-from flexcp.pieces import Shape
+from flexcp.models.config import config_values
+from flexcp.models.find import PRESETS, find_model
+from flexcp.shape import Shape
 
 LOOKED_AT = 1 << 16
 """Bytes of a file that tell whether it holds text or numbers."""

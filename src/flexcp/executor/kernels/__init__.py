@@ -17,7 +17,7 @@ of the forward and ``dq`` of the backward are then empty memory to be written, n
 A module may have one more function for a list whose rows nobody else adds to, each of which sees a key:
 
     backward_alone(q_THD, k_TGD, v_TGV, lse_TH, back, work, settings) -> dq, dk, dv in the model's dtype
-        from the gradient of the output (:class:`flexcp.executor.ends.OutputGradient`), delta included
+        from the gradient of the output (:class:`flexcp.executor.run.ends.OutputGradient`), delta included
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ Ints = NDArray[np.int64]
 HOMES = {
     "cpu": "cpu",
     "reference": "reference",
-    "triton": "triton_kernel",
-    "hopper": "hopper_kernel",
-    "cute": "cute_kernel",
+    "triton": "triton.kernel",
+    "hopper": "hopper.kernel",
+    "cute": "cute.kernel",
     "stock": "stock",
 }
 """Kernels by name, and the module of this package each lives in."""

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexcp import masks
-from flexcp.intervals import offsets, overlaps, spread
+from flexcp.arrays.intervals import offsets, overlaps, spread
 from flexcp.masks import HI, K0, K1, LO, Q0, Q1
 
 Ints = NDArray[np.int64]

@@ -1,0 +1,1 @@
+"""What benchmarks share, and tests too: checks on a GPU, runs of models, ranks in network namespaces, ..."""

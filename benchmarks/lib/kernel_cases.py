@@ -1,0 +1,211 @@
+"""Random cases for GPU kernels, held to the rule every kernel is held to, and a count of what they compile.
+
+A case is a batch of random documents under random masks, with or without sinks, softcap and an LSE gradient, through
+:func:`flexcp.slice_attention`. Each result's error against float64 may be twice the reference kernel's own in the same dtype plus one
+rounding. Kernels compile once per *model* (dtype, heads, head sizes, softcap): :func:`compiled` counts, and no batch may add to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flexcp import masks
+from flexcp.executor.kernels import find_kernel
+from flexcp.executor.slice_attention import packed_slices, slice_attention
+from flexcp.masks import Mask
+
+RESULTS = ("out", "lse", "dq", "dk", "dv", "dsinks")
+LONGEST = 700
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a kernel is compiled for."""
+
+    kernel: str
+    dtype: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    softcap: float | None = None
+
+
+MODELS = (
+    Model("cute", "bfloat16", 8, 2, 128, 128),
+    Model("cute", "float16", 6, 2, 128, 128),
+    Model("cute", "bfloat16", 4, 4, 128, 128),
+    Model("cute", "bfloat16", 7, 1, 128, 128, 15.0),
+    Model("hopper", "bfloat16", 8, 2, 128, 128),
+    Model("hopper", "bfloat16", 4, 4, 64, 64),
+    Model("hopper", "float16", 6, 2, 128, 64),
+    Model("hopper", "bfloat16", 7, 1, 64, 128, 15.0),
+    Model("triton", "bfloat16", 8, 2, 128, 128),
+    Model("triton", "float16", 7, 1, 96, 96),
+    Model("triton", "bfloat16", 3, 1, 64, 64, 15.0),
+    Model("triton", "bfloat16", 4, 1, 192, 128),
+    Model("triton", "bfloat16", 2, 2, 256, 256),
+    Model("triton", "float32", 4, 2, 64, 64),
+    Model("triton", "float32", 2, 1, 128, 128, 15.0),
+)
+
+
+@dataclass(frozen=True)
+class Worst:
+    """Cases run, how many broke the rule, and the largest error / allowed error of each result."""
+
+    model: Model
+    cases: int
+    failed: int
+    share: dict[str, float]
+
+
+def check_cases(model: Model, seeds: range) -> Worst:
+    """Run the cases of ``seeds``."""
+    worst: dict[str, float] = {}
+    failed = 0
+    for seed in seeds:
+        shares = case_shares(model, seed)
+        failed += not all(s <= 1 for s in shares.values())
+        worst = {n: _larger(worst.get(n, 0.0), shares.get(n, 0.0)) for n in {**worst, **shares}}
+    return Worst(model, len(seeds), failed, worst)
+
+
+def _larger(a: float, b: float) -> float:
+    return b if b != b or b > a else a  # NaN is the largest
+
+
+def random_batch(rng: np.random.Generator) -> tuple[list[int], list[Mask]]:
+    """Documents and their masks."""
+    lengths = [int(n) for n in rng.integers(1, rng.integers(2, LONGEST), rng.integers(1, 6))]
+    return lengths, [_random_mask(rng, n) for n in lengths]
+
+
+def _random_mask(rng: np.random.Generator, n: int) -> Mask:
+    a, b = (int(x) for x in rng.integers(0, max(2, n), 2))
+    made = (
+        masks.causal(),
+        masks.full(),
+        masks.window(a, 0),
+        masks.window(a, b),
+        masks.lambda_(a, b + 1),
+        masks.shared_question(1 + a % 5, 0.3),
+        masks.causal_blockwise(1 + a % 64, b % 4),
+        masks.prefix(a),
+        # Two bands with a gap, and rows without a key.
+        masks.from_slices(n, [(n // 3, n, 0, n // 2, None, -1), (n // 3, n, n // 2, n, -3, 5)]),
+    )
+    return made[rng.integers(len(made))]
+
+
+def case_shares(model: Model, seed: int) -> dict[str, float]:
+    """Error / allowed error of each result of one case."""
+    rng = np.random.default_rng(seed)
+    slices = packed_slices(*random_batch(rng))
+    tokens = int(slices[:, 1].max())
+    generator = torch.Generator("cuda").manual_seed(seed)
+    dtype = getattr(torch, model.dtype)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, device="cuda", dtype=torch.float64).to(dtype)
+
+    inputs = [normal(tokens, model.heads, model.head_dim), normal(tokens, model.kv_heads, model.head_dim)]
+    inputs += [normal(tokens, model.kv_heads, model.v_head_dim), normal(model.heads)]
+    grads = [normal(tokens, model.heads, model.v_head_dim), normal(tokens, model.heads)]
+    extras: dict[str, Any] = {"sinks": bool(seed & 1), "dlse": bool(seed & 2), "softcap": model.softcap}
+    mine = results(model.kernel, inputs, grads, slices, **extras)
+    own = plain_results(inputs, grads, slices, **extras)
+    exact = results("reference", [x.double() for x in inputs], [g.double() for g in grads], slices, **extras)
+    return {n: error_share(mine[n], own[n], exact[n], dtype) for n in exact}
+
+
+def error_share(mine: Tensor, own: Tensor, exact: Tensor, dtype: torch.dtype) -> float:
+    """Error / allowed error: twice the reference's ``own`` plus one rounding of ``dtype``."""
+    return _error(mine, exact) / (2 * _error(own, exact) + torch.finfo(dtype).eps)
+
+
+def plain_results(
+    inputs: list[Tensor], grads: list[Tensor], slices: Tensor, sinks: bool, dlse: bool, softcap: float | None
+) -> dict[str, Tensor]:
+    """The reference's results with all sums in float32, as the rule has it."""
+    own = results("reference", inputs, grads, slices, sinks, dlse, softcap)
+    if sinks:
+        own["dsinks"] = _plain_sinks_gradient(inputs[3], own, grads, dlse)
+    return own
+
+
+def _plain_sinks_gradient(sinks: Tensor, own: dict[str, Tensor], grads: list[Tensor], dlse: bool) -> Tensor:
+    """The gradient of sinks summed in float32; ours is in float64 (:mod:`flexcp.executor.run.ends`)."""
+    delta = (grads[0].float() * own["out"].float()).sum(-1) - (grads[1].float() if dlse else 0.0)
+    lse = own["lse"].float()
+    terms = torch.exp(sinks.float() - torch.where(lse == -torch.inf, 0.0, lse)) * delta
+    return -terms.sum(0).to(sinks.dtype)
+
+
+def results(
+    kernel: str,
+    inputs: list[Tensor],
+    grads: list[Tensor],
+    slices: Tensor,
+    sinks: bool,
+    dlse: bool,
+    softcap: float | None,
+) -> dict[str, Tensor]:
+    """Everything a kernel gives for q, k, v and sinks, by name."""
+    q, k, v, sink = (x.detach().clone().requires_grad_() for x in inputs)
+    result: Any = slice_attention(
+        q, k, v, slices, softcap=softcap, sinks=sink if sinks else None, return_lse=True, kernel=kernel
+    )
+    out, lse = result
+    outputs = [out, lse] if dlse else [out]
+    torch.autograd.backward(outputs, [g.to(o.dtype) for g, o in zip(grads, outputs, strict=False)])
+    found = {"out": out, "lse": lse, "dq": q.grad, "dk": k.grad, "dv": v.grad}
+    if sinks:
+        found["dsinks"] = sink.grad
+    return {n: x.detach() for n, x in found.items() if x is not None}
+
+
+def _error(x: Tensor, exact: Tensor) -> float:
+    x = x.double()
+    finite = torch.isfinite(exact)
+    if not torch.equal(finite, torch.isfinite(x)):
+        return float("nan")
+    if not finite.any():
+        return 0.0
+    return float((x - exact)[finite].abs().max() / max(1.0, float(exact[finite].abs().max())))
+
+
+def compiled(kernel: str) -> int:
+    """Variants of the kernel's functions that this process has compiled."""
+    module = find_kernel(kernel)
+    functions = [f for f in vars(module).values() if hasattr(f, "device_caches")]
+    made_once = [f for name, f in vars(module).items() if name.startswith("compiled_")]
+    variants = sum(len(caches[0]) for f in functions for caches in f.device_caches.values())
+    return int(variants + sum(f.cache_info().currsize for f in made_once))
+
+
+def recompiles(model: Model, batches: int = 100) -> tuple[int, int]:
+    """(variants after two batches, variants after ``batches`` more): the second must equal the first.
+
+    Two, because a batch in which some row sees no key runs other variants of the forward and of dq: they are added to, not written.
+    """
+    for mask in (masks.causal(), masks.from_slices(40, [(20, 40, 0, 40, None, None)])):
+        _run(model, packed_slices([40], mask))
+    first = compiled(model.kernel)
+    for seed in range(1000, 1000 + batches):
+        _run(model, packed_slices(*random_batch(np.random.default_rng(seed))))
+    torch.cuda.synchronize()
+    return first, compiled(model.kernel)
+
+
+def _run(model: Model, slices: Tensor) -> None:
+    tokens, dtype = int(slices[:, 1].max()), getattr(torch, model.dtype)
+    sizes = ((model.heads, model.head_dim), (model.kv_heads, model.head_dim), (model.kv_heads, model.v_head_dim))
+    q, k, v = (torch.randn(tokens, *s, device="cuda").to(dtype).requires_grad_() for s in sizes)
+    out: Any = slice_attention(q, k, v, slices, softcap=model.softcap, kernel=model.kernel)
+    out.sum().backward()

@@ -1,0 +1,148 @@
+"""Step time: how long attention under a plan really takes, forward and backward, and what of it is compute and what communication.
+
+A step is timed three ways, all ranks starting together, as long as its slowest rank:
+
+- *whole*: as it is.
+- *compute*: over a group whose messages are never sent. The work is the same, done on whatever the buffers hold.
+- *communication*: with a kernel that does nothing. The messages are the same, and so are packing and reductions.
+
+With perfect overlap the whole takes as long as the longer of the other two.
+
+Ranks that share cores wait for each other's compute, as devices of a cluster do not. With ``gflops`` every rank has a device of its own
+that is only paced: its kernel sleeps as long as that many GFLOP/s would take for its pairs, and computes nothing. Messages stay real.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flexcp.executor.kernels import cpu
+from flexcp.executor.op import attention
+from flexcp.executor.step import Step, bind
+from flexcp.masks import area
+from flexcp.plan.plan import Plan
+
+Part = Literal["whole", "compute", "communication"]
+Ints = NDArray[np.int64]
+Arrays = dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Seconds of each repeat on one rank; the bytes it sent in all of them; the results of the last one in stream order, where asked."""
+
+    seconds: list[float]
+    sent_bytes: int
+    results: Arrays | None
+
+
+def time_steps(
+    group: dist.ProcessGroup,
+    plan: Plan,
+    part: Part,
+    repeats: int,
+    gflops: float | None = None,
+    results: bool = False,
+    rounds_per_call: int | None = None,
+) -> Timed:
+    """Collective over ``group``: run the plan on CPU ranks, once to warm up and then ``repeats`` times."""
+    step = bind(plan, group, rounds_per_call=rounds_per_call)
+    if part == "compute":
+        step = Step(plan, step.rank, _silent(group), step.timeout)
+    inputs = _inputs(step)
+    seconds = []
+    with _kernel(math.inf if part == "communication" else gflops):
+        _run(step, inputs)
+        before = _sent(step)
+        for _ in range(repeats):
+            dist.barrier(group)
+            begin = time.perf_counter()
+            found = _run(step, inputs)
+            seconds.append(time.perf_counter() - begin)
+    gathered = {name: step.gather(x).numpy() for name, x in found.items()} if results else None
+    return Timed(seconds, _sent(step) - before, gathered if step.rank == 0 else None)
+
+
+def slowest_ms(ranks: list[Timed]) -> float:
+    """Milliseconds of the slowest rank in the fastest repeat: whatever else the machine does only adds to it."""
+    return 1000 * min(max(rank.seconds[i] for rank in ranks) for i in range(len(ranks[0].seconds)))
+
+
+def difference(one: Arrays, other: Arrays) -> float:
+    """The largest max |x - y| / max(1, max |y|) of the results."""
+    return max(float(np.abs(one[n] - y).max()) / max(1.0, float(np.abs(y).max())) for n, y in other.items())
+
+
+def _inputs(step: Step) -> list[Tensor]:
+    """This rank's rows of a random q, k, v and gradient of the output, the same stream under every plan."""
+    shape, tokens = step.plan.shape, step.plan.batch.tokens
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(shape.heads, shape.head_dim), (shape.kv_heads, shape.head_dim), (shape.kv_heads, shape.v_head_dim)]
+    sizes.append((shape.heads, shape.v_head_dim))
+    dtype = getattr(torch, shape.dtype)
+    return [step.shard(torch.randn(tokens, *size, generator=generator).to(dtype)) for size in sizes]
+
+
+def _run(step: Step, inputs: list[Tensor]) -> dict[str, Tensor]:
+    q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
+    out = attention(q, k, v, step, kernel="cpu")
+    assert isinstance(out, Tensor)
+    out.backward(inputs[3])
+    found = {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
+    return {name: x for name, x in found.items() if x is not None}
+
+
+def _sent(step: Step) -> int:
+    return sum(sum(each) for each in step.sent_bytes.values())
+
+
+def _silent(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of the same ranks on torch's fake backend: every operation is done at once and moves nothing."""
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
+    ranks = dist.get_process_group_ranks(group)
+    silent = dist.new_group(ranks, backend="fake", use_local_synchronization=True)
+    assert isinstance(silent, dist.ProcessGroup)
+    return silent
+
+
+@contextmanager
+def _kernel(gflops: float | None) -> Iterator[None]:
+    """The CPU kernel as it is, or paced."""
+    if gflops is None:
+        yield
+        return
+    pace = _Pace(gflops)
+    with patch.object(cpu, "forward", pace.forward), patch.object(cpu, "backward", pace.backward):
+        yield
+
+
+@dataclass(frozen=True)
+class _Pace:
+    """A kernel that takes the time of its FLOPs and does nothing else."""
+
+    gflops: float
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, slices: Ints, *_: Any) -> None:
+        self._sleep(2, q, v, slices)
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, slices: Ints, *_: Any
+    ) -> None:
+        self._sleep(5, q, v, slices)
+
+    def _sleep(self, products: int, q: Tensor, v: Tensor, slices: Ints) -> None:
+        flops = products * int(area(slices).sum()) * q.shape[1] * (q.shape[2] + v.shape[2])
+        time.sleep(flops / self.gflops / 1e9)

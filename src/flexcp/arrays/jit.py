@@ -1,0 +1,213 @@
+"""Compiled loops: how a function is compiled, and where the result is kept.
+
+A loop is compiled by Numba when it is first called, which takes seconds, so the result is kept on disk. Numba's own cache does not do for
+us: it reads only from a folder it can write, so a package that was warmed up by root and runs as somebody else is compiled again; it
+numbers files in an index, where two processes may exchange names; it does not notice changes in other files; and whatever the file system
+refuses ends the plan. So results are kept here, as Numba serialises them:
+
+- one file for each function, signature and processor, in a folder named by a digest of the sources and versions;
+- looked for in all these places, and written to the first that takes it: ``NUMBA_CACHE_DIR``, ``__pycache__`` beside the source, the user's
+  cache folder;
+- written under another name and renamed, so that readers see all of it or nothing, whoever writes at the same time;
+- executed when they are read, so folders and files that another user could have written are refused with a warning
+  (:mod:`flexcp.io.own_files`), and the next place is tried;
+- what fails otherwise is logged and no more: then the loop is compiled in this process only.
+
+Keeping rests on names inside Numba that another version may lack or change. They are used in four places, each of which does without.
+
+Nothing else is printed. Every compilation is a record of the logger ``flexcp.compile``, at level INFO; trouble with folders is at WARNING.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import logging
+import os
+import pickle
+import sys
+import warnings
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, cast
+
+import numba
+
+from flexcp.io.own_files import NotOwnError, read_own, write_own
+
+Loop = Callable[..., Any]
+LOGGER = logging.getLogger("flexcp.compile")
+LOGGER.addHandler(logging.NullHandler())  # silent unless the application listens
+
+
+def compiled(function: Loop) -> Loop:
+    """The function, compiled on first use; on disk afterwards, where a folder can be written."""
+    loop: Any = numba.njit(function)
+    if loop is not function:  # it is under NUMBA_DISABLE_JIT
+        _keep(loop, function)
+    return cast(Loop, loop)
+
+
+def compiled_leaf(function: Loop) -> Loop:
+    """Like :func:`compiled`, for a function that makes no arrays and is called millions of times.
+
+    Numba counts references to every array it is handed, an atomic operation each, and that takes most of the time of a short function.
+    """
+    options: Any = {"_nrt": False}
+    try:
+        loop: Any = numba.njit(function, **options)
+    except (KeyError, TypeError):  # another Numba, which has no such option
+        return compiled(function)
+    if loop is not function:
+        _keep(loop, function)
+    return cast(Loop, loop)
+
+
+def _keep(loop: Any, function: Loop) -> None:
+    if hasattr(loop, "_cache"):
+        loop._cache = _Kept(function)
+    else:
+        LOGGER.warning(
+            "compiled loops are lost with this process: Numba %s has no place for a cache", numba.__version__
+        )
+    template = getattr(loop, "get_call_template", None)
+    if template is not None and list(inspect.signature(template).parameters) == ["args", "kws"]:
+        loop.get_call_template = partial(_of_plain_types, template)
+
+
+def _of_plain_types(get_call_template: Loop, args: Any, kws: Any) -> Any:
+    """Called from another loop with constants, a function would be compiled anew for every constant; here it is once for all numbers."""
+    plain = {name: numba.types.unliteral(each) for name, each in kws.items()}
+    return get_call_template([numba.types.unliteral(each) for each in args], plain)
+
+
+class _Kept:
+    """A function's compiled signatures on disk, in the place of Numba's own cache."""
+
+    def __init__(self, function: Loop) -> None:
+        self.source = Path(function.__code__.co_filename)
+        module = self.source.relative_to(_package(self.source)).with_suffix("")
+        self.name = ".".join([*module.parts, function.__qualname__])
+
+    @property
+    def cache_path(self) -> str:
+        """The folder that is tried first."""
+        return str(_folders(self.source)[0])
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """What was kept for a signature, or None: then Numba compiles.
+
+        Numba would first load all it needs to compile, which is most of a warm start; kept code needs only the runtime.
+        """
+        for folder in _folders(self.source):
+            try:
+                key = _key(sig, target_context.codegen())
+                kept, payload = pickle.loads(read_own(folder, self._file(key)))
+                if kept == key:
+                    return _rebuilt(target_context, payload)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except NotOwnError as error:
+                _warn(str(error))
+            except Exception as error:  # no rights, half a file, another Numba: what these raise has no common name
+                LOGGER.warning("cannot read compiled %s from %s: %s", self.name, folder, error)
+        LOGGER.info("compiling %s", self.name)
+        return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keep a compilation, in the first folder that takes it."""
+        try:
+            if data.lifted or data.library.has_dynamic_globals:
+                return
+            key = _key(sig, data.codegen)
+            content = _serialised(key, data)
+        except Exception as error:  # another Numba
+            version = numba.__version__
+            LOGGER.warning(
+                "compiled %s is lost with this process, Numba %s does not hand it out: %s", self.name, version, error
+            )
+            return
+        refused = []
+        for folder in _folders(self.source):
+            try:
+                write_own(folder, self._file(key), content)
+                return
+            except NotOwnError as error:
+                _warn(str(error))
+                refused.append(str(error))
+            except OSError as error:
+                refused.append(str(error))
+        LOGGER.warning("compiled %s is lost with this process, no folder takes it: %s", self.name, "; ".join(refused))
+
+    def enable(self) -> None:
+        """Numba asks for this where a cache is switched on; this one always is."""
+
+    def disable(self) -> None:
+        """See :meth:`enable`."""
+
+    def flush(self) -> None:
+        """Numba asks for this before it compiles all anew; files are replaced then."""
+
+    def _file(self, key: str) -> str:
+        return f"{self.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.nbc"
+
+
+def _rebuilt(target_context: Any, payload: Any) -> Any:
+    from numba.core.compiler import CompileResult
+    from numba.core.runtime.nrt import rtsys
+
+    rtsys.initialize(target_context)
+    return CompileResult._rebuild(target_context, *payload)
+
+
+def _serialised(key: str, data: Any) -> bytes:
+    from numba.core.serialize import dumps
+
+    return bytes(dumps((key, data._reduce())))
+
+
+def _key(signature: Any, codegen: Any) -> str:
+    """Argument types, and what processor the code is for."""
+    return repr((signature, codegen.magic_tuple()))
+
+
+@cache
+def _warn(why: str) -> None:
+    """Said once in a process, not for every loop."""
+    text = f"flexcp does not use compiled loops that others may have written: {why}"
+    warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+def cache_folders() -> tuple[Path, ...]:
+    """Where compilations of this version are looked for; they are kept in the first that can be written."""
+    return _folders(Path(__file__).with_name("loops_sort.py"))
+
+
+@cache
+def _folders(source: Path) -> tuple[Path, ...]:
+    """Where compiled code of this source may be kept, the best first."""
+    found = [source.parent / "__pycache__"]
+    given = getattr(numba.config, "CACHE_DIR", "")
+    if given:
+        found.insert(0, Path(given))
+    home = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"))
+    if home.is_absolute():  # "~" remains where there is no home
+        found.append(home / "flexcp")
+    return tuple(folder / f"flexcp-{_digest(source)}" for folder in found)
+
+
+@cache
+def _digest(source: Path) -> str:
+    """Changes with any loop of the package, Python and Numba: compiled code has others' code inside."""
+    versions = f"{sys.implementation.cache_tag} {numba.__version__}"
+    files = sorted({source, *_package(source).rglob("loops*.py")})
+    return hashlib.sha256(versions.encode() + b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+def _package(source: Path) -> Path:
+    """The folder of the outermost package that a source belongs to."""
+    folder = source.parent
+    while (folder.parent / "__init__.py").is_file():
+        folder = folder.parent
+    return folder

@@ -1,0 +1,230 @@
+"""``flexcp advise``: whether dynamic context parallelism pays on a user's documents, and how to turn it on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flexcp.cli.shared import options as o
+from flexcp.cli.shared.progress import compiling
+
+if TYPE_CHECKING:
+    from flexcp.compare.advice import Advice, Answer
+    from flexcp.report.sections import Section
+
+Documents = Annotated[
+    str,
+    typer.Argument(
+        metavar="LENGTHS",
+        help="4096,4k,1 or 64x2048 or @file or NAME:TOKENS:SEED; a .jsonl of texts or token ids; hf:NAME, a Hugging Face data set.",
+    ),
+]
+Cap = Annotated[
+    int,
+    typer.Option(
+        "--max-tokens-per-rank", parser=o.tokens, metavar="TOKENS", help="Tokens that fit a rank's memory, as in 32k."
+    ),
+]
+StepTokens = Annotated[
+    int | None,
+    typer.Option(
+        parser=o.tokens, metavar="TOKENS", help="Tokens of a training step; as many as fit the ranks by default."
+    ),
+]
+Today = Annotated[str | None, typer.Option(help="What you use now, as in zigzag:8; the best static method by default.")]
+Framework = Annotated[
+    str,
+    typer.Option(
+        help="pytorch, huggingface, trainer, fsdp, torchtitan, megatron or all: whose lines of code to print."
+    ),
+]
+Tokenizer = Annotated[
+    str | None, typer.Option(help="For texts: a tokenizer.json, or the name of a Hugging Face tokenizer.")
+]
+Field = Annotated[
+    str | None, typer.Option(help="The field of a .jsonl or data set that holds the text or the token ids.")
+]
+
+
+def advise(
+    lengths: Documents,
+    model: o.ModelName = None,
+    heads: o.Heads = None,
+    kv_heads: o.KvHeads = None,
+    head_dim: o.HeadDim = None,
+    hidden: o.Hidden = None,
+    layers: o.Layers = None,
+    cluster: o.ClusterText = None,
+    ranks: o.Ranks = None,
+    max_tokens_per_rank: Cap = 32_768,
+    mask: o.MaybeMask = None,
+    tokens_per_step: StepTokens = None,
+    today: Today = None,
+    framework: Framework = "pytorch",
+    tokenizer: Tokenizer = None,
+    field: Field = None,
+    cost: o.CostFile = None,
+    html: o.Html = None,
+    as_json: o.Json = False,
+) -> None:
+    """Tell what static context parallelism costs on your documents, what flexcp would give, and which lines to change.
+
+    Without a model it is llama3-8b, without a cluster h100:4x8.
+
+    Everything is simulated, with the cost model's stated error beside it; `flexcp compare` on the same documents says the same.
+
+    Example: `flexcp advise lengths.txt --model llama3-8b --cluster h100:4x8 --max-tokens-per-rank 32768`
+    """
+    from flexcp.calibration import Calibration, read_calibration
+    from flexcp.cli.shared.document_lengths import document_lengths
+    from flexcp.compare.advice import Question, advise
+    from flexcp.cost import CostModel
+    from flexcp.data.lengths import batch_tokens
+    from flexcp.masks import parse_mask
+    from flexcp.models.find import find_model
+    from flexcp.planners.strategies import find_strategy
+    from flexcp.report.code_lines import FRAMEWORKS, Lines, code_lines
+
+    if max_tokens_per_rank < 1:
+        raise ValueError(f"--max-tokens-per-rank is at least 1; got {max_tokens_per_rank}")
+    if tokens_per_step is not None and tokens_per_step < 1:
+        raise ValueError(f"--tokens-per-step is at least 1; got {tokens_per_step}")
+    if framework != "all" and framework not in FRAMEWORKS:
+        code_lines(framework, None)  # type: ignore[arg-type]  # raises with the nearest name
+    if today is not None:
+        find_strategy(today)
+    rule = None if mask is None else parse_mask(mask)
+    if isinstance(rule, list):
+        raise ValueError(f"advise takes one mask for all documents, as in causal or window:4096; {mask} gives one each")
+    known = Calibration(CostModel()) if cost is None else read_calibration(cost)
+    where = known.on(o.find_cluster(cluster, ranks, default="h100:4x8"))
+    described = o.Described(model, heads, kv_heads, head_dim, hidden, layers)
+    preset = described.whole()
+    if preset is None:
+        told = {"--heads": heads, "--kv-heads": kv_heads, "--head-dim": head_dim}
+        partly = [flag for flag, value in told.items() if value is not None]
+        if partly:
+            raise ValueError(f"{', '.join(partly)} alone is no model; give --heads, --hidden and --layers, or --model")
+        preset = find_model("llama3-8b")
+    whole = tokens_per_step or batch_tokens(max_tokens_per_rank, where.ranks)
+    asked = Question(preset, where, rule, known.cost, max_tokens_per_rank, whole, today)
+    with compiling("reading documents") as progress:
+        numbers = document_lengths(lengths, tokenizer, field, progress.update)
+        found = advise(asked, numbers, progress.update)
+    names = list(FRAMEWORKS) if framework == "all" else [framework]
+    strategy = "auto" if found.verdict == "swap" else found.free.name
+    swap = found.verdict == "swap"
+    sizes = (max_tokens_per_rank, whole, asked.micro_batches)
+    lines = Lines(preset.shape, where, strategy, *sizes, asked.masks, swap, max(numbers))
+    code = [code_lines(name, lines) for name in names] if found.verdict != "static" else []
+    if html is not None:
+        _report(html, found, code)
+    if as_json:
+        typer.echo(json.dumps(as_data(found, code), indent=2))
+        return
+    typer.echo(text(found, code))
+
+
+def text(advice: Advice, code: list[tuple[str, str]]) -> str:
+    """The advice for a terminal."""
+    from textwrap import fill
+
+    from flexcp.report.advice_words import advice_words
+
+    parts = []
+    for title, paragraphs in advice_words(advice):
+        parts.append(title)
+        parts += [fill(p, 110, initial_indent="  ", subsequent_indent="  ") for p in paragraphs]
+        parts.append("")
+    for title, lines in code:
+        parts += [f"Lines for {title}", *(f"    {line}".rstrip() for line in lines.rstrip().split("\n")), ""]
+    return "\n".join(parts).rstrip()
+
+
+def as_data(advice: Advice, code: list[tuple[str, str]]) -> dict[str, Any]:
+    """The documented JSON keys."""
+    question = advice.question
+
+    def answer(found: Answer | None) -> dict[str, Any] | None:
+        if found is None:
+            return None
+        return {
+            "strategy": found.name,
+            "pass_ms": round(found.total_ns / 1e6 / len(found.steps), 3),
+            "gain": round(advice.gain(found), 4),
+            "attention": round(found.share("attention"), 4),
+            "waiting": round(found.share("wait"), 4),
+            "other_layers": round(found.share("linear"), 4),
+            "sync": round(found.share("sync"), 4),
+            "compute_imbalance": round(found.compute_imbalance, 4),
+            "most_tokens": found.most_tokens,
+        }
+
+    return {
+        "simulated": True,
+        "documents": len(advice.lengths),
+        "tokens": sum(advice.lengths),
+        "passes": advice.passes,
+        "simulated_passes": len(advice.static.steps),
+        "micro_batches": question.micro_batches,
+        "error_permille": question.cost.error_permille,
+        "bound_ms": round(advice.bound_ns / 1e6 / len(advice.static.steps), 3),
+        "static": answer(advice.static),
+        "swap": answer(advice.swap),
+        "free": answer(advice.free),
+        "verdict": advice.verdict,
+        "why": advice.why_static if advice.verdict == "static" else None,
+        "code": dict(code),
+    }
+
+
+def _report(path: Path, advice: Advice, code: list[tuple[str, str]]) -> None:
+    from flexcp.cli.shared.reports import write
+    from flexcp.report.advice_words import advice_words
+    from flexcp.report.sections import StrategyTime, code_section, strategies_section, words_section
+
+    times = []
+    for mark, found in (
+        ("static", advice.static),
+        ("attention swapped", advice.swap),
+        ("with the loader", advice.free),
+    ):
+        if found is None:
+            continue
+        count = len(found.steps)
+        parts = [sum(getattr(step, f"{part}_ns") for step in found.steps) // count for part in ("attention", "wait")]
+        moved = sum(int(p.bytes(way).sum()) for p in found.plans for way in (False, True)) // count
+        other = found.total_ns // count - sum(parts)
+        times.append(StrategyTime(found.name, parts[0], parts[1], other, moved, found.compute_imbalance, mark))
+    passes = len(advice.static.steps)
+    mean = f"Mean of the {passes} passes that were simulated" if passes > 1 else "One pass"
+    sections = [words_section(title, paragraphs) for title, paragraphs in advice_words(advice)]
+    sections.append(strategies_section(times, f"{mean}, forward and backward.", of="pass"))
+    if code:
+        sections.append(code_section("Lines of code", code))
+    sections.append(_first_pass(advice.static, "Static"))
+    if advice.verdict != "static":
+        chosen = advice.swap if advice.verdict == "swap" else advice.free
+        assert chosen is not None
+        sections.append(_first_pass(chosen, "flexcp"))
+    question = advice.question
+    write(
+        path, sections, f"Advice for {question.preset.model.name} on {question.cluster}", advice_words(advice)[0][1][0]
+    )
+
+
+def _first_pass(answer: Answer, who: str) -> Section:
+    """The plan of the first pass that was simulated, with that pass's own time: the headline's is the mean of all."""
+    from flexcp.cli.shared.reports import timed_plan
+    from flexcp.report.plan_time import PlanTime
+
+    passes, first = len(answer.steps), answer.steps[0]
+    which = f"pass 1 of {passes} simulated" if passes > 1 else "the pass simulated"
+    mean = answer.total_ns / passes / 1e6
+    says = f"This is {which}: {first.total_ns / 1e6:,.1f} ms" + (
+        f"; their mean is {mean:,.1f} ms." if passes > 1 else "."
+    )
+    return timed_plan(answer.plans[0], f"{who}: {answer.name}, {which}", PlanTime.of_step(first, "pass", says))

@@ -1,0 +1,80 @@
+"""``flexcp calibrate``: fit the cost model to this machine, and say how wrong it is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flexcp.cli.shared import options as o
+from flexcp.cli.shared.progress import compiling
+from flexcp.io.whole_files import write_whole
+
+if TYPE_CHECKING:
+    from flexcp.calibration import Calibration
+
+Ranks = Annotated[int, typer.Option(help="CPU ranks that measure at once: as many as will run on this machine.")]
+Device = Annotated[str, typer.Option(help="cpu or cuda; cuda where there is one, by default.")]
+Write = Annotated[Path | None, typer.Option(callback=o.writable, help="Write the cost model to this file, for --cost.")]
+
+
+def calibrate(
+    ranks: Ranks = 2,
+    device: Device = "",
+    model: o.HeadsOf = None,
+    heads: o.Heads = None,
+    kv_heads: o.KvHeads = None,
+    head_dim: o.HeadDim = None,
+    dtype: Annotated[str, typer.Option(help="float32 on CPUs, bfloat16 on GPUs, by default.")] = "",
+    write: Write = None,
+    as_json: o.Json = False,
+) -> None:
+    """Measure attention kernels, the rest of a layer and links on this machine, and fit the cost model; under two minutes.
+
+    Every third measurement is held out of the fit, and the errors printed are of those. With torchrun on GPUs the links between its ranks
+    are measured too.
+
+    Example: `flexcp calibrate --ranks 4 --write here.json && flexcp simulate --lengths 4096,800 --cluster cpu:1x4 --cost here.json`
+    """
+    shape = o.Described(model, heads, kv_heads, head_dim, None, None).attention((8, 8, 64))
+    import torch
+
+    from flexcp.measure.calibrate.calibrate import calibrate_here
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"--device is cpu or cuda; got {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda needs a CUDA GPU, and torch sees none here")
+    if ranks < 1:
+        raise ValueError(f"--ranks is at least 1; got {ranks}")
+    shape = replace(shape, dtype=dtype or ("float32" if device == "cpu" else "bfloat16"))
+    with compiling("measuring") as progress:
+        found = calibrate_here(shape, ranks, device, lambda text: progress.update(f"measuring {text}"))
+    if write is not None:
+        write_whole(write, json.dumps(found.to_json(), indent=2) + "\n")
+    typer.echo(json.dumps(found.to_json(), indent=2) if as_json else text(found))
+
+
+def text(found: Calibration) -> str:
+    """The fit and its errors for people."""
+    cost, speeds = found.cost, found.speeds
+    lines = [
+        f"{found.machine}: matrix product {speeds['gflops']} GFLOP/s (as bf16 peak), attention at {cost.forward_efficiency / 10:g} % of it "
+        f"forward and {cost.backward_efficiency / 10:g} % backward, the rest of a layer at {cost.linear_efficiency / 10:g} %",
+        f"128 rows cost {cost.row_tile_pairs:,} pairs besides their own, a kernel {cost.kernel_ns / 1000:.1f} us to start, "
+        f"{cost.token_bytes:,} bytes stay of a token in a layer",
+    ]
+    if "intra_mbps" in speeds:
+        lines.append(
+            f"a link carries {speeds['intra_mbps']:,} MB/s after {speeds['latency_ns'] / 1000:.1f} us, one more message costs "
+            f"{cost.message_ns / 1000:.1f} us"
+        )
+    lines += [
+        f"held out, {name}: median error {e.median:.1%}, 90th percentile {e.p90:.1%}, worst {e.worst:.1%} ({e.count} measurements)"
+        for name, e in found.held_out.items()
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,178 @@
+"""``flexcp compare``: strategies side by side on one batch, simulated."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flexcp.cli.shared import options as o
+from flexcp.cli.shared import setting as s
+from flexcp.cli.shared.progress import compiling
+
+if TYPE_CHECKING:
+    from flexcp.compare.compare import Comparison, Row
+
+Names = Annotated[
+    str, typer.Option("--strategies", help="Names with or without degrees, as in auto,zigzag:8,ring; or all.")
+]
+WIDTH = 40
+
+
+def compare(
+    lengths: o.Lengths,
+    batch: o.BatchNumber = None,
+    mask: o.MaybeMask = None,
+    cluster: o.ClusterText = None,
+    ranks: o.Ranks = None,
+    model: o.ModelName = None,
+    heads: o.Heads = None,
+    kv_heads: o.KvHeads = None,
+    head_dim: o.HeadDim = None,
+    hidden: o.Hidden = None,
+    layers: o.Layers = None,
+    strategies: Names = "all",
+    cost: s.CostFile = None,
+    sync: s.Sync = "fsdp",
+    overlap: s.Overlap = 1.0,
+    no_contention: s.NoContention = False,
+    max_tokens_per_rank: o.MaxTokens = None,
+    html: o.Html = None,
+    as_json: o.Json = False,
+) -> None:
+    """Plan one batch with every strategy and simulate each plan: time, waits, bytes, MFU, distance to what is possible.
+
+    Example: `flexcp compare --lengths web:262144:0 --cluster h100:4x8 --model llama3-8b`
+    """
+    from flexcp.compare.compare import NAMES
+    from flexcp.compare.compare import compare as run
+
+    setting = s.make_setting(
+        lengths,
+        batch,
+        mask,
+        o.find_cluster(cluster, ranks),
+        o.Described(model, heads, kv_heads, head_dim, hidden, layers),
+        cost,
+        sync,
+        overlap,
+        not no_contention,
+        max_tokens_per_rank,
+    )
+    names = NAMES if strategies == "all" else [name.strip() for name in strategies.split(",") if name.strip()]
+    if not names:
+        raise ValueError(f"--strategies {strategies!r} names none; write all, or names as in auto,zigzag:8,ring")
+    with compiling(f"planning and simulating {len(names)} strategies") as progress:
+        asked = (setting.request, names, setting.rules, setting.training)
+        found = run(*asked, lambda n: progress.update(f"simulating {n}"), setting.compute)
+    if html is not None:
+        _report(html, found, setting)
+    if as_json:
+        typer.echo(json.dumps(as_data(found, setting), indent=2))
+        return
+    typer.echo(setting.title)
+    typer.echo(table(found))
+
+
+def as_data(found: Comparison, setting: s.Setting) -> dict[str, Any]:
+    """The documented JSON keys."""
+    from flexcp.cli.commands.simulate import simulation_data
+
+    rows: list[dict[str, Any]] = []
+    for row in found.rows:
+        if row.simulation is None:
+            rows.append({"strategy": row.name, "refused": row.refused})
+            continue
+        speed_up = found.speed_up(row)
+        rows.append(
+            {
+                "strategy": row.name,
+                "static": row.is_static,
+                "speed_up": None if speed_up is None else round(speed_up, 4),
+                "planning_ms": round(row.planning_ms, 3),
+                **simulation_data(row.simulation),
+            }
+        )
+    best = found.best_static
+    return {
+        "simulated": True,
+        "setting": setting.title,
+        "error_permille": found.request.cost.error_permille,
+        "held_out": setting.calibration.to_json()["held_out"],
+        "closed_form_error": round(found.predict_error, 4),
+        "best_static": None if best is None else best.name,
+        "strategies": rows,
+    }
+
+
+def table(found: Comparison) -> str:
+    """Rows with bars, the fastest first; refusals below."""
+    step = bool(found.ran) and found.ran[0].simulation is not None and found.ran[0].simulation.step is not None
+    head = f"{'strategy':<16} {'ms':>9} {'x static':>9} {'MFU fwd':>8} {'bwd':>6} {'MB moved':>9} {'balance':>8} {'optimality':>11}"
+    lines = [head + (f" {'tokens/s':>11}" if step else "")]
+    slowest = max((row.ns for row in found.ran), default=1)
+    for row in found.ran:
+        lines.append(_line(found, row, step) + "  " + _bar(row, slowest))
+    lines.append("")
+    lines.append(
+        "bars: # attention, . waiting, = other layers and gradient sync. optimality: attention's time over its lower bound."
+    )
+    best = found.best_static
+    if best is not None:
+        lines.append(f"x static: against {best.name}, the best static one.")
+    lines += [f"{row.name} refused: {row.refused}" for row in found.rows if row.refused is not None]
+    return "\n".join(lines)
+
+
+def _line(found: Comparison, row: Row, step: bool) -> str:
+    simulation = row.simulation
+    assert simulation is not None
+    speed_up = found.speed_up(row)
+    text = (
+        f"{row.name:<16} {row.ns / 1e6:>9.3f} {'-' if speed_up is None else f'{speed_up:.3f}':>9} {simulation.mfu(False):>8.1%} "
+        f"{simulation.mfu(True):>6.1%} {row.moved_bytes / 1e6:>9.1f} {row.work_imbalance:>8.3f} {simulation.optimality:>11.3f}"
+    )
+    return text + (f" {simulation.plan.batch.tokens / row.ns * 1e9:>11,.0f}" if step else "")
+
+
+def _bar(row: Row, slowest: int) -> str:
+    """The row's time as characters: attention, waiting, the rest."""
+    simulation = row.simulation
+    assert simulation is not None
+    parts: tuple[tuple[str, int], ...]
+    if simulation.step is None:
+        parts = (("#", simulation.attention_ns - simulation.exposed_ns), (".", simulation.exposed_ns))
+    else:
+        step = simulation.step
+        parts = (("#", step.attention_ns), (".", step.wait_ns), ("=", step.total_ns - step.attention_ns - step.wait_ns))
+    text, before = "", 0
+    for mark, ns in parts:
+        text += mark * (round((before + ns) * WIDTH / slowest) - len(text))
+        before += ns
+    return text
+
+
+def _report(path: Path, found: Comparison, setting: s.Setting) -> None:
+    from flexcp.cli.shared.reports import timed_plan, write
+    from flexcp.report.plan_time import PlanTime
+    from flexcp.report.sections import StrategyTime, strategies_section
+
+    times = []
+    for row in found.ran:
+        simulation = row.simulation
+        assert simulation is not None
+        step = simulation.step
+        if step is None:
+            parts = (simulation.attention_ns - simulation.exposed_ns, simulation.exposed_ns, 0)
+        else:
+            parts = (step.attention_ns, step.wait_ns, step.total_ns - step.attention_ns - step.wait_ns)
+        mark = "best static" if row is found.best_static else ""
+        times.append(StrategyTime(row.name, *parts, row.moved_bytes, row.work_imbalance, mark))
+    of = "attention" if setting.training is None else "step"
+    sections = [strategies_section(times, setting.title, "Strategies side by side, simulated", of)]
+    for row in found.ran[:1]:
+        assert row.simulation is not None
+        sections.append(timed_plan(row.simulation.plan, row.name, PlanTime.of_simulation(row.simulation)))
+    write(path, sections, f"Strategies on {found.request.cluster}, simulated", setting.title)

@@ -1,0 +1,143 @@
+"""``flexcp plan``: plan one batch and show the plan."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flexcp.cli.shared import options as o
+from flexcp.cli.shared.progress import compiling, say
+from flexcp.cli.shared.reports import report_plan
+
+if TYPE_CHECKING:
+    from flexcp.plan.plan import Plan
+
+REPEATS = 7
+Save = Annotated[
+    Path | None, typer.Option(callback=o.writable, help="Write the plan to this file; `flexcp show FILE` reads it.")
+]
+ShowRounds = Annotated[bool, typer.Option("--rounds", help="Show each stage's conflict-free rounds too.")]
+
+
+def plan(
+    lengths: o.Lengths,
+    batch: o.BatchNumber = None,
+    mask: o.MaybeMask = None,
+    cluster: o.ClusterText = None,
+    nodes: o.Nodes = None,
+    ranks_per_node: o.RanksPerNode = None,
+    ranks: o.Ranks = None,
+    speeds: o.Speeds = None,
+    model: o.ModelName = None,
+    heads: o.Heads = None,
+    kv_heads: o.KvHeads = None,
+    head_dim: o.HeadDim = None,
+    hidden: o.Hidden = None,
+    layers: o.Layers = None,
+    v_head_dim: o.VHeadDim = None,
+    dtype: o.Dtype = "bfloat16",
+    strategy: o.Strategy = "auto",
+    effort: o.Effort = None,
+    compute_tolerance: o.ComputeTolerance = None,
+    token_tolerance: o.TokenTolerance = None,
+    max_tokens_per_rank: o.MaxTokens = None,
+    max_memory_per_rank: o.MaxMemory = None,
+    keep_kv: o.KeepKv = 0,
+    max_peers: o.MaxPeers = None,
+    tokens: o.Tokens = "balanced",
+    pad_to: o.PadTo = None,
+    layout: o.Layout = "free",
+    cost: o.CostFile = None,
+    save: Save = None,
+    html: o.Html = None,
+    rounds: ShowRounds = False,
+    as_json: o.Json = False,
+) -> None:
+    """Plan one batch: who keeps and computes what, and what moves.
+
+    Example: `flexcp plan --lengths 4096,800,1 --ranks 8 --heads 8 --kv-heads 2 --strategy blocks`
+    """
+    from flexcp.cli.shared.batches import take_batch
+
+    given = dict(locals())
+    asked = o.PlanOptions(**{name: given[name] for name in o.PlanOptions.__dataclass_fields__})
+    planner = asked.planner((32, 32, 128))
+    taken = take_batch(lengths, planner.cluster.ranks, max_tokens_per_rank, batch)
+    if taken.words:
+        say(taken.words)
+    times, found = [], None
+    with compiling():
+        for _ in range(1 + (REPEATS if as_json else 0)):
+            begin = time.perf_counter()
+            found = asked.plan(planner, taken.lengths)
+            _ = found.hash
+            times.append((time.perf_counter() - begin) * 1000)
+    assert found is not None
+    if save is not None:
+        _write(found, save)
+    if html is not None:
+        report_plan(html, found)
+    if as_json:
+        keys = summary(found, times) | (_rounds_of(found) if rounds else {})
+        typer.echo(json.dumps(keys, indent=2))
+    else:
+        typer.echo(f"{found!s}\n\n{_rounds_text(found)}" if rounds else str(found))
+
+
+def _rounds_of(plan: Plan) -> dict[str, Any]:
+    from flexcp.report.rounds_table import rounds_columns  # compiled: only who asks for rounds loads Numba
+
+    with compiling():
+        return {"rounds": {way: rounds_columns(plan, bool(i)) for i, way in enumerate(("forward", "backward"))}}
+
+
+def _rounds_text(plan: Plan) -> str:
+    from flexcp.report.rounds_table import rounds_table
+
+    with compiling():
+        return rounds_table(plan)
+
+
+def _write(plan: Plan, path: Path) -> None:
+    """The plan in a file of that name, whole or not at all."""
+    from flexcp.io.whole_files import write_whole
+    from flexcp.plan.file import save_plan
+
+    try:
+        write_whole(path, save_plan(plan))
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}; choose another place with --save") from None
+
+
+def summary(plan: Plan, times_ms: list[float] | None = None) -> dict[str, Any]:
+    """The documented JSON keys; ``times_ms`` are the first call and its repeats, where the plan was made now."""
+    from flexcp.arrays.totals import imbalance
+
+    times = times_ms or []
+    forward = plan.bytes()
+    memories = [plan.memory(rank) for rank in range(plan.ranks)]
+    return {
+        "strategy": plan.requested,
+        "chosen": plan.strategy,
+        "ranks": plan.ranks,
+        "tokens": plan.batch.tokens,
+        **({"planning_ms": round(statistics.median(times[1:] or times), 3)} if times else {}),
+        **({"first_plan_ms": round(times[0], 3)} if times else {}),
+        "forward_bytes": int(forward.sum()),
+        "forward_inter_node_bytes": plan.inter_node_bytes(),
+        "backward_bytes": int(plan.bytes(backward=True).sum()),
+        "max_rank_sent_bytes": int(forward.sum(axis=1).max()),
+        "max_rank_received_bytes": int(forward.sum(axis=0).max()),
+        "compute_imbalance": round(imbalance(plan.work()), 6),
+        "token_imbalance": round(imbalance(plan.placement.tokens), 6),
+        "stages": plan.programs[0][0].stages,
+        "max_rank_peers": max(len(plan.peers(rank)) for rank in range(plan.ranks)),
+        "max_rank_arena_bytes": max(memory.arena for memory in memories),
+        "max_rank_memory_bytes": max(memory.total for memory in memories),
+        "hash": plan.hash,
+    }

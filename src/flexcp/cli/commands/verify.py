@@ -1,0 +1,153 @@
+"""``flexcp verify``: run a plan, or those of a dump, on real processes and compare with one device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flexcp.cli.shared import options as o
+from flexcp.cli.shared.progress import compiling, console, plain, say
+from flexcp.io.visible import visible, visible_lines
+
+if TYPE_CHECKING:
+    from flexcp.measure.dumps import Replay
+
+DumpPath = Annotated[
+    str, typer.Argument(metavar="[@DUMP]", help="Replay the plans of a dump, or of all dumps in a folder, instead.")
+]
+MaybeLengths = Annotated[
+    str, typer.Option("--lengths", help="4096,4k,1 or 64x2048 or @file or NAME:TOKENS:SEED (web:131072:0).")
+]
+Seed = Annotated[int, typer.Option(help="Seed of the random inputs.")]
+Kernel = Annotated[str, typer.Option(help="cpu or reference.")]
+
+
+def verify(
+    dump: DumpPath = "",
+    lengths: MaybeLengths = "",
+    batch: o.BatchNumber = None,
+    mask: o.MaybeMask = None,
+    cluster: o.ClusterText = None,
+    nodes: o.Nodes = None,
+    ranks_per_node: o.RanksPerNode = None,
+    ranks: o.Ranks = None,
+    speeds: o.Speeds = None,
+    model: o.ModelName = None,
+    heads: o.Heads = None,
+    kv_heads: o.KvHeads = None,
+    head_dim: o.HeadDim = None,
+    hidden: o.Hidden = None,
+    layers: o.Layers = None,
+    v_head_dim: o.VHeadDim = None,
+    dtype: o.Dtype = "float64",
+    strategy: o.Strategy = "auto",
+    effort: o.Effort = None,
+    compute_tolerance: o.ComputeTolerance = None,
+    token_tolerance: o.TokenTolerance = None,
+    max_tokens_per_rank: o.MaxTokens = None,
+    max_memory_per_rank: o.MaxMemory = None,
+    keep_kv: o.KeepKv = 0,
+    max_peers: o.MaxPeers = None,
+    tokens: o.Tokens = "balanced",
+    pad_to: o.PadTo = None,
+    layout: o.Layout = "free",
+    cost: o.CostFile = None,
+    seed: Seed = 0,
+    kernel: Kernel = "cpu",
+    as_json: o.Json = False,
+) -> None:
+    """Run forward and backward on real processes and compare with dense float64 attention on one.
+
+    Example: `flexcp verify --lengths 700,31,1 --ranks 3 --strategy blocks --heads 4 --kv-heads 2`, or
+    `flexcp verify @dumps` for what ranks with `flexcp.Telemetry("dumps")` left behind (only --seed and --kernel count then).
+    """
+    if bool(dump) == bool(lengths):
+        raise ValueError("verify takes either --lengths, for a plan made now, or @DUMP, for those of a dump")
+    if dump:
+        replay_dump(dump, seed, kernel, as_json)
+        return
+    from flexcp.cli.shared.batches import take_batch
+    from flexcp.measure.ranks import RankPool
+
+    given = dict(locals())
+    asked = o.PlanOptions(**{name: given[name] for name in o.PlanOptions.__dataclass_fields__})
+    planner = asked.planner((4, 4, 32))
+    taken = take_batch(lengths, planner.cluster.ranks, max_tokens_per_rank, batch)
+    if taken.words:
+        say(taken.words)
+    with compiling():
+        plan = asked.plan(planner, taken.lengths)
+    plan.check()
+    from flexcp.measure.verify import Options, check_verifiable, verify_on
+
+    options = Options(seed=seed, kernel=kernel)
+    check_verifiable(plan, options)
+    with console().status(plain(f"running {plan!r} on real processes")), RankPool(plan.ranks) as pool:
+        verdict = pool.run(verify_on, plan, options)[0]
+    result = {**verdict.errors, "bytes_match": verdict.bytes_match, "passed": verdict.passed}
+    if as_json:
+        typer.echo(json.dumps(result, indent=2))
+    else:
+        for name, error in verdict.errors.items():
+            typer.echo(f"{name:>4}  error {error:.2e}   allowed {verdict.allowed[name]:.2e}")
+        typer.echo(f"bytes on the wire {'equal' if verdict.bytes_match else 'DIFFER FROM'} the plan's")
+        typer.echo("passed" if verdict.passed else "FAILED")
+    if not verdict.passed:
+        raise typer.Exit(1)
+
+
+def replay_dump(dump: str, seed: int, kernel: str, as_json: bool) -> None:
+    """Replay what ranks dumped; exit code 1 when a plan is bad or ranks held different ones."""
+    from flexcp.measure.dumps import replay
+
+    if not dump.startswith("@"):
+        raise ValueError(f"a dump is given as @file or @folder, as in @{dump}; got {dump!r}")
+    with console().status("reading") as status:
+        found = replay(Path(dump[1:]), seed, kernel, lambda text: status.update(plain(text)))
+    typer.echo(json.dumps(_as_data(found), indent=2) if as_json else _as_text(found))
+    if not found.passed:
+        raise typer.Exit(1)
+
+
+def _as_data(found: Replay) -> dict[str, object]:
+    return {
+        "dumps": [
+            {"file": str(d.path), "rank": d.global_rank, "reason": d.reason, "message": d.message} for d in found.dumps
+        ],
+        "plans": [
+            {
+                "hash": p.plan.hash,
+                "held": [{"rank": rank, "step": step} for rank, step in p.held],
+                "problem": p.problem,
+                "not_run": p.not_run,
+                "masks": {name: {**v.errors, "bytes_match": v.bytes_match} for name, v in p.verdicts.items()},
+                "passed": p.passed,
+            }
+            for p in found.plans
+        ],
+        "disagreements": found.disagreements,
+        "passed": found.passed,
+    }
+
+
+def _as_text(found: Replay) -> str:
+    lines = [
+        f"{visible(d.path.name)}: rank {d.global_rank}, {visible(d.reason)}: {visible_lines(d.message, '  ')}"
+        for d in found.dumps
+    ]
+    lines += [f"ranks held different plans in {words}" for words in found.disagreements]
+    for p in found.plans:
+        held = ", ".join(sorted({f"step {step}" for _, step in p.held}))
+        lines += ["", f"{visible(repr(p.plan))} ({held}): {'passed' if p.passed else 'BAD'}"]
+        if p.problem or p.not_run:
+            lines.append(f"  {visible_lines(p.problem or f'checked symbolically only: {p.not_run}', '    ')}")
+        for name, verdict in p.verdicts.items():
+            worst = max(verdict.errors, key=lambda n: verdict.errors[n] / verdict.allowed[n])
+            match = "bytes equal the plan's" if verdict.bytes_match else "BYTES DIFFER from the plan's"
+            lines.append(
+                f"  {visible(name)}: worst {worst}, error {verdict.errors[worst]:.2e} (allowed {verdict.allowed[worst]:.2e}), {match}"
+            )
+    return "\n".join(lines)

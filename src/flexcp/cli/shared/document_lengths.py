@@ -1,0 +1,127 @@
+"""Document lengths as users have them: the grammar of ``--lengths``, JSON lines of texts or token ids, Hugging Face data sets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from flexcp.data.lengths import parse_lengths
+from flexcp.io.json_files import json_line
+
+FIELDS = ("input_ids", "tokens", "text", "content", "length")
+"""Where a document is looked for when no field is named."""
+EVERY = 10_000
+
+Count = Callable[[str], int]
+
+
+def document_lengths(
+    text: str, tokenizer: str | None, field: str | None, tell: Callable[[str], None] = lambda _: None
+) -> list[int]:
+    """The lengths that ``text`` names. Texts are counted by ``tokenizer``; ``tell`` hears how far reading is."""
+    if text.startswith("hf:"):
+        return _lengths(_dataset(text), text, field, _counter(tokenizer), tell)
+    path = Path(text.removeprefix("@"))
+    if path.suffix in (".jsonl", ".ndjson"):
+        return _lengths(_lines(path), str(path), field, _counter(tokenizer), tell)
+    if tokenizer is not None or field is not None:
+        raise ValueError(f"--tokenizer and --field are for .jsonl files and hf: data sets; {text!r} is neither")
+    return parse_lengths(text)
+
+
+def _lengths(
+    records: Iterable[Any], where: str, field: str | None, count: Count | None, tell: Callable[[str], None]
+) -> list[int]:
+    found: list[int] = []
+    for number, record in enumerate(records, 1):
+        found.append(_length(record, f"{where}, document {number - 1}", field, count))
+        if number % EVERY == 0:
+            tell(f"read {number:,} documents of {where}")
+    if not found:
+        raise ValueError(f"{where} holds no documents")
+    return found
+
+
+def _length(record: Any, where: str, field: str | None, count: Count | None) -> int:
+    value = record
+    if isinstance(record, dict):
+        name = field or next((f for f in FIELDS if f in record), None)
+        if name is None or name not in record:
+            raise ValueError(
+                f"{where} has no field {name or ' or '.join(FIELDS)}; it has {', '.join(record)}: name one with --field"
+            )
+        value = record[name]
+    if isinstance(value, str):
+        if count is None:
+            raise ValueError(f"{where} is a text; name a tokenizer with --tokenizer to count its tokens")
+        value = count(value)
+    elif isinstance(value, list):
+        value = len(value)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(
+            f"{where}: {value!r} is no document; it should be a text, a list of token ids or a length of at least 1"
+        )
+    return value
+
+
+def _lines(path: Path) -> Iterable[Any]:
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield json_line(line, f"{path}, line {number}")
+    except OSError as error:
+        raise ValueError(f"cannot read documents from {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"cannot read documents from {path}: it is not a text file") from None
+
+
+def _dataset(text: str) -> Iterable[Any]:
+    """``hf:NAME`` or ``hf:NAME:SPLIT``, or a folder written by ``save_to_disk``."""
+    try:
+        import datasets  # type: ignore[import-untyped]
+    except ImportError:
+        raise ValueError(f"{text} needs the datasets package: pip install datasets") from None
+    name, _, split = text.removeprefix("hf:").partition(":")
+    try:
+        found: Any = (
+            datasets.load_from_disk(name)
+            if Path(name).is_dir()
+            else datasets.load_dataset(name, split=split or "train")
+        )
+        records: Iterable[Any] = found[split or "train"] if isinstance(found, dict) else found
+    except Exception as error:  # the hub's, Arrow's and a loading script's errors have no common name
+        raise ValueError(f"cannot load the data set {name!r}: {_first_line(error)}") from None
+    return records
+
+
+def _counter(tokenizer: str | None) -> Count | None:
+    if tokenizer is None:
+        return None
+    if Path(tokenizer).is_file():
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            raise ValueError("--tokenizer needs the tokenizers package: pip install tokenizers") from None
+        try:
+            made = Tokenizer.from_file(tokenizer)
+        except Exception as error:  # the package raises a bare Exception
+            raise ValueError(f"{tokenizer} is no tokenizer.json: {error}") from None
+        return lambda text: len(made.encode(text).ids)
+    if tokenizer.endswith(".json") or tokenizer.startswith((".", "/", "~")):
+        raise ValueError(f"--tokenizer {tokenizer}: there is no such file")
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise ValueError(f"--tokenizer {tokenizer} needs the transformers package: pip install transformers") from None
+    try:
+        named = AutoTokenizer.from_pretrained(tokenizer)
+    except Exception as error:  # the hub's errors, a missing backend's, those of a tokenizer's own code: no common name
+        raise ValueError(f"cannot load the tokenizer {tokenizer!r}: {_first_line(error)}") from None
+    return lambda text: len(named(text)["input_ids"])
+
+
+def _first_line(error: Exception) -> str:
+    """What an error says first; its name where it says nothing."""
+    return str(error).splitlines()[0] if str(error) else repr(error)

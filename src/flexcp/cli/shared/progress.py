@@ -1,0 +1,105 @@
+"""Progress: what takes more than a second says so on stderr, as a spinner.
+
+The first plan on a machine takes half a minute, because loops are compiled; they log about themselves, and the spinner shows it. Whoever
+watches a terminal should see why; a pipe sees nothing, nor does who asked for ``--quiet``.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+from flexcp.io.visible import visible
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.status import Status
+    from rich.text import Text
+
+QUIET: ContextVar[bool] = ContextVar("quiet", default=False)
+"""``--quiet`` of the command at hand; set and reset by :mod:`flexcp.cli.shared.every`."""
+
+
+class Compiling(logging.Handler):
+    """Counts compilations, collects complaints, and shows the loop at hand while ``show`` is set."""
+
+    def __init__(self, show: bool, text: str | None = None) -> None:
+        super().__init__()
+        self.show = show
+        self.count = 0
+        self.complaints: list[str] = []
+        self._status: Status | None = None
+        self.text = text
+        if text is not None:
+            self.update(text)
+
+    def update(self, text: str) -> None:
+        """Say what is going on now."""
+        self.text = text
+        if self.show:
+            self._started(text).update(plain(text))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno >= logging.WARNING:
+            self.complaints.append(record.getMessage())
+            return
+        self.count += 1
+        if self.show:
+            text = f"first time on this machine: {record.getMessage()} (loop {self.count}); kept for the next"
+            self._started(text).update(plain(text))
+
+    def _started(self, text: str) -> Status:
+        if self._status is None:
+            self._status = console().status(plain(text))  # rich loads only now; it is half as slow as a plan
+            self._status.start()
+        return self._status
+
+    def close(self) -> None:
+        """Take the spinner away."""
+        if self._status is not None:
+            self._status.stop()
+        super().close()
+
+
+def quiet() -> bool:
+    """Whether the command at hand was given ``--quiet``."""
+    return QUIET.get()
+
+
+def say(text: str) -> None:
+    """A message beside the result: on stderr, unless the user wants quiet."""
+    if not quiet():
+        print(text, file=sys.stderr)
+
+
+def console() -> Console:
+    """Where progress and messages go: stderr, or nowhere."""
+    from rich.console import Console
+
+    return Console(stderr=True, quiet=quiet())
+
+
+def plain(text: str) -> Text:
+    """What rich shows as it is: names in it are no markup."""
+    from rich.text import Text
+
+    return Text(visible(text))
+
+
+@contextmanager
+def compiling(text: str | None = None) -> Iterator[Compiling]:
+    """Inside, compilations are counted, and shown when stderr is a terminal; ``text`` says what is going on besides."""
+    logger, handler = logging.getLogger("flexcp.compile"), Compiling(sys.stderr.isatty() and not quiet(), text)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield handler
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+        handler.close()

@@ -1,0 +1,260 @@
+"""Advice: what static context parallelism costs on a user's documents, what flexcp would give, and whether to bother.
+
+The documents are dealt into passes in the order they come, each as many tokens as the ranks hold, and a few passes spread over the data are
+looked at. All answers come from :func:`flexcp.compare.compare.compare`, so they are what ``flexcp compare`` says of the same documents:
+
+- *static*: the one static method with one degree that serves all these passes and is fastest over them, or the one the user has today;
+- *swap*: only attention is replaced; tokens stay where a contiguous split puts them (``layout="contiguous"``);
+- *free*: flexcp places tokens too, as its loader does: the fastest of ``auto``, ``blocks`` and ``groups``.
+
+A document that exceeds what the ranks hold together is refused wherever in the data it is, not only in a pass that is looked at.
+
+A gain is worth having when it exceeds what the cost model may err by; then and only then the advice is to change something. Where static
+stays, the advice says why: equal documents divide evenly, attention is little of the step, or there is one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from flexcp.arrays.totals import imbalance
+from flexcp.batch import make_batch
+from flexcp.clusters import Cluster
+from flexcp.compare.compare import STATIC, Row, common_degree, compare
+from flexcp.cost import CostModel
+from flexcp.data.lengths import batch_tokens, cut_batches
+from flexcp.masks import Mask
+from flexcp.models.preset import Preset
+from flexcp.plan.plan import Plan
+from flexcp.planners.layouts import user_layout
+from flexcp.planners.request import Request
+from flexcp.schedule.predict import lower_bound
+from flexcp.simulator.passes import Rules
+from flexcp.simulator.training import StepTime, Training
+
+FREE = ("auto", "blocks", "groups")
+MOST_PASSES = 3
+SMALL_SHARE = 0.05
+"""Attention under this share of the step leaves nothing to gain."""
+NEAR = 0.25
+"""A method this close to perfectly divided compute has no imbalance worth speaking of."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the user trains, on what, and what fits. Without a mask the model's layers have their own."""
+
+    preset: Preset
+    cluster: Cluster
+    mask: Mask | None
+    cost: CostModel
+    max_tokens_per_rank: int
+    tokens_per_step: int
+    today: str | None = None
+    rules: Rules = Rules()  # noqa: RUF009 - immutable
+
+    @property
+    def micro_batches(self) -> int:
+        """Passes a step takes, so that no rank is over its cap."""
+        return -(-self.tokens_per_step // self.most_tokens)
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of one pass that leave ranks room to differ."""
+        return batch_tokens(self.max_tokens_per_rank, self.cluster.ranks)
+
+    @property
+    def masks(self) -> dict[str, tuple[Mask, int]]:
+        """Masks of the layers, with their counts."""
+        return self.preset.masks(self.mask)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A way to run the steps that were looked at: what it is called, its plans, and their simulated steps."""
+
+    name: str
+    plans: tuple[Plan, ...]
+    steps: tuple[StepTime, ...]
+
+    @property
+    def total_ns(self) -> int:
+        return sum(step.total_ns for step in self.steps)
+
+    def share(self, part: str) -> float:
+        """Of the whole time, the slowest ranks' ``attention``, ``wait``, ``linear`` or ``sync``."""
+        return float(sum(getattr(step, f"{part}_ns") for step in self.steps) / max(self.total_ns, 1))
+
+    @property
+    def compute_imbalance(self) -> float:
+        """The worst step's attention, max / mean over ranks."""
+        return max(imbalance(plan.work()) for plan in self.plans)
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the fullest rank."""
+        return max(int(plan.placement.tokens.max()) for plan in self.plans)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The answers. ``passes`` is how many passes the data makes in all, of which ``len(static.steps)`` were simulated; ``longest_seen``
+    says whether the longest document is in one of these."""
+
+    question: Question
+    lengths: tuple[int, ...]
+    passes: int
+    static: Answer
+    swap: Answer | None
+    free: Answer
+    bound_ns: int
+    longest_seen: bool = True
+
+    @property
+    def error(self) -> float:
+        """How wrong a predicted time may be, as a fraction."""
+        return self.question.cost.error_permille / 1000
+
+    def gain(self, answer: Answer) -> float:
+        """How many times faster than static."""
+        return self.static.total_ns / answer.total_ns
+
+    def sure(self, answer: Answer) -> bool:
+        """Whether the gain exceeds the model's error."""
+        return self.gain(answer) > 1 + self.error
+
+    @property
+    def verdict(self) -> str:
+        """``free``, ``swap`` or ``static``: what to use. The loader only where it gives more than the swap, beyond the error."""
+        if not self.sure(self.free) and not (self.swap and self.sure(self.swap)):
+            return "static"
+        if self.swap is not None and self.swap.total_ns <= self.free.total_ns * (1 + self.error):
+            return "swap"
+        return "free"
+
+    @property
+    def why_static(self) -> str:
+        """Why nothing is to be gained, as far as can be told."""
+        ranks = self.question.cluster.ranks
+        if ranks == 1:
+            return "there is one rank, so nothing has to be divided"
+        if len(set(self.lengths)) == 1:
+            return (
+                f"all documents have {self.lengths[0]:,} tokens, so equal shares of documents are equal work: "
+                f"{self.static.name} keeps every rank within {100 * (self.static.compute_imbalance - 1):.1f} % of the mean"
+            )
+        if self.static.share("attention") + self.static.share("wait") < SMALL_SHARE:
+            share = 100 * (self.static.share("attention") + self.static.share("wait"))
+            return f"attention, waiting included, is {share:.1f} % of the step; the rest does not depend on how documents are divided"
+        times = self.static.total_ns / max(self.bound_ns, 1)
+        if times <= 1 + NEAR:
+            return (
+                f"{self.static.name} takes only {100 * (times - 1):.0f} % longer on these documents than all compute divided perfectly "
+                "over the ranks"
+            )
+        best = min((a for a in (self.swap, self.free) if a is not None), key=lambda a: a.total_ns)
+        return (
+            f"what keeps {self.static.name} at {times:.1f} times the time of perfectly divided compute is not how documents are divided: "
+            f"the best plan takes {best.total_ns / max(self.bound_ns, 1):.1f} times, with {100 * best.share('wait'):.0f} % of the pass "
+            f"waiting for transfers and {100 * best.share('sync'):.0f} % for gradient sync; faster links or more tokens a pass would help"
+        )
+
+
+def advise(question: Question, lengths: Sequence[int], tell: Callable[[str], None] = lambda _: None) -> Advice:
+    """Look at some passes of the data and simulate what they would take."""
+    refuse_too_long(question, lengths)
+    passes = deal(lengths, question)
+    looked_at = spread_over(passes, MOST_PASSES)
+    requests = [_request(question, found) for found in looked_at]
+    static = fastest(_answers(question, requests, (question.today,) if question.today else STATIC, tell))
+    free = fastest(_answers(question, requests, FREE, tell))
+    if static is None or free is None:
+        if static is None and question.today:
+            what, out = f"{question.today}, what you use today, does not fit", "name another method with --today, "
+        else:
+            what, out = "no static method fits" if static is None else "no strategy fits", ""
+        raise ValueError(
+            f"{what} these documents on {question.cluster} with at most {question.max_tokens_per_rank:,} tokens a rank; {out}raise "
+            "--max-tokens-per-rank, use more ranks, or ask for fewer --tokens-per-step"
+        )
+    fixed = [replace(r, layout=user_layout("contiguous", r.batch.tokens, r.ranks)) for r in requests]
+    swap = fastest(_answers(question, fixed, ("auto",), tell))
+    if swap is not None:
+        swap = replace(swap, name='auto, layout="contiguous"')
+    bound = sum(lower_bound(r.batch, r.shape, r.cluster, r.cost) for r in requests)
+    longest_seen = max(max(found) for found in looked_at) == max(lengths)
+    return Advice(question, tuple(lengths), len(passes), static, swap, free, bound, longest_seen)
+
+
+def refuse_too_long(question: Question, lengths: Sequence[int]) -> None:
+    """For data with a document that all ranks together cannot keep."""
+    room = question.max_tokens_per_rank * question.cluster.ranks
+    longer = [number for number, length in enumerate(lengths) if length > room]
+    if longer:
+        first = longer[0]
+        more = f" ({len(longer):,} documents in all are too long)" if len(longer) > 1 else ""
+        raise ValueError(
+            f"document {first} has {lengths[first]:,} tokens{more}: {question.cluster.ranks} ranks of at most "
+            f"{question.max_tokens_per_rank:,} tokens keep {room:,} together; raise --max-tokens-per-rank to "
+            f"{-(-max(lengths) // question.cluster.ranks):,}, use more ranks, or cut such documents"
+        )
+
+
+def deal(lengths: Sequence[int], question: Question) -> list[list[int]]:
+    """Documents in the order they come, each pass as many as fit."""
+    most = min(question.most_tokens, -(-question.tokens_per_step // question.micro_batches))
+    return cut_batches(lengths, most)
+
+
+def spread_over(passes: list[list[int]], number: int) -> list[list[int]]:
+    """Some passes, evenly spread over all."""
+    take = min(number, len(passes))
+    return [passes[i * len(passes) // take] for i in range(take)]
+
+
+def fastest(answers: Sequence[Answer]) -> Answer | None:
+    """The answer of the least time; of nearly equal ones the first."""
+    best: Answer | None = None
+    for answer in answers:
+        if best is None or answer.total_ns * 1000 < best.total_ns * 999:
+            best = answer
+    return best
+
+
+def _answers(
+    question: Question, requests: Sequence[Request], names: Sequence[str], tell: Callable[[str], None]
+) -> list[Answer]:
+    """An answer for each strategy that takes all requests, a static one with the one degree that serves all of them best."""
+    tell(f"choosing degrees for {len(requests)} passes")
+    chosen = [name for given in names if (name := common_degree(requests, given)) is not None]
+    rows: dict[str, list[Row]] = {name: [] for name in chosen}
+    for number, request in enumerate(requests, 1):
+        where = f"pass {number} of {len(requests)}"
+        found = compare(
+            request,
+            list(rows),
+            question.rules,
+            Training(question.preset),
+            lambda name, where=where: tell(f"{name}: planning and simulating {where}"),  # type: ignore[misc]
+            search=False,
+        )
+        rows = {row.name: [*rows[row.name], row] for row in found.rows if row.simulation is not None}
+    return [_answer(name, found) for name, found in rows.items()]
+
+
+def _answer(name: str, rows: Sequence[Row]) -> Answer:
+    plans, steps = [], []
+    for row in rows:
+        assert row.simulation is not None and row.simulation.step is not None
+        plans.append(row.simulation.plan)
+        steps.append(row.simulation.step)
+    return Answer(name, tuple(plans), tuple(steps))
+
+
+def _request(question: Question, lengths: Sequence[int]) -> Request:
+    cost = replace(question.cost, model=question.preset.model)
+    batch = make_batch(lengths, masks=question.masks)
+    return Request(
+        batch, question.preset.shape, question.cluster, cost, max_tokens_per_rank=question.max_tokens_per_rank
+    )

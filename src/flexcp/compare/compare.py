@@ -1,0 +1,199 @@
+"""Compare: strategies side by side on one batch, each planned and simulated.
+
+A static strategy named without a degree stands for its best degree, found by the closed form (:func:`flexcp.schedule.predict.predict`);
+only that one is simulated. What a strategy refuses is a row with its reason. Times are of a whole step where a model is given, else of
+attention alone; then tokens are equal on all ranks, so that no strategy wins by leaving a rank without any.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from flexcp.arrays.totals import imbalance
+from flexcp.cost import CostModel, Model
+from flexcp.plan.placement import Placement
+from flexcp.plan.plan import Plan
+from flexcp.planners.request import Refused, Request
+from flexcp.planners.static.bounds import static_methods
+from flexcp.planners.strategies import STRATEGIES, find_strategy
+from flexcp.schedule.predict import Prediction, predict
+from flexcp.schedule.transfers import make_plan
+from flexcp.simulator.passes import Rules
+from flexcp.simulator.training import Ints, Simulation, Training, simulate
+
+STATIC = ("dp", "ring", "zigzag", "allgather", "ulysses", "usp")
+NAMES = tuple(name for name in STRATEGIES if name != "hypergraph")
+"""What is compared unless told; hypergraph takes seconds and a package of its own."""
+Compute = Callable[[Plan, int, bool], Ints]
+ATTENTION_ONLY = Model("attention only", hidden=1, layers=1, feed_forward=1)
+"""A token costs nothing besides attention."""
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One strategy: its name with its degree, planned and simulated; or why it refused."""
+
+    name: str
+    planning_ms: float = 0.0
+    simulation: Simulation | None = None
+    prediction: Prediction | None = None
+    refused: str | None = None
+
+    @property
+    def is_static(self) -> bool:
+        return self.name.partition(":")[0] in STATIC
+
+    @property
+    def ns(self) -> int:
+        """Simulated nanoseconds: of the step, or of attention alone."""
+        assert self.simulation is not None
+        step = self.simulation.step
+        return self.simulation.attention_ns if step is None else step.total_ns
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of one layer of each mask, forward and backward."""
+        assert self.simulation is not None
+        plan = self.simulation.plan
+        return sum(int(plan.bytes(way, m).sum()) for m in range(len(plan.programs)) for way in (False, True))
+
+    @property
+    def work_imbalance(self) -> float:
+        """Largest over mean of attention's pairs under the first mask."""
+        assert self.simulation is not None
+        return imbalance(self.simulation.plan.work())
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """All rows, and what was asked."""
+
+    request: Request
+    rows: tuple[Row, ...]
+
+    @property
+    def ran(self) -> list[Row]:
+        """Rows with a time, the fastest first."""
+        return sorted((row for row in self.rows if row.simulation is not None), key=lambda row: row.ns)
+
+    @property
+    def best_static(self) -> Row | None:
+        return next((row for row in self.ran if row.is_static), None)
+
+    def speed_up(self, row: Row) -> float | None:
+        """The best static strategy's time over this one's."""
+        best = self.best_static
+        return None if best is None else best.ns / row.ns
+
+    @property
+    def predict_error(self) -> float:
+        """The largest relative difference of the closed form to the simulated time, over the rows."""
+        return max((abs(_predicted_ns(row) / row.ns - 1) for row in self.ran), default=0.0)
+
+
+def compare(
+    request: Request,
+    names: Sequence[str] = NAMES,
+    rules: Rules = Rules(),  # noqa: B008 - immutable
+    training: Training | None = None,
+    on_row: Callable[[str], None] | None = None,
+    compute: Compute | None = None,
+    search: bool = True,
+) -> Comparison:
+    """Plan and simulate every strategy of ``names``; ``on_row`` is told which is next.
+
+    ``compute(plan, mask, backward)`` gives kernel times ``[rank, slot]`` in the cost model's place. Without ``search`` a static strategy
+    without a degree is the one over all ranks, as in a plan, instead of the best degree.
+    """
+    request = attention_only(request) if training is None else request
+    rows = []
+    for name in names:
+        if on_row is not None:
+            on_row(name)
+        rows.append(_row(request, name, rules, training, compute, search))
+    return Comparison(request, tuple(rows))
+
+
+def common_degree(requests: Sequence[Request], name: str) -> str | None:
+    """Of a static strategy named without a degree, the one degree that serves all requests in the least predicted time; None if none does.
+
+    Its name is for :func:`compare` without ``search``. Any other name is its own answer.
+    """
+    if not _is_searched(name):
+        return name
+    totals: dict[str, int] | None = None
+    for request in requests:
+        found = {method: ns for ns, method, _ in _degrees(request, name)}
+        totals = found if totals is None else {m: totals[m] + ns for m, ns in found.items() if m in totals}
+    return min(totals, key=totals.__getitem__) if totals else None
+
+
+def attention_only(request: Request) -> Request:
+    """The same batch where nothing but attention costs time, with equal tokens."""
+    free = request.layout is None
+    return replace(request, cost=without_linear(request.cost), equal_tokens=free)
+
+
+def without_linear(cost: CostModel) -> CostModel:
+    """A cost model in which a token costs nothing besides attention."""
+    return replace(cost, model=ATTENTION_ONLY)
+
+
+def planned(request: Request, name: str, search: bool = True) -> tuple[str, Plan]:
+    """A strategy's plan, and its name with the degree that was taken; raises :class:`Refused` where it refuses."""
+    name, placement = _placed(request, name) if search else (name, _place(request, name))
+    return name, make_plan(placement, request.shape, request.cluster, request.cost, name)
+
+
+def _row(
+    request: Request, name: str, rules: Rules, training: Training | None, compute: Compute | None, search: bool
+) -> Row:
+    try:
+        begin = time.perf_counter()
+        name, plan = planned(request, name, search)
+        planning = (time.perf_counter() - begin) * 1000
+    except Refused as refusal:
+        return Row(name, refused=str(refusal))
+    found = simulate(plan, rules=rules, training=training, measured=None if compute is None else partial(compute, plan))
+    return Row(name, planning, found, predict(plan.placement, request.shape, request.cluster, request.cost))
+
+
+def _placed(request: Request, name: str) -> tuple[str, Placement]:
+    if not _is_searched(name):
+        return name, _place(request, name)
+    placements = list(_degrees(request, name))
+    if not placements:
+        raise Refused(f"no degree of {name} suits this request")
+    _, name, placement = min(placements, key=lambda found: found[0])
+    return name, placement
+
+
+def _is_searched(name: str) -> bool:
+    """Whether a name stands for several degrees."""
+    return name in STATIC and name != "dp"
+
+
+def _place(request: Request, name: str) -> Placement:
+    place, argument = find_strategy(name)
+    return place(replace(request, argument=argument))
+
+
+def _degrees(request: Request, name: str) -> Iterator[tuple[int, str, Placement]]:
+    for method in static_methods(request):
+        if method.strategy == name:
+            try:
+                placement = method.place(replace(request, argument=method.argument))
+            except Refused:
+                continue
+            ns = predict(placement, request.shape, request.cluster, request.cost).total_ns
+            yield ns, method.name, placement
+
+
+def _predicted_ns(row: Row) -> int:
+    assert row.prediction is not None and row.simulation is not None
+    if row.simulation.step is None:
+        return int((row.prediction.attention_ns + row.prediction.exposed_ns).max())
+    return row.prediction.total_ns

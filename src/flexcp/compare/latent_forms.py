@@ -1,0 +1,102 @@
+"""Latent forms: the three ways to run multi-latent attention, and which is the fastest for a batch.
+
+A token has one latent of ``rank`` numbers and one rotated key of ``rope`` numbers for all heads. A head's key is ``nope`` numbers expanded
+from the latent beside the rotated key, its value ``value`` numbers expanded from the latent.
+
+| form     | what travels of a key       | head sizes (key, value)      | FLOPs besides pairs                          |
+| -------- | --------------------------- | ---------------------------- | -------------------------------------------- |
+| expanded | every head's key and value  | nope + rope, value           | own tokens are expanded once                 |
+| latent   | latent and rotated key      | nope + rope, value           | every key is expanded where it is read       |
+| absorbed | latent, rotated key, latent | rank + rope, rank (one head) | queries and outputs are expanded instead     |
+
+``latent`` moves least. ``expanded`` is what any attention layer does with tokens that stay where they are, and right when little moves.
+``absorbed`` needs no expansion of keys and costs (2 rank + rope) / (nope + rope + value) as much a pair, about 3.4 times for DeepSeek's
+sizes: right for decoding, hardly ever for training. The absorbed value is the latent again, so it travels twice.
+
+All three run today: ``expanded`` and ``absorbed`` through :func:`flexcp.attention`, ``latent`` through :func:`flexcp.latent_attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.arrays.totals import sums
+from flexcp.batch import MaskLike
+from flexcp.clusters import Cluster
+from flexcp.plan.plan import Plan
+from flexcp.planner import Planner
+from flexcp.schedule.predict import predict
+from flexcp.shape import Kind, Shape
+
+Ints = NDArray[np.int64]
+FORMS = ("expanded", "latent", "absorbed")
+
+
+@dataclass(frozen=True)
+class LatentForms:
+    """A multi-latent attention layer: heads, and the numbers of its latent, rotated key, head's own key and value.
+
+    >>> LatentForms(heads=128, rank=512, rope=64, nope=128, value=128).key_bytes()
+    {'expanded': 81920, 'latent': 1152, 'absorbed': 2176}
+    """
+
+    heads: int
+    rank: int
+    rope: int
+    nope: int
+    value: int
+    dtype: str = "bfloat16"
+
+    def shape(self, form: str) -> Shape:
+        """The attention that a plan of this form counts."""
+        wide = self.nope + self.rope
+        if form == "expanded":
+            return Shape(self.heads, self.heads, wide, self.value, self.dtype)
+        if form == "latent":
+            return Shape(self.heads, 1, wide, self.value, self.dtype, latent=self.rank + self.rope)
+        if form == "absorbed":
+            return Shape(self.heads, 1, self.rank + self.rope, self.rank, self.dtype)
+        raise ValueError(f"a form is one of {', '.join(FORMS)}; got {form!r}")
+
+    def key_bytes(self) -> dict[str, int]:
+        """Bytes of one key and its values on the wire, all heads, by form."""
+        shapes = {form: self.shape(form) for form in FORMS}
+        return {form: int(s.bytes_per_token_head()[Kind.KV, 0]) * s.kv_heads for form, s in shapes.items()}
+
+    def planner(self, form: str, cluster: Cluster, **options: Any) -> Planner:
+        """A planner for this form; ``options`` go to :class:`flexcp.Planner`."""
+        s = self.shape(form)
+        return Planner(s.heads, s.kv_heads, s.head_dim, s.v_head_dim, s.dtype, cluster, latent=s.latent, **options)
+
+    def step_ns(self, form: str, plan: Plan) -> int:
+        """Predicted time of the slowest rank for one step of a plan of this form, with what it expands besides its own tokens once."""
+        cluster, cost = plan.cluster, plan.cost
+        found = predict(plan.placement, plan.shape, cluster, cost)
+        layers = sum(mask.layers for mask in plan.batch.masks)
+        # The other layers are the same in all forms, and so is expanding own tokens, which is a projection like others.
+        linear = layers * cost.linear_ns(plan.placement.tokens, self.shape("expanded"), cluster)
+        peak = cluster.gflops * cost.linear_efficiency * np.array(cluster.rank_speeds, np.int64)
+        more = layers * self.expansion_flops(form, plan) * 1_000_000 // peak  # efficiency and speeds are per mille
+        return int((found.attention_ns + found.exposed_ns + linear + more).max())
+
+    def expansion_flops(self, form: str, plan: Plan) -> Ints:
+        """FLOPs of each rank in one layer, forward and backward, to expand what others would have expanded, and own tokens again."""
+        if form != "latent":
+            return np.zeros(plan.ranks, np.int64)
+        transfers = plan.programs[0][0].transfers
+        arrives = (transfers.kind == Kind.KV) & (transfers.source != transfers.target)
+        received = sums(transfers.target[arrives], (transfers.stop - transfers.start)[arrives], plan.ranks)
+        # The backward expands once more, then goes back through the expansion at twice the price.
+        return 2 * self.rank * self.heads * (self.nope + self.value) * (4 * received + plan.placement.tokens)
+
+    def fastest(
+        self, lengths: Sequence[int], cluster: Cluster, mask: MaskLike | None = None, **options: Any
+    ) -> tuple[str, dict[str, int]]:
+        """The form with the least predicted step time for a batch, and the times of all in nanoseconds."""
+        times = {f: self.step_ns(f, self.planner(f, cluster, **options)(lengths, mask)) for f in FORMS}
+        return min(FORMS, key=lambda f: times[f]), times

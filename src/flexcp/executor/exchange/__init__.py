@@ -1,0 +1,1 @@
+"""What ranks send each other: messages of a pass, agreement through the store, buffers."""

@@ -1,0 +1,1 @@
+"""Attention in the CuTe DSL, for Hopper."""

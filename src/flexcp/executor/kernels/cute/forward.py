@@ -1,0 +1,406 @@
+"""The forward kernel in the CuTe DSL for Hopper (sm90).
+
+A persistent program for each multiprocessor takes tiles of 128 packed query rows in the order of :mod:`cute_items`. One warp loads: the
+queries of a tile, then its keys and values block by block, by the copy engine into rings of buffers. Two warp groups compute 64 rows each.
+
+A warp group issues the logits of block j + 1 and the values of block j together, and computes the softmax of j + 1 while the tensor cores
+are busy with the values; the two groups take turns in issuing, so that one's softmax falls on the other's products.
+
+Blocks come in segments (see :mod:`tiles`), with and without a mask, and each kind has a loop of its own: a branch between the products and
+the wait for them would make the compiler wait at the branch. Keys past a slice's end may hold anything: their logits are masked, and their
+values are zeroed in the buffer.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+from __future__ import annotations
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Float32, Int32, Int64, const_expr, cute
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+
+from flexcp.executor.kernels.cute.parts import (
+    COMPUTE_REGISTERS,
+    FAR,
+    LN2,
+    LOAD_REGISTERS,
+    LOG2E,
+    ROWS,
+    THREADS,
+    arrive,
+    as_operand,
+    bounded,
+    by_rows,
+    expect,
+    init_bars,
+    load_box,
+    packed_heads_view,
+    product,
+    round_to,
+    shared_layout,
+    shared_tensor,
+    tiled_product,
+    transposed,
+    zero_from,
+)
+
+TURN, OWN = 2, 4  # named barriers, one for each warp group: whose turn it is to issue, and a group among itself
+K, MN = OperandMajorMode.K, OperandMajorMode.MN
+
+
+class Forward:
+    """The kernel of a model: ``share`` query heads for each KV head, ``pack`` of them in a tile; sizes and strides come with the call."""
+
+    def __init__(self, dtype, out_dtype, share, pack, head_dim, v_head_dim, block, stages, softcap, fresh):
+        self.dtype, self.out_dtype, self.share, self.pack = dtype, out_dtype, share, pack
+        self.D, self.V, self.N, self.stages = head_dim, v_head_dim, block, stages
+        self.softcap, self.fresh = softcap, fresh
+
+    @cute.jit
+    def __call__(
+        self, q: cute.Pointer, k: cute.Pointer, v: cute.Pointer, out: cute.Pointer, lse: cute.Pointer,
+        tiles: cute.Pointer, segments: cute.Pointer, items: cute.Pointer,
+        rows: Int32, keys: Int32, heads: Int32, kv_heads: Int32,
+        q_row: Int64, q_head: Int64, k_row: Int64, k_head: Int64, v_row: Int64, v_head: Int64,
+        o_row: Int64, o_head: Int64, l_row: Int64, l_head: Int64,
+        groups: Int32, scale: Float32, softcap: Float32, programs: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        """Launch. Strides of rows and heads are in elements; those of q, k and v are multiples of 16 bytes."""
+        D, V, N, P = self.D, self.V, self.N, self.pack
+        q_row, q_head, k_row, k_head, v_row, v_head = [
+            cute.assume(x, divby=8) for x in (q_row, q_head, k_row, k_head, v_row, v_head)
+        ]
+        mQ = cute.make_tensor(q, cute.make_layout(((heads, rows), D), stride=((q_head, q_row), 1)))
+        mK = cute.make_tensor(k, cute.make_layout((keys, D, kv_heads), stride=(k_row, 1, k_head)))
+        mV = cute.make_tensor(v, cute.make_layout((keys, V, kv_heads), stride=(v_row, 1, v_head)))
+        sQ, sO = shared_layout(self.dtype, ROWS, D, 2), shared_layout(self.dtype, ROWS, V, 2)
+        sK, sV = shared_layout(self.dtype, N, D, self.stages), shared_layout(self.dtype, N, V, self.stages)
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        q_atom, mQ = cpasync.make_tiled_tma_atom(load, mQ, cute.select(sQ, mode=[0, 1]), ((P, ROWS // P), D))
+        k_atom, mK = cpasync.make_tiled_tma_atom(load, mK, cute.select(sK, mode=[0, 1]), (N, D), 1)
+        v_atom, mV = cpasync.make_tiled_tma_atom(load, mV, cute.select(sV, mode=[0, 1]), (N, V), 1)
+        self.kernel(
+            packed_heads_view(mQ, P), mK, mV, q_atom, k_atom, v_atom, sQ, sK, sV, sO,
+            tiled_product(self.dtype, N, K, K), tiled_product(self.dtype, V, K, MN, from_registers=True),
+            out, lse, tiles, segments, items, o_row, o_head, l_row, l_head, groups, scale, softcap,
+        ).launch(grid=(programs, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, q_atom: cute.CopyAtom, k_atom: cute.CopyAtom,
+        v_atom: cute.CopyAtom, sQ_layout: cute.ComposedLayout, sK_layout: cute.ComposedLayout,
+        sV_layout: cute.ComposedLayout, sO_layout: cute.ComposedLayout, mma_S: cute.TiledMma, mma_O: cute.TiledMma,
+        out: cute.Pointer, lse: cute.Pointer, tiles: cute.Pointer, segments: cute.Pointer, items: cute.Pointer,
+        o_row: Int64, o_head: Int64, l_row: Int64, l_head: Int64, groups: Int32, scale: Float32, softcap: Float32,
+    ):  # fmt: skip
+        S = self.stages
+        smem = cutlass.memory.SmemAllocator()
+        bars = smem.allocate_array(cutlass.Int64, num_elems=2 + 4 * S)
+        sQ, sK, sV = (shared_tensor(smem, self.dtype, x) for x in (sQ_layout, sK_layout, sV_layout))
+        sO = shared_tensor(smem, self.dtype, sO_layout) if const_expr(self.out_dtype is not Float32) else None
+        # full and free: of the queries, then of the rings of keys and of values
+        rings = (bars, bars + 1, bars + 2, bars + 2 + S, bars + 2 + 2 * S, bars + 2 + 3 * S)
+        warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp_id == 0:
+            for atom in (q_atom, k_atom, v_atom):
+                cpasync.prefetch_descriptor(atom)
+            with cute.arch.elect_one():
+                init_bars(bars, (1, 8) + ((1,) * S + (8,) * S) * 2)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        mT = cute.make_tensor(tiles, cute.make_layout((FAR, 4), stride=(4, 1)))
+        mG = cute.make_tensor(segments, cute.make_layout((FAR, 8), stride=(8, 1)))
+        mI = cute.make_tensor(items, cute.make_layout(FAR))
+        if warp_id < 4:
+            cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
+            if warp_id == 0:
+                self.load(mQ, mK, mV, q_atom, k_atom, v_atom, sQ, sK, sV, rings, mT, mG, mI, groups)
+        else:
+            cute.arch.setmaxregister_increase(COMPUTE_REGISTERS)
+            strides = (o_row, o_head, l_row, l_head)
+            self.compute(mma_S, mma_O, sQ, sK, sV, sO, out, lse, strides, rings, mT, mG, mI, groups, scale, softcap)
+
+    @cute.jit
+    def load(self, mQ, mK, mV, q_atom, k_atom, v_atom, sQ, sK, sV, rings, mT, mG, mI, groups):
+        """Bring what the tiles of this program need, as buffers become free."""
+        D, V, N, P = self.D, self.V, self.N, self.pack
+        q_full, q_free, k_full, k_free, v_full, v_free = rings
+        size = self.dtype.width // 8
+        stage, phase, q_phase = Int32(0), Int32(1), Int32(1)  # of the free barriers: new ones count as passed
+        turn = cute.arch.block_idx()[0]
+        item = mI[turn]
+        while item >= 0:
+            tile, group = item // groups, item % groups
+            row0, segment, blocks = mT[tile, 0], mT[tile, 2], mT[tile, 3]
+            key, left = mG[segment, 0], mG[segment, 1]
+            head = group * P // self.share
+            cute.arch.mbarrier_wait(q_free, q_phase)
+            q_phase = q_phase ^ 1
+            expect(q_full, 2 * ROWS * D * size)
+            for w in cutlass.range_constexpr(2):
+                at = cute.domain_offset(((0, row0 + w * (ROWS // P)), 0), mQ[None, None, group])
+                load_box(q_atom, cute.local_tile(at, (ROWS, D), (0, 0)), sQ[None, None, w], q_full)
+            for _ in cutlass.range(blocks, unroll=1):
+                cute.arch.mbarrier_wait(k_free + stage, phase)
+                expect(k_full + stage, N * D * size)
+                at_k = cute.domain_offset((key, 0), mK[None, None, head])
+                load_box(k_atom, cute.local_tile(at_k, (N, D), (0, 0)), sK[None, None, stage], k_full + stage)
+                cute.arch.mbarrier_wait(v_free + stage, phase)
+                expect(v_full + stage, N * V * size)
+                at_v = cute.domain_offset((key, 0), mV[None, None, head])
+                load_box(v_atom, cute.local_tile(at_v, (N, V), (0, 0)), sV[None, None, stage], v_full + stage)
+                stage, phase = self.next(stage, phase)
+                key += N
+                left -= 1
+                if left == 0:
+                    segment += 1
+                    key, left = mG[segment, 0], mG[segment, 1]
+            turn += cute.arch.grid_dim()[0]
+            item = mI[turn]
+
+    @cute.jit
+    def next(self, stage, phase):
+        """The buffer after this one, and the phase in which it is filled."""
+        after = stage + 1 if stage + 1 < self.stages else Int32(0)
+        return after, phase ^ 1 if after == 0 else phase
+
+    @cute.jit
+    def compute(self, mma_S, mma_O, sQ, sK, sV, sO, out, lse, strides, rings, mT, mG, mI, groups, scale, softcap):
+        """One warp group's rows of every tile of this program."""
+        V, N, P = self.V, self.N, self.pack
+        q_full, q_free, k_full, k_free, v_full, v_free = rings
+        o_row, o_head, l_row, l_head = strides
+        thread = cute.arch.thread_idx()[0] - 128
+        wg = cute.arch.make_warp_uniform(thread // 128)
+        thread = thread % 128
+        lane = thread % 32
+        s_thr, o_thr = mma_S.get_slice(0), mma_O.get_slice(0)
+        rQ = s_thr.make_fragment_A(s_thr.partition_A(sQ))[None, None, None, wg]
+        rK = s_thr.make_fragment_B(s_thr.partition_B(sK))
+        rV = o_thr.make_fragment_B(o_thr.partition_B(transposed(sV)))
+        rP = o_thr.make_fragment_A(o_thr.partition_shape_A((ROWS, N)))
+        acc = cute.make_rmem_tensor(o_thr.partition_shape_C((ROWS, V)), Float32)
+        s = cute.make_rmem_tensor(s_thr.partition_shape_C((ROWS, N)), Float32)
+        top, total = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        m = cute.make_rmem_tensor(2, Int32)  # this thread's rows of the tile
+        for r in cutlass.range_constexpr(2):
+            m[r] = wg * ROWS + (thread // 32) * 16 + lane // 4 + 8 * r
+        column0 = (lane % 4) * 2
+        factors = (softcap * LOG2E, scale / softcap) if const_expr(self.softcap) else (scale * LOG2E, scale)
+        state = (mma_S, mma_O, s, acc, rQ, rK, rV, rP, top, total, factors)
+        if wg == 0:
+            cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=256)
+        stage, phase, q_phase = Int32(0), Int32(0), Int32(0)
+        turn = cute.arch.block_idx()[0]
+        item = mI[turn]
+        while item >= 0:
+            tile, group = item // groups, item % groups
+            row0, row1, segment, blocks = mT[tile, 0], mT[tile, 1], mT[tile, 2], mT[tile, 3]
+            key, left, edge = mG[segment, 0], mG[segment, 1], mG[segment, 2]
+            o_at, l_at = cute.make_rmem_tensor(2, Int64), cute.make_rmem_tensor(2, Int64)
+            for r in cutlass.range_constexpr(2):
+                row, head = row0 + m[r] // P, group * P + m[r] % P
+                o_at[r] = row * o_row + head * o_head
+                l_at[r] = row * l_row + head * l_head
+            if const_expr(self.fresh):
+                top.fill(-Float32.inf)
+                total.fill(0.0)
+                acc.fill(0.0)
+            else:
+                self.resume(out, lse, o_at, l_at, row0, row1, m, lane, column0, acc, top, total)
+
+            # The first block: logits and softmax.
+            cute.arch.mbarrier_wait(q_full, q_phase)
+            q_phase = q_phase ^ 1
+            cute.arch.mbarrier_wait(k_full + stage, phase)
+            product(mma_S, s, [(rQ, rK[None, None, None, stage])], True)
+            warpgroup.wait_group(0)
+            arrive(k_free + stage)
+            if edge != 0:
+                self.mask(s, mG, segment, key + column0, row0, m)
+                self.clean(sV, v_full, stage, phase, mG[segment, 5] - key, thread, wg)
+            decay = self.softmax(s, top, total, factors)
+            self.rescale(acc, decay)
+            round_to(as_operand(s), rP)
+
+            key += N
+            left -= 1
+            blocks -= 1
+            while blocks > 0:
+                if left == 0:
+                    segment += 1
+                    key, left, edge = mG[segment, 0], mG[segment, 1], mG[segment, 2]
+                count = cutlass.min(left, blocks)
+                if edge != 0:
+                    for i in cutlass.range(count, unroll=1):
+                        stage, phase = self.issue(state, rings, stage, phase, wg)
+                        self.mask(s, mG, segment, key + i * N + column0, row0, m)
+                        self.finish(state, v_free, stage)
+                        self.clean(sV, v_full, stage, phase, mG[segment, 5] - key - i * N, thread, wg)
+                else:
+                    for _i in cutlass.range(count, unroll=1):
+                        stage, phase = self.issue(state, rings, stage, phase, wg)
+                        self.finish(state, v_free, stage)
+                key += count * N
+                left -= count
+                blocks -= count
+
+            # The queries are free for the next tile; the last block's values.
+            arrive(q_free)
+            cute.arch.mbarrier_wait(v_full + stage, phase)
+            product(mma_O, acc, [(rP, rV[None, None, None, stage])], False)
+            warpgroup.wait_group(0)
+            arrive(v_free + stage)
+            stage, phase = self.next(stage, phase)
+
+            share = cute.make_rmem_tensor(2, Float32)
+            for r in cutlass.range_constexpr(2):
+                whole = total[r] + cute.arch.shuffle_sync_bfly(total[r], offset=1)
+                whole += cute.arch.shuffle_sync_bfly(whole, offset=2)
+                share[r] = cute.arch.rcp_approx(whole if whole != 0.0 else Float32(1.0))
+                if row0 + m[r] // P < row1 and lane % 4 == 0:
+                    (lse + l_at[r]).store((top[r] + cute.math.log2(whole, fastmath=True)) * LN2)
+            self.rescale(acc, share)
+            if const_expr(self.out_dtype is Float32):
+                self.write_sums(acc, out, o_at, row0, row1, m, column0)
+            else:
+                self.write_rounded(mma_O, acc, sO, out, thread, wg, row0, row1, group, o_row, o_head)
+            turn += cute.arch.grid_dim()[0]
+            item = mI[turn]
+
+    @cute.jit
+    def resume(self, out, lse, o_at, l_at, row0, row1, m, lane, column0, acc, top, total):
+        """Begin with the results that are there. Rows that have seen no key are zero: they are not read."""
+        rows = by_rows(acc)
+        for r in cutlass.range_constexpr(2):
+            top[r] = -Float32.inf
+            if row0 + m[r] // self.pack < row1:
+                top[r] = (lse + l_at[r]).load() * LOG2E
+            # Four threads share a row, and their sums are added at the end: one of them has what was there.
+            total[r] = 1.0 if (top[r] != -Float32.inf and lane % 4 == 0) else 0.0
+            for c in cutlass.range_constexpr(self.V // 8):
+                pair = cute.make_rmem_tensor(2, Float32)
+                pair.fill(0.0)
+                if top[r] != -Float32.inf:
+                    at = (out + (o_at[r] + column0 + 8 * c)).align(8)
+                    cute.autovec_copy(cute.make_tensor(at, cute.make_layout(2)), pair)
+                rows[r, 2 * c] = pair[0]
+                rows[r, 2 * c + 1] = pair[1]
+
+    @cute.jit
+    def issue(self, state, rings, stage, phase, wg):
+        """Logits of the next block and values of the last, together; the logits are there when it returns."""
+        mma_S, mma_O, s, acc, rQ, rK, rV, rP, _top, _total, _factors = state
+        _q_full, _q_free, k_full, k_free, v_full, _v_free = rings
+        v_stage, v_phase = stage, phase
+        stage, phase = self.next(stage, phase)
+        cute.arch.mbarrier_wait(k_full + stage, phase)
+        cute.arch.barrier(barrier_id=TURN + wg, number_of_threads=256)
+        product(mma_S, s, [(rQ, rK[None, None, None, stage])], True)
+        cute.arch.mbarrier_wait(v_full + v_stage, v_phase)
+        product(mma_O, acc, [(rP, rV[None, None, None, v_stage])], False)
+        cute.arch.barrier_arrive(barrier_id=TURN + 1 - wg, number_of_threads=256)
+        warpgroup.wait_group(1)
+        arrive(k_free + stage)
+        return stage, phase
+
+    @cute.jit
+    def finish(self, state, v_free, stage):
+        """Softmax of a block, while the values of the one before are multiplied."""
+        _mma_S, _mma_O, s, acc, _rQ, _rK, _rV, rP, top, total, factors = state
+        decay = self.softmax(s, top, total, factors)
+        warpgroup.wait_group(0)
+        arrive(v_free + (stage - 1 if stage > 0 else self.stages - 1))
+        round_to(as_operand(s), rP)
+        self.rescale(acc, decay)
+
+    @cute.jit
+    def clean(self, sV, v_full, stage, phase, valid, thread, wg):
+        """Zero a block's values past the end of its slice, if it reaches past it. Both groups do: they write the same."""
+        if valid < self.N:
+            cute.arch.mbarrier_wait(v_full + stage, phase)
+            zero_from(sV[None, None, stage], valid, thread)
+            cute.arch.barrier(barrier_id=OWN + wg, number_of_threads=128)
+
+    @cute.jit
+    def mask(self, s, mG, segment, column, row0, m):
+        """-inf where the segment's band and rows do not reach."""
+        lo, hi, end, q0, q1 = mG[segment, 3], mG[segment, 4], mG[segment, 5], mG[segment, 6], mG[segment, 7]
+        rows = by_rows(s)
+        for r in cutlass.range_constexpr(2):
+            row = row0 + m[r] // self.pack
+            first = row + lo - column
+            last = cutlass.min(row + hi, end - 1) - column
+            if row < q0 or row >= q1:
+                first = Int32(FAR)
+            for c in cutlass.range_constexpr(self.N // 4):
+                at = (c // 2) * 8 + c % 2
+                rows[r, c] = rows[r, c] if (at >= first and at <= last) else -Float32.inf
+
+    @cute.jit
+    def softmax(self, s, top, total, factors):
+        """Logits become probabilities, base 2; returns what older results are worth. Sums stay with their threads until the end."""
+        scale_log2, inner = factors
+        rows = by_rows(s)
+        decay = cute.make_rmem_tensor(2, Float32)
+        if const_expr(self.softcap):
+            for i in cutlass.range_constexpr(cute.size(s)):
+                s[i] = bounded(s[i], inner)
+        for r in cutlass.range_constexpr(2):
+            # Four chains: one would take the length of the row.
+            best = [rows[r, i] for i in range(4)]
+            for c in cutlass.range_constexpr(4, self.N // 4):
+                best[c % 4] = cute.arch.fmax(best[c % 4], rows[r, c])
+            most = cute.arch.fmax(cute.arch.fmax(best[0], best[1]), cute.arch.fmax(best[2], best[3]))
+            most = cute.arch.fmax(most, cute.arch.shuffle_sync_bfly(most, offset=1))
+            most = cute.arch.fmax(most, cute.arch.shuffle_sync_bfly(most, offset=2))
+            new = cute.arch.fmax(top[r], most * scale_log2)
+            base = Float32(0.0) if new == -Float32.inf else new
+            p = cute.math.exp2(rows[r, None].load() * scale_log2 - base, fastmath=True)
+            decay[r] = cute.math.exp2(top[r] - base, fastmath=True)
+            top[r] = new
+            total[r] = p.reduce(cute.ReductionOp.ADD, total[r] * decay[r], 0)
+            rows[r, None].store(p)
+        return decay
+
+    @cute.jit
+    def rescale(self, acc, factor):
+        rows = by_rows(acc)
+        for r in cutlass.range_constexpr(2):
+            rows[r, None].store(rows[r, None].load() * factor[r])
+
+    @cute.jit
+    def write_sums(self, acc, out, o_at, row0, row1, m, column0):
+        """float32 results, from the registers."""
+        rows = by_rows(acc)
+        for r in cutlass.range_constexpr(2):
+            if row0 + m[r] // self.pack < row1:
+                for c in cutlass.range_constexpr(self.V // 8):
+                    pair = cute.make_rmem_tensor(2, Float32)
+                    pair[0], pair[1] = rows[r, 2 * c], rows[r, 2 * c + 1]
+                    at = (out + (o_at[r] + column0 + 8 * c)).align(8)
+                    cute.autovec_copy(pair, cute.make_tensor(at, cute.make_layout(2)))
+
+    @cute.jit
+    def write_rounded(self, mma_O, acc, sO, out, thread, wg, row0, row1, group, o_row, o_head):
+        """Results in the model's dtype, through shared memory: 16 bytes a thread, so that whole lines are written."""
+        V, P = self.V, self.pack
+        results = cute.make_rmem_tensor(acc.shape, self.dtype)
+        round_to(acc, results)
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
+        copy = cute.make_tiled_copy_C(atom, mma_O).get_slice(thread)
+        mine = sO[None, None, wg]
+        cute.arch.barrier(barrier_id=OWN + wg, number_of_threads=128)
+        cute.copy(copy, copy.retile(results), copy.partition_D(mine))
+        cute.arch.barrier(barrier_id=OWN + wg, number_of_threads=128)
+        across = V // 8
+        for i in cutlass.range_constexpr(ROWS * across // 128):
+            at = i * 128 + thread
+            r, part = at // across, at % across
+            m = wg * ROWS + r
+            row, head = row0 + m // P, group * P + m % P
+            if row < row1:
+                numbers = cute.make_rmem_tensor(8, self.dtype)
+                cute.autovec_copy(cute.local_tile(mine[r, None], (8,), (part,)), numbers)
+                to = (out + (row * o_row + head * o_head + part * 8)).align(16)
+                cute.autovec_copy(numbers, cute.make_tensor(to, cute.make_layout(8)))

@@ -1,0 +1,270 @@
+"""The CuTe kernel: head size 128 in bf16 or fp16 on sm90, in NVIDIA's CuTe DSL (``flexcp[cute]``). Same interface as every kernel.
+
+A function is compiled once for a model (dtype, heads that share a KV head, softcap), in the process that first needs it, which takes some
+seconds. It gets addresses, sizes and strides as numbers, so no batch compiles anything, and a launch costs the host some ten microseconds.
+``deterministic`` gradients are the hopper kernel's: here dq is added to memory in any order.
+"""
+
+from __future__ import annotations
+
+from functools import cache, cached_property
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import numpy as np
+import torch
+import tvm_ffi  # noqa: F401  (what the compiled functions are called through; without it this kernel is not there)
+from cutlass import Float32, Int32, Int64, cute
+from cutlass.cute.runtime import make_ptr
+from torch import Tensor
+
+from flexcp.executor.kernels import Ints, Settings, uploaded
+from flexcp.executor.kernels.cute.backward import Backward
+from flexcp.executor.kernels.cute.forward import Forward
+from flexcp.executor.kernels.cute.items import ADDED_KEY_PRICE, dealt, group_by_group, in_turns, longest_program
+from flexcp.executor.kernels.cute.rows import SPARE, After, Before
+from flexcp.executor.kernels.hopper import kernel as hopper_kernel
+from flexcp.executor.kernels.hopper.kernel import STAGES, HopperWork, Segments, programs_of
+from flexcp.executor.kernels.hopper.tiles import BEYOND_L2, BLOCK, QUERIES, longest_part
+from flexcp.executor.kernels.triton.kernel import aligned, base_of, check, multiprocessors, pack_statistics
+from flexcp.executor.run.ends import OutputGradient
+from flexcp.masks import Q0, Q1
+
+FRESH = True
+HEAD_SIZE = 128
+TYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16, torch.float32: cutlass.Float32}
+LONGEST_PART = 1024
+"""Blocks of a part of a tile of keys, where programs add to dq in step."""
+
+useful_share = hopper_kernel.useful_share
+
+
+def supports(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
+    """Why this kernel cannot run such tensors, naming what it can run; None when it can."""
+    reason = hopper_kernel.supports(device, dtype, head_dim, v_head_dim)
+    if reason is None and (head_dim, v_head_dim) != (HEAD_SIZE, HEAD_SIZE):
+        reason = f"the cute kernel has head size {HEAD_SIZE}; got {head_dim} and {v_head_dim}"
+    return reason
+
+
+class CuteWork(HopperWork):
+    """A work list whose items are dealt to programs.
+
+    Tiles of keys are walked from their last queries to their first: under a causal mask all of them end with the same queries.
+    """
+
+    @cached_property
+    def descending_segments(self) -> Segments:
+        """Tiles of keys against blocks of packed query rows, long ones split."""
+        longest = longest_part(self._key_tiles, self.kv_heads, self.share, multiprocessors(self.device))
+        if self.in_step:
+            longest = min(longest, LONGEST_PART)
+        return Segments.of(self._key_tiles, QUERIES // self.pack, self.device, longest, descending=True)
+
+    @cached_property
+    def whole_segments(self) -> Segments:
+        """The same with no tile split."""
+        return Segments.of(self._key_tiles, QUERIES // self.pack, self.device, descending=True)
+
+    def own_segments(self, programs: int) -> tuple[Segments, bool]:
+        """Tiles of keys for a backward whose results nobody else adds to, and whether they are whole.
+
+        Parts of a tile are added up in float32 and then rounded. So tiles are whole unless splitting them saves the busiest program more
+        than that costs, or dq is to be added up in step.
+        """
+        if programs not in self._own:
+            made, parts = self.whole_segments, self.descending_segments
+            busiest, busiest_of_parts = (
+                longest_program(
+                    dealt(self._backward_order(x), x.blocks, self.kv_heads, programs), x.blocks, self.kv_heads
+                )
+                for x in (made, parts)
+            )
+            whole = busiest <= busiest_of_parts + ADDED_KEY_PRICE * self._key_tiles.rows * self.kv_heads
+            whole = whole and not (self.in_step and made.blocks.max(initial=0) > LONGEST_PART)
+            self._own[programs] = (made, True) if whole else (parts, False)
+        return self._own[programs]
+
+    @cached_property
+    def _own(self) -> dict[int, tuple[Segments, bool]]:
+        return {}
+
+    @cached_property
+    def covered_keys(self) -> int:
+        """Keys that some query sees."""
+        return self._key_tiles.rows
+
+    @cached_property
+    def in_step(self) -> bool:
+        """Whether dq is too large for the L2, so that programs that run together should add to the same part of it."""
+        rows = int(self.slices[:, Q1].max(initial=0)) - int(self.slices[:, Q0].min(initial=0))
+        return rows * self.heads * self.head_dim * 4 > BEYOND_L2
+
+    def items(self, made: Segments, programs: int) -> Tensor:
+        """Which program computes what. Dealt once for each number of programs: launches must not make the host wait."""
+        key = (id(made), programs)
+        if key not in self._items:
+            forward = made is self.forward_segments
+            groups = self.heads // self.pack if forward else self.kv_heads
+            order = in_turns(made.count, groups, self.in_turn(programs)) if forward else self._backward_order(made)
+            self._items[key] = uploaded(dealt(order, made.blocks, groups, programs).reshape(-1), self.device)
+        return self._items[key]
+
+    @cached_property
+    def _items(self) -> dict[tuple[int, int], Tensor]:
+        return {}
+
+    def _backward_order(self, made: Segments) -> Ints:
+        if not self.in_step:
+            return in_turns(made.count, self.kv_heads, 1)
+        tiles, segments = made.made.tiles, made.made.segments
+        begin = segments[tiles[:, 2], 0] + segments[tiles[:, 2], 1] * (QUERIES // self.pack)
+        return group_by_group(np.lexsort((tiles[:, 0], -begin)), self.kv_heads)
+
+
+def prepare(slices: Ints, heads: int, kv_heads: int, head_dim: int, v_head_dim: int, device: torch.device) -> CuteWork:
+    """The work list of ``slices``; reusable by every layer and by forward and backward."""
+    reason = supports(device, torch.bfloat16, head_dim, v_head_dim)
+    if reason:
+        raise NotImplementedError(reason)
+    return CuteWork(slices, heads, kv_heads, head_dim, v_head_dim, device)
+
+
+def forward(
+    q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, work: CuteWork, settings: Settings, out_THV: Tensor, lse_TH: Tensor,
+) -> None:  # fmt: skip
+    """Add the slices' attention to ``out`` and ``lse``; with ``settings.fresh`` write them."""
+    made = work.forward_segments
+    if not made.count:
+        return
+    q, k, v = (aligned(x) for x in (q_THD, k_TGD, v_TGV))
+    check(work, supports, q, k, v, out_THV, lse_TH)
+    groups = work.heads // work.pack
+    programs = programs_of(made.count * groups, settings, work)
+    run = compiled_forward(q.dtype, out_THV.dtype, work.share, work.pack, settings.softcap is not None, settings.fresh)
+    tables = (made.tiles, made.segments, work.items(made, programs))
+    run(
+        *_addresses(q, k, v, out_THV, lse_TH, *tables), len(q), len(k), work.heads, work.kv_heads,
+        *_strides(q, k, v, out_THV, lse_TH), groups, *_numbers(settings), programs, _stream(q.device),
+    )  # fmt: skip
+
+
+def backward(
+    q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, do_THV: Tensor, lse_TH: Tensor, delta_TH: Tensor, work: CuteWork,
+    settings: Settings, dq_THD: Tensor, dk_TGD: Tensor, dv_TGV: Tensor,
+) -> None:  # fmt: skip
+    """Add the slices' gradients to ``dq``, ``dk`` and ``dv``. With ``settings.fresh`` dq is written."""
+    if not work.forward_segments.count:
+        return
+    if settings.deterministic:
+        inputs = (q_THD, k_TGD, v_TGV, do_THV, lse_TH, delta_TH, work, settings)
+        hopper_kernel.backward(*inputs, dq_THD, dk_TGD, dv_TGV)
+        return
+    q, k, v, do = (aligned(x) for x in (q_THD, k_TGD, v_TGV, do_THV))
+    check(work, supports, q, k, v, do, lse_TH, delta_TH, dq_THD, dk_TGD, dv_TGV)
+    made = work.descending_segments
+    programs = programs_of(made.count * work.kv_heads, settings, work)
+    run = compiled_backward(q.dtype, work.share, work.pack, settings.softcap is not None, False)
+    statistics = pack_statistics(lse_TH, delta_TH, work.pack, base_of(q.dtype))
+    sums = torch.zeros(dq_THD.shape, dtype=torch.float32, device=q.device) if settings.fresh else dq_THD
+    tables = (made.tiles, made.segments, work.items(made, programs))
+    run(
+        *_addresses(q, k, v, do, statistics, sums, dk_TGD, dv_TGV, *tables), len(q), len(k), work.heads, work.kv_heads,
+        *_strides(q, k, v, do, sums, dk_TGD, dv_TGV), *_numbers(settings), 0, programs, _stream(q.device),
+    )  # fmt: skip
+    if settings.fresh:
+        dq_THD.copy_(sums)
+
+
+def backward_alone(
+    q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, lse_TH: Tensor, back: OutputGradient, work: CuteWork, settings: Settings,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv in the model's dtype, of slices that touch every query: three launches and nothing else."""
+    assert back.out is not None
+    q, k, v, do, out = (aligned(x) for x in (q_THD, k_TGD, v_TGV, back.do, back.out))
+    check(work, supports, q, k, v, do, out, lse_TH)
+    rows, heads, pack, stream = len(q), work.heads, work.pack, _stream(q.device)
+    programs = programs_of(work.whole_segments.count * work.kv_heads, settings, work)
+    made, whole = work.own_segments(programs)
+    programs = programs_of(made.count * work.kv_heads, settings, work)
+    statistics, sums = (
+        torch.empty(size, dtype=torch.float32, device=q.device)
+        for size in (2 * rows * heads + SPARE, heads // pack * (rows * pack + SPARE) * HEAD_SIZE)
+    )
+    dlse = lse_TH if back.dlse is None else back.dlse
+    before = compiled_before(q.dtype, pack, back.dlse is not None)
+    before(*_addresses(do, out, lse_TH, dlse, statistics, sums), rows, heads, *_strides(do, out, lse_TH, dlse), stream)
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    empty = torch.empty if whole and work.covered_keys == len(k) else torch.zeros
+    dk, dv = (empty(x.shape, dtype=x.dtype if whole else torch.float32, device=x.device) for x in (k, v))
+    run = compiled_backward(q.dtype, work.share, pack, settings.softcap is not None, True)
+    tables = (made.tiles, made.segments, work.items(made, programs))
+    run(
+        *_addresses(q, k, v, do, statistics, sums, dk, dv, *tables), rows, len(k), heads, work.kv_heads,
+        *_strides(q, k, v, do, dq, dk, dv), *_numbers(settings), int(whole), programs, stream,
+    )  # fmt: skip
+    compiled_after(q.dtype, pack)(*_addresses(sums, dq), rows, heads, *_strides(dq), settings.scale, stream)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+@cache
+def compiled_before(dtype: torch.dtype, pack: int, has_dlse: bool) -> Any:
+    """What runs before a backward whose dq is its own, ready to be called with numbers."""
+    kind = TYPES[dtype]
+    pointers = [_pointer(kind)] * 2 + [_pointer(Float32, 4)] * 3 + [_pointer(Float32)]
+    numbers = [Int32(1)] * 2 + [Int64(8)] * 8
+    return cute.compile(Before(kind, pack, has_dlse), *pointers, *numbers, cuda.CUstream(0), options="--enable-tvm-ffi")
+
+
+@cache
+def compiled_after(dtype: torch.dtype, pack: int) -> Any:
+    """What runs after it, ready to be called with numbers."""
+    pointers = [_pointer(Float32), _pointer(TYPES[dtype])]
+    numbers = [Int32(1)] * 2 + [Int64(8)] * 2 + [Float32(1.0)]
+    return cute.compile(After(TYPES[dtype], pack), *pointers, *numbers, cuda.CUstream(0), options="--enable-tvm-ffi")
+
+
+@cache
+def compiled_forward(
+    dtype: torch.dtype, out_dtype: torch.dtype, share: int, pack: int, softcap: bool, fresh: bool
+) -> Any:
+    """The forward of a model, ready to be called with numbers."""
+    kind, out = TYPES[dtype], TYPES[out_dtype]
+    kernel = Forward(kind, out, share, pack, HEAD_SIZE, HEAD_SIZE, BLOCK, STAGES, softcap, fresh)
+    pointers = [_pointer(kind)] * 3 + [_pointer(out), _pointer(Float32, 4)] + [_pointer(Int32)] * 3
+    numbers = [Int32(1)] * 4 + [Int64(8)] * 10 + [Int32(1), Float32(1.0), Float32(1.0), Int32(1)]
+    return cute.compile(kernel, *pointers, *numbers, cuda.CUstream(0), options="--enable-tvm-ffi")
+
+
+@cache
+def compiled_backward(dtype: torch.dtype, share: int, pack: int, softcap: bool, sums: bool) -> Any:
+    """The backward of a model, ready to be called with numbers."""
+    kind = TYPES[dtype]
+    kernel = Backward(kind, share, pack, HEAD_SIZE, HEAD_SIZE, STAGES, softcap, sums)
+    pointers = [_pointer(kind)] * 4 + [_pointer(Float32, 4)] + [_pointer(Float32)] * 3 + [_pointer(Int32)] * 3
+    numbers = [Int32(1)] * 4 + [Int64(8)] * 14 + [Float32(1.0), Float32(1.0), Int32(1), Int32(1)]
+    return cute.compile(kernel, *pointers, *numbers, cuda.CUstream(0), options="--enable-tvm-ffi")
+
+
+def _pointer(kind: Any, alignment: int = 16) -> Any:
+    return make_ptr(kind, 0, cute.AddressSpace.gmem, assumed_align=alignment)
+
+
+def _addresses(*tensors: Tensor) -> list[int]:
+    return [x.data_ptr() for x in tensors]
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    """Of rows and heads, in elements."""
+    return [stride for x in tensors for stride in x.stride()[:2]]
+
+
+def _numbers(settings: Settings) -> tuple[float, float]:
+    if not settings.scale > 0:
+        raise ValueError(f"the scale of logits must be above 0; got {settings.scale}")
+    return settings.scale, settings.softcap or 0.0
+
+
+def _stream(device: torch.device) -> int:
+    return int(torch.cuda.current_stream(device).cuda_stream)

@@ -1,0 +1,101 @@
+"""How the fused backward's results leave its registers, in the CuTe DSL.
+
+dq of a block is added to memory by the copy engine, from a buffer in shared memory that a warp group fills: either in the order of a
+tensor of the caller's, which others add to as well, or, where dq belongs to this launch alone, in the order of the registers
+(:mod:`rows`), which costs fewer and wider stores and a copy without rows. dk and dv of a tile are added to the caller's float32
+tensors, since long tiles are split over programs, or written once, rounded, where none is.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+from __future__ import annotations
+
+import cutlass
+from cutlass import Float32, Int32, Int64, const_expr, cute
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import dsl_user_op
+
+from flexcp.executor.kernels.cute.parts import by_rows, rounded_pair
+
+M = 64  # packed queries of a block
+
+
+def tensor_addresses(dq_memory, wg, row, lane, width):
+    """Where this thread's numbers of dq go in the buffer of a tensor: four addresses, the rest are constants apart.
+
+    Rows of 32 numbers, whose eight chunks of 16 bytes are exchanged by the row, as the copy engine has them.
+    """
+    chunk16 = ((lane % 4) // 2) ^ (row % 8)
+    first = wg * (M * width) + row * 32 + (lane % 2) * 2
+    return [dq_memory + (first + (chunk16 ^ (2 * i)) * 4) for i in range(4)]
+
+
+@cute.jit
+def save_tensor(dq_at, acc_dQ, width: cutlass.Constexpr[int], scale):
+    """This thread's numbers of a block's dq into the buffer of a tensor."""
+    rows = by_rows(acc_dQ)
+    for r in cutlass.range_constexpr(2):
+        for j in cutlass.range_constexpr(width // 8):
+            pair = cute.make_rmem_tensor(2, Float32)
+            pair[0], pair[1] = rows[r, 2 * j] * scale, rows[r, 2 * j + 1] * scale
+            cute.autovec_copy(pair, _shared(dq_at[j % 4] + (j // 4 * M * 32 + r * 8 * 32), 2))
+
+
+def sums_addresses(dq_memory, wg, row, lane, width):
+    """The same in the order of the registers: of groups 0 and 1, of a row whose number is even."""
+    first = dq_memory + (wg * (M * width) + row * width + (lane % 4) * 4)
+    return [first, first + 16]
+
+
+@cute.jit
+def save_sums(dq_at, acc_dQ, width: cutlass.Constexpr[int], odd):
+    """This thread's numbers of a block's dq into the buffer of the sums; ``odd`` is 1 where its rows are."""
+    rows = by_rows(acc_dQ)
+    even_at, odd_at = dq_at[0] + odd * 16, dq_at[1] - odd * 16
+    for r in cutlass.range_constexpr(2):
+        for g in cutlass.range_constexpr(width // 16):
+            four = cute.make_rmem_tensor(4, Float32)
+            for e in cutlass.range_constexpr(4):
+                four[e] = rows[r, 4 * g + e]
+            at = even_at if const_expr(g % 2 == 0) else odd_at
+            cute.autovec_copy(four, _shared(at + (r * 8 * width + g // 2 * 32), 4))
+
+
+@cute.jit
+def _shared(pointer, size: cutlass.Constexpr[int]):
+    there = cute.make_ptr(Float32, pointer.toint(), cute.AddressSpace.smem, assumed_align=size * 4)
+    return cute.make_tensor(there, cute.make_layout(size))
+
+
+@dsl_user_op
+def add_run(source, target, size, *, loc=None, ip=None):
+    """The copy engine adds ``size`` bytes of float32 numbers in shared memory to those at ``target``."""
+    operands = [target.llvm_ptr, source.toint(loc=loc, ip=ip).ir_value(), Int32(size).ir_value()]
+    code = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;"
+    flags = {"has_side_effects": True, "is_align_stack": False, "asm_dialect": llvm.AsmDialect.AD_ATT}
+    llvm.inline_asm(None, operands, code, "l,r,r", **flags)
+
+
+@cute.jit
+def add_rows(out, accumulator, key, key1, group, row_stride, head_stride, column0, factor):
+    """Add this thread's rows of dk or dv to float32 memory: a tile's parts may be several programs."""
+    rows = by_rows(accumulator)
+    for r in cutlass.range_constexpr(2):
+        if key + 8 * r < key1:
+            at = out + ((key + 8 * r) * row_stride + group * head_stride + column0)
+            for j in cutlass.range_constexpr(cute.size(rows, mode=[1]) // 2):
+                for i in cutlass.range_constexpr(2):
+                    number = rows[r, 2 * j + i] * factor
+                    cute.arch.red(at + (8 * j + i), number, op="add", dtype="f32", sem="relaxed", scope="gpu")
+
+
+@cute.jit
+def write_rows(out, accumulator, key, key1, group, row_stride, head_stride, column0, factor, dtype):
+    """Write this thread's rows of dk or dv, rounded to ``dtype``."""
+    rows, out = by_rows(accumulator), cute.recast_ptr(out, dtype=dtype)
+    for r in cutlass.range_constexpr(2):
+        if key + 8 * r < key1:
+            first = out + (Int64(key + 8 * r) * row_stride + group * head_stride + column0)
+            for j in cutlass.range_constexpr(cute.size(rows, mode=[1]) // 2):
+                at = cute.make_ptr(Int32, (first + 8 * j).toint(), cute.AddressSpace.gmem, assumed_align=4)
+                pair = rounded_pair(rows[r, 2 * j] * factor, rows[r, 2 * j + 1] * factor, dtype)
+                cute.make_tensor(at, cute.make_layout(1))[0] = pair

@@ -1,0 +1,148 @@
+"""What stands before and after the fused backward where dq belongs to it alone, in the CuTe DSL.
+
+The backward adds dq up in float32, in *sums* of its own: ``[head chunk, half of the columns, packed row, 64]``, where a packed row is a
+token and one of the query heads that share a tile, and every half has a block of rows to spare at its end. Columns of a row are in the
+order in which a warp group's registers hold them: number ``e`` of the four that thread ``c`` of a quad has of 16-column group ``g`` is
+column ``16 g + 8 (e // 2) + 2 c + e % 2``, and in odd rows groups 0 and 1, 2 and 3 are exchanged, so that threads that store together
+use different banks of shared memory.
+
+:class:`Before` computes delta, packs the statistics and clears the sums, in one pass over the output and its gradient. :class:`After`
+rounds the sums to dq.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+from __future__ import annotations
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Float32, Int32, Int64, const_expr, cute
+
+from flexcp.executor.kernels.cute.parts import LOG2E, rounded_pair
+
+THREADS = 256
+LANES = 16  # that share a row of one head: each has 8 numbers of it
+ROWS_AT_ONCE = THREADS // LANES
+LAPS = 4  # rows of each lane, loaded together
+SPARE = 64  # packed rows at the end of each half, for blocks that reach past the last row
+
+
+@cute.jit
+def place_of(number, rows, heads, pack: cutlass.Constexpr[int]):
+    """Of row-and-head ``number``: token, head, chunk of heads, packed row."""
+    row, head = number // heads, number % heads
+    return row, head, head // pack, row * pack + head % pack
+
+
+@cute.jit
+def vector_at(dtype, pointer, size: cutlass.Constexpr[int]):
+    """``size`` numbers at an address that is a multiple of their bytes."""
+    align = const_expr(size * dtype.width // 8)
+    there = cute.make_ptr(dtype, pointer.toint(), cute.AddressSpace.gmem, assumed_align=align)
+    return cute.make_tensor(there, cute.make_layout(size))
+
+
+class Before:
+    """delta, packed statistics (LSE in base 2, then delta) and cleared sums, for heads of ``8 * LANES`` numbers."""
+
+    def __init__(self, dtype, pack, has_dlse):
+        self.dtype, self.pack, self.has_dlse = dtype, pack, has_dlse
+
+    @cute.jit
+    def __call__(
+        self, do: cute.Pointer, out: cute.Pointer, lse: cute.Pointer, dlse: cute.Pointer, statistics: cute.Pointer,
+        sums: cute.Pointer, rows: Int32, heads: Int32, do_row: Int64, do_head: Int64, out_row: Int64, out_head: Int64,
+        lse_row: Int64, lse_head: Int64, dlse_row: Int64, dlse_head: Int64, stream: cuda.CUstream,
+    ):  # fmt: skip
+        """Launch. Strides are in elements; those of ``do`` and ``out`` are multiples of 16 bytes."""
+        programs = (rows * heads + ROWS_AT_ONCE * LAPS - 1) // (ROWS_AT_ONCE * LAPS)
+        self.kernel(
+            do, out, lse, dlse, statistics, sums, rows, heads, do_row, do_head, out_row, out_head, lse_row, lse_head,
+            dlse_row, dlse_head,
+        ).launch(grid=(programs, 1, 1), block=(THREADS, 1, 1), stream=stream)  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self, do: cute.Pointer, out: cute.Pointer, lse: cute.Pointer, dlse: cute.Pointer, statistics: cute.Pointer,
+        sums: cute.Pointer, rows: Int32, heads: Int32, do_row: Int64, do_head: Int64, out_row: Int64, out_head: Int64,
+        lse_row: Int64, lse_head: Int64, dlse_row: Int64, dlse_head: Int64,
+    ):  # fmt: skip
+        P = self.pack
+        thread = cute.arch.thread_idx()[0]
+        lane, first = thread % LANES, cute.arch.block_idx()[0] * (ROWS_AT_ONCE * LAPS) + thread // LANES
+        a, b = (cute.make_rmem_tensor((8, LAPS), self.dtype) for _ in range(2))
+        for lap in cutlass.range_constexpr(LAPS):
+            number = first + lap * ROWS_AT_ONCE
+            if number < rows * heads:
+                row, head, _chunk, _packed = place_of(number, rows, heads, P)
+                cute.autovec_copy(
+                    vector_at(self.dtype, do + (row * do_row + head * do_head + lane * 8), 8), a[None, lap]
+                )
+                there = out + (row * out_row + head * out_head + lane * 8)
+                cute.autovec_copy(vector_at(self.dtype, there, 8), b[None, lap])
+        nothing = cute.make_rmem_tensor(4, Float32)
+        nothing.fill(0.0)
+        for lap in cutlass.range_constexpr(LAPS):
+            number = first + lap * ROWS_AT_ONCE
+            delta = Float32(0.0)
+            for i in cutlass.range_constexpr(8):
+                delta += a[i, lap].to(Float32) * b[i, lap].to(Float32)
+            for step in cutlass.range_constexpr(4):
+                delta += cute.arch.shuffle_sync_bfly(delta, offset=1 << step)
+            if number < rows * heads:
+                row, head, chunk, packed = place_of(number, rows, heads, P)
+                for half in cutlass.range_constexpr(2):
+                    at = ((Int64(chunk) * 2 + half) * (rows * P + SPARE) + packed) * 64 + lane * 4
+                    cute.autovec_copy(nothing, vector_at(Float32, sums + at, 4))
+                if lane == 0:
+                    if const_expr(self.has_dlse):
+                        delta -= vector_at(Float32, dlse + (row * dlse_row + head * dlse_head), 1)[0]
+                    at = Int64(chunk) * rows * P + packed
+                    top = vector_at(Float32, lse + (row * lse_row + head * lse_head), 1)[0]
+                    vector_at(Float32, statistics + at, 1)[0] = top * LOG2E
+                    vector_at(Float32, statistics + (at + Int64(heads) * rows), 1)[0] = delta
+
+
+class After:
+    """dq from the sums: scaled, rounded, and in the order of rows and columns."""
+
+    def __init__(self, dtype, pack):
+        self.dtype, self.pack = dtype, pack
+
+    @cute.jit
+    def __call__(
+        self, sums: cute.Pointer, dq: cute.Pointer, rows: Int32, heads: Int32, dq_row: Int64, dq_head: Int64,
+        scale: Float32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        """Launch. Strides are in elements."""
+        programs = (rows * heads + ROWS_AT_ONCE * LAPS - 1) // (ROWS_AT_ONCE * LAPS)
+        self.kernel(sums, dq, rows, heads, dq_row, dq_head, scale).launch(
+            grid=(programs, 1, 1), block=(THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self, sums: cute.Pointer, dq: cute.Pointer, rows: Int32, heads: Int32, dq_row: Int64, dq_head: Int64, scale: Float32,
+    ):  # fmt: skip
+        P = self.pack
+        thread = cute.arch.thread_idx()[0]
+        lane, first = thread % LANES, cute.arch.block_idx()[0] * (ROWS_AT_ONCE * LAPS) + thread // LANES
+        found = cute.make_rmem_tensor((4, 2, LAPS), Float32)
+        for lap in cutlass.range_constexpr(LAPS):
+            number = first + lap * ROWS_AT_ONCE
+            if number < rows * heads:
+                _row, _head, chunk, packed = place_of(number, rows, heads, P)
+                for half in cutlass.range_constexpr(2):
+                    at = ((Int64(chunk) * 2 + half) * (rows * P + SPARE) + packed) * 64 + lane * 4
+                    cute.autovec_copy(vector_at(Float32, sums + at, 4), found[None, half, lap])
+        for lap in cutlass.range_constexpr(LAPS):
+            number = first + lap * ROWS_AT_ONCE
+            if number < rows * heads:
+                row, head, _chunk, packed = place_of(number, rows, heads, P)
+                group = (lane // 4) ^ (packed % 2)
+                column = group * 16 + lane % 4 * 2
+                for half in cutlass.range_constexpr(2):
+                    for pair in cutlass.range_constexpr(2):
+                        low, high = found[2 * pair, half, lap] * scale, found[2 * pair + 1, half, lap] * scale
+                        at = row * dq_row + head * dq_head + (half * 64 + pair * 8 + column)
+                        to = cute.make_ptr(Int32, (dq + at).toint(), cute.AddressSpace.gmem, assumed_align=4)
+                        cute.make_tensor(to, cute.make_layout(1))[0] = rounded_pair(low, high, self.dtype)

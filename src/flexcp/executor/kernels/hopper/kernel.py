@@ -1,0 +1,226 @@
+"""The Hopper kernel: head sizes 64 and 128 in bf16 or fp16 on sm90, in Gluon. Same interface as every kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from flexcp.executor.kernels import Ints, Settings
+from flexcp.executor.kernels.hopper.forward import forward_kernel
+from flexcp.executor.kernels.hopper.keys import keys_kernel
+from flexcp.executor.kernels.hopper.queries import queries_kernel
+from flexcp.executor.kernels.hopper.tiles import (
+    BLOCK,
+    QUERIES,
+    TILE,
+    key_tiles,
+    longest_part,
+    packed_heads,
+    query_tiles,
+    tiles_in_turn,
+)
+from flexcp.executor.kernels.tiles import SegmentList, TileList, segment_list, useful
+from flexcp.executor.kernels.triton.kernel import (
+    WorkList,
+    aligned,
+    base_of,
+    check,
+    multiprocessors,
+    pack_statistics,
+    scales,
+    strides,
+)
+
+FRESH = True
+HEAD_SIZES = (64, 128)
+DTYPES = (torch.bfloat16, torch.float16)
+STAGES = 2
+GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+
+
+def supports(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
+    """Why this kernel cannot run such tensors, naming what it can run; None when it can."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return f"the hopper kernel runs on NVIDIA GPUs of compute capability 9.0 (H100, H200); got {device}"
+    if dtype not in DTYPES:
+        return f"the hopper kernel computes {', '.join(map(str, DTYPES))}; got {dtype}"
+    if not {head_dim, v_head_dim} <= set(HEAD_SIZES):
+        return f"the hopper kernel has head sizes {', '.join(map(str, HEAD_SIZES))}; got {head_dim} and {v_head_dim}"
+    return None
+
+
+class HopperWork(WorkList):
+    """A work list that can also be walked in segments."""
+
+    @cached_property
+    def pack(self) -> int:
+        """Query heads of a KV head in one tile."""
+        return packed_heads(self.share)
+
+    @cached_property
+    def forward_segments(self) -> Segments:
+        """Tiles of packed query rows."""
+        return Segments.of(query_tiles(self.slices, self.share), BLOCK, self.device)
+
+    @cached_property
+    def backward_segments(self) -> Segments:
+        """Tiles of keys against blocks of packed query rows: one owner per key."""
+        return self._key_segments(None)
+
+    @cached_property
+    def split_segments(self) -> Segments:
+        """The same with long tiles split, for balance: a key's parts are added in any order."""
+        units = multiprocessors(self.device)
+        return self._key_segments(longest_part(self._key_tiles, self.kv_heads, self.share, units))
+
+    def in_turn(self, programs: int) -> int:
+        """Tiles of queries that a group of heads takes in turn. Counted once: launches must not make the host wait."""
+        if programs not in self._turns:
+            row_bytes = (self.head_dim + self.v_head_dim) * 2  # of DTYPES
+            blocks, groups = self.forward_segments.blocks, self.heads // self.pack
+            self._turns[programs] = tiles_in_turn(blocks, row_bytes, groups, self.kv_heads, programs)
+        return self._turns[programs]
+
+    @cached_property
+    def _turns(self) -> dict[int, int]:
+        return {}
+
+    @cached_property
+    def _key_tiles(self) -> TileList:
+        return key_tiles(self.slices, self.share)
+
+    def _key_segments(self, longest: int | None) -> Segments:
+        return Segments.of(self._key_tiles, QUERIES // self.pack, self.device, longest)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """A segment list here and on its device, and the blocks of each of its tiles."""
+
+    made: SegmentList
+    blocks: Ints
+    tiles: Tensor
+    segments: Tensor
+
+    @staticmethod
+    def of(
+        made: TileList, block: int, device: torch.device, longest: int | None = None, descending: bool = False
+    ) -> Segments:
+        cut = segment_list(made, block, longest, descending)
+        tables = (torch.from_numpy(x.reshape(-1)).pin_memory() for x in (cut.tiles, cut.segments))
+        return Segments(cut, cut.tiles[:, 3].astype(np.int64), *(t.to(device, non_blocking=True) for t in tables))
+
+    @property
+    def count(self) -> int:
+        """How many tiles there are."""
+        return len(self.blocks)
+
+
+def prepare(
+    slices: Ints, heads: int, kv_heads: int, head_dim: int, v_head_dim: int, device: torch.device
+) -> HopperWork:
+    """The work list of ``slices``; reusable by every layer and by forward and backward."""
+    reason = supports(device, torch.bfloat16, head_dim, v_head_dim)
+    if reason:
+        raise NotImplementedError(reason)
+    return HopperWork(slices, heads, kv_heads, head_dim, v_head_dim, device)
+
+
+def forward(
+    q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, work: HopperWork, settings: Settings, out_THV: Tensor, lse_TH: Tensor,
+) -> None:  # fmt: skip
+    """Add the slices' attention to ``out`` and ``lse``; with ``settings.fresh`` write them."""
+    made = work.forward_segments
+    if not made.count:
+        return
+    q, k, v = (aligned(x) for x in (q_THD, k_TGD, v_TGV))
+    check(work, supports, q, k, v, out_THV, lse_TH)
+    pack, groups = work.pack, work.heads // work.pack
+    programs = programs_of(made.count * groups, settings, work)
+    forward_kernel[(programs,)](
+        _described(q, TILE // 2 // pack, pack), _described(k, BLOCK, 1), _described(v, BLOCK, 1), out_THV, lse_TH,
+        made.tiles, made.segments, made.count, groups, work.in_turn(programs), *scales(settings, q.dtype),
+        *strides(out_THV, lse_TH),
+        SHARE=work.share, PACK=pack, D=work.head_dim, V=work.v_head_dim, N=BLOCK, STAGES=STAGES,
+        SOFTCAP=settings.softcap is not None, FRESH=settings.fresh, num_warps=4,
+    )  # fmt: skip
+
+
+def backward(
+    q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, do_THV: Tensor, lse_TH: Tensor, delta_TH: Tensor, work: HopperWork,
+    settings: Settings, dq_THD: Tensor, dk_TGD: Tensor, dv_TGV: Tensor,
+) -> None:  # fmt: skip
+    """Add the slices' gradients to ``dq``, ``dk`` and ``dv``; with ``settings.deterministic`` always in the same order.
+
+    With ``settings.fresh`` dq is written.
+    """
+    if not work.forward_segments.count:
+        return
+    q, k, v, do = (aligned(x) for x in (q_THD, k_TGD, v_TGV, do_THV))
+    check(work, supports, q, k, v, do, lse_TH, delta_TH, dq_THD, dk_TGD, dv_TGV)
+    inputs = (q, k, v, do, lse_TH, delta_TH, work, settings)
+    _backward_keys(*inputs, dk_TGD, dv_TGV)
+    _backward_queries(*inputs, dq_THD)
+
+
+def _backward_keys(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, work: HopperWork, settings: Settings,
+    dk: Tensor, dv: Tensor,
+) -> None:  # fmt: skip
+    made = work.backward_segments if settings.deterministic else work.split_segments
+    pack, items, rows = work.pack, made.count * work.kv_heads, len(q)
+    keys_kernel[(programs_of(items, settings, work),)](
+        _described(q, QUERIES // pack, pack), _described(k, BLOCK, 1), _described(v, BLOCK, 1),
+        _described(do, QUERIES // pack, pack), pack_statistics(lse, delta, pack, base_of(q.dtype)), dk, dv,
+        made.tiles, made.segments, work.kv_heads, items, rows, work.heads, *scales(settings, q.dtype), *strides(dk, dv),
+        SHARE=work.share, PACK=pack, D=work.head_dim, V=work.v_head_dim, STAGES=STAGES,
+        SOFTCAP=settings.softcap is not None, num_warps=4,
+    )  # fmt: skip
+
+
+def _backward_queries(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, work: HopperWork, settings: Settings, dq: Tensor,
+) -> None:  # fmt: skip
+    made, pack, groups = work.forward_segments, work.pack, work.heads // work.pack
+    programs = programs_of(made.count * groups, settings, work)
+    queries_kernel[(programs,)](
+        _described(q, TILE // 2 // pack, pack), _described(k, BLOCK, 1), _described(v, BLOCK, 1),
+        _described(do, TILE // 2 // pack, pack), lse, delta, dq,
+        made.tiles, made.segments, made.count, groups, work.in_turn(programs), *scales(settings, q.dtype),
+        *strides(lse, delta, dq),
+        SHARE=work.share, PACK=pack, D=work.head_dim, V=work.v_head_dim, N=BLOCK, STAGES=STAGES,
+        SOFTCAP=settings.softcap is not None, FRESH=settings.fresh, num_warps=4,
+    )  # fmt: skip
+
+
+def useful_share(slices: Ints, share: int, backward: bool) -> float:
+    """Pairs that attend over pairs that the tiles compute: what tiles alone allow."""
+    pack = packed_heads(share)
+    shares = [useful(slices, query_tiles(slices, share), TILE // pack * BLOCK)]
+    if not backward:
+        return shares[0]
+    shares.append(useful(slices, key_tiles(slices, share), QUERIES // pack * BLOCK))
+    return 7 / (3 / shares[0] + 4 / shares[1])  # three of seven products are dq's
+
+
+def programs_of(items: int, settings: Settings, work: HopperWork) -> int:
+    """One persistent program per multiprocessor that is ours."""
+    return min(items, max(1, multiprocessors(work.device) - settings.sm_margin))
+
+
+def _described(x_THD: Tensor, rows: int, heads: int) -> TensorDescriptor:
+    width = x_THD.shape[2]
+    layout = _layout(rows, heads, width, x_THD.dtype)
+    return TensorDescriptor(x_THD, list(x_THD.shape), list(x_THD.stride()), [rows, heads, width], layout)
+
+
+@lru_cache
+def _layout(rows: int, heads: int, width: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """How a block lies in shared memory. Remembered: a launch has three or four, and finding one takes the host as long as launching."""
+    return gl.NVMMASharedLayout.get_default_for([rows, heads, width], GLUON_DTYPES[dtype])

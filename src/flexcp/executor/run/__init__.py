@@ -1,0 +1,1 @@
+"""One rank's program and the loop that runs it."""

@@ -1,0 +1,144 @@
+"""The executor: one loop that runs a rank's program, forward or backward.
+
+In slot s: take in what stage s brought (inputs are laid on their shelves, outputs reduced into the rows they belong to, in a fixed
+order), post stage s + 1, compute. The last slot has nothing left to post. Nothing here knows a strategy, and nothing waits for the
+device: on a GPU the loop only queues work, in stream order. What exists only during a pass lies in the arena
+(:mod:`flexcp.executor.exchange.arena`), at offsets known from the plan; a rank's own results, which are returned, do not.
+
+A program that is a single launch over a rank's own rows (one rank, or a rank that needs nobody) is :mod:`flexcp.executor.run.local`'s.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexcp.executor.exchange.arena import Arena, Buffers
+from flexcp.executor.exchange.exchange import Exchange
+from flexcp.executor.kernels import Settings
+from flexcp.executor.run.ends import OutputGradient
+from flexcp.executor.run.fields import Shelves, Types, new_inputs, new_results
+from flexcp.executor.run.local import local_backward, local_forward
+from flexcp.executor.run.prepared import Prepared, PreparedWork
+from flexcp.executor.run.watch import Watch
+from flexcp.plan.memory import KEYS, QUERIES
+from flexcp.shape import Shape
+
+WORD = 16
+"""Bytes that copies move at once: what own tensors must begin at a multiple of."""
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What a pass runs with: shape and dtypes, scalars, the exchange with other ranks, memory, and whoever watches."""
+
+    shape: Shape
+    types: Types
+    settings: Settings
+    exchange: Exchange
+    arena: Arena
+    watch: Watch | None = None
+
+    def watched(self) -> AbstractContextManager[None]:
+        """Around a pass: told to whoever watches, if anybody does."""
+        return nullcontext() if self.watch is None else self.watch.running()
+
+
+def run_forward(
+    prepared: Prepared, runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, rounded: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """This rank's output and LSE (statistics dtype) from its own tokens in stream order, and the keys to keep for the backward, as bytes.
+
+    The output is in the accumulator dtype, or already in the model's where ``rounded`` allows that and nothing is left to add.
+    """
+    kept = torch.empty(prepared.program.kept_size, dtype=torch.uint8, device=runtime.types.device)
+    with runtime.watched(), runtime.exchange:
+        if prepared.alone is not None:
+            kernel, work = prepared.kernel, prepared.alone
+            local = (runtime.types, runtime.settings, q, k, v, rounded)
+            return *local_forward(kernel, work.list, work.whole, *local), kept
+        own = {QUERIES: {"q": q}, KEYS: {"k": k, "v": v}}
+        with runtime.arena.lease(prepared.program.layout.size, runtime.types.device) as memory:
+            shelves = _Pass(prepared, runtime, False, memory, kept).run(own)
+    return shelves[QUERIES]["out"], shelves[QUERIES]["lse"], kept
+
+
+def run_backward(
+    prepared: Prepared, runtime: Runtime, kept: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, back: OutputGradient
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv of this rank's own tokens in stream order, in the accumulator dtype, or in the model's where nothing is left to add.
+
+    ``kept`` is the forward's.
+    """
+    with runtime.watched(), runtime.exchange:
+        if prepared.alone is not None:
+            kernel, work = prepared.kernel, prepared.alone
+            return local_backward(kernel, work.list, work.whole, runtime.types, runtime.settings, q, k, v, lse, back)
+        own = {QUERIES: {"q": q, "do": back.do, "lse": lse, "delta": back.delta}, KEYS: {"k": k, "v": v}}
+        with runtime.arena.lease(prepared.program.layout.size, runtime.types.device) as memory:
+            shelves = _Pass(prepared, runtime, True, memory, kept).run(own)
+    return shelves[QUERIES]["dq"], shelves[KEYS]["dk"], shelves[KEYS]["dv"]
+
+
+class _Pass:
+    def __init__(self, prepared: Prepared, runtime: Runtime, backward: bool, memory: Tensor, kept: Tensor) -> None:
+        self.prepared, self.program = prepared, prepared.program
+        self.runtime, self.backward = runtime, backward
+        self.shelves: Shelves = {}
+        self.exchange, self.memory, self.kept = runtime.exchange, memory, kept
+
+    def run(self, own: dict[int, dict[str, Tensor]]) -> Shelves:
+        types, packing, shelves = self.runtime.types, self.prepared.packing, self.program.shelves
+        new = (self.backward, self.runtime.shape, types)
+        self.shelves = {side: {name: _flat(x) for name, x in fields.items()} for side, fields in own.items()}
+        for number in own:
+            self.shelves[number] |= new_results(shelves[number], *new)
+        slots = self.program.slots
+        mark = None if self.runtime.watch is None else self.runtime.watch.mark
+        for stage in range(len(slots)):
+            arrived = self.exchange.arrived()
+            if mark is not None:
+                mark()
+            for number in self.prepared.opens[stage]:
+                shelf, kept = shelves[number], self.program.kept.get(number)
+                room = self._at("inputs", *shelf.key) if kept is None else self.kept[kept:]
+                self.shelves[number] = new_inputs(shelf, *new, room)
+                self.shelves[number] |= new_results(shelf, *new, self._at("results", *shelf.key))
+            if arrived is not None:
+                packing.unpack(stage, arrived, self.shelves)
+            packing.move(stage, self.shelves)
+            if stage + 1 < len(slots):
+                leaving = Buffers(self.prepared.sends[stage], self._at("sends", stage + 1))
+                packing.pack(stage, leaving, self.shelves)
+                arriving = Buffers(self.prepared.receives[stage + 1], self._at("receives", stage + 1))
+                self.exchange.post(stage + 1, leaving, arriving)
+            if mark is not None:
+                mark()
+            for work in self.prepared.work[stage]:
+                self._compute(work)
+            if mark is not None:
+                mark()
+        self.exchange.finish()
+        return self.shelves
+
+    def _at(self, *tenant: str | int) -> Tensor:
+        """The arena from where a tenant begins; what nobody planned for has no bytes."""
+        return self.memory[self.program.layout.offsets.get(tenant, len(self.memory)) :]
+
+    def _compute(self, work: PreparedWork) -> None:
+        q = {name: x[:, work.heads] for name, x in self.shelves[work.work.q_shelf].items()}
+        kv = {name: x[:, work.groups] for name, x in self.shelves[work.work.kv_shelf].items()}
+        kernel, settings = self.prepared.kernel, self.runtime.settings
+        if self.backward:
+            inputs = (q["q"], kv["k"], kv["v"], q["do"], q["lse"], q["delta"])
+            kernel.backward(*inputs, work.list, settings, q["dq"], kv["dk"], kv["dv"])
+        else:
+            kernel.forward(q["q"], kv["k"], kv["v"], work.list, settings, q["out"], q["lse"])
+
+
+def _flat(x: Tensor) -> Tensor:
+    """The tensor as aligned memory without gaps, which messages are cut from; a copy only where it is not."""
+    return x if x.is_contiguous() and x.data_ptr() % WORD == 0 else x.clone(memory_format=torch.contiguous_format)

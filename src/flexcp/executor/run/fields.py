@@ -1,0 +1,114 @@
+"""Fields: the tensors that make up a piece, where they lie on a shelf, and where in a message.
+
+A message is raw bytes without padding: first all fields in the accumulator dtype, then those in the model's, so every field is aligned
+by construction and bytes on the wire are exactly the plan's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexcp.executor.kernels import accumulator_dtype
+from flexcp.executor.run.program import Block, Message, Shelf
+from flexcp.plan.memory import aligned_starts, field_sizes, shelf_fields
+from flexcp.shape import FIELDS, Field, Shape
+
+Shelves = dict[int, dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Types:
+    """The dtypes of a pass and its device."""
+
+    model: torch.dtype
+    accumulator: torch.dtype
+    statistics: torch.dtype
+    """What a rank keeps its own rows' LSE and delta in."""
+    device: torch.device
+
+
+def types_of(x: Tensor) -> Types:
+    """The types of a pass over tensors like ``x``. LSE and delta enter every probability, and on a CPU doubles cost nothing."""
+    accumulator = accumulator_dtype(x.dtype)
+    return Types(x.dtype, accumulator, torch.float64 if x.device.type == "cpu" else accumulator, x.device)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One field of one block inside a message."""
+
+    block: Block
+    field: Field
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    offset: int
+    """Bytes from the message's first."""
+    bytes: int
+
+    def view(self, message: Tensor) -> Tensor:
+        """This part of a message's bytes as a tensor."""
+        return message[self.offset : self.offset + self.bytes].view(self.dtype).view(self.size)
+
+
+def message_parts(message: Message, shape: Shape, types: Types) -> Iterator[Part]:
+    """The parts of a message in the order they travel, accumulator dtype first."""
+    offset = 0
+    for precise in (True, False):
+        for block in message.blocks:
+            for field in FIELDS[block.kind]:
+                if (block.partial if field.precise is None else field.precise) != precise:
+                    continue
+                dtype = types.accumulator if precise else types.model
+                size: tuple[int, ...] = (block.count, block.h1 - block.h0)
+                size += (field.numbers(shape),) if field.width else ()
+                part = Part(block, field, dtype, size, offset, dtype.itemsize * int(torch.Size(size).numel()))
+                yield part
+                offset += part.bytes
+
+
+def message_bytes(message: Message, shape: Shape) -> int:
+    """Bytes on the wire."""
+    each = shape.bytes_per_token_head()
+    return sum(int(each[b.kind, int(b.partial)]) * b.count * (b.h1 - b.h0) for b in message.blocks)
+
+
+def new_inputs(
+    shelf: Shelf, backward: bool, shape: Shape, types: Types, memory: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Room for what arrives on a shelf, in ``memory`` where that is given."""
+    return _laid_out(shelf, backward, False, shape, types, memory)
+
+
+def new_results(
+    shelf: Shelf, backward: bool, shape: Shape, types: Types, memory: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Room for what is computed on a shelf: out starts at zero with LSE -inf, gradients at zero."""
+    found = _laid_out(shelf, backward, True, shape, types, memory)
+    for name, x in found.items():
+        x.fill_(-torch.inf if name == "lse" else 0.0)
+    return found
+
+
+def _laid_out(
+    shelf: Shelf, backward: bool, results: bool, shape: Shape, types: Types, memory: Tensor | None
+) -> dict[str, Tensor]:
+    """The tensors of a shelf, side by side as :mod:`flexcp.plan.memory` counts them, or each in an allocation of its own."""
+    heads = shelf.h1 - shelf.h0
+    fields = shelf_fields(shelf.side, backward, results)
+    starts = aligned_starts(field_sizes(shelf.side, backward, results, shelf.rows * heads, shape))
+    found = {}
+    for field, at in zip(fields, starts, strict=False):
+        dtype = types.accumulator if results or field.precise else types.model
+        if results and field.name == "lse":
+            dtype = types.statistics
+        size = [shelf.rows, heads] + ([field.numbers(shape)] if field.width else [])
+        if memory is None:
+            found[field.name] = torch.empty(size, dtype=dtype, device=types.device)
+        else:
+            length = dtype.itemsize * int(torch.Size(size).numel())
+            found[field.name] = memory[at : at + length].view(dtype).view(size)
+    return found

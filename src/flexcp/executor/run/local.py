@@ -1,0 +1,64 @@
+"""Local: attention of one work list over all rows and heads of its arguments, with nothing to exchange.
+
+What a rank does that needs nobody, and what :func:`flexcp.slice_attention` does. Inputs are used where they are; a kernel that can
+writes its results once, in the dtype they stay in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexcp.executor.kernels import Settings
+from flexcp.executor.run.ends import OutputGradient
+from flexcp.executor.run.fields import Types
+
+
+def local_forward(
+    kernel: Any,
+    work: Any,
+    whole: bool,
+    types: Types,
+    settings: Settings,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rounded: bool,
+) -> tuple[Tensor, Tensor]:
+    """Output and LSE (statistics dtype). ``whole`` says that every row sees a key.
+
+    The output is in the accumulator dtype, or in the model's where ``rounded`` allows that and the kernel can.
+    """
+    size = (*q.shape[:2], v.shape[2])
+    if whole and kernel.FRESH:
+        out = torch.empty(size, dtype=types.model if rounded else types.accumulator, device=q.device)
+        lse = torch.empty(size[:2], dtype=types.statistics, device=q.device)
+        kernel.forward(q, k, v, work, replace(settings, fresh=True), out, lse)
+        return out, lse
+    out = torch.zeros(size, dtype=types.accumulator, device=q.device)
+    lse = torch.full(size[:2], -torch.inf, dtype=types.statistics, device=q.device)
+    kernel.forward(q, k, v, work, settings, out, lse)
+    return out, lse
+
+
+def local_backward(
+    kernel: Any, work: Any, whole: bool, types: Types, settings: Settings, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
+    back: OutputGradient,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv in the accumulator dtype, or in the model's: dq where every row sees a key (``whole``) and the kernel can, all three
+    where the kernel has a backward of its own for that."""
+    if whole and back.out is not None and not settings.deterministic and hasattr(kernel, "backward_alone"):
+        found: tuple[Tensor, Tensor, Tensor] = kernel.backward_alone(q, k, v, lse, back, work, settings)
+        return found
+    do, delta = back.do, back.delta
+    dk, dv = (torch.zeros(x.shape, dtype=types.accumulator, device=x.device) for x in (k, v))
+    if whole and kernel.FRESH:
+        dq = torch.empty(q.shape, dtype=types.model, device=q.device)
+        kernel.backward(q, k, v, do, lse, delta, work, replace(settings, fresh=True), dq, dk, dv)
+        return dq, dk, dv
+    dq = torch.zeros(q.shape, dtype=types.accumulator, device=q.device)
+    kernel.backward(q, k, v, do, lse, delta, work, settings, dq, dk, dv)
+    return dq, dk, dv

@@ -1,0 +1,100 @@
+"""Prepared: a rank's program made ready for a kernel and a device.
+
+Work lists and index maps depend on the plan alone, so they are made once, at the first layer, and kept with the step: the loop itself
+copies nothing to the device and never makes the host wait. Forward and backward share a work list where their slices are the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.executor.kernels import find_kernel, has_triton
+from flexcp.executor.run.fields import Types, message_bytes
+from flexcp.executor.run.packing import FieldPacking, Packing
+from flexcp.executor.run.program import RankProgram, Work
+from flexcp.masks import Q0, Q1
+from flexcp.plan.memory import KEYS, QUERIES
+from flexcp.shape import Shape
+
+Ints = NDArray[np.int64]
+WorkLists = dict[tuple[object, ...], Any]
+
+
+@dataclass(frozen=True)
+class PreparedWork:
+    """A launch: where its tensors lie, the kernel's work list, and whether its slices touch every row of the query shelf."""
+
+    work: Work
+    heads: slice
+    groups: slice
+    list: Any
+    whole: bool
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A program, by slot: work, shelves to open, (peer, bytes) of the messages that leave and arrive; and its packing."""
+
+    program: RankProgram
+    kernel: Any
+    work: list[list[PreparedWork]]
+    opens: list[list[int]]
+    sends: list[list[tuple[int, int]]]
+    receives: list[list[tuple[int, int]]]
+    packing: Packing
+
+    @property
+    def alone(self) -> PreparedWork | None:
+        """The only thing this program does, if that is one launch over all own rows and heads."""
+        slot = self.program.slots[0]
+        if len(self.program.slots) > 1 or slot.own or len(self.work[0]) != 1:
+            return None
+        found = self.work[0][0]
+        return found if found.work.h1 - found.work.h0 == self.program.shelves[QUERIES].h1 else None
+
+
+def prepare(program: RankProgram, shape: Shape, kernel: str, types: Types, lists: WorkLists) -> Prepared:
+    """Make a program ready; ``lists`` holds the work lists of this step and gets the new ones."""
+    module = find_kernel(kernel)
+    work = [[_prepared(w, program, shape, kernel, module, types, lists) for w in slot.work] for slot in program.slots]
+    opens: list[list[int]] = [[] for _ in program.slots]
+    for number, shelf in enumerate(program.shelves):
+        if number > KEYS:
+            opens[shelf.stage].append(number)
+    sends = [[(m.peer, message_bytes(m, shape)) for m in slot.send] for slot in program.slots]
+    receives = [[(m.peer, message_bytes(m, shape)) for m in slot.receive] for slot in program.slots]
+    return Prepared(program, module, work, opens, sends, receives, _packing(program, shape, types))
+
+
+def covers(slices: Ints, rows: int) -> bool:
+    """Whether every one of ``rows`` query rows is in a slice."""
+    order = np.argsort(slices[:, Q0], kind="stable")
+    start, stop = slices[order, Q0], np.maximum.accumulate(slices[order, Q1])
+    return rows == 0 or bool(len(slices) and start[0] == 0 and np.all(start[1:] <= stop[:-1]) and stop[-1] == rows)
+
+
+def _prepared(
+    work: Work, program: RankProgram, shape: Shape, name: str, kernel: Any, types: Types, lists: WorkLists
+) -> PreparedWork:
+    queries, keys = program.shelves[work.q_shelf], program.shelves[work.kv_shelf]
+    share = shape.queries_per_key
+    heads = slice(work.h0 - queries.h0, work.h1 - queries.h0)
+    groups = slice(work.h0 // share - keys.h0, -(-work.h1 // share) - keys.h0)
+    counts = (heads.stop - heads.start, groups.stop - groups.start)
+    key = (name, types.device, *counts, work.slices.tobytes())
+    if key not in lists:
+        sizes = (*counts, shape.head_dim, shape.v_head_dim)
+        lists[key] = kernel.prepare(work.slices, *sizes, types.device)
+    return PreparedWork(work, heads, groups, lists[key], covers(work.slices, queries.rows))
+
+
+def _packing(program: RankProgram, shape: Shape, types: Types) -> Packing:
+    if types.device.type == "cuda" and has_triton():
+        from flexcp.executor.run.row_packing import RowPacking
+
+        return RowPacking(program, shape, types)
+    return FieldPacking(program, shape, types)

@@ -1,0 +1,172 @@
+"""Calibrate: measure this machine and fit a cost model to it, in under two minutes (an H200: 62 s).
+
+Kernels, the rest of a layer and links are measured apart (:mod:`calibrate_kernels`, :mod:`calibrate_layers`, :mod:`calibrate_links`) and
+fitted (:mod:`fit`); every third measurement is held out and tells the error. The peak that efficiencies refer to is a large matrix
+product, measured in the same run. On CPU ranks all ranks measure at the same time, because that is how they will run; compute and
+transfers are then assumed not to slow each other further. On a GPU their slowdown is measured beside a copy (:mod:`kernel_margin`), where
+Triton is there; and where the Hopper kernel runs, prices of its tiles are fitted too (:mod:`calibrate_tiles`).
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flexcp.calibration import Calibration, Errors
+from flexcp.cost import PEAK_PERMILLE, CostModel, Model, dense_model
+from flexcp.measure.calibrate.fit import Sample, errors, fit_kernels, fit_link, split
+from flexcp.measure.calibrate.kernels import CPU_TOKENS, GPU_TOKENS, GPU_WORK, KernelTask, kernel_samples, matrix_gflops
+from flexcp.measure.calibrate.layers import LayerTimes, layer_times
+from flexcp.measure.calibrate.links import LinkTimes, link_times
+from flexcp.measure.calibrate.tiles import PlanSlots, fit_tiles, has_tiles, measure_plans, one_kv_head
+from flexcp.measure.ranks import RankPool
+from flexcp.shape import Shape
+
+Run = Callable[..., list[Any]]
+MARGIN = 16
+"""Multiprocessors left to a copy of as many blocks: what the executor's transfers look like."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What all ranks measured, the median over ranks."""
+
+    gflops: float
+    samples: list[Sample]
+    layers: LayerTimes
+    links: LinkTimes | None
+    one_kv_head: list[Sample] = field(default_factory=list)
+    plans: list[PlanSlots] = field(default_factory=list)
+
+
+def measure(
+    run: Run, ranks: int, task: KernelTask, model: Model, say: Callable[[str], None] = lambda _: None
+) -> Measured:
+    """Measure through ``run(function, *arguments)``, which calls a function on every rank."""
+    cpu = task.device == "cpu"
+    say("matrix products")
+    gflops = statistics.median(run(matrix_gflops, task, 512 if cpu else 8192))
+    say("attention kernels")
+    samples = _medians(run(kernel_samples, task))
+    say("the rest of a layer")
+    tokens = (64, 128, 192, 256, 384) if cpu else (1024, 2048, 4096, 8192, 16_384)
+    layers = run(layer_times, task.shape, model, task.device, tokens)
+    layer = replace(layers[0], ns=tuple(statistics.median(x) for x in zip(*(each.ns for each in layers), strict=True)))
+    links = None
+    if ranks > 1:
+        say("links")
+        links = run(link_times, task.device)[0]
+    if cpu or not has_tiles(task.shape):
+        return Measured(gflops, samples, layer, links)
+    say("kernels of one KV head, and of real plans")
+    alone = _medians(run(kernel_samples, replace(task, shape=one_kv_head(task.shape))))
+    return Measured(gflops, samples, layer, links, alone, measure_plans(task))
+
+
+def _medians(ranks: Sequence[list[Sample]]) -> list[Sample]:
+    return [replace(each[0], ns=statistics.median(s.ns for s in each)) for each in zip(*ranks, strict=True)]
+
+
+def calibrated(found: Measured, task: KernelTask, model: Model, name: str, machine: str) -> Calibration:
+    """The cost model that fits, with its errors on what was held out."""
+    shape = task.shape
+    # Sorted by time, so that what is held out lies among what is fitted.
+    fitted, held = split(sorted(found.samples, key=lambda s: s.ns))
+    kernel = fit_kernels(fitted)
+    held_out = {"kernels": errors([kernel.ns(s) for s in held], [s.ns for s in held])}
+    flops = 2 * (shape.head_dim + shape.v_head_dim)
+    speeds = {"gflops": max(1, round(found.gflops * 1000 / PEAK_PERMILLE[shape.dtype]))}
+    peak = speeds["gflops"] * PEAK_PERMILLE[shape.dtype] / 1000  # FLOPs of a nanosecond, as the model will know it
+    linear_flops = 3 * model.linear_flops_per_token(shape)
+    pairs = list(zip(found.layers.tokens, found.layers.ns, strict=True))
+    layer_fit, layer_held = split(pairs)
+    per_token = statistics.median(ns / n for n, ns in layer_fit)
+    held_out["layers"] = errors([per_token * n for n, _ in layer_held], [ns for _, ns in layer_held])
+    values: dict[str, Any] = {"kernel_ns": round(kernel.kernel_ns), "row_tile_pairs": kernel.tile_pairs}
+    if found.links is not None:
+        more, errors_of_links = _links(found.links)
+        values["message_ns"] = more.pop("message_ns")
+        speeds |= more
+        held_out["links"] = errors_of_links
+    cpu = task.device == "cpu"
+    cost = CostModel(
+        name,
+        forward_efficiency=_permille(flops / kernel.forward / peak),
+        backward_efficiency=_permille(2.5 * flops / kernel.backward / peak),
+        linear_efficiency=_permille(linear_flops / per_token / peak),
+        link_efficiency=1000 if found.links is not None else CostModel().link_efficiency,
+        error_permille=math.ceil(1000 * held_out["kernels"].p90),
+        token_bytes=found.layers.token_bytes,
+        **values,
+    )
+    together: Any = (
+        dict.fromkeys(("overlap_forward", "overlap_backward", "overlap_link"), 1000) if cpu else _gpu_overlap()
+    )
+    tiles = None
+    if found.plans:
+        units = torch.cuda.get_device_properties().multi_processor_count
+        singles = {one_kv_head(shape): found.one_kv_head} | {shape: found.samples}
+        tiles, errors_of_tiles = fit_tiles(shape, units, singles, found.plans)
+        held_out |= errors_of_tiles
+    return Calibration(replace(cost, **together), machine, speeds, held_out, tiles)
+
+
+def _permille(share: float) -> int:
+    return max(1, round(1000 * share))
+
+
+def _links(found: LinkTimes) -> tuple[dict[str, int], Errors]:
+    pairs = list(zip(found.size, found.ns, strict=True))
+    fitted, held = split(pairs)
+    latency, each = fit_link(*zip(*fitted, strict=True))
+    off = errors([latency + size * each for size, _ in held], [ns for _, ns in held])
+    mbps = max(1, round(1000 / each))
+    message = max(0.0, (found.all_peers_ns - found.ns[0]) / max(1, found.peers - 1)) if found.peers > 1 else 0.0
+    return {"intra_mbps": mbps, "latency_ns": round(latency), "message_ns": round(message)}, off
+
+
+def _gpu_overlap() -> dict[str, int]:
+    """Slowdown of attention beside a copy, and of the copy, at the margin the executor would leave."""
+    from flexcp.executor.kernels import has_triton
+
+    if not has_triton():
+        return {}
+    from flexcp.measure.kernels.margin import margin_table
+
+    rows = {(row["way"], row["margin"]): row for row in margin_table((0, MARGIN))}
+    slow = {
+        f"overlap_{way}": max(
+            1000, round(1000 * rows[way, MARGIN]["attention with copy ms"] / rows[way, 0]["attention alone ms"])
+        )
+        for way in ("forward", "backward")
+    }
+    link = min(
+        rows[way, MARGIN]["copy alone ms"] / rows[way, MARGIN]["copy with attention ms"]
+        for way in ("forward", "backward")
+    )
+    return {**slow, "overlap_link": min(1000, _permille(link))}
+
+
+def calibrate_here(shape: Shape, ranks: int, device: str, say: Callable[[str], None] = lambda _: None) -> Calibration:
+    """Calibrate on this machine: CPU ranks of a pool, or this process's GPU (with the group it may be in)."""
+    model = dense_model(shape)
+    if device == "cuda":
+        task = KernelTask(shape, "cuda", GPU_TOKENS, GPU_WORK)
+        group = dist.group.WORLD if dist.is_initialized() else None
+        size = dist.get_world_size() if group is not None else 1
+
+        def run(function: Callable[..., Any], *arguments: Any) -> list[Any]:
+            return [function(group, *arguments)]
+
+        return calibrated(measure(run, size, task, model, say), task, model, "calibrated", torch.cuda.get_device_name())
+    task = KernelTask(shape, "cpu", CPU_TOKENS)
+    words = f"{platform.machine()}, {ranks} CPU ranks at once"
+    with RankPool(ranks) as pool:
+        return calibrated(measure(pool.run, ranks, task, model, say), task, model, "calibrated", words)

@@ -1,0 +1,132 @@
+"""Kernel times for calibration: a spread of masks and sizes, both directions, with the kernel that would be chosen on the device.
+
+On CPU ranks the function runs on all ranks of a group at once: ranks that share cores are timed as they will run. On a GPU times are
+between two events, with enough queued before them that the host is ahead: a launch takes it 100 to 200 us, longer than small kernels run.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from flexcp.cost import TILE_ROWS
+from flexcp.executor.kernels import Settings, accumulator_dtype, find_kernel
+from flexcp.executor.kernels.choose import choose_kernel
+from flexcp.measure.calibrate.fit import Sample
+from flexcp.measure.kernels.work import Workload, workload
+from flexcp.shape import Shape
+
+CPU_TOKENS, GPU_TOKENS = (256, 512, 1024, 2048), (2048, 4096, 8192, 16_384)
+LONG = 2048
+WORK = ("causal", "full", "docs4", "question", "docs16", "blockwise", "lambda")
+GPU_WORK = (*WORK, "window", "docs64")
+
+
+@dataclass(frozen=True)
+class KernelTask:
+    """What is measured: the shape (with its dtype), device, stream lengths and workloads, and how often each."""
+
+    shape: Shape
+    device: str = "cpu"
+    tokens: tuple[int, ...] = CPU_TOKENS
+    names: tuple[str, ...] = WORK
+    repeats: int = 3
+
+
+def kernel_samples(group: dist.ProcessGroup | None, task: KernelTask) -> list[Sample]:
+    """Collective where there is a group: every workload forward and backward, all ranks together."""
+    found = []
+    for tokens in task.tokens:
+        for name in task.names:
+            work = workload(name, tokens)
+            for backward, call in enumerate(_calls(work, task)):
+                ns = _timed(call, _repeats(tokens, task), task.device, group)
+                found.append(sample_of(name, tokens, task.shape, bool(backward), ns))
+    return found
+
+
+def sample_of(name: str, tokens: int, shape: Shape, backward: bool, ns: float) -> Sample:
+    """A measured workload."""
+    work = workload(name, tokens)
+    tiles = int(np.sum(-(-np.array(work.lengths) // TILE_ROWS)))
+    return Sample(f"{name} {tokens}", work.pairs() * shape.heads, tiles * shape.heads, backward, ns)
+
+
+def matrix_gflops(group: dist.ProcessGroup | None, task: KernelTask, size: int) -> float:
+    """GFLOP/s of a square matrix product in the task's dtype."""
+    dtype = getattr(torch, task.shape.dtype)
+    a = torch.ones(size, size, dtype=dtype, device=task.device)
+    return 2 * size**3 / _timed(lambda: a @ a, task.repeats, task.device, group)
+
+
+def _calls(work: Workload, task: KernelTask) -> Iterator[Callable[[], Any]]:
+    shape, device = task.shape, torch.empty(0, device=task.device).device  # with its number
+    dtype = getattr(torch, shape.dtype)
+    kernel = find_kernel(choose_kernel(device, dtype, shape.head_dim, shape.v_head_dim).kernel)
+    sizes = [(shape.heads, shape.head_dim), (shape.kv_heads, shape.head_dim), (shape.kv_heads, shape.v_head_dim)]
+    n = work.tokens
+    q, k, v = (torch.randn(n, *size, device=device).to(dtype) for size in sizes)
+    do = torch.randn(n, shape.heads, shape.v_head_dim, device=device).to(dtype)
+    dims = (shape.heads, shape.kv_heads, shape.head_dim, shape.v_head_dim)
+    slices = kernel.prepare(work.slices(), *dims, device)
+    settings = Settings(shape.head_dim**-0.5)
+    more = accumulator_dtype(dtype)
+    out = torch.zeros(n, shape.heads, shape.v_head_dim, dtype=more, device=device)
+    lse = torch.full((n, shape.heads), -torch.inf, dtype=more, device=device)
+
+    def forward() -> None:
+        lse.fill_(-torch.inf)  # as a first stage finds it; the fill, some microseconds on a GPU, is in the time
+        kernel.forward(q, k, v, slices, settings, out, lse)
+
+    yield forward
+    grads = [torch.zeros(x.shape, dtype=more, device=device) for x in (q, k, v)]
+    delta, finite = (torch.zeros(n, shape.heads, dtype=more, device=device) for _ in range(2))
+    yield lambda: kernel.backward(q, k, v, do, finite, delta, slices, settings, *grads)
+
+
+def _repeats(tokens: int, task: KernelTask) -> int:
+    """How often a kernel is timed. The longest on CPUs, which take seconds, once: calibration is to last two minutes at most."""
+    return 1 if task.device == "cpu" and tokens >= LONG else task.repeats
+
+
+def _timed(call: Callable[[], Any], repeats: int, device: str, group: dist.ProcessGroup | None) -> float:
+    """Nanoseconds of a call: the median of a few, after one to warm up; or of a single one. All ranks start together."""
+    if repeats > 1:
+        call()
+    samples = []
+    for _ in range(repeats):
+        if group is not None:
+            dist.barrier(group)
+        samples.append(_cuda_ns(call) if device == "cuda" else _cpu_ns(call))
+    return statistics.median(samples)
+
+
+def _cpu_ns(call: Callable[[], Any]) -> float:
+    begin = time.perf_counter_ns()
+    call()
+    return float(time.perf_counter_ns() - begin)
+
+
+def keep_busy() -> None:
+    """Some milliseconds of work for the device, so that what is queued next waits for it and not for the host."""
+    a = torch.empty(8192, 8192, dtype=torch.bfloat16, device="cuda")
+    for _ in range(3):
+        torch.mm(a, a, out=torch.empty_like(a))
+
+
+def _cuda_ns(call: Callable[[], Any], count: int = 5) -> float:
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    keep_busy()
+    first.record()
+    for _ in range(count):
+        call()
+    last.record()
+    torch.cuda.synchronize()
+    return float(first.elapsed_time(last)) * 1e6 / count

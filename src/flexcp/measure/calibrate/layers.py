@@ -1,0 +1,80 @@
+"""What surrounds attention, for calibration: matrix products of a layer's rest, and what autograd keeps of it for each token."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from flexcp.cost import Model
+from flexcp.shape import Shape
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Tokens and nanoseconds of the rest of a layer, both ways; bytes a token leaves for the backward, attention's own included."""
+
+    tokens: tuple[int, ...]
+    ns: tuple[float, ...]
+    token_bytes: int
+
+
+def layer_times(
+    group: dist.ProcessGroup | None, shape: Shape, model: Model, device: str, tokens: tuple[int, ...], repeats: int = 3
+) -> LayerTimes:
+    """Collective where there is a group. The layer is projections and a gated feed-forward, without norms."""
+    dtype = getattr(torch, shape.dtype)
+    out_size, kv_size = shape.heads * shape.v_head_dim, shape.kv_heads * (shape.head_dim + shape.v_head_dim)
+    used = model.feed_forward * model.experts_active
+    sizes = [(shape.heads * shape.head_dim + kv_size, model.hidden), (model.hidden, out_size)]
+    sizes += [(2 * used, model.hidden), (model.hidden, used)]
+    weights = [torch.full(size, 0.01, dtype=dtype, device=device, requires_grad=True) for size in sizes]
+    times = []
+    for count in tokens:
+        x = torch.ones(count, model.hidden, dtype=dtype, device=device, requires_grad=True)
+        samples = []
+        for _ in range(repeats + 1):
+            if group is not None:
+                dist.barrier(group)
+            begin = time.perf_counter_ns()
+            _layer(x, weights, out_size).sum().backward()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            samples.append(float(time.perf_counter_ns() - begin))
+        times.append(statistics.median(samples[1:]))
+    return LayerTimes(tokens, tuple(times), _kept_bytes(weights, out_size, shape, model, device))
+
+
+def _layer(x: Tensor, weights: list[Tensor], out_size: int) -> Tensor:
+    qkv, out, up, down = weights
+    attended = F.linear(x, qkv)[:, :out_size]  # attention itself is measured apart
+    x = x + F.linear(attended, out)
+    gate, value = F.linear(x, up).chunk(2, dim=-1)
+    return x + F.linear(F.silu(gate) * value, down)
+
+
+def _kept_bytes(weights: list[Tensor], out_size: int, shape: Shape, model: Model, device: str) -> int:
+    """Bytes of distinct storages that autograd saves for one of 128 tokens, with attention's q, k, v, out and LSE."""
+    tokens = 128
+    known = {w.untyped_storage().data_ptr() for w in weights}
+    total = 0
+
+    def pack(x: Tensor) -> Tensor:
+        nonlocal total
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in known:
+            known.add(storage.data_ptr())
+            total += storage.nbytes()
+        return x
+
+    x = torch.ones(tokens, model.hidden, dtype=weights[0].dtype, device=device, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
+        result = _layer(x, weights, out_size)
+    del result
+    own = shape.element_bytes * shape.heads * shape.v_head_dim + shape.accumulator_bytes * shape.heads  # out and LSE
+    return total // tokens + own

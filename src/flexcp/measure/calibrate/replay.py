@@ -1,0 +1,143 @@
+"""Replay: every rank's real kernels of a plan, one after the other on one device, put into simulated communication.
+
+What a slot of a rank computes is launched as the executor would (the same work lists over shelves of the same sizes, filled with random
+numbers) and timed alone; then :func:`flexcp.simulator.training.simulate` runs the plan with these times in the place of modelled ones. So
+a plan for 64 ranks can be judged on one GPU by kernels that really ran, which the planner's choice did not know. Not in it: packing,
+reductions, and what transfers cost compute beyond the cost model's overlap. Runs on a CPU too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flexcp.cost import CostModel
+from flexcp.executor.kernels import Settings, accumulator_dtype, find_kernel
+from flexcp.executor.kernels.choose import choose_kernel
+from flexcp.executor.run.program import RankProgram, Work, rank_program
+from flexcp.measure.calibrate.kernels import keep_busy
+from flexcp.plan.memory import KEYS
+from flexcp.plan.plan import Plan
+from flexcp.shape import Shape
+from flexcp.simulator.passes import Rules
+from flexcp.simulator.training import Simulation, Training, simulate
+
+Ints = NDArray[np.int64]
+Fields = dict[str, Tensor]
+
+
+def replay(
+    plan: Plan,
+    device: str = "cpu",
+    cost: CostModel | None = None,
+    rules: Rules = Rules(),  # noqa: B008 - immutable
+    training: Training | None = None,
+    repeats: int = 3,
+    kernel: str | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Simulation:
+    """The plan on simulated time with measured compute."""
+    found: dict[tuple[int, bool], Ints] = {}
+    for mask in range(len(plan.programs)):
+        for backward in (False, True):
+            say(f"{plan.batch.masks[mask].name} {'backward' if backward else 'forward'}")
+            found[mask, backward] = slot_times(plan, mask, backward, device, repeats, kernel)
+    return simulate(plan, cost, rules, training, lambda mask, backward: found[mask, backward])
+
+
+def slot_times(
+    plan: Plan, mask: int, backward: bool, device: str = "cpu", repeats: int = 3, kernel: str | None = None
+) -> Ints:
+    """Nanoseconds ``[rank, slot]`` of the kernels of one pass, the median of ``repeats``."""
+    shape = plan.shape
+    dtype, where = getattr(torch, shape.dtype), torch.empty(0, device=device).device  # with its number
+    module = find_kernel(choose_kernel(where, dtype, shape.head_dim, shape.v_head_dim, kernel).kernel)
+    times = np.zeros((plan.ranks, plan.programs[mask][backward].stages), np.int64)
+    for rank in range(plan.ranks):
+        program = rank_program(plan, rank, mask, backward)
+        shelves = _shelves(program, shape, where)
+        slots = [[_call(w, program, shape, shelves, module, backward, where) for w in s.work] for s in program.slots]
+        times[rank, : len(slots)] = np.round(_timed(slots, () if backward else _statistics(shelves), repeats, device))
+    return times
+
+
+def _statistics(shelves: dict[int, Fields]) -> list[Tensor]:
+    """The LSEs of all shelves: a forward begins with none."""
+    return [fields["lse"] for fields in shelves.values() if "lse" in fields]
+
+
+def _shelves(program: RankProgram, shape: Shape, device: torch.device) -> dict[int, Fields]:
+    """Every shelf's tensors with random inputs; results as zeros."""
+    dtype = getattr(torch, shape.dtype)
+    more = accumulator_dtype(dtype)
+    found = {}
+    for number, shelf in enumerate(program.shelves):
+        rows, heads = shelf.rows, shelf.h1 - shelf.h0
+        d, v = (rows, heads, shape.head_dim), (rows, heads, shape.v_head_dim)
+        random = (("k", d), ("v", v)) if shelf.side == KEYS else (("q", d), ("do", v))
+        zeros: dict[str, tuple[int, ...]] = {"dk": d, "dv": v}
+        if shelf.side != KEYS:
+            zeros = {"dq": d, "out": v, "lse": (rows, heads), "delta": (rows, heads)}
+        found[number] = {name: torch.randn(size, device=device).to(dtype) for name, size in random}
+        found[number] |= {name: torch.zeros(size, dtype=more, device=device) for name, size in zeros.items()}
+    return found
+
+
+def _call(
+    work: Work, program: RankProgram, shape: Shape, shelves: dict[int, Fields], module: Any, backward: bool, device: torch.device
+) -> Callable[[], Any]:  # fmt: skip
+    """One launch, ready to go."""
+    share = shape.queries_per_key
+    h0, g0 = program.shelves[work.q_shelf].h0, program.shelves[work.kv_shelf].h0
+    heads = slice(work.h0 - h0, work.h1 - h0)
+    groups = slice(work.h0 // share - g0, -(-work.h1 // share) - g0)
+    counts = (heads.stop - heads.start, groups.stop - groups.start)
+    listed = module.prepare(work.slices, *counts, shape.head_dim, shape.v_head_dim, device)
+    q = {name: x[:, heads] for name, x in shelves[work.q_shelf].items()}
+    kv = {name: x[:, groups] for name, x in shelves[work.kv_shelf].items()}
+    settings = Settings(shape.head_dim**-0.5)
+    if backward:
+        inputs = (q["q"], kv["k"], kv["v"], q["do"], q["lse"], q["delta"])
+        return lambda: module.backward(*inputs, listed, settings, q["dq"], kv["dk"], kv["dv"])
+    return lambda: module.forward(q["q"], kv["k"], kv["v"], listed, settings, q["out"], q["lse"])
+
+
+def _timed(
+    slots: list[list[Callable[[], Any]]], new: Sequence[Tensor], repeats: int, device: str
+) -> NDArray[np.float64]:
+    """Nanoseconds of each slot, the median of passes after a first one; the tensors of ``new`` begin a pass with -inf."""
+    samples = []
+    for _ in range(repeats + 1):
+        for x in new:
+            x.fill_(-torch.inf)
+        samples.append(_pass_on_gpu(slots) if device == "cuda" else _pass_on_cpu(slots))
+    return np.asarray(np.median(samples[1:], axis=0))
+
+
+def _pass_on_cpu(slots: list[list[Callable[[], Any]]]) -> list[float]:
+    stamps = [time.perf_counter_ns()]
+    for calls in slots:
+        for call in calls:
+            call()
+        stamps.append(time.perf_counter_ns())
+    return [float(b - a) if calls else 0.0 for a, b, calls in zip(stamps, stamps[1:], slots, strict=False)]
+
+
+def _pass_on_gpu(slots: list[list[Callable[[], Any]]]) -> list[float]:
+    stamps = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in slots]
+    for calls, (first, last) in zip(slots, stamps, strict=True):
+        if calls:
+            keep_busy()
+        first.record()
+        for call in calls:
+            call()
+        last.record()
+    torch.cuda.synchronize()
+    between = zip(stamps, slots, strict=True)
+    return [float(first.elapsed_time(last)) * 1e6 if calls else 0.0 for (first, last), calls in between]

@@ -1,0 +1,422 @@
+"""The kernel benchmark: ours beside every baseline the machine has, on one GPU, in one run.
+
+Contenders of a workload are timed in turns, round after round, so that the chip's clock and temperature are the same for all; the number
+is the median over rounds of the mean of a few launches between two events. Only useful work counts: 4 x pairs x heads x head size
+forward, 2.5 times that backward. Beside it stands the percentage of the rate of a large matrix product, measured in the same run.
+
+Ours are the bare kernels (``cute``, ``hopper``, ``triton``) and the whole call (``op``: :func:`flexcp.slice_attention`, with everything
+around the kernel). The kernels are first compared with float64 on rows and keys drawn at
+random, for every result. Baselines are not checked.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flexcp import masks
+from flexcp.executor.kernels import Settings, find_kernel
+from flexcp.executor.kernels.choose import why_not
+from flexcp.executor.run.ends import OutputGradient
+from flexcp.executor.slice_attention import packed_slices, slice_attention
+from flexcp.masks import Q0, Q1
+from flexcp.measure.kernels.work import WINDOW, Workload, mask_mod, workload
+
+OURS = ("cute", "hopper", "triton", "op")
+BASELINES = ("fa4", "cudnn", "flash", "flex", "varlen")
+ALLOWED_ERROR = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 2e-5}
+BACKWARD = 2.5
+"""Work of a backward in forwards: five matrix products to two."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Query and KV heads, their size, and the dtype."""
+
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    dtype: torch.dtype = torch.bfloat16
+
+    def flops(self, pairs: int) -> float:
+        return 4.0 * pairs * self.heads * self.head_dim
+
+
+@dataclass
+class Result:
+    """One contender on one workload: milliseconds and TFLOP/s each way, errors by result (ours), or why there is none."""
+
+    contender: str
+    workload: str
+    tokens: int
+    forward_ms: float | None = None
+    backward_ms: float | None = None
+    forward: float | None = None
+    backward: float | None = None
+    errors: dict[str, float] = field(default_factory=dict)
+    missing: str | None = None
+
+
+@dataclass(frozen=True)
+class Calls:
+    """The two launches of a contender, ready to be timed."""
+
+    forward: Callable[[], Any]
+    backward: Callable[[], Any]
+
+
+def bench(
+    names: list[str], tokens: int, heads: Heads, contenders: list[str], rounds: int = 7, check: bool = True
+) -> list[Result]:
+    """Time each of ``contenders`` on each workload."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    results: list[Result] = []
+    for name in names:
+        work = workload(name, tokens)
+        calls: dict[str, Calls] = {}
+        found: dict[str, Result] = {}
+        for contender in contenders:
+            found[contender] = Result(contender, name, tokens)
+            made = _calls(contender, work, heads, device)
+            if isinstance(made, str):
+                found[contender].missing = made
+            else:
+                calls[contender] = made
+                if check and contender in OURS and contender != "op":
+                    found[contender].errors = sample_errors(contender, work, heads, device)
+        flops = heads.flops(work.pairs())
+        for way, times in (("forward", 1.0), ("backward", BACKWARD)):
+            for contender, ms in timed({c: getattr(x, way) for c, x in calls.items()}, rounds).items():
+                setattr(found[contender], f"{way}_ms", ms)
+                setattr(found[contender], way, times * flops / ms / 1e9)
+        results += found.values()
+        calls.clear()
+        torch.cuda.empty_cache()
+    return results
+
+
+def timed(calls: dict[str, Callable[[], Any]], rounds: int, span_ms: float = 12.0) -> dict[str, float]:
+    """Milliseconds of each call: in turns, ``rounds`` times, each turn as many launches as fill ``span_ms``."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    counts: dict[str, int] = {}
+    for name, call in calls.items():
+        call()
+        counts[name] = max(1, round(span_ms / max(1e-3, _milliseconds(call, 2))))
+    for _ in range(rounds):
+        for name, call in calls.items():
+            samples[name].append(_milliseconds(call, counts[name]))
+    return {name: statistics.median(x) for name, x in samples.items()}
+
+
+def _milliseconds(call: Callable[[], Any], count: int) -> float:
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    for _ in range(count):
+        call()
+    last.record()
+    last.synchronize()
+    return float(first.elapsed_time(last)) / count
+
+
+def matrix_rate(size: int = 8192, rounds: int = 7) -> float:
+    """TFLOP/s of a bfloat16 matrix product."""
+    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / timed({"product": lambda: a @ b}, rounds)["product"] / 1e9
+
+
+@dataclass(frozen=True)
+class _Tensors:
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+
+
+def random_tensors(tokens: int, heads: Heads, device: torch.device, seed: int = 0) -> _Tensors:
+    """Random q, k, v and output gradient."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(count: int) -> Tensor:
+        size = (tokens, count, heads.head_dim)
+        return torch.randn(size, generator=generator, device=device).to(heads.dtype)
+
+    return _Tensors(normal(heads.heads), normal(heads.kv_heads), normal(heads.kv_heads), normal(heads.heads))
+
+
+def _calls(contender: str, work: Workload, heads: Heads, device: torch.device) -> Calls | str:
+    """The contender's launches, or why it has none."""
+    if contender == "op":
+        return _op_calls(work, random_tensors(work.tokens, heads, device))
+    if contender in OURS:
+        refusal = why_not(contender, device, heads.dtype, heads.head_dim, heads.head_dim)
+        return refusal or our_calls(contender, work.slices(), random_tensors(work.tokens, heads, device), heads)
+    makers = {
+        "fa4": _fa4_calls,
+        "cudnn": _sdpa_calls,
+        "flash": _sdpa_calls,
+        "flex": _flex_calls,
+        "varlen": _varlen_calls,
+    }
+    if contender not in makers:
+        raise ValueError(f"unknown contender {contender!r}; known are {', '.join((*OURS, *BASELINES))}")
+    try:
+        return makers[contender](contender, work, random_tensors(work.tokens, heads, device))
+    except (RuntimeError, ImportError, NotImplementedError, TypeError) as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def our_calls(name: str, slices: Any, x: _Tensors, heads: Heads, settings: Settings | None = None) -> Calls:
+    """Launches of one of our kernels."""
+    kernel = find_kernel(name)
+    settings = settings or Settings(heads.head_dim**-0.5, fresh=True)
+    device = x.q.device
+    work = kernel.prepare(slices, heads.heads, heads.kv_heads, heads.head_dim, heads.head_dim, x.q.device)
+    own = x.q.dtype if settings.fresh else torch.float32
+    out = torch.zeros(x.do.shape, dtype=own, device=device)
+    lse = torch.full(x.q.shape[:2], -torch.inf, device=device)
+    kernel.forward(x.q, x.k, x.v, work, settings, out, lse)
+    delta = (out.float() * x.do.float()).sum(-1)
+    if settings.fresh and hasattr(kernel, "backward_alone"):
+        back = OutputGradient(x.do, out, None, torch.float32)
+        return Calls(
+            lambda: kernel.forward(x.q, x.k, x.v, work, settings, out, lse),
+            lambda: kernel.backward_alone(x.q, x.k, x.v, lse, back, work, settings),
+        )
+    dq = torch.zeros(x.q.shape, dtype=own, device=device)
+    dk, dv = (torch.zeros(t.shape, device=device) for t in (x.k, x.v))
+    return Calls(
+        lambda: kernel.forward(x.q, x.k, x.v, work, settings, out, lse),
+        lambda: kernel.backward(x.q, x.k, x.v, x.do, lse, delta, work, settings, dq, dk, dv),
+    )
+
+
+def _op_calls(work: Workload, x: _Tensors) -> Calls:
+    """The whole differentiable call, with everything around the kernels that the baselines' own calls do too."""
+    slices = packed_slices(work.lengths, work.mask)
+    q, k, v = (t.detach().clone().requires_grad_() for t in (x.q, x.k, x.v))
+    return _autograd_calls(lambda: slice_attention(q, k, v, slices), (q, k, v), x.do)  # type: ignore[arg-type, return-value]
+
+
+def _leaves(x: _Tensors) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, k, v = (t.transpose(0, 1)[None].contiguous().requires_grad_() for t in (x.q, x.k, x.v))
+    return q, k, v, x.do.transpose(0, 1)[None].contiguous()
+
+
+def _autograd_calls(forward: Callable[[], Tensor], inputs: tuple[Tensor, ...], do: Tensor) -> Calls:
+    out = forward()
+
+    def without_graph() -> Tensor:
+        with torch.no_grad():
+            return forward()
+
+    return Calls(without_graph, lambda: torch.autograd.grad(out, inputs, do, retain_graph=True))
+
+
+def _sdpa_calls(contender: str, work: Workload, x: _Tensors) -> Calls | str:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    if work.name not in ("causal", "full"):
+        return "dense causal and full only"
+    backend = SDPBackend.CUDNN_ATTENTION if contender == "cudnn" else SDPBackend.FLASH_ATTENTION
+    q, k, v, do = _leaves(x)
+
+    def forward() -> Tensor:
+        with sdpa_kernel(backend):
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=work.name == "causal", enable_gqa=True
+            )
+
+    return _autograd_calls(forward, (q, k, v), do)
+
+
+def _fa4_calls(contender: str, work: Workload, x: _Tensors) -> Calls | str:
+    from flash_attn.cute.interface import flash_attn_func, flash_attn_varlen_func
+
+    q, k, v = (t.detach().clone().requires_grad_() for t in (x.q, x.k, x.v))
+    if work.name not in ("causal", "full", "window") and work.mask != masks.causal():
+        return "causal and full documents and windows only"
+    if len(work.lengths) == 1:
+        window = (WINDOW - 1, 0) if work.name == "window" else (None, None)
+        causal, batch = work.name == "causal", tuple(t[None] for t in (q, k, v))
+        return _autograd_calls(
+            lambda: _first(flash_attn_func(*batch, causal=causal, window_size=window))[0], (q, k, v), x.do
+        )
+    borders = torch.tensor(np.cumsum((0, *work.lengths)), dtype=torch.int32, device=x.q.device)
+    sizes: dict[str, Any] = {"cu_seqlens_q": borders, "cu_seqlens_k": borders}
+    sizes |= {"max_seqlen_q": max(work.lengths), "max_seqlen_k": max(work.lengths)}
+    return _autograd_calls(lambda: _first(flash_attn_varlen_func(q, k, v, causal=True, **sizes)), (q, k, v), x.do)
+
+
+def _first(result: Any) -> Tensor:
+    """The output, of functions that may return an LSE with it."""
+    return result[0] if isinstance(result, tuple) else result  # type: ignore[no-any-return]
+
+
+def _flex_calls(contender: str, work: Workload, x: _Tensors) -> Calls | str:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch._dynamo.reset()  # each mask is a new graph, and dynamo gives up on a function after a few
+    mod = mask_mod(work, x.q.device)
+    tokens = work.tokens
+    blocks = None if mod is None else create_block_mask(mod, None, None, tokens, tokens, device=str(x.q.device))
+    q, k, v, do = _leaves(x)
+    compiled: Any = torch.compile(flex_attention, dynamic=False)
+    return _autograd_calls(lambda: compiled(q, k, v, block_mask=blocks, enable_gqa=True), (q, k, v), do)
+
+
+def _varlen_calls(contender: str, work: Workload, x: _Tensors) -> Calls | str:
+    from torch.nn.attention.varlen import varlen_attn
+
+    if work.mask not in (masks.causal(), masks.full()):
+        return "causal and full documents only"
+    borders = torch.tensor(np.cumsum((0, *work.lengths)), dtype=torch.int32, device=x.q.device)
+    share = x.q.shape[1] // x.k.shape[1]
+    # The public function takes as many KV heads as query heads.
+    q, k, v = (t.detach().clone().requires_grad_() for t in (x.q, *(t.repeat_interleave(share, 1) for t in (x.k, x.v))))
+    longest, window = max(work.lengths), (-1, 0) if work.mask == masks.causal() else (-1, -1)
+
+    def forward() -> Any:
+        return varlen_attn(q, k, v, borders, borders, longest, longest, window_size=window)
+
+    return _autograd_calls(forward, (q, k, v), x.do)
+
+
+def sample_errors(name: str, work: Workload, heads: Heads, device: torch.device, count: int = 64) -> dict[str, float]:
+    """Errors of a kernel's results against float64 on ``count`` rows and keys; raises where one is too large."""
+    x = random_tensors(work.tokens, heads, device, seed=1)
+    slices, scale, share = work.slices(), heads.head_dim**-0.5, heads.heads // heads.kv_heads
+    kernel = find_kernel(name)
+    made = kernel.prepare(slices, heads.heads, heads.kv_heads, heads.head_dim, heads.head_dim, device)
+    out, lse = torch.zeros(x.q.shape, device=device), torch.full(x.q.shape[:2], -torch.inf, device=device)
+    kernel.forward(x.q, x.k, x.v, made, Settings(scale), out, lse)
+    delta = (out * x.do.float()).sum(-1)
+    dq, dk, dv = (torch.zeros(t.shape, device=device) for t in (x.q, x.k, x.v))
+    kernel.backward(x.q, x.k, x.v, x.do, lse, delta, made, Settings(scale), dq, dk, dv)
+    errors: dict[str, list[float]] = {n: [] for n in ("out", "lse", "dq", "dk", "dv")}
+    at = np.random.default_rng(1).integers(0, work.tokens, count)
+    seen = _seen(slices, at, work.tokens, by_row=True).to(device)
+    told = _seen(slices, at, work.tokens, by_row=False).to(device)
+    for group in range(heads.kv_heads):
+        k, v = (t[:, group].double() for t in (x.k, x.v))
+        mine = slice(group * share, (group + 1) * share)
+        q, do = (t[:, mine].double() for t in (x.q, x.do))
+        s = torch.einsum("rhd,kd->hrk", q[at], k).mul(scale).masked_fill(~seen, -torch.inf)
+        exact_lse = torch.logsumexp(s, -1)
+        p = torch.exp(s - exact_lse[..., None])
+        ds = p * (torch.einsum("rhd,kd->hrk", do[at], v) - delta[at][:, mine].double().T[..., None])
+        found = {
+            "out": (out[at][:, mine], torch.einsum("hrk,kd->rhd", p, v)),
+            "lse": (lse[at][:, mine], exact_lse.T),
+            "dq": (dq[at][:, mine], torch.einsum("hrk,kd->rhd", ds, k) * scale),
+        }
+        s = torch.einsum("rhd,kd->hrk", q, k[at]).mul(scale).masked_fill(~told, -torch.inf)
+        p = torch.exp(s - lse[:, mine].double().T[..., None])
+        ds = p * (torch.einsum("rhd,kd->hrk", do, v[at]) - delta[:, mine].double().T[..., None])
+        found["dk"] = (dk[at, group], torch.einsum("hrk,rhd->kd", ds, q) * scale)
+        found["dv"] = (dv[at, group], torch.einsum("hrk,rhd->kd", p, do))
+        for n, (got, exact) in found.items():
+            errors[n].append(float((got - exact).abs().max() / max(1.0, float(exact.abs().max()))))
+    worst = {n: max(e) for n, e in errors.items()}
+    if not max(worst.values()) <= ALLOWED_ERROR[heads.dtype]:  # NaN fails too
+        raise AssertionError(f"{name} on {work.name} is wrong: {worst}")
+    return worst
+
+
+def _seen(slices: Any, at: Any, tokens: int, by_row: bool) -> Tensor:
+    """Whether each of the rows ``at`` sees each key (``[rows, keys]``), or each of the keys ``at`` is seen (``[rows, keys]``)."""
+    other = np.arange(tokens)
+    q, k = (at[:, None], other[None, :]) if by_row else (other[:, None], at[None, :])
+    out = np.zeros(np.broadcast_shapes(q.shape, k.shape), bool)
+    for q0, q1, k0, k1, lo, hi in slices[(slices[:, Q0] < slices[:, Q1])].tolist():
+        out |= (q >= q0) & (q < q1) & (k >= k0) & (k < k1) & (k - q >= lo) & (k - q <= hi)
+    return torch.from_numpy(out)
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A work list of a plan: its slices, the rows of its shelves, and which heads of which query shelf it is of."""
+
+    slices: Any
+    rows: int
+    keys: int
+    shelf: int
+    shelf_heads: int
+    h0: int
+    h1: int
+
+
+def work_rate(
+    kernel: str, lists: list[Listed], backward: bool, dense: Callable[[], Any], rounds: int = 3
+) -> tuple[float, float, float]:
+    """Of a rank's work lists one after the other: useful TFLOP/s, useful share of what tiles compute, and milliseconds of ``dense``.
+
+    As the executor runs them: lists of a query shelf add to the same results, which begin with LSEs of -inf. ``dense`` takes turns with
+    them, so that both meet the same clock.
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    module, size, settings = find_kernel(kernel), 128, Settings(128**-0.5)
+    shelves: dict[int, tuple[Tensor, ...]] = {}
+    calls, flops, computed = [], 0.0, 0.0
+    for x in lists:
+        heads = Heads(x.h1 - x.h0, max(1, (x.h1 - x.h0) // 4), size)
+        if x.shelf not in shelves:
+            both = random_tensors(x.rows, Heads(x.shelf_heads, 1, size), device)
+            lse, delta = (torch.zeros(both.q.shape[:2], device=device) for _ in range(2))
+            shelves[x.shelf] = both.q, both.do, torch.zeros(both.q.shape, device=device), lse, delta
+        q, do, result, lse, delta = (t[:, x.h0 : x.h1] for t in shelves[x.shelf])
+        kv = random_tensors(x.keys, heads, device)
+        work = module.prepare(x.slices, heads.heads, heads.kv_heads, size, size, device)
+        if backward:
+            dk, dv = torch.zeros(kv.k.shape, device=device), torch.zeros(kv.v.shape, device=device)
+            calls.append(partial(module.backward, q, kv.k, kv.v, do, lse, delta, work, settings, result, dk, dv))
+        else:
+            calls.append(partial(module.forward, q, kv.k, kv.v, work, settings, result, lse))
+        useful = heads.flops(int(masks.area(x.slices).sum())) * (BACKWARD if backward else 1.0)
+        flops += useful
+        computed += useful / module.useful_share(x.slices, heads.heads // heads.kv_heads, backward)
+
+    def run() -> None:
+        for *_, lse, _ in shelves.values():
+            lse.fill_(10.0 if backward else -torch.inf)
+        for call in calls:
+            call()
+
+    ms = timed({"all": run, "dense": dense}, rounds)
+    return flops / ms["all"] / 1e9, flops / computed, ms["dense"]
+
+
+def table(results: list[Result], product: float) -> str:
+    """The results as a Markdown table: TFLOP/s (percent of the matrix product's) forward / backward."""
+    columns = [c for c in (*OURS, *BASELINES) if any(r.contender == c and r.forward for r in results)]
+    lines = ["| tokens | work | " + " | ".join(columns) + " |", "| --- " * (2 + len(columns)) + "|"]
+    rows: dict[tuple[int, str], dict[str, Result]] = {}
+    for r in results:
+        rows.setdefault((r.tokens, r.workload), {})[r.contender] = r
+    for (tokens, name), by in rows.items():
+        cells = []
+        for c in columns:
+            one = by.get(c)
+            if one is None or one.forward is None or one.backward is None:
+                cells.append("-")
+            else:
+                cells.append(f"{one.forward:.0f} ({100 * one.forward / product:.0f} %) / {one.backward:.0f}")
+        lines.append(f"| {tokens:,} | {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def as_data(results: list[Result], product: float, heads: Heads) -> dict[str, Any]:
+    """Everything measured, and on what, as plain JSON values."""
+    return {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "matrix_product_tflops": product,
+        "heads": {**asdict(heads), "dtype": str(heads.dtype).removeprefix("torch.")},
+        "results": [asdict(r) for r in results],
+    }

@@ -1,0 +1,362 @@
+"""Check: execute a plan symbolically, in both directions, and refuse it when an invariant breaks.
+
+Tokens are cut into *atoms*: the largest runs of one owner that no region, piece or run divides. On atoms everything is exact and
+small. The state of a pass is, for every rank, head range and atom, the stage in which it arrived, and for outputs a sum of random
+64-bit labels, one per contributing rank: a result is complete and nothing counted twice exactly when the sum of labels is the sum
+over its contributors (wrong with probability 2**-64).
+
+This file shares no code with the scheduler beyond the tables themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp import masks
+from flexcp.masks import K0, K1, Q0, Q1
+from flexcp.plan.placement import Placement
+from flexcp.plan.plan import Plan
+from flexcp.plan.program import Program, Transfers
+from flexcp.shape import QUERY_SIDED, Kind
+
+Ints = NDArray[np.int64]
+NEVER = 1 << 30
+
+
+class PlanError(ValueError):
+    """A plan that would compute something wrong, twice, not at all, or hang."""
+
+
+def check_plan(plan: Plan) -> None:
+    """Raise :class:`PlanError` unless every token is kept once, every pair computed once, every result reduced once."""
+    placement = plan.placement
+    _check_runs(placement)
+    _require(
+        len(placement.batch.masks) == len(placement.regions) == len(plan.programs),
+        "not one program and set of regions per mask",
+    )
+    for number, programs in enumerate(plan.programs):
+        _check_work(plan, number)
+        for backward, program in enumerate(programs):
+            where = f"mask {placement.batch.masks[number].name!r}, {'backward' if backward else 'forward'}"
+            _Pass(plan, number, program, where, programs[0]).run(bool(backward))
+
+
+def _require(condition: bool | np.bool_, message: str) -> None:
+    if not condition:
+        raise PlanError(message)
+
+
+def _check_runs(placement: Placement) -> None:
+    runs = placement.runs
+    _require(
+        len(runs) == 0 or (runs.rank.min() >= 0 and runs.rank.max() < placement.ranks), "a run's rank does not exist"
+    )
+    _require(bool(np.all(runs.start < runs.stop)), "a run is empty")
+    kept = placement.kept
+    edges = np.concatenate([[0], kept.stop])
+    _require(bool(np.all(edges[:-1] == kept.start)), "a token is kept by no rank or by two")
+    _require(int(edges[-1]) == placement.stream, f"runs end at {int(edges[-1])}, the stream at {placement.stream}")
+    _require(bool(np.all(np.diff(runs.rank) >= 0)), "runs are not listed rank by rank")
+
+
+def _check_work(plan: Plan, number: int) -> None:
+    """Every allowed (query, key, head) lies in exactly one region."""
+    batch, mask, regions = plan.batch, plan.batch.masks[number], plan.placement.regions[number]
+    _require(bool(np.all((regions.rank >= 0) & (regions.rank < plan.ranks))), "a region's rank does not exist")
+    _require(bool(np.all((regions.h0 >= 0) & (regions.h1 <= plan.shape.heads))), "a region's heads do not exist")
+    order = np.argsort(regions.document, kind="stable")
+    first = np.searchsorted(regions.document[order], np.arange(batch.documents + 1))
+    for document in range(batch.documents):
+        mine = regions.take(order[first[document] : first[document + 1]])
+        length = int(batch.lengths[document])
+        slices = mask.slices[mask.first[document] : mask.first[document + 1]]
+        rows = _edges(mine.q0, mine.q1, length)
+        keys = _edges(mine.k0, mine.k1, length)
+        heads = _edges(mine.h0, mine.h1, plan.shape.heads)
+        count = np.zeros((len(rows), len(keys), len(heads)), np.int64)
+        for q0, q1, k0, k1, h0, h1 in zip(
+            *(
+                np.searchsorted(edge, x)
+                for edge, pair in ((rows, "q"), (keys, "k"), (heads, "h"))
+                for x in (getattr(mine, pair + "0"), getattr(mine, pair + "1"))
+            ),
+            strict=True,
+        ):
+            count[q0:q1, k0:k1, h0:h1] += 1
+        wrong = np.argwhere(np.any(count[:-1, :-1, :-1] != 1, axis=2))
+        for i, j in wrong:
+            cell = masks.cut(slices, rows[i], rows[i + 1], keys[j], keys[j + 1])
+            if masks.area(cell).sum():
+                times = count[i, j, :-1]
+                raise PlanError(
+                    f"document {document}, rows {rows[i]}..{rows[i + 1]}, keys {keys[j]}..{keys[j + 1]} are computed "
+                    f"{times.tolist()} times in the head ranges that begin at {heads[:-1].tolist()}"
+                )
+
+
+def _kept_keys(forward: Program) -> Transfers:
+    """The key pieces of the forward, as if each arrived one stage earlier."""
+    keys = forward.transfers.take(forward.transfers.kind == Kind.KV)
+    return replace(keys, stage=keys.stage - 1)
+
+
+def _edges(low: Ints, high: Ints, size: int) -> Ints:
+    return np.unique(np.concatenate([low, high, [0, size]]))
+
+
+@dataclass
+class _Side:
+    """Query side or key side of a pass: arrays over [rank, elementary head range, atom]."""
+
+    borders: Ints
+    arrived: Ints
+    read: NDArray[np.bool_]
+    forwarded: NDArray[np.bool_]
+    complete: Ints
+    labels: NDArray[np.uint64]
+    home: NDArray[np.uint64]
+    expected: NDArray[np.uint64]
+    sent: NDArray[np.bool_]
+
+
+class _Pass:
+    def __init__(self, plan: Plan, number: int, program: Program, where: str, forward: Program) -> None:
+        self.plan, self.program, self.where = plan, program, where
+        self.pieces = program.transfers
+        if program.keys_kept:
+            self.pieces = Transfers.join([program.transfers, _kept_keys(forward)])
+        self.placement = plan.placement
+        self.regions = self.placement.regions[number]
+        index, self.slices = plan.batch.masks[number].cuts(
+            self.regions.document, self.regions.q0, self.regions.q1, self.regions.k0, self.regions.k1
+        )
+        self.region = index
+        self._require_cells()
+        self._make_atoms()
+        self.sides = [self._side(True), self._side(False)]
+
+    def _make_atoms(self) -> None:
+        """Atoms in the order (owner, kept position); ``edge`` is each atom's owner x width + kept start."""
+        placement, t = self.placement, self.pieces
+        self.width = placement.stream + 1
+        begin = self.plan.batch.starts[self.regions.document[self.region]]
+        ends = np.concatenate([begin + self.slices[:, c] for c in (Q0, Q1, K0, K1)] + [placement.kept.start])
+        ends = np.unique(np.clip(ends, 0, placement.stream))
+        starts, stops = ends, np.concatenate([ends[1:], [placement.stream]])
+        _, owner, a, _ = placement.owned_parts(starts, stops)
+        cuts = [owner * self.width + a, t.owner * self.width + t.start, t.owner * self.width + t.stop]
+        everyone = np.arange(placement.ranks) * self.width
+        edge = np.unique(np.concatenate([*cuts, everyone, everyone + placement.tokens]))
+        real = edge % self.width < placement.tokens[edge // self.width]
+        self.edge = edge[real]
+        self.owner = self.edge // self.width
+
+    def _atoms(self, owner: int, start: int, stop: int) -> slice:
+        low, high = np.searchsorted(self.edge, [owner * self.width + start, owner * self.width + stop])
+        return slice(int(low), int(high))
+
+    def _side(self, queries: bool) -> _Side:
+        shape, regions = self.plan.shape, self.regions
+        h0, h1 = (regions.h0, regions.h1) if queries else shape.kv_range(regions.h0, regions.h1)
+        t = self.pieces
+        mine = np.isin(t.kind, QUERY_SIDED) == queries
+        count = shape.heads if queries else shape.kv_heads
+        borders = np.unique(np.concatenate([h0, h1, t.h0[mine], t.h1[mine], [0, count]]))
+        size = (self.plan.ranks, len(borders) - 1, len(self.edge))
+        arrived = np.full(size, NEVER, np.int64)
+        if not self.placement.assemble_own:
+            arrived[self.owner, :, np.arange(len(self.edge))] = self.program.own_stage
+        zeros = np.zeros(size, bool)
+        return _Side(
+            borders,
+            arrived,
+            zeros,
+            zeros.copy(),
+            np.full(size, -1, np.int64),
+            np.zeros(size, np.uint64),
+            np.zeros(size[1:], np.uint64),
+            np.zeros(size[1:], np.uint64),
+            zeros.copy(),
+        )
+
+    def run(self, backward: bool) -> None:
+        """Inputs arrive, work is done, outputs go home."""
+        t = self.program.transfers
+        self._require(
+            0 <= self.program.own_stage < self.program.stages, "own tokens enter in a stage that does not exist"
+        )
+        self._require_home_when_held()
+        allowed = (Kind.Q, Kind.KV, Kind.DO, Kind.DQ, Kind.DKV) if backward else (Kind.Q, Kind.KV, Kind.O)
+        self._require(np.isin(t.kind, allowed).all(), "a kind of piece that does not belong to this direction")
+        self._require((t.stage >= 1).all() and (t.stage < self.program.stages).all(), "a stage that does not exist")
+        self._require_kept_keys(backward)
+        self._receive([Kind.Q, Kind.KV])
+        self._require_whole_relays()
+        if backward:
+            self._require(sorted(self._rows(Kind.Q)) == sorted(self._rows(Kind.DO)), "do does not travel with its q")
+        self._compute()
+        for side, kind in ((0, Kind.DQ if backward else Kind.O), *(((1, Kind.DKV),) if backward else ())):
+            self._require_known_pieces(kind, Kind.KV if side else Kind.Q)
+            self._return(self.sides[side], kind)
+        if self.placement.traffic.kind == "needed":
+            for side in self.sides:
+                held = side.arrived < NEVER
+                held[self.owner, :, np.arange(len(self.edge))] = False
+                self._require(not (held & ~side.read & ~side.forwarded).any(), "a piece is received and never used")
+
+    def _require_home_when_held(self) -> None:
+        """Only results that stay where they are computed may wait: those of own rows and own keys, where these never travel home."""
+        held = self.program.held
+        self._require(len(held) in (0, self.plan.ranks), "not one share of held work per rank")
+        self._require(
+            all(0 <= share <= 1000 for share in held), "a share of held work is not between 0 and 1000 per mille"
+        )
+        stay = self.placement.traffic.kind == "needed" and not self.placement.assemble_own
+        self._require(stay or not any(held), "work is held whose results others wait for")
+
+    def _require_cells(self) -> None:
+        """Every number of the table names something that exists."""
+        t, ranks = self.program.transfers, self.plan.ranks
+        for name in ("source", "target", "owner"):
+            column = getattr(t, name)
+            self._require(((column >= 0) & (column < ranks)).all(), f"a transfer's {name} does not exist")
+        self._require((t.start >= 0).all() and (t.start < t.stop).all(), "an impossible piece")
+        self._require((t.stop <= self.placement.tokens[t.owner]).all(), "an impossible piece")
+        heads = np.where(np.isin(t.kind, QUERY_SIDED), self.plan.shape.heads, self.plan.shape.kv_heads)
+        self._require(((t.h0 >= 0) & (t.h0 < t.h1) & (t.h1 <= heads)).all(), "a transfer's heads do not exist")
+        self._require(np.isin(t.partial, (0, 1)).all(), "a transfer is neither partial nor final")
+
+    def _require_whole_relays(self) -> None:
+        """What is forwarded is exactly a piece that arrived."""
+        for kind in (Kind.Q, Kind.KV):
+            rows = self._rows(kind)
+            known = {(r[2], *r[3:]) for r in rows}
+            for _, source, _, owner, *piece in rows:
+                known_here = source == owner or (source, owner, *piece) in known
+                self._require(known_here, f"rank {source} forwards a piece of rank {owner} that never arrived as such")
+
+    def _require_known_pieces(self, kind: Kind, arrived_as: Kind) -> None:
+        """An output passes only through ranks that received exactly its piece, or keep it."""
+        known = {(r[2], *r[3:]) for r in self._rows(arrived_as)}
+        for _, source, target, owner, *piece in self._rows(kind):
+            for rank in (source, target):
+                missing = (rank, owner, *piece) not in known
+                at_home = rank == owner and (rank == target or not self.placement.assemble_own)
+                self._require(not missing or at_home, f"rank {rank} passes on {kind.name} of a piece it never received")
+
+    def _require_kept_keys(self, backward: bool) -> None:
+        """Keys are kept for a backward, and do not travel there; nobody keeps what it would have to put in order first."""
+        if self.program.keys_kept:
+            self._require(backward, "a forward has no keys that were kept")
+            self._require(not (self.program.transfers.kind == Kind.KV).any(), "keys travel that every rank has kept")
+            self._require(not self.placement.assemble_own, "keys are kept that have to be assembled")
+
+    def _rows(self, kind: Kind) -> list[tuple[int, ...]]:
+        t = self.pieces
+        return [tuple(r) for r in t.take(t.kind == kind).matrix()[[0, 1, 2, 4, 5, 6, 7, 8]].T.tolist()]
+
+    def _receive(self, kinds: list[Kind]) -> None:
+        for kind in kinds:
+            side = self.sides[0 if kind in QUERY_SIDED else 1]
+            rows = sorted(self._rows(kind))
+            for stage in sorted({r[0] for r in rows}):
+                now = [r for r in rows if r[0] == stage]
+                for _, source, _, owner, start, stop, h0, h1 in now:
+                    heads, atoms = self._heads(side, h0, h1), self._atoms(owner, start, stop)
+                    if source != owner:
+                        self._require(
+                            (side.arrived[source, heads, atoms] < stage).all(),
+                            f"rank {source} forwards in stage {stage} what it has not received before",
+                        )
+                        side.forwarded[source, heads, atoms] = True
+                for _, _, target, owner, start, stop, h0, h1 in now:
+                    heads, atoms = self._heads(side, h0, h1), self._atoms(owner, start, stop)
+                    self._require(
+                        (side.arrived[target, heads, atoms] == NEVER).all(),
+                        f"rank {target} receives a piece of rank {owner} in stage {stage} that it already has",
+                    )
+                    side.arrived[target, heads, atoms] = stage
+
+    def _compute(self) -> None:
+        """Work runs in the slot where its rows and keys are there; its rows and keys are complete no later than that."""
+        shape, regions = self.plan.shape, self.regions
+        labels = np.random.default_rng(0).integers(1, 1 << 63, self.plan.ranks).astype(np.uint64)
+        begin = self.plan.batch.starts[regions.document[self.region]]
+        parts = []
+        for first, last in ((Q0, Q1), (K0, K1)):
+            index, owner, a, b = self.placement.owned_parts(begin + self.slices[:, first], begin + self.slices[:, last])
+            low = np.searchsorted(self.edge, owner * self.width + a)
+            high = np.searchsorted(self.edge, owner * self.width + b)
+            parts.append((np.searchsorted(index, np.arange(len(self.slices) + 1)), low, high))
+        kv0, kv1 = shape.kv_range(regions.h0, regions.h1)
+        heads = ((regions.h0, regions.h1), (kv0, kv1))
+        for i, region in enumerate(self.region):
+            rank = int(regions.rank[region])
+            spots = []
+            for side, (bounds, low, high), (h0, h1) in zip(self.sides, parts, heads, strict=True):
+                atoms = [np.arange(low[j], high[j]) for j in range(bounds[i], bounds[i + 1])]
+                spots.append((side, self._heads(side, int(h0[region]), int(h1[region])), np.concatenate(atoms)))
+            for side, span, at in spots:
+                when = side.arrived[rank, span][:, at]
+                self._require((when < NEVER).all(), f"rank {rank} computes with tokens it never receives")
+            for (side, span, at), (other, other_span, other_at) in (spots, spots[::-1]):
+                slowest = int(other.arrived[rank, other_span][:, other_at].max())
+                done = np.maximum(side.arrived[rank, span][:, at], slowest)
+                view = side.complete[rank, span]
+                view[:, at] = np.maximum(view[:, at], done)
+                side.read[rank, span][:, at] = True
+        for side in self.sides:
+            side.labels[:] = np.where(side.read, labels[:, None, None], np.uint64(0))
+            side.expected[:] = side.labels.sum(axis=0, dtype=np.uint64)
+            if not self.placement.assemble_own:
+                # A rank's results for its own tokens are at home where they are computed.
+                at = np.arange(len(self.edge))
+                side.home[:] = side.labels[self.owner, :, at].T
+                side.labels[self.owner, :, at] = 0
+
+    def _return(self, side: _Side, kind: Kind) -> None:
+        t = self.program.transfers
+        rows = t.take(t.kind == kind).matrix().T.tolist()
+        for stage in sorted({r[0] for r in rows}):
+            carried = []
+            for _, source, target, _, owner, start, stop, h0, h1, partial in (r for r in rows if r[0] == stage):
+                heads, atoms = self._heads(side, h0, h1), self._atoms(owner, start, stop)
+                self._require(
+                    (side.complete[source, heads, atoms] <= stage - 2).all(),
+                    f"rank {source} sends {kind.name} in stage {stage} before it is computed",
+                )
+                self._require(
+                    (side.arrived[source, heads, atoms] < NEVER).all()
+                    and (target == owner or (side.arrived[target, heads, atoms] < NEVER).all()),
+                    f"{kind.name} passes through a rank that has no rows for it",
+                )
+                self._require(
+                    not side.sent[source, heads, atoms].any(), f"rank {source} sends the same {kind.name} twice"
+                )
+                side.sent[source, heads, atoms] = True
+                value = side.labels[source, heads, atoms].copy()
+                self._require(
+                    bool(partial) or (value == side.expected[heads, atoms]).all(),
+                    f"rank {source} sends {kind.name} as final although others contribute",
+                )
+                side.labels[source, heads, atoms] = 0
+                carried.append((target, owner, heads, atoms, value))
+            for target, owner, heads, atoms, value in carried:
+                if target == owner:
+                    side.home[heads, atoms] += value
+                else:
+                    side.labels[target, heads, atoms] += value
+        self._require((side.home == side.expected).all(), f"{kind.name} does not come home whole and once")
+        self._require(not side.labels.any(), f"{kind.name} is left behind on a rank that does not keep the tokens")
+
+    @staticmethod
+    def _heads(side: _Side, h0: int, h1: int) -> slice:
+        low, high = np.searchsorted(side.borders, [h0, h1])
+        return slice(int(low), int(high))
+
+    def _require(self, condition: bool | np.bool_, message: str) -> None:
+        _require(condition, f"{self.where}: {message}")

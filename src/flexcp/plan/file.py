@@ -1,0 +1,422 @@
+"""Wire: a plan as bytes, and back.
+
+    magic (8)  version (4)  length of the file (8)  length of the body (8)  checksum of all the rest (16)  body, deflated
+
+    body: length of the facts (8), facts as JSON, then blocks of integer columns (see ``columns.py``): document lengths, the rule of every
+    document where a mask has several, explicit slices, and the plan's tables in the order of ``Plan.tables()``
+
+Reading runs no code: JSON, numbers, and the constructors anybody calls. A file may be hostile, so nothing in it is believed. The checksum
+finds what time and disks do; everything else is for those who can compute one: lengths are checked before they are used, memory for tables
+and slices is at most ``ROOM`` bytes and ``PER_BYTE`` for each byte of the file (a legitimate plan that needs more is saved with filler),
+shape, cluster, cost model and masks pass through their own checks, every number of a table names something that exists, and the plan's hash
+must come out as it was. Whether such a plan also computes the right thing is what ``plan.check()`` finds.
+
+What a version 1 file holds never changes; another layout is another version, and a reader refuses versions it does not know.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp import masks as m
+from flexcp.arrays.columns import Reader, packed
+from flexcp.arrays.tables import Table
+from flexcp.batch import Batch, make_batch
+from flexcp.clusters import Cluster
+from flexcp.cost import CostModel
+from flexcp.masks import Mask
+from flexcp.plan.placement import Placement, Regions, Runs, Traffic
+from flexcp.plan.plan import Plan
+from flexcp.plan.program import Program, Transfers
+from flexcp.shape import QUERY_SIDED, Kind, Shape
+
+Ints = NDArray[np.int64]
+SomeTable = TypeVar("SomeTable", bound=Table)
+
+MAGIC = b"\x8fflexcp\n"
+VERSION = 1
+_PREFIX = struct.Struct("<8sIQQ16s")
+
+ROOM = 4 << 20
+PER_BYTE = 64
+FACTS_ROOM = 1 << 18
+FACTS_PER_BYTE = 4
+MAX_RANKS = 1 << 14
+MAX_STAGES = 1 << 18
+MAX_NUMBER = 1 << 62
+MAX_COMPARISONS = 1 << 26
+PART_BYTES, SLICE_BYTES = 1024, 256
+"""Memory while slices are made: for each slice of a rule, and for each slice of a document."""
+
+
+class PlanFormatError(ValueError):
+    """Bytes that are no plan this version can read."""
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def save_plan(plan: Plan) -> bytes:
+    """The plan as bytes; :func:`load_plan` gives an equal one back."""
+    if plan.ranks != plan.cluster.ranks or plan.ranks > MAX_RANKS:
+        raise ValueError(
+            f"a plan of {plan.ranks} ranks on a cluster of {plan.cluster.ranks} cannot be saved; "
+            f"they must be as many, and at most {MAX_RANKS}"
+        )
+    rules = list(dict.fromkeys(rule for mask in plan.batch.masks for rule in mask.rules))
+    number = {rule: i for i, rule in enumerate(rules)}
+    blocks = [[plan.batch.lengths]]
+    blocks += [[np.array([number[r] for r in mask.rules], np.int64)] for mask in plan.batch.masks]
+    blocks += [list(np.array(r.table, np.int64).reshape(-1, 6).T) for r in rules if r.name == "slices"]
+    blocks += [[getattr(table, name) for name in table.names()] for table in plan.tables()]
+    facts = json.dumps(_facts(plan, rules), separators=(",", ":")).encode()
+    body = struct.pack("<Q", len(facts)) + facts + b"".join(packed(block) for block in blocks)
+    each = [[number[r] for r in mask.rules] for mask in plan.batch.masks]
+    needed = _slices_memory(rules, each, plan.batch.documents)
+    needed += sum(8 * len(block) * len(block[0]) for block in blocks) + PART_BYTES * sum(len(r.table) for r in rules)
+    for rule in rules:
+        _check_comparisons(rule.table)
+    deflated = zlib.compress(body, 6)
+    least = max(
+        -(-(max(needed, len(body)) - ROOM) // PER_BYTE),
+        -(-(len(facts) - FACTS_ROOM) // FACTS_PER_BYTE),
+    )
+    deflated += bytes(max(0, least - len(deflated)))
+    total = _PREFIX.size + len(deflated)
+    return _sealed(_PREFIX.pack(MAGIC, VERSION, total, len(body), bytes(16)), deflated)
+
+
+def _sealed(prefix: bytes, deflated: bytes) -> bytes:
+    head = prefix[:-16]
+    return head + _checksum(head, deflated) + deflated
+
+
+def _checksum(head: bytes, deflated: bytes) -> bytes:
+    return hashlib.blake2b(head + deflated, digest_size=16).digest()
+
+
+def _facts(plan: Plan, rules: Sequence[Mask]) -> dict[str, Any]:
+    """Everything that is not a column, as JSON values."""
+    placement = plan.placement
+    return {
+        "hash": plan.hash,
+        "shape": asdict(plan.shape),
+        "cluster": asdict(plan.cluster),
+        "cost": plan.cost.to_json(),
+        "strategy": plan.requested,
+        "note": placement.note,
+        "pads": placement.pads,
+        "traffic": asdict(placement.traffic),
+        "assemble_own": placement.assemble_own,
+        "rules": [[rule.name, rule.params, rule.length] for rule in rules],
+        "masks": [[mask.name, mask.layers] for mask in plan.batch.masks],
+        "programs": [[[p.own_stage, p.stages, p.held, p.keys_kept] for p in pair] for pair in plan.programs],
+    }
+
+
+_FIXED_SLICES = {"full": 1, "causal": 1, "window": 1, "lambda": 2, "blockwise": 3, "prefix": 2}
+
+
+def _slice_count(rule: Mask) -> int:
+    """Slices of a document under a rule, at most."""
+    if rule.name == "shared-question":
+        return int(rule.params[0]) + 1  # type: ignore[arg-type]
+    if rule.name == "modality":
+        return len(rule.params[0]) + 1  # type: ignore[arg-type]
+    return _FIXED_SLICES.get(rule.name, len(rule.table))
+
+
+def _slices_memory(rules: Sequence[Mask], chosen: Sequence[Sequence[int]], documents: int) -> int:
+    """Memory that making the slices of all masks takes; ``chosen[mask]`` is one rule for all documents or one for each."""
+    counts = [_slice_count(rule) for rule in rules]
+    slices = sum(sum(counts[i] for i in column) * (documents if len(column) == 1 else 1) for column in chosen)
+    return PART_BYTES * sum(counts) * len(chosen) + SLICE_BYTES * slices
+
+
+def _check_comparisons(table: Sequence[Sequence[int]]) -> None:
+    """Slices whose rows overlap are compared pair by pair when a mask is made; refuse what would take longer than some seconds."""
+    rows = np.array(table, np.int64).reshape(-1, 6)
+    first = np.sort(rows[:, m.Q0])
+    ends = np.searchsorted(first, np.sort(rows[:, m.Q1]), side="left")
+    if int(np.maximum(ends - np.arange(len(rows)), 0).sum()) > MAX_COMPARISONS:
+        raise ValueError(
+            f"a mask of {len(rows)} slices that share rows is too fine for a file; use a block-sparse kernel for it"
+        )
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def load_plan(data: bytes) -> Plan:
+    """The plan that :func:`save_plan` wrote; raises :class:`PlanFormatError` on anything else."""
+    deflated, size = _opened(bytes(data))
+    room = ROOM + PER_BYTE * len(deflated)
+    try:
+        body = _inflated(deflated, size, room)
+        facts_size = struct.unpack_from("<Q", body)[0]
+        if facts_size > min(len(body) - 8, FACTS_ROOM + FACTS_PER_BYTE * len(deflated)):
+            raise ValueError(f"{facts_size} bytes of facts are more than a file of this size may hold")
+        # Decoded here: json would guess the encoding of bytes, and load a codec for it.
+        text = body[8 : 8 + facts_size].decode("utf-8")
+        facts = json.loads(text, parse_int=_small_integer, parse_constant=_refuse_constant)
+        plan = _plan(facts, Reader(body[8 + facts_size :], room))
+        promised, found = _text(facts["hash"], "the hash"), plan.hash
+    except (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError, struct.error) as error:
+        what = f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
+        raise PlanFormatError(
+            f"this is no valid flexcp plan: {what[:200]}; save it again with flexcp.save_plan"
+        ) from error
+    if found != promised:
+        raise PlanFormatError(
+            f"the plan in this file has hash {found[:12]}, but was saved as {str(promised)[:12]!r}; save it again"
+        )
+    return plan
+
+
+def _opened(data: bytes) -> tuple[bytes, int]:
+    """(deflated body, its inflated size) of a whole, unchanged file of a version we know."""
+    if len(data) < _PREFIX.size or not data.startswith(MAGIC):
+        if data and MAGIC.startswith(data[: len(MAGIC)]):
+            raise PlanFormatError(f"this flexcp plan is cut off after {len(data)} bytes; copy it again")
+        raise PlanFormatError("this is no flexcp plan: it does not begin as one; make one with flexcp plan --save FILE")
+    _, version, total, size, checksum = _PREFIX.unpack_from(data)
+    if version != VERSION:
+        raise PlanFormatError(
+            f"this flexcp plan has format version {version}, and this flexcp reads version {VERSION}; "
+            "save it again, or read it with the flexcp that wrote it"
+        )
+    if total != len(data):
+        raise PlanFormatError(f"this flexcp plan should have {total} bytes but has {len(data)}; copy it again")
+    deflated = data[_PREFIX.size :]
+    if _checksum(data[: _PREFIX.size - 16], deflated) != checksum:
+        raise PlanFormatError("this flexcp plan is damaged: its checksum is wrong; copy it again")
+    return deflated, size
+
+
+def _inflated(deflated: bytes, size: int, room: int) -> bytes:
+    if size > room:
+        raise ValueError(f"a body of {size} bytes is more than a file of {len(deflated)} may hold")
+    machine = zlib.decompressobj()
+    try:
+        body = machine.decompress(deflated, size + 1)
+    except zlib.error as error:
+        raise ValueError(f"its body cannot be inflated ({error})") from None
+    if len(body) != size or not machine.eof or machine.unused_data.strip(b"\0"):
+        raise ValueError("its body is not as long as it says")
+    return body
+
+
+def _plan(facts: Any, reader: Reader) -> Plan:
+    facts = _object(facts, "the facts")
+    shape = Shape(**_object(facts["shape"], "the shape"))
+    cluster = _cluster(_object(facts["cluster"], "the cluster"))
+    cost = CostModel.from_json(_object(facts["cost"], "the cost model"))
+    batch = _batch(facts, reader)
+    runs = _table(reader, Runs)
+    pads = _integer(facts["pads"], "pads")
+    programs: list[tuple[Program, Program]] = []
+    regions: list[Regions] = []
+    pairs = _list(facts["programs"], "programs")
+    if len(pairs) != len(batch.masks):
+        raise ValueError(f"{len(pairs)} pairs of programs for {len(batch.masks)} masks")
+    for pair in pairs:
+        regions.append(_table(reader, Regions))
+        forward, backward = (_program(entry, _table(reader, Transfers)) for entry in _list(pair, "a pair of programs"))
+        programs.append((forward, backward))
+    reader.end()
+    note, own = _text(facts["note"], "the note"), _flag(facts["assemble_own"], "assemble_own")
+    traffic = _traffic(_object(facts["traffic"], "the traffic"), cluster.ranks)
+    placement = Placement(batch, cluster.ranks, pads, runs, tuple(regions), traffic, own, note)
+    _check_placement(placement, shape)
+    for program in (p for pair in programs for p in pair):
+        _check_program(program, placement, shape)
+    return Plan(shape, cluster, cost, _text(facts["strategy"], "the strategy"), placement, tuple(programs))
+
+
+def _cluster(given: Mapping[str, Any]) -> Cluster:
+    _text(given["name"], "the cluster's name")
+    speeds = tuple(_integer(s, "a speed") for s in _list(given["speeds"], "speeds"))
+    nodes, each = _integer(given["nodes"], "nodes"), _integer(given["ranks_per_node"], "ranks of a node")
+    if nodes * each > MAX_RANKS:
+        raise ValueError(f"{nodes} nodes of {each} ranks are more than {MAX_RANKS} ranks")
+    return Cluster(**{**given, "speeds": speeds})
+
+
+def _batch(facts: Mapping[str, Any], reader: Reader) -> Batch:
+    """Documents and masks; slices are made from the rules, within the reader's budget."""
+    (lengths,) = reader.block(1)
+    named = [(_text(n, "a mask's name"), _integer(k, "layers")) for n, k in _list(facts["masks"], "masks")]
+    if len({name for name, _ in named}) != len(named):
+        raise ValueError("two masks of one name")
+    numbers = [reader.block(1)[0] for _ in named]
+    rules = [_rule(entry, reader) for entry in _list(facts["rules"], "rules")]
+    for (name, _), column in zip(named, numbers, strict=True):
+        if len(column) == 0 or column.min() < 0 or column.max() >= len(rules):
+            raise ValueError(f"mask {name[:40]!r} names a rule that is not there")
+    reader.spend(_slices_memory(rules, numbers, len(lengths)), "so many slices")  # type: ignore[arg-type]
+    chosen: dict[str, tuple[Mask | list[Mask], int]] = {}
+    for (name, layers), column in zip(named, numbers, strict=True):
+        chosen[name] = (rules[column[0]] if len(column) == 1 else [rules[i] for i in column], layers)
+    return make_batch(lengths, masks=chosen)
+
+
+_MAKERS: dict[str, Callable[..., Mask]] = {
+    "full": m.full,
+    "causal": m.causal,
+    "window": m.window,
+    "lambda": m.lambda_,
+    "shared-question": m.shared_question,
+    "blockwise": m.causal_blockwise,
+    "prefix": m.prefix,
+    "modality": lambda flat, self_only: m.modality(zip(flat[::2], flat[1::2], strict=True), self_only),
+}
+
+
+def _rule(entry: Any, reader: Reader) -> Mask:
+    """A mask made by the function that makes such masks, and equal to what was saved."""
+    name, params, length = _list(entry, "a rule")
+    if name == "slices":
+        columns = reader.block(6)
+        reader.spend(PART_BYTES * len(columns[0]), f"{len(columns[0])} slices")
+        rows = np.stack(columns, axis=1).tolist()
+        _check_comparisons(rows)
+        found = m.from_slices(_integer(length, "a mask's length"), rows)
+        saved = Mask("slices", (), length, tuple(tuple(row) for row in rows))
+    else:
+        if name not in _MAKERS:
+            raise ValueError(f"no mask is called {name!r}")
+        values = tuple(tuple(p) if isinstance(p, list) else p for p in _list(params, "a mask's numbers"))
+        found = _MAKERS[name](*values)
+        saved = Mask(name, values, length)
+    if found != saved:
+        raise ValueError(f"mask {found} was saved as {saved}")
+    return found
+
+
+def _program(entry: Any, transfers: Transfers) -> Program:
+    own_stage, stages, held, kept = _list(entry, "a program")
+    shares = tuple(_integer(x, "a share of held work") for x in _list(held, "held work"))
+    if not isinstance(kept, bool):
+        raise ValueError(f"whether keys are kept is true or false; got {kept!r}")
+    return Program(transfers, _integer(own_stage, "own stage"), _integer(stages, "stages"), shares, kept)
+
+
+def _traffic(given: Mapping[str, Any], ranks: int) -> Traffic:
+    kind, relay = _text(given["kind"], "the kind of traffic"), _flag(given["relay"], "relay")
+    if kind not in ("needed", "ring", "gather"):
+        raise ValueError(f"no traffic is called {kind!r}")
+    groups = tuple(
+        tuple(tuple(_integer(r, "a rank") for r in _list(row, "a row")) for row in _list(grid, "a group"))
+        for grid in _list(given["groups"], "groups")
+    )
+    if any(not 0 <= r < ranks for grid in groups for row in grid for r in row):
+        raise ValueError("a group's rank does not exist")
+    return Traffic(kind, groups, relay)
+
+
+def _table(reader: Reader, kind: type[SomeTable]) -> SomeTable:
+    return kind(*reader.block(len(kind.names())))
+
+
+# --- every number names something that exists -------------------------------------------------------------------------
+
+
+def _check_placement(placement: Placement, shape: Shape) -> None:
+    runs, batch = placement.runs, placement.batch
+    if placement.pads < 0 or placement.stream >= MAX_NUMBER >> 8:
+        raise ValueError(f"{placement.pads} pads")
+    _inside("a run's rank", runs.rank, 0, placement.ranks)
+    order = np.argsort(runs.start, kind="stable")
+    edges = np.concatenate([[0], runs.stop[order]])
+    if np.any(runs.start >= runs.stop) or np.any(edges[:-1] != runs.start[order]) or edges[-1] != placement.stream:
+        raise ValueError("the runs do not cover the stream once")
+    for regions in placement.regions:
+        _inside("a region's rank", regions.rank, 0, placement.ranks)
+        _inside("a region's document", regions.document, 0, batch.documents)
+        ends = batch.lengths[regions.document]
+        _ranges("rows", regions.q0, regions.q1, ends)
+        _ranges("keys", regions.k0, regions.k1, ends)
+        _ranges("heads", regions.h0, regions.h1, np.int64(shape.heads))
+
+
+def _check_program(program: Program, placement: Placement, shape: Shape) -> None:
+    t, ranks = program.transfers, placement.ranks
+    if not 0 <= program.own_stage < program.stages <= MAX_STAGES:
+        raise ValueError(f"own tokens enter in stage {program.own_stage} of {program.stages}")
+    if len(program.held) not in (0, ranks) or any(not 0 <= share <= 1000 for share in program.held):
+        raise ValueError("held work is not a share of 0 to 1000 for each rank")
+    _inside("a transfer's stage", t.stage, 1, program.stages)
+    for name in ("source", "target", "owner"):
+        _inside(f"a transfer's {name}", getattr(t, name), 0, ranks)
+    _inside("a transfer's kind", t.kind, 0, len(Kind))
+    _inside("a transfer's partial", t.partial, 0, 2)
+    _ranges("a piece's tokens", t.start, t.stop, placement.tokens[t.owner])
+    heads = np.where(np.isin(t.kind, QUERY_SIDED), shape.heads, shape.kv_heads)
+    _ranges("a piece's heads", t.h0, t.h1, heads)
+
+
+def _inside(what: str, column: Ints, low: int, high: int) -> None:
+    if len(column) and (column.min() < low or column.max() >= high):
+        raise ValueError(f"{what} does not exist")
+
+
+def _ranges(what: str, start: Ints, stop: Ints, end: Ints | np.int64) -> None:
+    if np.any((start < 0) | (start > stop) | (stop > end)):
+        raise ValueError(f"{what} do not exist")
+
+
+# --- plain values -----------------------------------------------------------------------------------------------------
+
+
+def _small_integer(text: str) -> int:
+    if len(text) > 20 or not -MAX_NUMBER < (value := int(text)) < MAX_NUMBER:
+        raise ValueError(f"the number {text[:24]} is too large")
+    return value
+
+
+def _refuse_constant(text: str) -> float:
+    raise ValueError(f"{text} is not a number")
+
+
+def _integer(value: Any, what: str) -> int:
+    if type(value) is not int:
+        raise ValueError(f"{what} must be a whole number; got {_short(value)}")
+    return value
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{what} must be a text; got {_short(value)}")
+    return value
+
+
+def _flag(value: Any, what: str) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{what} must be true or false; got {_short(value)}")
+    return value
+
+
+def _list(value: Any, what: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{what} must be a list; got {_short(value)}")
+    return value
+
+
+def _object(value: Any, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} must be an object; got {_short(value)}")
+    return value
+
+
+def _short(value: Any) -> str:
+    """Enough of a value to recognise it, however large it is."""
+    return f"{type(value).__name__} {str(value)[:40] if isinstance(value, str | int | float) else ''}".strip()

@@ -1,0 +1,185 @@
+"""Plan: one batch, planned: a placement, and for each mask and direction what moves when.
+
+``flexcp.schedule.transfers`` makes a plan of a :class:`~flexcp.plan.placement.Placement` by adding a program per mask and direction.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.arrays.tables import Table
+from flexcp.arrays.totals import sums
+from flexcp.batch import Batch
+from flexcp.clusters import Cluster
+from flexcp.cost import CostModel
+from flexcp.plan.placement import Placement
+from flexcp.plan.program import Program, Transfers
+from flexcp.shape import Kind, Shape
+
+if TYPE_CHECKING:
+    from flexcp.plan.memory import Memory
+    from flexcp.plan.rounds import Rounds
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """One batch, planned: immutable, hashable, printable, the same on every rank.
+
+    ``programs[m]`` is (forward, backward) of the batch's m-th mask. ``requested`` is the strategy that was asked for, ``strategy`` the one
+    that placed the batch: they differ where ``auto`` was asked. ``print(plan)`` shows a picture of who computes what; ``repr(plan)`` and
+    f-strings are one line, for logs.
+    """
+
+    shape: Shape
+    cluster: Cluster
+    cost: CostModel
+    requested: str
+    placement: Placement
+    programs: tuple[tuple[Program, Program], ...]
+
+    @property
+    def batch(self) -> Batch:
+        return self.placement.batch
+
+    @property
+    def ranks(self) -> int:
+        return self.placement.ranks
+
+    @property
+    def strategy(self) -> str:
+        """The strategy that placed the batch, with its degree where it has one: what ``auto`` chose, or the one that was asked for."""
+        if self.requested != "auto":
+            return self.requested
+        return self.placement.note.split(": ")[0].split(" (")[0] or self.requested
+
+    @property
+    def label(self) -> str:
+        """The strategy for headings: ``blocks``, or ``auto: blocks`` where ``auto`` was asked for and chose it."""
+        return self.strategy if self.strategy == self.requested else f"{self.requested}: {self.strategy}"
+
+    @cached_property
+    def hash(self) -> str:
+        """Identity of the plan: equal on ranks, machines and CPU types exactly when the plans are equal."""
+        digest = hashlib.sha256(json.dumps(self.header(), sort_keys=True).encode())
+        for table in self.tables():
+            digest.update(len(table).to_bytes(8, "little"))
+            digest.update(table.matrix().astype("<i8").tobytes())
+        return digest.hexdigest()[:32]
+
+    def header(self) -> dict[str, Any]:
+        """Everything of the plan that is not a table, as plain JSON values."""
+        placement = self.placement
+        return {
+            "shape": {name: value for name, value in asdict(self.shape).items() if value is not None},
+            "cluster": asdict(self.cluster),
+            "cost": asdict(self.cost),
+            "strategy": self.requested,
+            "lengths": self.batch.lengths.tolist(),
+            "masks": [
+                {"name": m.name, "layers": m.layers, "rules": [asdict(r) for r in m.rules]} for m in self.batch.masks
+            ],
+            "pads": placement.pads,
+            "traffic": asdict(placement.traffic),
+            "assemble_own": placement.assemble_own,
+            "programs": [
+                [[p.own_stage, p.stages, list(p.held), *["keys kept"] * p.keys_kept] for p in pair]
+                for pair in self.programs
+            ],
+        }
+
+    def tables(self) -> list[Table]:
+        """All tables of the plan in a fixed order: runs, then for each mask regions, forward and backward transfers."""
+        found: list[Table] = [self.placement.runs]
+        for regions, (forward, backward) in zip(self.placement.regions, self.programs, strict=True):
+            found += [regions, forward.transfers, backward.transfers]
+        return found
+
+    def __hash__(self) -> int:
+        return int(self.hash[:15], 16)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self.hash == other.hash
+
+    def check(self) -> None:
+        """Execute the plan symbolically, forward and backward; raises :class:`flexcp.plan.check.PlanError` on any broken invariant."""
+        from flexcp.plan.check import check_plan
+
+        check_plan(self)
+
+    def bytes(self, backward: bool = False, mask: int = 0) -> Ints:
+        """``[source, target]`` bytes of one layer."""
+        transfers = self.programs[mask][backward].transfers
+        flat = sums(
+            transfers.source * self.ranks + transfers.target, transfers.bytes(self.shape), self.ranks * self.ranks
+        )
+        return flat.reshape(self.ranks, self.ranks)
+
+    def inputs(self, mask: int, backward: bool) -> Transfers:
+        """The q and kv pieces of a pass with the stage from whose slot on they are there; kept keys are the forward's, a slot earlier."""
+        forward, program = self.programs[mask][0].transfers, self.programs[mask][backward]
+        found = program.transfers.take(np.isin(program.transfers.kind, (Kind.Q, Kind.KV)))
+        if not program.keys_kept:
+            return found
+        kept = forward.take(forward.kind == Kind.KV)
+        return Transfers.join([found, replace(kept, stage=kept.stage - 1)])
+
+    def inter_node_bytes(self, backward: bool = False, mask: int = 0) -> int:
+        """Bytes of one layer that cross between nodes."""
+        node = np.arange(self.ranks) // self.cluster.ranks_per_node
+        return int(self.bytes(backward, mask)[node[:, None] != node[None, :]].sum())
+
+    def peers(self, rank: int) -> list[int]:
+        """The ranks that ``rank`` sends to or receives from, under any mask and in either direction: a connection each."""
+        met: set[int] = set()
+        for program in (p for pair in self.programs for p in pair):
+            transfers = program.transfers
+            met |= set(transfers.target[transfers.source == rank].tolist())
+            met |= set(transfers.source[transfers.target == rank].tolist())
+        return sorted(met - {rank})
+
+    def rounds(
+        self, mask: int = 0, backward: bool = False, chunk_bytes: int | None = None, rounds_per_call: int | None = None
+    ) -> Rounds:
+        """The conflict-free rounds of one layer, and what they lose (:mod:`flexcp.plan.rounds`). Made once for each set of arguments."""
+        from flexcp.plan.rounds import plan_rounds
+
+        key = (mask, backward, chunk_bytes, rounds_per_call)
+        if key not in self._rounds:
+            program = self.programs[mask][backward]
+            self._rounds[key] = plan_rounds(program, self.shape, self.cluster, chunk_bytes, rounds_per_call)
+        return self._rounds[key]
+
+    @cached_property
+    def _rounds(self) -> dict[tuple[int, bool, int | None, int | None], Rounds]:
+        return {}
+
+    def work(self, mask: int = 0) -> Ints:
+        """Area x query heads of each rank."""
+        return self.placement.work(mask)
+
+    def memory(self, rank: int) -> Memory:
+        """What attention needs on ``rank``, in bytes, before anything is allocated (:mod:`flexcp.plan.memory`)."""
+        from flexcp.plan.memory import plan_memory
+
+        return plan_memory(self, rank)
+
+    def __str__(self) -> str:
+        from flexcp.plan.text import picture
+
+        return picture(self)
+
+    def __format__(self, spec: str) -> str:
+        """One line in f-strings, which are for logs; ``str(plan)`` and ``print(plan)`` give the picture."""
+        return format(repr(self), spec)
+
+    def __repr__(self) -> str:
+        return f"<Plan {self.label} {self.hash[:12]}: {self.batch.tokens} tokens on {self.ranks} ranks>"

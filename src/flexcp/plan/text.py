@@ -1,0 +1,107 @@
+"""A plan as text: who keeps and computes what, with work and bytes per rank. What ``print(plan)`` shows."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.arrays.totals import imbalance
+from flexcp.io.sizes import size
+from flexcp.io.visible import visible
+from flexcp.plan.plan import Plan
+
+Ints = NDArray[np.int64]
+DIGITS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+WIDTH = 64
+MANY = "*"
+
+
+def picture(plan: Plan) -> str:
+    """The batch as a strip of owners, the longest document's rows by who computes them, a line per rank."""
+    note = [visible(plan.placement.note)] if plan.placement.note else []
+    parts = [visible(_title(plan)), *note, "", *_strip(plan), "", *_rows(plan), "", *_table(plan)]
+    return "\n".join(parts)
+
+
+def _title(plan: Plan) -> str:
+    batch = plan.batch
+    masks = ", ".join(f"{m.name}: {m.rules[0] if len(m.rules) == 1 else 'one per document'}" for m in batch.masks)
+    return (
+        f"plan {plan.hash[:12]}: {plan.label} on {plan.cluster}; {batch.documents} documents, {batch.tokens} tokens"
+        f"{f' and {plan.placement.pads} pads' if plan.placement.pads else ''}; {masks}"
+    )
+
+
+def _letter(ranks: Ints) -> str:
+    if len(ranks) == 0:
+        return "."
+    return MANY if (ranks != ranks[0]).any() else DIGITS[int(ranks[0]) % len(DIGITS)]
+
+
+def _strip(plan: Plan) -> list[str]:
+    """Who keeps the stream, left to right, and where documents begin."""
+    kept, stream = plan.placement.kept, plan.placement.stream
+    columns = min(WIDTH, stream)
+    edges = np.arange(columns + 1) * stream // columns
+    owners = [
+        _letter(kept.rank[np.searchsorted(kept.stop, a, "right") : np.searchsorted(kept.start, b, "left")])
+        for a, b in pairwise(edges)
+    ]
+    inside = np.diff(np.searchsorted(plan.batch.starts[:-1], edges))
+    borders = ["|" if n == 1 else " " if n == 0 else ":" for n in inside]
+    return ["documents  " + "".join(borders), "kept by    " + "".join(owners)]
+
+
+def _rows(plan: Plan) -> list[str]:
+    """The attention matrix of the longest document, each cell by who computes it (first mask, first head)."""
+    document = int(np.argmax(plan.batch.lengths))
+    length = int(plan.batch.lengths[document])
+    cells = min(24, length)
+    edges = np.arange(cells + 1) * length // cells
+    regions = plan.placement.regions[0]
+    regions = regions.take((regions.document == document) & (regions.h0 == 0))
+    row, column = np.divmod(np.arange(cells * cells), cells)
+    top, bottom, left, right = edges[row], edges[row + 1], edges[column], edges[column + 1]
+    cell, region = np.nonzero(
+        (regions.q0 < bottom[:, None])
+        & (regions.q1 > top[:, None])
+        & (regions.k0 < right[:, None])
+        & (regions.k1 > left[:, None])
+    )
+    near = regions.take(region)
+    index, _ = plan.batch.masks[0].cuts(
+        near.document,
+        np.maximum(near.q0, top[cell]),
+        np.minimum(near.q1, bottom[cell]),
+        np.maximum(near.k0, left[cell]),
+        np.minimum(near.k1, right[cell]),
+    )
+    ranks = np.split(near.rank[index], np.searchsorted(cell[index], np.arange(1, cells * cells)))
+    letters = np.array([_letter(found) for found in ranks]).reshape(cells, cells)
+    title = f"document {document} ({length} tokens), rows down, keys right, by who computes them:"
+    return [title, *("   " + " ".join(line) for line in letters)]
+
+
+def _table(plan: Plan) -> list[str]:
+    work, tokens = plan.work(), plan.placement.tokens
+    forward, backward = plan.bytes(), plan.bytes(backward=True)
+    mean = max(1.0, float(work.mean()))
+    lines = ["rank    tokens   work/mean   sent fwd   received fwd   sent bwd   received bwd     memory"]
+    shown = range(plan.ranks) if plan.ranks <= 32 else [*range(16), *range(plan.ranks - 16, plan.ranks)]
+    last = -1
+    for r in shown:
+        if r != last + 1:
+            lines.append(f"  ... {r - last - 1} more ...")
+        last = r
+        lines.append(
+            f"{DIGITS[r % len(DIGITS)]} {r:>3} {int(tokens[r]):>8} {work[r] / mean:>11.3f} {size(forward[r].sum()):>10} "
+            f"{size(forward[:, r].sum()):>14} {size(backward[r].sum()):>10} {size(backward[:, r].sum()):>14} "
+            f"{size(plan.memory(r).total):>10}"
+        )
+    lines.append(
+        f"all   {int(tokens.sum()):>8}   imbalance: compute {imbalance(work):.3f}, tokens {imbalance(tokens):.3f}; "
+        f"forward {size(forward.sum())} ({size(plan.inter_node_bytes())} between nodes), backward {size(backward.sum())}"
+    )
+    return lines

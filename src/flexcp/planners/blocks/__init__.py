@@ -1,0 +1,1 @@
+"""The strategy ``blocks``: rows of documents packed onto ranks, with its compiled loops."""

@@ -1,0 +1,286 @@
+"""blocks: short and long documents packed together, moving only what is needed.
+
+Rows with all their keys are packed (:mod:`flexcp.planners.blocks.pack`) first over nodes, held close to their mean, then over the
+ranks of each node. Inside a node there is a choice of *teams* of G ranks, G a divisor of the KV heads: a team takes items as one
+bin, and splits those too large for one of its ranks by heads. A split item's keys reach the team once, and its rows may be kept by
+any of the team, which levels tokens for free. Each node takes the team size that moves the fewest bytes, counted exactly.
+
+Tolerances hold by construction: what packing leaves over a limit is levelled row by row, work and tokens apart. Without
+tolerances attention and tokens are balanced too, each as closely as costs few bytes: ranks that share documents wait for each other's keys
+and gradients in every layer, so what a rank saves in attention cannot make up for what it has more of in the rest (predicted, balancing
+the sum of both takes up to 1.5 times as long). ``tokens="priced"`` balances that sum. Equal tokens are packed with a little room;
+then rows move on, with their work, until counts are even.
+
+With a fixed layout the tokens stay put and only work moves.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.arrays.intervals import spread
+from flexcp.plan.placement import Placement, Regions
+from flexcp.planners.blocks.level import even, level_rows, level_work
+from flexcp.planners.blocks.pack import UNLIMITED, VIOLATION_WEIGHT, Field, Limits, Placed, make_field, pack, place_node
+from flexcp.planners.layouts import (
+    check_cap,
+    check_tolerances,
+    equalised,
+    even_borders,
+    is_scattered,
+    runs_of_maps,
+    runs_of_ranges,
+)
+from flexcp.planners.request import Request, refuse_over_cap
+from flexcp.shape import Kind
+
+Ints = NDArray[np.int64]
+DEFAULT_TOLERANCE = 0.02
+DEFAULT_TOKEN_TOLERANCE = 0.01
+NODE_TOLERANCES = (0.008, 0.02)
+RETRIED_NODES = range(3, 7)
+"""Numbers of nodes for which a second tolerance is tried unless told: with two it saves 1 % (web packs), with many it takes too long."""
+SLACK_USED = 0.8
+EQUAL_ROOM = 100
+"""With equal tokens, packing may leave a rank this fraction (1/100) of its rows too many."""
+
+
+def blocks(request: Request) -> Placement:
+    """Place a batch by packing row ranges."""
+    if request.argument:
+        raise ValueError(f"blocks takes no degree; got 'blocks:{request.argument}'")
+    placement = pack_rows(request)
+    check_tolerances(request, placement)
+    return placement
+
+
+def pack_rows(request: Request) -> Placement:
+    """The placement, before it is judged by the tolerances: what other planners may start from."""
+    refuse_over_cap(request)
+    return _free(request) if request.layout is None else _fixed(request)
+
+
+def _free(request: Request) -> Placement:
+    rows = _row_limit(request)
+    loads = make_field(request.batch, _grain(request), _row_price(request), _thin_price(request))
+    limit, aim = _load_limits(request, loads)
+    limits = Limits(limit, np.full(request.ranks, UNLIMITED) if rows is None else rows, aim, _is_firm(request))
+    if request.equal_tokens:
+        # Packing needs room to move; counts are made even afterwards.
+        limits = replace(limits, rows=limits.rows + limits.rows // EQUAL_ROOM)
+    work, kept = _best_shares(request, loads, limits)
+    if request.equal_tokens:
+        rows = np.diff(even_borders(request.batch.tokens, request.ranks))
+        work, kept = even(loads, work, rows, limit, _key_bytes(request), _row_bytes(request))
+    work = level_work(loads, work, limit, _nodes(request))
+    # Where latents travel, queries cannot: tokens go where their work went.
+    follow = request.shape.latent is not None and not request.equal_tokens and request.token_tolerance is None
+    rank, start, stop = _stream(request, work[:, [0, 2, 3, 4]] if follow else kept)
+    if rows is not None and not follow:
+        rank, start, stop = level_rows(rank, start, stop, rows, _nodes(request))
+    runs, pads = runs_of_ranges(rank, start, stop), 0
+    if request.equal_tokens:
+        runs, pads = equalised(runs, request.ranks, request.batch.tokens, request.pad_to)
+    check_cap(runs, request.max_tokens_per_rank)
+    regions = tuple(_regions(request, work, thin) for thin in loads.thin)
+    return Placement(request.batch, request.ranks, pads, runs, regions)
+
+
+def _best_shares(request: Request, loads: Field, limits: Limits) -> tuple[Ints, Ints]:
+    """(work, kept) over nodes with a few tolerances, then inside each; the one that moves least."""
+    nodes, size = request.cluster.nodes, request.cluster.ranks_per_node
+    if nodes == 1:
+        tries = 1
+    elif request.effort is None:
+        tries = 2 if nodes in RETRIED_NODES else 1
+    else:
+        tries = max(1, min(len(NODE_TOLERANCES), request.effort // nodes))
+    best: tuple[int, list[Placed]] | None = None
+    known: dict[tuple[int, bytes], Placed] = {}
+    for tolerance in NODE_TOLERANCES[:tries]:
+        placed = []
+        for node, items in enumerate(_over_nodes(request, loads, limits, tolerance)):
+            key = (node, items.tobytes())  # often the same with another tolerance
+            if key not in known:
+                known[key] = _node(request, loads, items, limits, node)
+            placed.append(known[key])
+        score = sum(_score(request, p) for p in placed)
+        if best is None or score < best[0]:
+            best = (score, placed)
+    assert best is not None
+    for node, found in enumerate(best[1]):
+        found.work[:, 0] += node * size
+        found.kept[:, 0] += node * size
+    return np.concatenate([p.work for p in best[1]]), np.concatenate([p.kept for p in best[1]])
+
+
+def _over_nodes(request: Request, loads: Field, limits: Limits, tolerance: float) -> list[Ints]:
+    """Each node's items, its load within ``tolerance`` of the mean so that its ranks keep their own slack."""
+    batch, nodes = request.batch, request.cluster.nodes
+    everything = np.stack([np.arange(batch.documents), np.zeros(batch.documents, np.int64), batch.lengths], axis=1)
+    if nodes == 1:
+        return [everything]
+    load = limits.load.reshape(nodes, -1).sum(axis=1)
+    total, most = loads.total, max(1, int(load.sum()))
+    mean = np.array([int(x) * total // most for x in load])
+    tight = np.minimum(load, mean + (mean * tolerance).astype(np.int64))
+    rows = limits.rows.reshape(nodes, -1).sum(axis=1)
+    if rows[0] < UNLIMITED:
+        share = -(-batch.tokens // nodes)
+        rows = np.minimum(rows, share + (rows - share) // 2)
+    found = pack(loads, everything, Limits(tight, rows, tight, limits.firm))
+    order = np.argsort(found.bins, kind="stable")
+    return np.split(found.items[order], np.searchsorted(found.bins[order], np.arange(1, nodes)))
+
+
+def _node(request: Request, loads: Field, items: Ints, limits: Limits, node: int) -> Placed:
+    """The node's items to its ranks, by the team size that moves least."""
+    size = request.cluster.ranks_per_node
+    span = slice(node * size, (node + 1) * size)
+    mine = replace(limits, load=limits.load[span], rows=limits.rows[span], aim=limits.aim[span])
+    prices = _key_bytes(request), _row_bytes(request)
+    placed = place_node(loads, items, mine, _team_sizes(request), *prices)
+    return min(placed, key=lambda p: _score(request, p))
+
+
+def _score(request: Request, placed: Placed) -> int:
+    """Bytes moved, and a violation weighed as in packing: it will be levelled."""
+    longest = int(request.batch.lengths.max())
+    return placed.bytes + placed.violation * VIOLATION_WEIGHT * longest * _key_bytes(request) // 1_000_000
+
+
+def _key_bytes(request: Request) -> int:
+    """What a key moves, all its heads."""
+    return int(request.shape.bytes_per_token_head()[Kind.KV, 0]) * request.shape.kv_heads
+
+
+def _thin_price(request: Request) -> int:
+    """How many keys move as many bytes as a row computed in part elsewhere: q out, a partial o back."""
+    each = request.shape.bytes_per_token_head()
+    return int(each[Kind.Q, 0] + each[Kind.O, 1]) * request.shape.heads // _key_bytes(request)
+
+
+def _row_bytes(request: Request) -> int:
+    """What a row computed elsewhere moves besides its keys: q out, o back."""
+    each = request.shape.bytes_per_token_head()[:, 0]
+    return int(each[Kind.Q] + each[Kind.O]) * request.shape.heads
+
+
+def _team_sizes(request: Request) -> list[int]:
+    """Teams that both the KV heads and a node's ranks divide into; heads are split evenly, which suits equal ranks and keys by heads."""
+    if len(set(request.cluster.rank_speeds)) > 1 or request.shape.latent is not None:
+        return [1]
+    largest = math.gcd(request.shape.kv_heads, request.cluster.ranks_per_node)
+    return sorted({1, largest})
+
+
+def _fixed(request: Request) -> Placement:
+    """Tokens stay where they are; rows leave the ranks that have too much work."""
+    assert request.layout is not None
+    runs = runs_of_maps(request.layout)
+    check_cap(runs, request.max_tokens_per_rank)
+    loads = make_field(request.batch, _grain(request), 0, None)
+    limit, aim = _load_limits(request, loads)
+    scattered = is_scattered(runs)
+    if scattered:
+        # Rows of scattered tokens are nobody's neighbours: place the work as if the layout were free.
+        limits = Limits(limit, np.full(request.ranks, UNLIMITED), aim)
+        nodes = _over_nodes(request, loads, limits, NODE_TOLERANCES[0])
+        size, parts = request.cluster.ranks_per_node, []
+        for node, items in enumerate(nodes):
+            span = slice(node * size, (node + 1) * size)
+            found = pack(loads, items, Limits(limit[span], limits.rows[span], aim[span]))
+            team = np.ones((len(found.bins), 1), np.int64)
+            parts.append(np.concatenate([found.bins[:, None] + node * size, team, found.items], axis=1))
+        work = np.concatenate(parts)
+    else:
+        index, document, q0, q1 = request.batch.split_by_document(runs.start, runs.stop)
+        work = np.stack([runs.rank[index], np.ones(len(index), np.int64), document, q0, q1], axis=1)
+    work = level_work(loads, work, limit, _nodes(request))
+    regions = _regions(request, work, request.batch.lengths)
+    return Placement(
+        request.batch, request.ranks, 0, runs, (regions,) * len(request.batch.masks), assemble_own=scattered
+    )
+
+
+def _regions(request: Request, work: Ints, thin: Ints) -> Regions:
+    """Rows with all their keys, each rank of a team its share of the heads; thin rows by the keys each part holds."""
+    heads = request.shape.heads
+    item, member = spread(work[:, 1])
+    rank, team, document, lo, hi = work[item].T
+    length, begin = request.batch.lengths[document], thin[document]
+    common = {
+        "document": document,
+        "rank": rank + member,
+        "h0": member * heads // team,
+        "h1": (member + 1) * heads // team,
+    }
+    found = Regions.make(len(item), q0=lo, q1=np.minimum(hi, begin), k0=0, k1=length, **common)
+    if (begin < length).any():
+        by_keys = Regions.make(len(item), q0=begin, q1=length, k0=lo, k1=hi, **common)
+        found = Regions.join([found, by_keys])
+    return found.take(found.q0 < found.q1)
+
+
+def _grain(request: Request) -> int:
+    """Rows per cut: a power of two well below what a tolerance of a rank's rows is."""
+    rows = request.batch.tokens // request.ranks
+    return 1 << min(6, max(0, (rows // 80).bit_length() - 1))
+
+
+def _row_price(request: Request) -> int:
+    """Load of a row besides its attention: nothing where compute and tokens are balanced apart."""
+    if not request.priced_tokens or request.compute_tolerance is not None:
+        return 0
+    return request.cost.pairs_per_token(request.shape)
+
+
+def _load_limits(request: Request, loads: Field) -> tuple[Ints, Ints]:
+    """(most load, load to aim for) of each rank, by its speed."""
+    tolerance = DEFAULT_TOLERANCE if request.compute_tolerance is None else request.compute_tolerance
+    speeds = np.array(getattr(request.cluster, "speeds", ()) or [1000] * request.ranks, np.int64)
+    whole, total = int(speeds.sum()), loads.total
+    mean = [-(-total * int(s) // whole) for s in speeds]
+    most = [m + int(tolerance * m) for m in mean]
+    aim = [m + int(SLACK_USED * tolerance * m) for m in mean]
+    return np.array(most, np.int64), np.array(aim, np.int64)
+
+
+def _is_firm(request: Request) -> bool:
+    """Whether the user set a limit, or the balance is only ours."""
+    given = (request.compute_tolerance, request.token_tolerance, request.max_tokens_per_rank)
+    return request.equal_tokens or request.priced_tokens or any(limit is not None for limit in given)
+
+
+def _row_limit(request: Request) -> Ints | None:
+    """The most rows each rank may keep, or None."""
+    ranks, tokens = request.ranks, request.batch.tokens
+    mean = -(-tokens // ranks)
+    if request.equal_tokens:
+        return np.full(ranks, mean)
+    limits = []
+    if request.token_tolerance is not None:
+        limits.append(np.full(ranks, max(mean, math.floor(tokens * (1 + request.token_tolerance) / ranks))))
+    elif request.compute_tolerance is None and not request.priced_tokens:
+        # By speed, because it is the rest of the layer that tokens take time in.
+        speeds = request.cluster.rank_speeds
+        share = [-(-tokens * s // sum(speeds)) for s in speeds]
+        limits.append(np.array([n + int(n * DEFAULT_TOKEN_TOLERANCE) for n in share]))
+    if request.max_tokens_per_rank is not None:
+        cap = np.full(ranks, request.max_tokens_per_rank)
+        # Slower ranks take more than their share where the cap leaves the fast ones no room.
+        limits = [np.minimum(limit, cap) for limit in limits if int(np.minimum(limit, cap).sum()) >= tokens] or [cap]
+    return limits[0] if limits else None
+
+
+def _nodes(request: Request) -> Ints:
+    return np.arange(request.ranks) // request.cluster.ranks_per_node
+
+
+def _stream(request: Request, kept: Ints) -> tuple[Ints, Ints, Ints]:
+    begin = request.batch.starts[kept[:, 1]]
+    return kept[:, 0], begin + kept[:, 2], begin + kept[:, 3]

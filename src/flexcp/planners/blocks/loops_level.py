@@ -1,0 +1,116 @@
+"""Loops of levelling: exact loads at any row, and rows moved until every rank is within its limit, compiled."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flexcp.arrays.jit import compiled, compiled_leaf
+
+
+@compiled_leaf
+def ramp(x, width):
+    x = max(x, 0)
+    inside = min(x, width + 1)
+    return inside * (inside - 1) // 2 + (x - inside) * width
+
+
+@compiled_leaf
+def exact_before(d, row, price, layers, sfirst, slices, shift):
+    """Load of document ``d`` before ``row``, exact at any row: the closed form of :func:`flexcp.masks.rows_area`."""
+    total = row * price
+    for s in range(sfirst[d], sfirst[d + 1]):
+        q0, q1, k0, k1, lo, hi = slices[s]
+        b = min(max(row, q0), q1)
+        width = max(k1 - k0, 0)
+        upper = ramp(b + hi + 1 - k0, width) - ramp(q0 + hi + 1 - k0, width)
+        lower = ramp(b + lo - k0, width) - ramp(q0 + lo - k0, width)
+        total += layers[s] * (upper - lower)
+    return total >> shift
+
+
+@compiled
+def level(work, n, limit, nodes, price, layers, sfirst, slices, shift):
+    """Move rows from ranks over ``limit`` to ranks under it, same node first, until none is over by more than a row.
+
+    ``work`` rows are (first rank, team size, document, first row, last row); a team's rows load each of its ranks with their
+    share. What moves becomes a whole item of the rank that takes it. Returns the row count.
+    """
+    ranks = len(limit)
+    total = np.zeros(ranks, np.int64)
+    load = np.zeros(len(work), np.int64)
+    for i in range(n):
+        d = work[i, 2]
+        load[i] = exact_before(d, work[i, 4], price, layers, sfirst, slices, shift)
+        load[i] -= exact_before(d, work[i, 3], price, layers, sfirst, slices, shift)
+        for r in range(work[i, 0], work[i, 0] + work[i, 1]):
+            total[r] += load[i] // work[i, 1]
+    while n < len(work):
+        donor, taker = 0, -1
+        for r in range(ranks):
+            if total[r] - limit[r] > total[donor] - limit[donor]:
+                donor = r
+        if total[donor] <= limit[donor]:
+            break
+        at = -1
+        for i in range(n):
+            here = work[i, 0] <= donor < work[i, 0] + work[i, 1] and work[i, 3] < work[i, 4]
+            if here and (at < 0 or load[i] // work[i, 1] > load[at] // work[at, 1]):
+                at = i
+        if at < 0:
+            break
+        first, team, d = work[at, 0], work[at, 1], work[at, 2]
+        for r in range(ranks):
+            if first <= r < first + team or total[r] >= limit[r]:
+                continue
+            if taker < 0:
+                taker = r
+                continue
+            near, best = nodes[r] == nodes[donor], nodes[taker] == nodes[donor]
+            if (near and not best) or (near == best and limit[r] - total[r] > limit[taker] - total[taker]):
+                taker = r
+        if taker < 0:
+            break
+        amount = min((total[donor] - limit[donor]) * team, limit[taker] - total[taker])
+        end = exact_before(d, work[at, 4], price, layers, sfirst, slices, shift)
+        low, high = work[at, 3], work[at, 4] - 1
+        while low < high:
+            middle = (low + high) // 2
+            if end - exact_before(d, middle, price, layers, sfirst, slices, shift) <= amount:
+                high = middle
+            else:
+                low = middle + 1
+        moved = end - exact_before(d, high, price, layers, sfirst, slices, shift)
+        if total[taker] + moved >= total[donor]:
+            break  # one row is more than what is left to move
+        work[n, 0], work[n, 1], work[n, 2], work[n, 3], work[n, 4] = taker, 1, d, high, work[at, 4]
+        load[n] = moved
+        n += 1
+        work[at, 4] = high
+        load[at] -= moved
+        for r in range(first, first + team):
+            total[r] -= moved // team
+        total[taker] += moved
+    return n
+
+
+@compiled
+def loads_before(lengths, first, grain, price, layers, sfirst, slices):
+    """Load of each document before every ``grain``-th row and its end, from :func:`exact_before`'s closed form summed over cells."""
+    before = np.zeros(first[-1], np.int64)
+    for d in range(len(lengths)):
+        base = first[d]
+        for c in range(first[d + 1] - base - 1):
+            before[base + c + 1] = (min((c + 1) * grain, lengths[d]) - c * grain) * price
+        for s in range(sfirst[d], sfirst[d + 1]):
+            q0, q1, k0, k1, lo, hi = slices[s]
+            width = max(k1 - k0, 0)
+            if q0 >= q1 or width == 0:
+                continue
+            for c in range(q0 // grain, (q1 - 1) // grain + 1):
+                a, b = max(q0, c * grain), min(q1, (c + 1) * grain)
+                upper = ramp(b + hi + 1 - k0, width) - ramp(a + hi + 1 - k0, width)
+                lower = ramp(b + lo - k0, width) - ramp(a + lo - k0, width)
+                before[base + c + 1] += layers[s] * (upper - lower)
+        for c in range(base, first[d + 1] - 1):
+            before[c + 1] += before[c]
+    return before

@@ -1,0 +1,1 @@
+"""The strategy ``groups``: each document on a group of ranks of its own size."""

@@ -1,0 +1,1 @@
+"""The strategy ``hypergraph``: blocks and tiles as a hypergraph, partitioned."""

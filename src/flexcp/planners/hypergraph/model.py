@@ -1,0 +1,244 @@
+"""The hypergraph of a batch: token blocks and tiles as vertices, what moves as nets.
+
+Documents are cut into token blocks, attention into tiles (mask, query block, key block, head group). Blocks and tiles are vertices. A
+*net* joins a block with the tiles that read the same tokens of it, and weighs what those tokens cost to move. So the sum of
+``weight x (ranks spanned - 1)`` is the forward volume:
+
+- keys: one net with their block, ``kv`` bytes;
+- rows: one net with their block, ``q + o`` bytes, and one of the tiles alone, for what a partial output costs more than a final one (once
+  too few where the block's home computes none of it; our own search counts that too).
+
+A block that some tiles read only in part (a window's edge, a sink) has a net for each set of tiles: volumes are exact to the token.
+
+Blocks end where the placement we start from cuts, and elsewhere on a grid; tiles have its head groups. So that placement *is* a partition
+of the hypergraph, with exactly its bytes and balance, and nothing is lost before the search begins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.arrays.intervals import offsets, spread, united
+from flexcp.arrays.tables import Table
+from flexcp.arrays.totals import sums
+from flexcp.batch import Batch
+from flexcp.masks import K0, K1, Q0, Q1, area
+from flexcp.plan.placement import Placement
+from flexcp.planners.request import Request
+from flexcp.shape import Kind, Shape
+
+Ints = NDArray[np.int64]
+
+DEFAULT_BLOCKS = 128
+ROWS, KEYS = (Kind.Q, Kind.O), (Kind.KV,)
+BACKWARD = {ROWS: (Kind.Q, Kind.DO, Kind.DQ), KEYS: (Kind.KV, Kind.DKV)}
+"""What moves in the backward for what moves in the forward."""
+NO_CUTS = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks(Table):
+    """Token blocks: ranges of the stream inside one document."""
+
+    start: Ints
+    stop: Ints
+    document: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Tiles(Table):
+    """Tiles with a non-empty mask.
+
+    ``rows`` and ``keys`` are blocks, ``strip`` numbers a mask's query block and head group, ``load`` is pairs x query heads x layers.
+    """
+
+    mask: Ints
+    rows: Ints
+    keys: Ints
+    h0: Ints
+    h1: Ints
+    strip: Ints
+    load: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Nets(Table):
+    """Tokens of a block that the same tiles read.
+
+    ``price`` is what they cost each rank that reads them away from home, ``extra`` what that costs more when several ranks read them;
+    ``back_price`` and ``back_extra`` are the same in the backward.
+    """
+
+    block: Ints
+    price: Ints
+    extra: Ints
+    back_price: Ints
+    back_extra: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Pins(Table):
+    """Which tiles are in which net."""
+
+    net: Ints
+    tile: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Tiling:
+    """The hypergraph of a batch. Tiles are sorted by strip, then keys; pins by net."""
+
+    batch: Batch
+    ranks: int
+    blocks: Blocks
+    tiles: Tiles
+    nets: Nets
+    pins: Pins
+
+
+def make_tiling(request: Request, placement: Placement, size: int | None, cuts: Ints = NO_CUTS) -> Tiling:
+    """The hypergraph, cut where ``placement`` cuts, at ``cuts``, and elsewhere every ``size`` tokens."""
+    batch = request.batch
+    borders = _default_borders(placement, cuts) if size is None else _borders(placement, size, cuts)
+    grid = Blocks(borders[:-1], borders[1:], batch.document_of(borders[:-1]))
+    groups = _head_groups(placement, request.shape)
+    found = [_mask_tiling(request, grid, groups, number) for number in range(len(batch.masks))]
+    tiles, nets = Tiles.join([f[0] for f in found]), Nets.join([f[1] for f in found])
+    tile_at, net_at = (offsets(np.array([len(f[i]) for f in found])) for i in (0, 1))
+    order = np.lexsort((tiles.keys, tiles.strip))
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order))
+    pins = [Pins(f[2].net + net_at[i], place[f[2].tile + tile_at[i]]) for i, f in enumerate(found)]
+    return Tiling(batch, request.ranks, grid, tiles.take(order), nets, Pins.join(pins).sorted_by("net"))
+
+
+def _default_borders(placement: Placement, cuts: Ints) -> Ints:
+    """The finest grid with about the default number of blocks in all."""
+    tokens, documents = placement.batch.tokens, placement.batch.documents
+    size = max(1, -(-tokens // DEFAULT_BLOCKS))
+    while len(found := _borders(placement, size, cuts)) > DEFAULT_BLOCKS + documents and size < tokens:
+        size += -(-size // 8)
+    return found
+
+
+def _borders(placement: Placement, size: int, cuts: Ints) -> Ints:
+    """Stream positions of block borders: documents, the placement's cuts and others, and a grid where those leave room."""
+    batch = placement.batch
+    found = [batch.starts, placement.runs.start, placement.runs.stop, cuts]
+    for regions in placement.regions:
+        begin = batch.starts[regions.document]
+        found += [begin + x for x in (regions.q0, regions.q1, regions.k0, regions.k1)]
+    fixed = np.unique(np.minimum(np.concatenate(found), batch.tokens))
+    document, within = spread((batch.lengths - 1) // size)
+    grid = batch.starts[document] + (within + 1) * size
+    after = np.searchsorted(fixed, grid, side="right")
+    clear = (2 * (grid - fixed[after - 1]) >= size) & (2 * (fixed[after] - grid) >= size)
+    return np.union1d(fixed, grid[clear])
+
+
+@dataclass(frozen=True, eq=False)
+class _HeadGroups:
+    """Head groups of all documents: those of document d are ``first[d]:first[d + 1]``; none has more than ``most``."""
+
+    first: Ints
+    h0: Ints
+    h1: Ints
+    most: int
+
+
+def _head_groups(placement: Placement, shape: Shape) -> _HeadGroups:
+    """Each document's query heads, cut where any of its regions cuts them."""
+    documents = np.arange(placement.batch.documents)
+    owner = np.concatenate([documents, *(r.document for r in placement.regions)])
+    head = np.concatenate([np.zeros_like(documents), *(r.h0 for r in placement.regions)])
+    label = np.unique(owner * shape.heads + head)
+    owner, h0 = label // shape.heads, label % shape.heads
+    last = np.append(owner[1:] != owner[:-1], True)
+    h1 = np.where(last, shape.heads, np.append(h0[1:], 0))
+    first = offsets(np.bincount(owner, minlength=len(documents)))
+    return _HeadGroups(first, h0, h1, int(np.diff(first).max()))
+
+
+def _mask_tiling(request: Request, grid: Blocks, groups: _HeadGroups, number: int) -> tuple[Tiles, Nets, Pins]:
+    """Tiles, nets and pins of one mask. A pair of blocks is one tile for each head group of its document."""
+    batch, mask, document = request.batch, request.batch.masks[number], grid.document
+    first = offsets(np.bincount(document, minlength=batch.documents))
+    rows, within = spread(np.diff(first)[document])
+    keys = first[document[rows]] + within
+    begin = batch.starts[document]
+    low, high = grid.start - begin, grid.stop - begin
+    index, slices = mask.cuts(document[rows], low[rows], high[rows], low[keys], high[keys])
+    full, of = np.unique(index, return_inverse=True)
+    rows, keys, of = rows[full], keys[full], of.reshape(-1)
+    count = np.diff(groups.first)[document[rows]]
+    pair, group = spread(count)
+    at = groups.first[document[rows[pair]]] + group
+    h0, h1 = groups.h0[at], groups.h1[at]
+    strip = (number * len(grid) + rows[pair]) * groups.most + group
+    load = sums(of, area(slices), len(full))[pair] * (h1 - h0) * mask.layers
+    tiles = Tiles(np.full(len(pair), number), rows[pair], keys[pair], h0, h1, strip, load)
+    sides = []
+    for block, first_column, last_column, kinds in ((rows, Q0, Q1, ROWS), (keys, K0, K1, KEYS)):
+        found = _same_readers(block, of, slices[:, first_column], slices[:, last_column])
+        sides.append(_by_heads(request.shape, kinds, mask.layers, groups, document, *found, offsets(count)))
+    (row_nets, row_pins), (key_nets, key_pins) = sides
+    key_pins = replace(key_pins, net=key_pins.net + len(row_nets))
+    return tiles, Nets.join([row_nets, key_nets]), Pins.join([row_pins, key_pins])
+
+
+def _same_readers(block: Ints, tile: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    """Tokens of a block that the same tiles read: (block, tokens) of each such set, and its members (set, tile).
+
+    ``block`` is each tile's; the rest lists what tiles read of it. Reads cut a block into intervals, and intervals with the same tiles
+    are one set; tiles are compared by sums of random labels.
+    """
+    tile, start, stop = united(tile, start, stop)
+    wide = int(stop.max(initial=0)) + 1
+    start, stop = block[tile] * wide + start, block[tile] * wide + stop
+    edges = np.unique(np.concatenate([start, stop]))
+    low = np.searchsorted(edges, start)
+    read, within = spread(np.searchsorted(edges, stop) - low)
+    interval, tile = low[read] + within, tile[read]
+    labels = np.random.default_rng(0).integers(1, 1 << 62, len(block))
+    signature = sums(interval, labels[tile], len(edges))
+    used = np.unique(interval)
+    order = used[np.lexsort((signature[used], edges[used] // wide))]
+    differs = (edges[order[1:]] // wide != edges[order[:-1]] // wide) | (signature[order[1:]] != signature[order[:-1]])
+    number = np.cumsum(np.append(0, differs))[: len(order)]
+    shown = order[np.append(True, differs)[: len(order)]]
+    tokens = sums(number, edges[order + 1] - edges[order], len(shown))
+    name = np.full(len(edges), -1, np.int64)
+    name[shown] = np.arange(len(shown))
+    member = name[interval] >= 0
+    return edges[shown] // wide, tokens, name[interval[member]], tile[member]
+
+
+def _by_heads(
+    shape: Shape,
+    kinds: tuple[Kind, ...],
+    layers: int,
+    groups: _HeadGroups,
+    document: Ints,
+    block: Ints,
+    tokens: Ints,
+    member_set: Ints,
+    member_tile: Ints,
+    tile_first: Ints,
+) -> tuple[Nets, Pins]:
+    """A net for each set of tokens and head group of its document."""
+    count = np.diff(groups.first)[document[block]]
+    of, group = spread(count)
+    at = groups.first[document[block[of]]] + group
+    h0, h1 = groups.h0[at], groups.h1[at]
+    if kinds is KEYS:
+        h0, h1 = shape.kv_range(h0, h1)
+    each = shape.bytes_per_token_head()
+    forward, backward = (each[list(k)].sum(axis=0) for k in (kinds, BACKWARD[kinds]))
+    moved = tokens[of] * (h1 - h0) * layers
+    pin, group = spread(count[member_set])
+    pins = Pins(offsets(count)[member_set[pin]] + group, tile_first[member_tile[pin]] + group)
+    prices = [moved * price for final, partial in (forward, backward) for price in (final, partial - final)]
+    return Nets(block[of], *prices), pins

@@ -1,0 +1,295 @@
+"""Static methods that auto looks at, and what each is predicted to take at least.
+
+Placing a static method over many ranks is most of auto's work, and most methods cannot win. A bound is arithmetic on sums: a method's
+compute divided evenly inside its groups, and its own traffic hidden behind that compute as well as can be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.arrays.intervals import offsets
+from flexcp.arrays.totals import sums
+from flexcp.batch import Batch, LayerMask
+from flexcp.clusters import Cluster
+from flexcp.cost import TILE_ROWS
+from flexcp.masks import HI, K0, K1, LO, Q0, Q1
+from flexcp.plan.placement import Placement
+from flexcp.planners.request import Request
+from flexcp.planners.static import static
+from flexcp.shape import Kind, Shape
+
+Ints = NDArray[np.int64]
+Place = Callable[[Request], Placement]
+
+
+# --- the static methods of a request ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StaticMethod:
+    """A static strategy with its degree: groups of ``positions`` x ``split`` ranks (ring positions, head groups).
+
+    ``parts`` is how many ranges of rows each document is cut into; 1 where documents are packed first, or lie where they lie.
+    """
+
+    strategy: str
+    argument: str
+    place: Place
+    traffic: str
+    positions: int
+    split: int
+    parts: int
+
+    @property
+    def name(self) -> str:
+        return self.strategy + (":" + self.argument if self.argument else "")
+
+    @property
+    def degree(self) -> int:
+        return self.positions * self.split
+
+    @property
+    def columns(self) -> tuple[int, int, int, int]:
+        """Gathers or not, ring positions, head groups, degree."""
+        return int(self.traffic == "gather"), self.positions, self.split, self.degree
+
+    def regions(self, request: Request) -> int:
+        """About how many regions its placement has."""
+        return request.batch.documents * self.parts * self.split
+
+
+def static_methods(request: Request) -> list[StaticMethod]:
+    """The static methods worth a look: every kind over all ranks, over a node's ranks and over powers of two."""
+    cluster, shape = request.cluster, request.shape
+    everyone = request.ranks
+    free = request.layout is None
+    degrees = _degrees(cluster) if free else [everyone]
+
+    def argument(degree: int) -> str:
+        return str(degree) if degree < everyone else ""
+
+    def zigzag(positions: int) -> int:
+        return 2 * positions - 1 if free else 1  # the middle two parts are neighbours
+
+    found = [StaticMethod("dp", "", static.dp, "needed", 1, 1, 1)] if free else []
+    for d in degrees:
+        found.append(StaticMethod("zigzag", argument(d), static.zigzag, "ring", d, 1, zigzag(d)))
+        if free:  # with a fixed layout a ring and a zig-zag are the same
+            found.append(StaticMethod("ring", argument(d), static.ring, "ring", d, 1, d))
+        found.append(StaticMethod("allgather", argument(d), static.allgather, "gather", d, 1, 1))
+        if _splits_heads(shape, d):
+            found.append(StaticMethod("ulysses", argument(d), static.ulysses, "ring", 1, d, 1))
+    for u in _head_splits(cluster, shape):
+        for d in degrees:
+            if d % u == 0 and d > u:
+                found.append(StaticMethod("usp", f"{u},{d // u}", static.usp, "ring", d // u, u, zigzag(d // u)))
+    return found
+
+
+def _degrees(cluster: Cluster) -> list[int]:
+    powers = {1 << i for i in range(1, cluster.ranks.bit_length())}
+    wanted = powers | {cluster.ranks_per_node, cluster.ranks}
+    return sorted(d for d in wanted if d > 1 and cluster.ranks % d == 0)
+
+
+def _head_splits(cluster: Cluster, shape: Shape) -> list[int]:
+    """The head groups that usp is tried with: its default, and as many as a node's ranks allow."""
+    per_node = cluster.ranks_per_node
+    most = [u for u in range(2, per_node + 1) if per_node % u == 0 and _splits_heads(shape, u)]
+    return sorted({math.gcd(shape.kv_heads, per_node), *most[-1:]} - {1})
+
+
+def _splits_heads(shape: Shape, split: int) -> bool:
+    return shape.heads % split == 0 and (shape.kv_heads % split == 0 or split % shape.kv_heads == 0)
+
+
+# --- bounds ------------------------------------------------------------------------------------------------------------
+
+
+class StaticBounds:
+    """Nanoseconds that static methods are predicted to take at least.
+
+    The slowest rank takes no less than the average rank of any group, whose tokens and work are its group's, evenly shared. ``loose`` looks
+    at two groups: an average one, and one that has nothing but the heaviest document. ``close`` deals the documents as the method would.
+    Groups of all methods are rows of one table, so the arithmetic is done once.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        batch, cluster = request.batch, request.cluster
+        self.areas = [self._rows_area(m, np.zeros_like(batch.lengths)) for m in batch.masks]
+        self.heaviest = int(np.argmax(sum(m.layers * a for m, a in zip(batch.masks, self.areas, strict=True))))
+        self.sees_all_before = [_sees_all_before(batch, m) for m in batch.masks]
+        # Ranks of different speed share their work as if all were as fast as the fastest.
+        self.fastest = replace(cluster, nodes=1, ranks_per_node=1, speeds=(max(cluster.rank_speeds),))
+        self._works: dict[tuple[int, int], list[Ints]] = {}
+        self._dealt: dict[int, Ints] = {}
+
+    def loose(self, methods: Sequence[StaticMethod]) -> list[int]:
+        """Bounds from sums over all documents."""
+        batch, found = self.request.batch, []
+        for method in methods:
+            count = self.request.ranks // method.degree
+            tokens = np.array([batch.tokens // count, batch.lengths[self.heaviest]])
+            found.append((tokens, [np.array([int(w.sum()) // count, w[self.heaviest]]) for w in self._work(method)]))
+        return self._bounds(methods, found)
+
+    def close(self, methods: Sequence[StaticMethod]) -> list[int]:
+        """Bounds from each group's own documents."""
+        batch, found = self.request.batch, []
+        for method in methods:
+            count = self.request.ranks // method.degree
+            group = self._group_of_documents(count)
+            tokens = sums(group, batch.lengths, count)
+            work = [sums(group, w, count) for w in self._work(method)]
+            if self.request.layout is None and method.strategy in ("ring", "allgather"):
+                # Where rows are cut into consecutive parts, some ranks have more than their share: as if all had what one of them has.
+                most = self._work_of_last_parts if method.strategy == "ring" else self._work_of_busiest_parts
+                tokens = np.concatenate([tokens, tokens])
+                more = most(group, method.degree)
+                work = [np.concatenate([w, b * method.degree]) for w, b in zip(work, more, strict=True)]
+            found.append((tokens, work))
+        return self._bounds(methods, found)
+
+    # --- what groups have to do ---------------------------------------------------------------------------------------
+
+    def _rows_area(self, mask: LayerMask, first: Ints) -> Ints:
+        """Pairs of each document in the rows from ``first`` on."""
+        return mask.rows_area(np.arange(len(first), dtype=np.int64), first, self.request.batch.lengths)
+
+    def _work(self, method: StaticMethod) -> list[Ints]:
+        """For each mask, pairs of each document and of its row tiles: every part has at least one, in every pass."""
+        parts, positions = method.parts, method.positions
+        if (parts, positions) not in self._works:
+            lengths = self.request.batch.lengths
+            # A document of fewer tokens than parts has one for each, but for the two in the middle.
+            least = np.maximum(-(-lengths // TILE_ROWS), np.minimum(lengths - 1, parts))
+            # A part of a document that sees all before it is passed over for its own keys and for those of each position before it.
+            passes = int((1 + np.minimum(np.arange(parts), positions - 1)).sum())
+            rows = lengths // (parts + 1)
+            tiles_of_part, tiles_of_middle = -(-rows // TILE_ROWS), -(-2 * rows // TILE_ROWS)
+            middle = positions * (parts == 2 * positions - 1)
+            every_pass = tiles_of_part * (passes - middle) + tiles_of_middle * middle
+            tiles = [np.maximum(least, every_pass * sees_all) for sees_all in self.sees_all_before]
+            price = self.request.cost.row_tile_pairs
+            self._works[parts, positions] = [a + t * price for a, t in zip(self.areas, tiles, strict=True)]
+        return self._works[parts, positions]
+
+    def _work_of_last_parts(self, group: Ints, positions: int) -> list[Ints]:
+        """For each mask, pairs of each group's last ring position, row tiles included: the busiest one under a causal mask."""
+        lengths = self.request.batch.lengths
+        first = lengths * (positions - 1) // positions
+        found = []
+        for mask, sees_all in zip(self.request.batch.masks, self.sees_all_before, strict=True):
+            passes = np.where(sees_all & (lengths >= positions), positions, 1)
+            tiles = self.request.cost.row_tiles_work(lengths - first) * passes
+            found.append(sums(group, self._rows_area(mask, first) + tiles, self.request.ranks // positions))
+        return found
+
+    def _work_of_busiest_parts(self, group: Ints, parts: int) -> list[Ints]:
+        """For each mask, pairs of each group's part with the most over all layers, when its documents are packed and cut evenly."""
+        lengths, count = self.request.batch.lengths, self.request.ranks // parts
+        order = np.argsort(group, kind="stable")
+        starts = offsets(lengths[order])
+        tokens = sums(group, lengths, count)[:, None]
+        each, extra = tokens // parts, tokens % parts
+        number = np.arange(parts)
+        borders = (offsets(tokens[:, 0])[:-1, None] + number * each + np.minimum(number, extra)).reshape(-1)
+        cuts = np.unique(np.concatenate([starts, borders]))
+        begin, end = cuts[:-1], cuts[1:]
+        at = np.searchsorted(starts, begin, side="right") - 1
+        part = np.searchsorted(borders, begin, side="right") - 1
+        masks = self.request.batch.masks
+        areas = [m.rows_area(order[at], begin - starts[at], end - starts[at]) for m in masks]
+        of_parts = [sums(part, a, self.request.ranks).reshape(count, parts) for a in areas]
+        busiest = np.argmax(sum(m.layers * a for m, a in zip(masks, of_parts, strict=True)), axis=1)
+        return [a[np.arange(count), busiest] for a in of_parts]
+
+    def _group_of_documents(self, count: int) -> Ints:
+        if count not in self._dealt:
+            group = np.zeros(self.request.batch.documents, np.int64)
+            for i, documents in enumerate(static.deal(self.request.batch.lengths, count)):
+                group[documents] = i
+            self._dealt[count] = group
+        return self._dealt[count]
+
+    # --- what that takes at least -------------------------------------------------------------------------------------
+
+    def _bounds(self, methods: Sequence[StaticMethod], groups_of: list[tuple[Ints, list[Ints]]]) -> list[int]:
+        """Each method's slowest group, from the groups' tokens and, for each mask, pairs."""
+        if not methods:
+            return []
+        cost, shape = self.request.cost, self.request.shape
+        counts = np.array([len(tokens) for tokens, _ in groups_of])
+        of = _Columns(*np.repeat(np.array([m.columns for m in methods]), counts, axis=0).T)
+        tokens = np.concatenate([tokens for tokens, _ in groups_of])
+        linear = cost.linear_ns(tokens // of.degree, shape, self.fastest)
+        ns = np.zeros_like(linear)
+        for i, mask in enumerate(self.request.batch.masks):
+            pairs = np.concatenate([work[i] for _, work in groups_of])
+            ns += mask.layers * linear
+            for backward in (False, True):
+                compute = cost.attention_ns(pairs * shape.heads // of.degree, shape, self.fastest, backward)
+                ns += mask.layers * self._attention_ns(of, tokens // of.degree, compute, backward)
+        return [int(x) for x in np.maximum.reduceat(ns, np.cumsum(counts) - counts)]
+
+    def _attention_ns(self, of: _Columns, tokens: Ints, compute: Ints, backward: bool) -> Ints:
+        """One layer's attention in groups with so many tokens a rank, with all traffic hidden that can be."""
+        shape = self.request.shape
+        each = shape.bytes_per_token_head()
+        keys = tokens * np.maximum(shape.kv_heads // of.split, 1)
+        queries = tokens * (shape.heads // of.split)
+        there = queries * each[Kind.Q, 0] + keys * each[Kind.KV, 0]
+        passed, home = keys * each[Kind.KV, 0], queries * each[Kind.O, 0]
+        if backward:
+            there = there + queries * each[Kind.DO, 0]
+            passed = passed + keys * each[Kind.DKV, 1]
+            home = queries * each[Kind.DQ, 0] + keys * each[Kind.DKV, 0]
+        # A hop carries the keys of a whole ring position, and the slowest link of the ring sets its pace.
+        across = of.degree > self.request.cluster.ranks_per_node
+        turning = self._link_ns(passed * of.split * (of.positions - 1), across)
+        alone = compute
+        if backward:  # the last hop of gradients has nothing left to hide it
+            compute = compute + self._link_ns(keys * each[Kind.DKV, 1] * of.split * (of.positions > 1), across)
+        ring = self._exchange_ns(there, of.split) + np.maximum(compute, turning) + self._exchange_ns(home, of.split)
+        gathered = np.maximum(alone, self._exchange_ns(keys * each[Kind.KV, 0], of.degree))
+        if backward:
+            gathered = gathered + self._exchange_ns(keys * each[Kind.DKV, 1], of.degree)
+        return np.where(of.gathers, gathered, ring)
+
+    def _exchange_ns(self, size: Ints, ranks: Ints) -> Ints:
+        """Every one of so many ranks sends ``size`` bytes to every other."""
+        near = np.minimum(ranks, self.request.cluster.ranks_per_node)
+        inside, across = size * (near - 1), size * (ranks - near)
+        return np.maximum(self._link_ns(inside, np.zeros_like(size)), self._link_ns(across, np.ones_like(size)))
+
+    def _link_ns(self, size: Ints, across: Ints | NDArray[np.bool_]) -> Ints:
+        cost, cluster = self.request.cost, self.request.cluster
+        return np.where(across, cost.link_ns(size, cluster.inter_mbps), cost.link_ns(size, cluster.intra_mbps))
+
+
+class _Columns(NamedTuple):
+    """What :meth:`StaticMethod.columns` holds, as columns."""
+
+    gathers: Ints
+    positions: Ints
+    split: Ints
+    degree: Ints
+
+
+def _sees_all_before(batch: Batch, mask: LayerMask) -> NDArray[np.bool_]:
+    """Which documents have a slice in which every row sees all keys up to its own."""
+    at = mask.first[:-1]
+    has = at < mask.first[1:]
+    found = np.zeros(batch.documents, bool)
+    slices, n = mask.slices[at[has]], batch.lengths[has]
+    rows = (slices[:, Q0] == 0) & (slices[:, Q1] == n) & (slices[:, K0] == 0) & (slices[:, K1] == n)
+    found[has] = rows & (slices[:, LO] <= 1 - n) & (slices[:, HI] >= 0)
+    return found

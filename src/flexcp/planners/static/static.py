@@ -1,0 +1,237 @@
+"""The static methods, as users know them, with their own traffic.
+
+| strategy      | tokens                                             | work                  | traffic                            |
+| ------------- | -------------------------------------------------- | --------------------- | ---------------------------------- |
+| `dp`          | documents whole, longest first to the least loaded | where the rows are    | none                               |
+| `ring:d`      | every document in d consecutive parts              | where the rows are    | all keys of the group round a ring |
+| `zigzag:d`    | 2d parts, rank i keeps i and 2d-1-i                | where the rows are    | the same                           |
+| `allgather:d` | the packed stream in d parts                       | where the rows are    | all keys to all                    |
+| `ulysses:d`   | the packed stream in d parts                       | a head group per rank | q, k, v, o exchanged               |
+| `usp:u,r`     | zig-zag over r ring positions, each in u parts     | both                  | heads exchanged, then keys round   |
+
+Without a number the group is all ranks. With one, ranks form groups of that size in order (so inside nodes where it divides
+them) and documents are dealt to groups, longest first to the one with the fewest tokens. Any length, no padding. With a fixed
+layout the tokens stay where they are, and a strategy is its work and traffic only.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.arrays.intervals import offsets, spread, united
+from flexcp.plan.placement import Placement, Regions, Runs, Traffic
+from flexcp.planners.layouts import (
+    check_cap,
+    equalised,
+    even_borders,
+    is_scattered,
+    row_regions,
+    runs_of_maps,
+    runs_of_ranges,
+)
+from flexcp.planners.request import Refused, Request, refuse_tolerances
+from flexcp.shape import Shape
+
+Ints = NDArray[np.int64]
+Grid = tuple[tuple[int, ...], ...]
+Ranges = tuple[Ints, Ints]
+
+
+def dp(request: Request) -> Placement:
+    """Plain data parallelism: no document is cut."""
+    if request.argument:
+        raise ValueError(f"dp takes no degree; got 'dp:{request.argument}'")
+    return _placed(request, [((r,),) for r in range(request.ranks)], "needed", _whole)
+
+
+def ring(request: Request) -> Placement:
+    """Every document in consecutive parts; keys pass round."""
+    return _placed(request, _columns(request, "ring"), "ring", _consecutive)
+
+
+def zigzag(request: Request) -> Placement:
+    """Every document in 2d parts, the i-th and the i-th from the end together; keys pass round."""
+    return _placed(request, _columns(request, "zigzag"), "ring", _zigzag)
+
+
+def allgather(request: Request) -> Placement:
+    """The packed stream in equal parts; everyone gets all keys."""
+    return _placed(request, _columns(request, "allgather"), "gather", _packed)
+
+
+def ulysses(request: Request) -> Placement:
+    """The packed stream in equal parts; attention in head groups."""
+    degree = _degree(request, "ulysses")
+    _check_split(request.shape, degree, f"ulysses:{degree}")
+    grids: list[Grid] = [(tuple(range(g, g + degree)),) for g in range(0, request.ranks, degree)]
+    return _placed(request, grids, "ring", _packed)
+
+
+def usp(request: Request) -> Placement:
+    """Head groups inside rows of u ranks, a zig-zag ring over r rows."""
+    if request.argument:
+        try:
+            u, r = (int(x) for x in request.argument.split(","))
+        except ValueError:
+            raise ValueError(f"usp takes two degrees, as in usp:4,2; got 'usp:{request.argument}'") from None
+    else:
+        u = math.gcd(request.shape.kv_heads, request.cluster.ranks_per_node)
+        r = request.ranks // u
+    if u < 1 or r < 1 or request.ranks % (u * r):
+        raise Refused(
+            f"usp:{u},{r} makes groups of {u * r} ranks, which must divide the {request.ranks} ranks there are"
+        )
+    _check_split(request.shape, u, f"usp:{u},{r}")
+    grids = [
+        tuple(tuple(base + i * u + j for j in range(u)) for i in range(r)) for base in range(0, request.ranks, u * r)
+    ]
+    return _placed(request, grids, "ring", _zigzag)
+
+
+# --- how a group's documents are cut into ring positions ---------------------------------------------------------------
+
+
+def _whole(start: Ints, length: Ints, positions: int) -> list[Ranges]:
+    return [(start, start + length)]
+
+
+def _consecutive(start: Ints, length: Ints, positions: int) -> list[Ranges]:
+    return [(start + length * i // positions, start + length * (i + 1) // positions) for i in range(positions)]
+
+
+def _zigzag(start: Ints, length: Ints, positions: int) -> list[Ranges]:
+    parts = _consecutive(start, length, 2 * positions)
+    pairs = [(parts[i], parts[2 * positions - 1 - i]) for i in range(positions)]
+    return [(np.concatenate([a[0], b[0]]), np.concatenate([a[1], b[1]])) for a, b in pairs]
+
+
+def _packed(start: Ints, length: Ints, positions: int) -> list[Ranges]:
+    return _evenly((start, start + length), positions)
+
+
+def _evenly(ranges: Ranges, parts: int) -> list[Ranges]:
+    """Ranges, in stream order, cut into parts of equal token count."""
+    order = np.argsort(ranges[0], kind="stable")
+    start, stop = ranges[0][order], ranges[1][order]
+    before = np.cumsum(stop - start) - (stop - start)
+    borders = even_borders(int((stop - start).sum()), parts)
+    found = []
+    for low, high in pairwise(borders):
+        a = np.maximum(start, start + (low - before))
+        b = np.minimum(stop, start + (high - before))
+        found.append((a[a < b], b[a < b]))
+    return found
+
+
+# --- groups, tokens, regions --------------------------------------------------------------------------------------------
+
+Cutter = Callable[[Ints, Ints, int], list[Ranges]]
+
+
+def _placed(request: Request, grids: list[Grid], traffic: str, cutter: Cutter) -> Placement:
+    """Tokens of each group cut by ``cutter`` over its rows and evenly inside a row; rows computed in their row of the grid."""
+    refuse_tolerances(request)
+    batch = request.batch
+    if request.layout is not None:
+        if len(grids) > 1 or cutter is _whole:
+            raise Refused(
+                "with a fixed layout every rank holds tokens of any document, so this strategy must span all "
+                f"{request.ranks} ranks; drop its degree, or use blocks"
+            )
+        runs = runs_of_maps(request.layout)
+        pads = 0
+        if is_scattered(runs):
+            raise Refused("this layout scatters tokens in runs too short for a static strategy's messages; use blocks")
+    else:
+        ranks, starts, stops = [], [], []
+        for grid, mine in zip(grids, deal(batch.lengths, len(grids)), strict=True):
+            rows = cutter(batch.starts[mine], batch.lengths[mine], len(grid))
+            for row, ranges in zip(grid, rows, strict=True):
+                for rank, (start, stop) in zip(row, _evenly(ranges, len(row)), strict=True):
+                    ranks.append(np.full(len(start), rank, np.int64))
+                    starts.append(start)
+                    stops.append(stop)
+        runs = runs_of_ranges(np.concatenate(ranks), np.concatenate(starts), np.concatenate(stops))
+        pads = 0
+        if request.equal_tokens:
+            runs, pads = equalised(runs, request.ranks, batch.tokens, request.pad_to)
+    check_cap(runs, request.max_tokens_per_rank)
+    split = len(grids[0][0])
+    if split == 1:
+        regions = row_regions(batch, request.shape.heads, runs.rank, runs.start, runs.stop)
+    else:
+        regions = _split_regions(request, [row for grid in grids for row in grid], runs)
+    route = Traffic() if traffic == "needed" else Traffic(traffic, tuple(grids))
+    return Placement(batch, request.ranks, pads, runs, (regions,) * len(batch.masks), route)
+
+
+def _split_regions(request: Request, rows: list[tuple[int, ...]], runs: Runs) -> Regions:
+    """What the ranks of each row of a grid keep together, each for its heads."""
+    row_of = np.zeros(request.ranks, np.int64)
+    row_of[np.array(rows)] = np.arange(len(rows))[:, None]
+    row, start, stop = united(row_of[runs.rank], runs.start, runs.stop)
+    index, document, q0, q1 = request.batch.split_by_document(start, stop)
+    counts, split = np.bincount(row[index], minlength=len(rows)), len(rows[0])
+    member, within = spread(np.repeat(counts, split))
+    at = offsets(counts)[member // split] + within
+    heads = np.arange(split + 1) * request.shape.heads // split
+    return Regions.make(
+        len(at),
+        rank=np.array(rows).reshape(-1)[member],
+        document=document[at],
+        q0=q0[at],
+        q1=q1[at],
+        k0=0,
+        k1=request.batch.lengths[document[at]],
+        h0=heads[:-1][member % split],
+        h1=heads[1:][member % split],
+    )
+
+
+def deal(lengths: Ints, groups: int) -> list[Ints]:
+    """Documents to groups, longest first to the one with the fewest tokens; each group's in stream order."""
+    heap = [(0, g) for g in range(groups)]
+    dealt: list[list[int]] = [[] for _ in range(groups)]
+    order = np.argsort(-lengths, kind="stable")
+    for document, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        load, group = heap[0]
+        dealt[group].append(document)
+        heapq.heapreplace(heap, (load + length, group))
+    return [np.array(sorted(d), np.int64) for d in dealt]
+
+
+def _columns(request: Request, name: str) -> list[Grid]:
+    degree = _degree(request, name)
+    return [tuple((r,) for r in range(g, g + degree)) for g in range(0, request.ranks, degree)]
+
+
+def _degree(request: Request, name: str) -> int:
+    if not request.argument:
+        return request.ranks
+    try:
+        degree = int(request.argument)
+    except ValueError:
+        raise ValueError(f"{name} takes a degree, as in {name}:4; got '{name}:{request.argument}'") from None
+    if degree < 1 or request.ranks % degree:
+        fits = [d for d in range(1, request.ranks + 1) if request.ranks % d == 0]
+        raise Refused(f"{name}:{degree} does not divide the {request.ranks} ranks into groups; degrees that do: {fits}")
+    return degree
+
+
+def _check_split(shape: Shape, split: int, name: str) -> None:
+    if shape.heads % split:
+        raise Refused(
+            f"{name} splits {shape.heads} query heads over {split} ranks, which does not divide; "
+            "use a divisor of the heads, usp, or a strategy that moves keys (zigzag, blocks)"
+        )
+    if shape.kv_heads % split and split % shape.kv_heads:
+        raise Refused(
+            f"{name} splits {shape.kv_heads} KV heads over {split} ranks; one must divide the other. "
+            "Use usp, or a strategy that moves keys (zigzag, blocks)"
+        )

@@ -1,0 +1,1 @@
+"""From a placement to a plan, and how long a placement takes in closed form."""

@@ -1,0 +1,225 @@
+"""Flows: bytes from rank to rank, forward and backward, and how long an exchange of them takes.
+
+The same bytes as the plan's transfers would move, counted without making them. Every rank has a port inside its node and one across
+nodes; both work at once, in both directions. A grouped exchange takes a rank as long as the busiest port among itself and the ranks that
+send to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.arrays.totals import sums
+from flexcp.batch import LayerMask
+from flexcp.clusters import Cluster
+from flexcp.cost import CostModel
+from flexcp.plan.placement import Placement, Regions
+from flexcp.schedule.needs import Pieces, needed_pieces
+from flexcp.schedule.routes import Routes, route_keys
+from flexcp.schedule.work import Pairs, grids_by_shape
+from flexcp.shape import Kind, Shape
+
+Ints = NDArray[np.int64]
+SHELF_LINES = 5 * 2 * 128
+"""Bytes at most between the kept tensors of a head range: two on each of at most five shelves (four stages, one more behind a relay)."""
+
+
+class Needs(NamedTuple):
+    """What ranks read from others: query pieces, and key pieces with their routes."""
+
+    q: Pieces
+    keys: Routes
+
+
+def find_needs(
+    placement: Placement, shape: Shape, cluster: Cluster, mask: LayerMask, regions: Regions, pairs: Pairs
+) -> Needs:
+    """What the regions of a mask read from other ranks, and how it travels."""
+    q, keys = needed_pieces(placement, shape, mask, regions, pairs)
+    relay = placement.traffic.relay and not placement.assemble_own
+    return Needs(q, route_keys(keys, shape, cluster, relay))
+
+
+class KeptKeys:
+    """Which masks keep the keys they receive from the forward to the backward, given the bytes a rank may spend on that.
+
+    Masks are asked in order, and keep all or nothing: only when what every rank receives in all of a mask's layers fits what is left. All
+    ranks find the same answer. Tokens so scattered that they are assembled, and the traffic of static methods, always travel again.
+    """
+
+    def __init__(self, placement: Placement, shape: Shape, budget: int) -> None:
+        self.placement, self.shape = placement, shape
+        self.left = np.full(placement.ranks, budget, np.int64)
+
+    def take(self, mask: LayerMask, needs: Needs | None) -> bool:
+        """Whether the mask keeps its keys; its bytes are spent then."""
+        if needs is None or self.placement.assemble_own or not self.left.any():
+            return False
+        first, relays = needs.keys
+        received = Pieces.join([first, replace(first.take(relays.first), rank=relays.rank)])
+        each = int(self.shape.bytes_per_token_head()[Kind.KV, 0])
+        ranges = np.unique(np.stack([received.rank, received.h0, received.h1]), axis=1)
+        spent = sums(received.rank, received.amount * each, len(self.left))
+        spent += np.bincount(ranges[0], minlength=len(self.left)) * SHELF_LINES
+        spent *= mask.layers
+        if not spent.any() or (spent > self.left).any():
+            return False
+        self.left = self.left - spent
+        return True
+
+
+class Flows(NamedTuple):
+    """Bytes from rank to rank."""
+
+    source: Ints
+    target: Ints
+    size: Ints
+
+
+class Moves(NamedTuple):
+    """What moves in one direction of one layer, by when it moves.
+
+    ``relays`` pass inputs on inside a node, ``relayed`` is their gradients on the way to the rank that passed them on. ``gradients`` of
+    keys leave when the work on those keys is done, ``outputs`` when all work is. The hops of a ring are a pass's total, one flow a link.
+    """
+
+    inputs: Flows
+    relays: Flows
+    kv_hops: Flows
+    dkv_hops: Flows
+    relayed: Flows
+    gradients: Flows
+    outputs: Flows
+
+    @property
+    def everything(self) -> Flows:
+        """All of it."""
+        return join_flows(self)
+
+
+def join_flows(parts: Sequence[Flows]) -> Flows:
+    """All flows of the parts; what stays on its rank is none, nor is one without bytes."""
+    columns = [np.concatenate([getattr(p, f) for p in parts] or [np.zeros(0, np.int64)]) for f in Flows._fields]
+    moves = (columns[0] != columns[1]) & (columns[2] > 0)
+    return Flows(*(c[moves] for c in columns))
+
+
+def moves_of(placement: Placement, shape: Shape, needs: Needs | None, keys_kept: bool = False) -> tuple[Moves, Moves]:
+    """Forward and backward, the same bytes as the plan's transfers. Needed traffic moves what ``needs`` says."""
+    if needs is not None:
+        return _needed(shape, needs, keys_kept)
+    return _gathered(placement, shape) if placement.traffic.kind == "gather" else _passed_round(placement, shape)
+
+
+def _needed(shape: Shape, needs: Needs, keys_kept: bool) -> tuple[Moves, Moves]:
+    each = shape.bytes_per_token_head()
+    none = join_flows([])
+    q, first, relays = needs.q, needs.keys.first, needs.keys.relays
+    passed_on = first.take(relays.first)
+    rows, keys = (q.owner, q.rank, q), (first.owner, first.rank, first)
+    again = (passed_on.rank, relays.rank, passed_on)
+
+    def there(way: tuple[Ints, Ints, Pieces], *kinds: Kind) -> Flows:
+        source, target, pieces = way
+        return join_flows([Flows(source, target, pieces.amount * sum(each[kind, 0] for kind in kinds))])
+
+    def back(way: tuple[Ints, Ints, Pieces], kind: Kind) -> Flows:
+        source, target, pieces = way
+        return join_flows([Flows(target, source, pieces.amount * each[kind, pieces.partial])])
+
+    arriving, passing = there(keys, Kind.KV), there(again, Kind.KV)
+    forward = Moves(join_flows([there(rows, Kind.Q), arriving]), passing, none, none, none, none, back(rows, Kind.O))
+    moved = there(rows, Kind.Q, Kind.DO)
+    again_in, passed = (moved, none) if keys_kept else (join_flows([moved, arriving]), passing)
+    grads = back(again, Kind.DKV), back(keys, Kind.DKV)
+    return forward, Moves(again_in, passed, none, none, *grads, back(rows, Kind.DQ))
+
+
+def _gathered(placement: Placement, shape: Shape) -> tuple[Moves, Moves]:
+    """All keys of a group to all of it, and in the backward every rank's partial dkv home."""
+    each = shape.bytes_per_token_head() * shape.kv_heads
+    none = join_flows([])
+    keys, grads = [], []
+    for grid in placement.traffic.groups:
+        ranks = np.array(grid, np.int64).reshape(-1)
+        owner, reader = np.repeat(ranks, len(ranks)), np.tile(ranks, len(ranks))
+        tokens = placement.tokens[owner]
+        keys.append(Flows(owner, reader, tokens * each[Kind.KV, 0]))
+        grads.append(Flows(reader, owner, tokens * each[Kind.DKV, 1]))
+    inputs = join_flows(keys)
+    still = Moves(inputs, none, none, none, none, none, none)
+    return still, still._replace(outputs=join_flows(grads))
+
+
+def _passed_round(placement: Placement, shape: Shape) -> tuple[Moves, Moves]:
+    """Heads exchanged inside each ring position, keys passed from position to position, dkv after them."""
+    each = shape.bytes_per_token_head()
+    forward: list[Moves] = []
+    backward: list[Moves] = []
+    for ranks in grids_by_shape(placement):
+        split = ranks.shape[2]
+        borders = np.arange(split + 1) * shape.heads // split
+        low, high = shape.kv_range(borders[:-1], borders[1:])
+        heads, kv_heads = np.diff(borders), high - low
+        # A KV head that several head groups read gets its gradient from all of them.
+        shared = int(split > shape.kv_heads)
+        # [group, position, owner, worker]: an owner's tokens and the heads of the rank that works on them.
+        owner = np.repeat(ranks, split, axis=2).reshape(-1)
+        worker = np.tile(ranks, (1, 1, split)).reshape(-1)
+        of_heads, of_kv = (placement.tokens[owner] * np.tile(count, ranks.size) for count in (heads, kv_heads))
+        there = Flows(owner, worker, of_heads * each[Kind.Q, 0] + of_kv * each[Kind.KV, 0])
+        there_again = Flows(owner, worker, there.size + of_heads * each[Kind.DO, 0])
+        home = Flows(worker, owner, of_heads * each[Kind.O, 0])
+        home_again = Flows(worker, owner, of_heads * each[Kind.DQ, 0] + of_kv * each[Kind.DKV, shared])
+        # A link into a position carries the keys of all positions but that one; dkv of all but the sender's.
+        links = np.roll(ranks, 1, axis=1).reshape(-1), ranks.reshape(-1)
+        at = placement.tokens[ranks].sum(axis=2, keepdims=True)
+        others = at.sum(axis=1, keepdims=True) - at
+        keys = (others * kv_heads * each[Kind.KV, 0]).reshape(-1)
+        grads = (np.roll(others, 1, axis=1) * kv_heads * each[Kind.DKV, 1]).reshape(-1)
+        none = join_flows([])
+        forward.append(Moves(there, none, Flows(*links, keys), none, none, none, home))
+        backward.append(Moves(there_again, none, Flows(*links, keys), Flows(*links, grads), none, none, home_again))
+    both = [Moves(*(join_flows(parts) for parts in zip(*moves, strict=True))) for moves in (forward, backward)]
+    return both[0], both[1]
+
+
+class Ports(NamedTuple):
+    """Bytes through each rank's ports, ``[across nodes, rank]``."""
+
+    sent: Ints
+    received: Ints
+
+
+def through_ports(flows: Flows, cluster: Cluster) -> Ports:
+    """The bytes through each rank's ports."""
+    across = flows.source // cluster.ranks_per_node != flows.target // cluster.ranks_per_node
+    level = across * cluster.ranks
+    size = 2 * cluster.ranks
+    sent, received = (sums(level + end, flows.size, size).reshape(2, -1) for end in (flows.source, flows.target))
+    return Ports(sent, received)
+
+
+def exchange_ns(flows: Flows, cluster: Cluster, cost: CostModel) -> Ints:
+    """Time of each rank in a grouped exchange: the busiest port of its own or of a rank it waits for, and the start of its messages."""
+    ranks = cluster.ranks
+    if len(flows.size) == 0:
+        return np.zeros(ranks, np.int64)
+    ports = through_ports(flows, cluster)
+    leaving = ports_ns(ports.sent, cluster, cost)
+    busiest = np.maximum(leaving, ports_ns(ports.received, cluster, cost))
+    np.maximum.at(busiest, flows.target, leaving[flows.source])
+    pairs = np.unique(flows.source * ranks + flows.target)
+    peers = np.maximum(np.bincount(pairs // ranks, minlength=ranks), np.bincount(pairs % ranks, minlength=ranks))
+    return busiest + np.where(peers > 0, cluster.latency_ns + cost.message_ns * (peers - 1), 0)
+
+
+def ports_ns(size: Ints, cluster: Cluster, cost: CostModel) -> Ints:
+    """Time of ``size[across nodes, rank]`` bytes through each rank's two ports at once."""
+    inside = cost.link_ns(size[0], cluster.intra_mbps)
+    return inside if cluster.nodes == 1 else np.maximum(inside, cost.link_ns(size[1], cluster.inter_mbps))

@@ -1,0 +1,116 @@
+"""Needs: which tokens of others each rank's regions read, exact to the token and the head.
+
+A rank reads the rows and the keys of its regions' slices. What it does not keep itself is a *piece* of the rank that does. A piece is
+cut where the number of ranks that read its tokens changes between one and several, because a result that several ranks have a part in
+travels as a partial one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.arrays.intervals import covered_once, overlaps, spread, united
+from flexcp.arrays.tables import Table
+from flexcp.batch import LayerMask
+from flexcp.masks import K0, K1, Q0, Q1
+from flexcp.plan.placement import Placement, Regions
+from flexcp.schedule.work import Pairs
+from flexcp.shape import Shape
+
+Ints = NDArray[np.int64]
+
+
+def needed_pieces(
+    placement: Placement, shape: Shape, mask: LayerMask, regions: Regions, pairs: Pairs
+) -> tuple[Pieces, Pieces]:
+    """The query and the key pieces that ranks read from others (their own too when those are assembled)."""
+    # A document whose regions all find their rows and keys at home moves nothing, and most are like that.
+    travels = np.zeros(placement.batch.documents, bool)
+    travels[regions.document[pairs.all > pairs.own]] = True
+    rows, keys = _reads(placement, shape, mask, regions.take(travels[regions.document]))
+    return _pieces(placement, rows), _pieces(placement, keys)
+
+
+class _Reads:
+    """Stream ranges that ranks read: rank, elementary head range number, start, stop; and the head borders."""
+
+    def __init__(self, rank: Ints, head: Ints, start: Ints, stop: Ints, borders: Ints, ranks: int) -> None:
+        label, self.start, self.stop = united(rank * len(borders) + head, start, stop)
+        self.rank, self.head = label // len(borders), label % len(borders)
+        self.borders = borders
+        self.ranks = ranks
+
+
+def _reads(placement: Placement, shape: Shape, mask: LayerMask, regions: Regions) -> tuple[_Reads, _Reads]:
+    """The rows and the keys that each rank's regions read."""
+    index, slices = mask.cuts(regions.document, regions.q0, regions.q1, regions.k0, regions.k1)
+    begin = placement.batch.starts[regions.document[index]]
+    rank, h0, h1 = regions.rank[index], regions.h0[index], regions.h1[index]
+    g0, g1 = shape.kv_range(h0, h1)
+    sides = []
+    for low, high, count, first, last in ((h0, h1, shape.heads, Q0, Q1), (g0, g1, shape.kv_heads, K0, K1)):
+        borders = np.unique(np.concatenate([low, high, [0, count]]))
+        from_, to = np.searchsorted(borders, low), np.searchsorted(borders, high)
+        item, within = spread(to - from_)
+        start, stop = (begin + slices[:, first])[item], (begin + slices[:, last])[item]
+        sides.append(_Reads(rank[item], from_[item] + within, start, stop, borders, placement.ranks))
+    return sides[0], sides[1]
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces(Table):
+    """What ranks read of others' tokens.
+
+    ``partial`` says that several ranks read these tokens and heads, so that each one's results for them are a part of the sum.
+    """
+
+    rank: Ints
+    owner: Ints
+    start: Ints
+    stop: Ints
+    h0: Ints
+    h1: Ints
+    partial: Ints
+
+    @property
+    def amount(self) -> Ints:
+        """Tokens x heads of each."""
+        return np.asarray((self.stop - self.start) * (self.h1 - self.h0))
+
+
+def _pieces(placement: Placement, reads: _Reads) -> Pieces:
+    """The reads as pieces, cut where the number of ranks that read changes between one and several."""
+    label, first, last, once = covered_once(reads.head, reads.start, reads.stop)
+    span = placement.stream + 1
+    base = reads.head * span
+    index, at = overlaps(base + reads.start, base + reads.stop, label * span + first, label * span + last)
+    start, stop = np.maximum(reads.start[index], first[at]), np.minimum(reads.stop[index], last[at])
+    rank, head, partial = reads.rank[index], reads.head[index], 1 - once[at].astype(np.int64)
+    index, owner, start, stop = placement.owned_parts(start, stop)
+    rank, head, partial = rank[index], head[index], partial[index]
+    if not placement.assemble_own:
+        away = rank != owner
+        if not away.any():
+            return Pieces.make(0, **dict.fromkeys(Pieces.names(), 0))
+        rank, head, partial, owner, start, stop = (x[away] for x in (rank, head, partial, owner, start, stop))
+    heads = len(reads.borders)
+    label = ((rank * heads + head) * reads.ranks + owner) * 2 + partial
+    label, start, stop = united(label, start, stop)
+    partial, owner = label % 2, label // 2 % reads.ranks
+    rank, head = label // 2 // reads.ranks // heads, label // 2 // reads.ranks % heads
+    return Pieces(*_join_heads(rank, owner, start, stop, head, partial, reads.borders))
+
+
+def _join_heads(rank: Ints, owner: Ints, start: Ints, stop: Ints, head: Ints, partial: Ints, borders: Ints) -> Ints:
+    """Pieces of the same tokens in adjacent elementary head ranges become one."""
+    order = np.lexsort((head, partial, stop, start, owner, rank))
+    columns = np.stack([rank, owner, start, stop, head, partial])[:, order]
+    same = np.all(columns[[0, 1, 2, 3, 5], 1:] == columns[[0, 1, 2, 3, 5], :-1], axis=0)
+    same &= columns[4, 1:] == columns[4, :-1] + 1
+    first = np.concatenate([[True], ~same])[: columns.shape[1]]
+    last = np.concatenate([~same, [True]])[: columns.shape[1]]
+    found = columns[:, first]
+    return np.stack([*found[:4], borders[found[4]], borders[columns[4, last] + 1], found[5]])

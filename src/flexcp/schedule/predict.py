@@ -1,0 +1,241 @@
+"""Simulate: how long a placement takes.
+
+:func:`predict` is the closed short form, what ``auto`` is scored by: nothing is scheduled, everything is arithmetic on columns. It counts
+the same bytes as the plan would move (exactly, by rank, direction and level) and the same pairs (exactly, those that a rank can compute
+from its own tokens apart from the rest), and puts them together like this, for every rank:
+
+    needed            own work and stages of other work, each against the next inputs and the last results (:mod:`flexcp.schedule.stages`)
+    gather            max(own work, inputs) + other work + outputs
+    ring              head exchange + (own work, then each hop's work, against the next hop) + head exchange home
+    step              sum over masks of layers x (forward + backward attention)  +  layers x linear time of its tokens
+
+The step takes as long as its slowest rank. *Exposed* is the part of attention's time in which a rank does not compute. What is
+approximate: a ring's work is spread evenly over its hops after the first, which is as good as exact under causal and full masks (under
+others it is counted hop by hop, unless the ring is very large, and a rank waits for the one before it); every hop takes as long as the
+slowest link of its ring; an exchange takes as long as the busiest port among a rank and the ranks that send to it; whom a static method's
+exchange waits for was ready from the start.
+Everything is an integer in nanoseconds and rounded up.
+
+:func:`lower_bound` is the compute of the batch perfectly divided: no placement is predicted faster.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.arrays.intervals import united
+from flexcp.arrays.totals import sums
+from flexcp.batch import Batch, LayerMask
+from flexcp.clusters import NOMINAL_SPEED, Cluster
+from flexcp.cost import CostModel
+from flexcp.masks import Q0, Q1, causal, full
+from flexcp.plan.placement import Placement
+from flexcp.schedule.flows import (
+    KeptKeys,
+    Moves,
+    exchange_ns,
+    find_needs,
+    join_flows,
+    moves_of,
+    ports_ns,
+    through_ports,
+)
+from flexcp.schedule.stages import choose_stages
+from flexcp.schedule.work import Rings, Work, count_pairs, hop_work, rank_work, rings_of, work_ns
+from flexcp.shape import Shape
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """What a step is predicted to cost, forward and backward.
+
+    ``attention_ns``, ``exposed_ns`` and ``linear_ns`` are of each rank, over all layers. ``moves`` of one layer are of each mask, forward
+    then backward; ``sent`` and ``received`` are their bytes, ``[mask, backward, across nodes, rank]``.
+    """
+
+    attention_ns: Ints
+    exposed_ns: Ints
+    linear_ns: Ints
+    moves: tuple[Moves, ...]
+    cluster: Cluster
+
+    @property
+    def sent(self) -> Ints:
+        """Bytes that leave each rank."""
+        return self._bytes("sent")
+
+    @property
+    def received(self) -> Ints:
+        """Bytes that reach each rank."""
+        return self._bytes("received")
+
+    def _bytes(self, way: str) -> Ints:
+        found = [getattr(through_ports(moves.everything, self.cluster), way) for moves in self.moves]
+        return np.reshape(found, (-1, 2, 2, self.cluster.ranks))
+
+    @property
+    def rank_ns(self) -> Ints:
+        """Time of each rank."""
+        return self.attention_ns + self.exposed_ns + self.linear_ns
+
+    @property
+    def slowest(self) -> int:
+        """The rank that the step waits for."""
+        return int(self.rank_ns.argmax())
+
+    @property
+    def total_ns(self) -> int:
+        """Time of the step."""
+        return int(self.rank_ns.max())
+
+    @property
+    def breakdown(self) -> dict[str, int]:
+        """The slowest rank's nanoseconds by what they go to."""
+        at = self.slowest
+        parts = {"attention": self.attention_ns, "exposed": self.exposed_ns, "linear": self.linear_ns}
+        return {name: int(values[at]) for name, values in parts.items()}
+
+    def __str__(self) -> str:
+        parts = " + ".join(f"{name} {milliseconds(ns)}" for name, ns in self.breakdown.items())
+        return f"{milliseconds(self.total_ns)} ms on rank {self.slowest} ({parts})"
+
+
+def milliseconds(ns: int) -> str:
+    """Nanoseconds as milliseconds with three decimals."""
+    return f"{ns / 1e6:.3f}"
+
+
+def predict(placement: Placement, shape: Shape, cluster: Cluster, cost: CostModel, keep_kv: int = 0) -> Prediction:
+    """The predicted time of one step of this placement; ``keep_kv`` as in :func:`flexcp.schedule.transfers.make_plan`."""
+    rings = rings_of(placement)
+    compute = np.zeros(placement.ranks, np.int64)
+    total = np.zeros(placement.ranks, np.int64)
+    all_moves: list[Moves] = []
+    budget = KeptKeys(placement, shape, keep_kv)
+    for mask, regions in zip(placement.batch.masks, placement.regions, strict=True):
+        uneven = rings.turn and _is_uneven(mask)
+        by_hop = hop_work(placement, mask, regions, rings, cost) if uneven else None
+        pairs_of_ranks, needs = None, None
+        if by_hop is None:
+            pairs = count_pairs(placement, mask, regions, rings)
+            pairs_of_ranks = rank_work(placement, regions, pairs, cost)
+            if placement.traffic.kind == "needed":
+                needs = find_needs(placement, shape, cluster, mask, regions, pairs)
+        kept = budget.take(mask, needs)
+        forward = None
+        for backward, moves in enumerate(moves_of(placement, shape, needs, kept)):
+            if by_hop is not None:
+                spans = np.stack([cost.attention_ns(w, shape, cluster, bool(backward)) for w in by_hop.T], axis=1)
+                spans += cost.kernel_ns * (by_hop > 0)
+                busy, ns = spans.sum(axis=1), _turned_ns(spans, moves, rings, cluster, cost)
+            else:
+                assert pairs_of_ranks is not None
+                work = work_ns(pairs_of_ranks, rings, shape, cluster, cost, bool(backward))
+                busy = work.own + work.rest
+                if needs is None:
+                    ns = _static_ns(work, moves, rings, cluster, cost)
+                else:
+                    chosen = choose_stages(placement, needs, work, moves, cluster, cost, forward)
+                    forward, ns = chosen if kept else None, chosen.ns
+            compute += mask.layers * busy
+            total += mask.layers * _until_results_are_home(ns, moves)
+            all_moves.append(moves)
+    layers = sum(mask.layers for mask in placement.batch.masks)
+    linear = layers * cost.linear_ns(placement.tokens, shape, cluster)
+    return Prediction(compute, total - compute, linear, tuple(all_moves), cluster)
+
+
+def _until_results_are_home(ns: Ints, moves: Moves) -> Ints:
+    """A rank's attention ends no sooner than that of the ranks which compute results for it."""
+    home = join_flows([moves.relayed, moves.dkv_hops, moves.gradients, moves.outputs])
+    found = ns.copy()
+    np.maximum.at(found, home.target, ns[home.source])
+    return found
+
+
+def lower_bound(batch: Batch, shape: Shape, cluster: Cluster, cost: CostModel) -> int:
+    """Nanoseconds of the batch's compute divided perfectly over the ranks, each as fast as it is."""
+    alone = replace(cluster, nodes=1, ranks_per_node=1, speeds=())
+    ns = 0
+    for mask, work in zip(batch.masks, document_work(batch, shape, cost), strict=True):
+        whole = work.sum(keepdims=True)
+        ns += mask.layers * sum(int(cost.attention_ns(whole, shape, alone, b)[0]) for b in (False, True))
+        ns += mask.layers * int(cost.linear_ns(batch.lengths.sum(keepdims=True), shape, alone)[0])
+    return ns * NOMINAL_SPEED // sum(cluster.rank_speeds)
+
+
+def document_work(batch: Batch, shape: Shape, cost: CostModel) -> list[Ints]:
+    """For each mask, the least work of every document in pairs x query heads: its area and its row tiles, cut nowhere."""
+    documents = np.arange(batch.documents, dtype=np.int64)
+    found = []
+    for mask in batch.masks:
+        areas = mask.rows_area(documents, np.zeros_like(documents), batch.lengths)
+        of_slice, at = mask.of_documents(documents)
+        document, q0, q1 = united(of_slice, mask.slices[at, Q0], mask.slices[at, Q1])
+        rows = sums(document, q1 - q0, batch.documents)
+        found.append((areas + cost.row_tiles_work(rows)) * shape.heads)
+    return found
+
+
+def _static_ns(work: Work, moves: Moves, rings: Rings, cluster: Cluster, cost: CostModel) -> Ints:
+    """Time of each rank for one layer's attention in one direction, waiting included."""
+    own, rest, _ = work
+    there = exchange_ns(moves.inputs, cluster, cost)
+    home = exchange_ns(moves.outputs, cluster, cost)
+    if not rings.turn:
+        return np.maximum(own, there) + rest + home
+    keys, grads, both = _hops_ns(moves, rings, cluster, cost)
+    hops = np.maximum(rings.positions - 1, 1)
+    each = -(-rest // hops)
+    # The work on own keys hides the first hop, every later piece of work the hop after it. Gradients follow the keys two hops behind,
+    # so the last two travel alone, the very last with nothing left to hide it.
+    turning = np.maximum(own, keys) + each
+    if len(moves.dkv_hops.size) == 0:
+        turning += (hops - 1) * np.maximum(each, keys)
+    else:
+        turning += grads
+        alone, together = np.minimum(hops - 1, 1), np.maximum(hops - 2, 0)
+        turning += alone * (np.maximum(each, keys) + np.maximum(each, grads) - each) + together * np.maximum(each, both)
+    return there + np.where(rings.positions > 1, turning, own + rest) + home
+
+
+def _is_uneven(mask: LayerMask) -> bool:
+    """Whether hops of a ring bring work that differs from hop to hop."""
+    return any(rule not in (causal(), full()) for rule in mask.rules)
+
+
+def _turned_ns(spans: Ints, moves: Moves, rings: Rings, cluster: Cluster, cost: CostModel) -> Ints:
+    """Time of each rank for one layer's attention in one direction around rings, from its work by hop, waiting included."""
+    keys, grads, both = _hops_ns(moves, rings, cluster, cost)
+    if len(moves.dkv_hops.size) == 0:
+        grads, both = np.zeros_like(keys), keys
+    last = rings.positions - 1
+    begin = np.zeros(cluster.ranks, np.int64)
+    for hop in range(spans.shape[1]):
+        # What travels beside this hop's work: the next hop's keys, and gradients two hops behind theirs.
+        beside = np.where(hop < last, keys if hop < 2 else both, grads if hop >= 2 else 0)
+        meeting = np.maximum(begin, begin[rings.before])
+        end = np.maximum(begin + spans[:, hop], np.where(beside > 0, meeting + beside, 0))
+        begin = np.where(hop <= last, end, begin)
+    home = np.where(last > 0, grads, 0)
+    turned = np.maximum(begin, np.where(home > 0, begin[rings.before], 0)) + home
+    there, back = (exchange_ns(flows, cluster, cost) for flows in (moves.inputs, moves.outputs))
+    return np.asarray(there + turned + back)
+
+
+def _hops_ns(moves: Moves, rings: Rings, cluster: Cluster, cost: CostModel) -> tuple[Ints, Ints, Ints]:
+    """Time of one hop of keys, of gradients and of both together, as slow as the slowest link of the rank's group."""
+    hops = np.maximum(rings.positions - 1, 1)
+    keys, grads = (through_ports(flows, cluster).received for flows in (moves.kv_hops, moves.dkv_hops))
+    found = []
+    for size in (keys, grads, keys + grads):
+        times = ports_ns(-(-size // hops), cluster, cost)
+        slowest = np.zeros(cluster.ranks, np.int64)
+        np.maximum.at(slowest, rings.group, times + cluster.latency_ns * (times > 0))
+        found.append(slowest[rings.group])
+    return found[0], found[1], found[2]

@@ -1,0 +1,221 @@
+"""Stages: how a rank's inputs are cut into parts that travel one behind the other, and where its local work hides them.
+
+With s stages a rank does this (inputs of the next stage and results of the last one travel under the work beside them):
+
+    slot 0        its own work, first share        | inputs 1
+    slot 1        work that inputs 1 made possible | inputs 2
+    slot 2 .. s   likewise                         | inputs 3 .. s, gradients of the keys of stage 1 .. s - 1 on their way home
+    slot s + 1    its own work, second share       | gradients of the last keys, results for moved queries
+
+The own work is shared between the two ends in proportion to what travels there. More stages hide more and start more kernels and
+messages: each rank takes the number that would be fastest for it alone. Equal parts are enough: own work evens the ends out.
+
+But a rank sends a stage only when it has begun the slot before it, so whoever waits makes others wait, once a stage. Time is therefore
+counted over all ranks together, slot by slot, and everybody's number is capped where fewer stages are clearly faster that way. (A backward
+whose keys were kept is still counted rank by rank.)
+
+Where the forward's keys are kept for the backward, nothing but moved queries travels there: the backward works on the same parts, each one
+slot earlier, and its gradients follow. The own work then waits for the end unless queries come.
+
+Parts are cut from a rank's pieces in the order of their owners' distance, inside and across nodes apart, so that in every stage both
+ports are busy and different ranks ask different owners. What is relayed inside a node (:mod:`flexcp.schedule.routes`) arrives one stage
+later, and its gradients take one stage more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.arrays.intervals import spread
+from flexcp.arrays.totals import sums
+from flexcp.clusters import Cluster
+from flexcp.cost import CostModel
+from flexcp.plan.placement import Placement
+from flexcp.schedule.flows import Moves, Needs, exchange_ns, join_flows
+from flexcp.schedule.needs import Pieces
+from flexcp.schedule.work import Work
+
+Ints = NDArray[np.int64]
+MOST_STAGES = 4
+WORTH_PERMILLE = 990
+"""One more stage is taken when it cuts the time of a rank to this."""
+TOGETHER_PERMILLE = 1060
+"""Stages are capped for all when that is faster by more than this: the count over all ranks is not exact either."""
+TILE = 128
+"""Parts of a piece are cut at multiples of this, so that kernels see few ragged tiles."""
+
+
+class Stages(NamedTuple):
+    """For each rank: input stages, per mille of its own work held until after them, predicted nanoseconds."""
+
+    number: Ints
+    held: Ints
+    ns: Ints
+
+
+class _Times(NamedTuple):
+    """Nanoseconds of each rank for a pass's exchanges: all inputs and the part that is relayed, all gradients likewise, outputs."""
+
+    there: Ints
+    relays: Ints
+    back: Ints
+    relayed: Ints
+    home: Ints
+
+
+def choose_stages(
+    placement: Placement,
+    needs: Needs,
+    work: Work,
+    moves: Moves,
+    cluster: Cluster,
+    cost: CostModel,
+    kept: Stages | None = None,
+) -> Stages:
+    """Each rank's number of stages, or, in a backward whose keys are ``kept``, the forward's. ``work`` is in nanoseconds."""
+    exchanges = (
+        join_flows([moves.inputs, moves.relays]),
+        moves.relays,
+        join_flows([moves.gradients, moves.relayed]),
+        moves.relayed,
+        moves.outputs,
+    )
+    times = _Times(*(exchange_ns(flows, cluster, cost) for flows in exchanges))
+    if kept is not None:
+        return _timed_kept(kept.number, work, times, cluster)
+    number = np.ones(placement.ranks, np.int64)
+    if placement.assemble_own:
+        # All work waits for the one stage in which tokens are put in order.
+        return Stages(number, np.zeros_like(number), work.own + work.rest + times.there + times.back + times.home)
+    best = _alone_ns(_parts(number, work, times, cluster))
+    # More stages help only ranks that read keys and wait for something.
+    reads = np.zeros(placement.ranks, bool)
+    reads[needs.keys.first.rank] = True
+    reads &= best > work.own + work.rest
+    for count in range(2, MOST_STAGES + 1 if reads.any() else 2):
+        more = _alone_ns(_parts(np.full_like(number, count), work, times, cluster))
+        better = reads & (more * 1000 < best * WORTH_PERMILLE)
+        number, best = np.where(better, count, number), np.where(better, more, best)
+    return _capped(number, work, times, cluster, _peers(moves))
+
+
+class _Parts(NamedTuple):
+    """For each rank with its number of stages: its own work before and after them and the work of a stage; what travels beside each."""
+
+    number: Ints
+    held: Ints
+    before: Ints
+    each: Ints
+    after: Ints
+    first: Ints
+    into: Ints
+    out: Ints
+    last: Ints
+
+
+def _parts(number: Ints, work: Work, times: _Times, cluster: Cluster) -> _Parts:
+    start = cluster.latency_ns * (number > 1)
+    into, again, out, returned = (-(-ns // number) + start * (ns > 0) for ns in times[:4])
+    each = -(-(work.rest + (number - 1) * work.again) // number)
+    # What is relayed needs one more step before the first work and after the last.
+    first = into + again
+    last = out + returned + times.home - cluster.latency_ns * ((out > 0) & (times.home > 0))  # one exchange
+    held = 1000 * last // np.maximum(first + last, 1)
+    after = work.own * held // 1000
+    return _Parts(number, held, work.own - after, each, after, first, into, out, last)
+
+
+def _slot(p: _Parts, slot: int) -> tuple[Ints, Ints]:
+    """(work, what travels beside it) of each rank in a slot."""
+    if slot == 0:
+        return p.before, p.first
+    inside, end = slot <= p.number, slot == p.number + 1
+    beside = np.maximum(np.where(slot < p.number, p.into, 0), np.where(inside & (slot > 1), p.out, 0))
+    return np.where(inside, p.each, np.where(end, p.after, 0)), np.where(end, p.last, beside)
+
+
+def _alone_ns(p: _Parts) -> Ints:
+    """Time of each rank if everybody else is always ready."""
+    slots = [np.maximum(*_slot(p, slot)) for slot in range(int(p.number.max()) + 2)]
+    return np.asarray(sum(slots))
+
+
+def _together_ns(p: _Parts, source: Ints, target: Ints) -> Ints:
+    """Time of each rank where what a slot brings starts when all who send it have begun the slot before."""
+    begin = np.zeros_like(p.number)
+    for slot in range(int(p.number.max()) + 2):
+        work, beside = _slot(p, slot)
+        ready = begin.copy()
+        np.maximum.at(ready, target, begin[source])
+        begin = np.maximum(begin + work, np.where(beside > 0, ready + beside, 0))
+    return begin
+
+
+def _peers(moves: Moves) -> tuple[Ints, Ints]:
+    """(source, target) of all that moves, each pair once."""
+    flows = join_flows([moves.inputs, moves.relays, moves.gradients, moves.relayed, moves.outputs])
+    span = int(max(flows.source.max(initial=0), flows.target.max(initial=0))) + 1
+    pairs = np.unique((flows.source * span + flows.target)[flows.source != flows.target])
+    return pairs // span, pairs % span
+
+
+def _capped(number: Ints, work: Work, times: _Times, cluster: Cluster, peers: tuple[Ints, Ints]) -> Stages:
+    """The numbers of stages, none above the largest cap that is nearly as fast for all together as the best one."""
+    tried = []
+    for cap in range(int(number.max()), 0, -1):
+        parts = _parts(np.minimum(number, cap), work, times, cluster)
+        tried.append(Stages(parts.number, parts.held, _together_ns(parts, *peers)))
+    least = min(int(found.ns.max()) for found in tried)
+    return next(found for found in tried if int(found.ns.max()) * 1000 <= least * TOGETHER_PERMILLE)
+
+
+def _timed_kept(number: Ints, work: Work, times: _Times, cluster: Cluster) -> Stages:
+    """With keys that are there: only queries come, and gradients leave behind the work on the next part."""
+    start = cluster.latency_ns * (number > 1)
+    out, returned = (-(-ns // number) + start * (ns > 0) for ns in (times.back, times.relayed))
+    each = -(-(work.rest + (number - 1) * work.again) // number)
+    last = out + returned + times.home - cluster.latency_ns * ((out > 0) & (times.home > 0))  # one exchange
+    held = 1000 * last // np.maximum(times.there + last, 1)
+    second = work.own * held // 1000
+    waits = times.there > 0  # work on moved queries begins a slot later
+    ns = np.maximum(work.own - second + np.where(waits, 0, each), times.there)
+    slots = np.where(waits, number, number - 1)
+    ns += np.where(slots > 0, np.where(waits, each, np.maximum(each, out)), 0)
+    ns += np.maximum(slots - 1, 0) * np.maximum(each, out)
+    return Stages(number, held, ns + np.maximum(second, last))
+
+
+def cut_into_stages(keys: Pieces, number: Ints, cluster: Cluster) -> tuple[Pieces, Ints, Ints]:
+    """The key pieces cut into parts, given each rank's number of stages: (parts, the stage of each, its piece)."""
+    if number.max() == 1:
+        return keys, np.ones(len(keys), np.int64), np.arange(len(keys), dtype=np.int64)
+    size = cluster.ranks_per_node
+    across = (keys.owner // size != keys.rank // size).astype(np.int64)
+    distance = (keys.owner - keys.rank) % cluster.ranks
+    order = np.lexsort((keys.h0, keys.start, distance, across, keys.rank))
+    port, keys = (2 * keys.rank + across)[order], keys.take(order)
+    amount = keys.amount
+    total = sums(port, amount, 2 * cluster.ranks)[port]
+    before = np.cumsum(amount) - amount
+    before -= before[np.searchsorted(port, port)]
+    stages = number[keys.rank]
+    first, last = before * stages // total, (before + amount - 1) * stages // total
+    piece, within = spread(last - first + 1)
+    stage = first[piece] + within
+    keys = keys.take(piece)
+    parts, total, before = stages[piece], total[piece], before[piece]
+    start, stop = (_cut_at(keys, -(-total * s // parts) - before) for s in (stage, stage + 1))
+    real = start < stop
+    return replace(keys, start=start, stop=stop).take(real), stage[real] + 1, order[piece[real]]
+
+
+def _cut_at(keys: Pieces, amount: Ints) -> Ints:
+    """The token of each piece where so many of its tokens x heads lie before, at a whole tile or an end of the piece."""
+    length = keys.stop - keys.start
+    tokens = np.clip(amount // (keys.h1 - keys.h0), 0, length)
+    whole = (tokens + TILE // 2) // TILE * TILE
+    return keys.start + np.where((tokens == 0) | (tokens == length), tokens, np.minimum(whole, length))

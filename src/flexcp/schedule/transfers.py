@@ -1,0 +1,227 @@
+"""Schedule: a placement becomes a plan.
+
+For each mask and direction this writes the table of transfers. Two ways of travel:
+
+- *needed* (every planner of ours): what a rank's regions read, exact to the token and head, into each node once
+(:mod:`flexcp.schedule.routes`) and in as many stages as pay (:mod:`flexcp.schedule.stages`), forward and backward apart. Moved queries come
+first; gradients of keys go home as soon as the work on those keys is done, results for moved queries after the last. What a single rank
+computed whole travels in the model's dtype, others as partials. Keys travel again in the backward unless a budget lets ranks keep them.
+- *static*: the traffic users know of rings, head exchanges and gathers, needed or not.
+
+Backward inputs are the forward's plus do, LSE and delta; every output returns a piece that came in, so a rank reduces in the rows where
+it holds that piece.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.arrays.intervals import spread
+from flexcp.batch import LayerMask
+from flexcp.clusters import Cluster
+from flexcp.cost import CostModel
+from flexcp.plan.placement import Placement, Regions
+from flexcp.plan.plan import Plan
+from flexcp.plan.program import Program, Transfers
+from flexcp.schedule.flows import KeptKeys, Needs, find_needs, moves_of
+from flexcp.schedule.needs import Pieces
+from flexcp.schedule.stages import Stages, choose_stages, cut_into_stages
+from flexcp.schedule.work import count_pairs, rank_work, rings_of, work_ns
+from flexcp.shape import Kind, Shape
+
+Ints = NDArray[np.int64]
+
+
+def make_plan(
+    placement: Placement, shape: Shape, cluster: Cluster, cost: CostModel, strategy: str, keep_kv: int = 0
+) -> Plan:
+    """The plan of a placement: transfers for every mask, forward and backward.
+
+    ``keep_kv`` is how many bytes of received keys a rank may keep for the backward, all layers together.
+    """
+    programs: list[tuple[Program, Program]] = []
+    budget = KeptKeys(placement, shape, keep_kv)
+    for mask, regions in zip(placement.batch.masks, placement.regions, strict=True):
+        if placement.traffic.kind == "needed":
+            programs.append(_needed_programs(placement, shape, cluster, cost, mask, regions, budget))
+        else:
+            programs.append((_static_program(placement, shape, False), _static_program(placement, shape, True)))
+    return Plan(shape, cluster, cost, strategy, placement, tuple(programs))
+
+
+def _program(parts: list[Transfers], own_stage: int, held: tuple[int, ...] = (), keys_kept: bool = False) -> Program:
+    transfers = Transfers.join([part for part in parts if len(part)])
+    transfers = transfers.sorted_by("stage", "source", "target", "kind", "owner", "start", "h0")
+    last = int(transfers.stage.max()) if len(transfers) else own_stage
+    return Program(transfers, own_stage, max(last, own_stage) + 1, held, keys_kept)
+
+
+# --- exactly what is needed -------------------------------------------------------------------------------------------
+
+
+def _needed_programs(
+    placement: Placement,
+    shape: Shape,
+    cluster: Cluster,
+    cost: CostModel,
+    mask: LayerMask,
+    regions: Regions,
+    budget: KeptKeys,
+) -> tuple[Program, Program]:
+    rings = rings_of(placement)
+    pairs = count_pairs(placement, mask, regions, rings)
+    work = rank_work(placement, regions, pairs, cost)
+    needs = find_needs(placement, shape, cluster, mask, regions, pairs)
+    own_stage = 1 if placement.assemble_own else 0
+    kept = budget.take(mask, needs)
+    programs = []
+    forward = None
+    for backward, moves in enumerate(moves_of(placement, shape, needs, kept)):
+        times = work_ns(work, rings, shape, cluster, cost, bool(backward))
+        chosen = choose_stages(placement, needs, times, moves, cluster, cost, forward)
+        forward = chosen if kept else None
+        parts = _staged(needs, chosen, cluster, bool(backward), kept)
+        held = tuple(chosen.held.tolist()) if chosen.held.any() else ()
+        programs.append(_program(parts, own_stage, held, kept and bool(backward)))
+    return programs[0], programs[1]
+
+
+def _staged(needs: Needs, chosen: Stages, cluster: Cluster, backward: bool, kept: bool) -> list[Transfers]:
+    """Queries in stage 1, keys in theirs, relays one later; what a slot completed leaves two stages later.
+
+    As queries are there first, the work on a stage's keys is done in its own slot. Kept keys do not travel again: they are there one slot
+    before the forward's, and the work on them is done then, or when the queries are there.
+    """
+    q, (first, relays) = needs.q, needs.keys
+    keys, stage, piece = cut_into_stages(first, chosen.number, cluster)
+    there = backward and kept
+    slot = stage - there
+    last = np.ones(cluster.ranks, np.int64)
+    np.maximum.at(last, keys.rank, slot)
+    queries = np.zeros(cluster.ranks, np.int64)
+    queries[q.rank] = 1
+    home = np.maximum(slot, queries[keys.rank]) + 2
+    parts = [] if there else [_moves(keys, Kind.KV, stage, keys.owner, keys.rank)]
+    if len(relays):
+        # Every relay passes on all parts of its piece.
+        part_of = np.argsort(piece, kind="stable")
+        begin = np.searchsorted(piece[part_of], np.arange(len(first) + 1))
+        relay, within = spread(np.diff(begin)[relays.first])
+        part = part_of[begin[relays.first[relay]] + within]
+        passed_on, reader = keys.take(part), relays.rank[relay]
+        np.maximum.at(last, reader, slot[part] + 1)
+        home[part] = slot[part] + 4  # when what the readers return three stages after the keys is there
+        if not there:
+            parts.append(_moves(passed_on, Kind.KV, stage[part] + 1, passed_on.rank, reader))
+        if backward:
+            parts.append(_moves(passed_on, Kind.DKV, slot[part] + 3, reader, passed_on.rank, passed_on.partial))
+    if backward:
+        parts.append(_moves(keys, Kind.DKV, home, keys.rank, keys.owner, keys.partial))
+    if len(q):
+        parts.append(_moves(q, Kind.Q, 1, q.owner, q.rank))
+        done = last[q.rank] + 2
+        parts.append(_moves(q, Kind.DQ if backward else Kind.O, done, q.rank, q.owner, q.partial))
+        if backward:
+            parts.append(_moves(q, Kind.DO, 1, q.owner, q.rank))
+    return parts
+
+
+def _moves(
+    pieces: Pieces, kind: Kind, stage: int | Ints, source: Ints, target: Ints, partial: int | Ints = 0
+) -> Transfers:
+    return Transfers.make(
+        len(pieces.rank),
+        stage=stage,
+        source=source,
+        target=target,
+        kind=int(kind),
+        owner=pieces.owner,
+        start=pieces.start,
+        stop=pieces.stop,
+        h0=pieces.h0,
+        h1=pieces.h1,
+        partial=partial,
+    )
+
+
+# --- the traffic of the static methods --------------------------------------------------------------------------------
+
+
+class _Moves:
+    """Collects whole-rank pieces (all tokens of an owner) as rows of a transfer table."""
+
+    def __init__(self, tokens: Ints) -> None:
+        self.tokens: list[int] = tokens.tolist()
+        self.rows: list[tuple[int, ...]] = []
+
+    def add(
+        self, stage: int, source: int, target: int, kind: Kind, owner: int, heads: tuple[int, int], partial: bool
+    ) -> None:
+        if source != target and self.tokens[owner]:
+            row = (stage, source, target, int(kind), owner, 0, self.tokens[owner], *heads, int(partial))
+            self.rows.append(row)
+
+    def add_hops(
+        self, hops: list[tuple[int, int, int]], kind: Kind, owner: int, heads: tuple[int, int], partial: bool
+    ) -> None:
+        """The same piece along (stage, source, target): most of what a ring moves, so all hops at once."""
+        if self.tokens[owner]:
+            what = (int(kind), owner, 0, self.tokens[owner], *heads, int(partial))
+            self.rows += [(*hop, *what) for hop in hops]
+
+    def table(self) -> Transfers:
+        return Transfers(*np.array(self.rows, np.int64).reshape(-1, len(Transfers.names())).T)
+
+
+def _static_program(placement: Placement, shape: Shape, backward: bool) -> Program:
+    moves = _Moves(placement.tokens)
+    for grid in placement.traffic.groups:
+        if placement.traffic.kind == "gather":
+            _gather([rank for row in grid for rank in row], moves, shape, backward)
+        else:
+            _ring(grid, moves, shape, backward)
+    return _program([moves.table()], own_stage=0)
+
+
+def _gather(group: list[int], moves: _Moves, shape: Shape, backward: bool) -> None:
+    """Everyone's keys to everyone; in the backward, everyone's partial dkv back to its owner."""
+    heads = (0, shape.kv_heads)
+    for owner in group:
+        for rank in group:
+            moves.add(1, owner, rank, Kind.KV, owner, heads, False)
+            if backward:
+                moves.add(3, rank, owner, Kind.DKV, owner, heads, True)
+
+
+def _ring(grid: tuple[tuple[int, ...], ...], moves: _Moves, shape: Shape, backward: bool) -> None:
+    """Heads are exchanged inside each row of the grid, then keys pass round the columns; dkv follows them and ends at home.
+
+    Keys reach the s-th rank after their home in slot ``arrival(s)``. That rank adds its dkv to what came and passes the sum on two
+    slots later, so the chain moves one rank a stage and needs no extra accumulator.
+    """
+    positions, split = len(grid), len(grid[0])
+    arrival = (lambda s: s) if split == 1 else (lambda s: s + 1)
+    home = arrival(positions - 1) + 2
+    for j in range(split):
+        q_heads = (j * shape.heads // split, (j + 1) * shape.heads // split)
+        low, high = shape.kv_range(np.int64(q_heads[0]), np.int64(q_heads[1]))  # type: ignore[arg-type]
+        kv_heads = (int(low), int(high))
+        # A KV head that several head groups read gets its gradient from all of them.
+        shared = split > shape.kv_heads
+        for c, row in enumerate(grid):
+            worker = row[j]
+            passed = [grid[(c + s) % positions][j] for s in range(positions + 1)]
+            keys = [(arrival(s), passed[s - 1], passed[s]) for s in range(1, positions)]
+            grads = [(arrival(s) + 2, passed[s], passed[s + 1]) for s in range(1, positions)]
+            for owner in row:
+                moves.add(1, owner, worker, Kind.Q, owner, q_heads, False)
+                moves.add(1, owner, worker, Kind.KV, owner, kv_heads, False)
+                moves.add_hops(keys, Kind.KV, owner, kv_heads, False)
+                if not backward:
+                    moves.add(home, worker, owner, Kind.O, owner, q_heads, False)
+                    continue
+                moves.add(1, owner, worker, Kind.DO, owner, q_heads, False)
+                moves.add(home, worker, owner, Kind.DQ, owner, q_heads, False)
+                moves.add_hops(grads, Kind.DKV, owner, kv_heads, True)
+                moves.add(home + (positions > 1), worker, owner, Kind.DKV, owner, kv_heads, shared)

@@ -1,0 +1,506 @@
+"""Proves that compiled loops are kept where they can be, found wherever they are, and run in any case.
+
+A small module stands for the planners' loops; importing it again is what a new process does. Folders that cannot be written are real ones:
+a path below a file where no user could write, and a process that has become another user where rights decide.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import json
+import logging
+import os
+import pickle
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numba
+import numpy as np
+import pytest
+
+from flexcp.arrays import jit
+from flexcp.io import own_files
+
+SOURCE = """
+from flexcp.arrays.jit import compiled
+
+
+@compiled
+def scaled(x, by):
+    return x * by
+
+
+@compiled
+def total(values):
+    found = scaled(values[0], 3) - scaled(values[0], 3)
+    for x in values:
+        found += scaled(x, 2) + scaled(x, len(values))
+    return found
+"""
+LEAVES = """
+from flexcp.arrays.jit import compiled, compiled_leaf
+
+
+@compiled_leaf
+def scaled(values, i, by):
+    return values[i] * by
+
+
+@compiled
+def total(values):
+    found = 0
+    for i in range(len(values)):
+        found += scaled(values, i, 2) + scaled(values, i, len(values))
+    return found
+"""
+VALUES = np.arange(1, 5)
+TOTAL = 2 * 10 + 4 * 10
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """Folders and digests are remembered for a process; here every test is one."""
+    yield
+    jit._folders.cache_clear()
+    jit._digest.cache_clear()
+    jit._warn.cache_clear()
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The small module, with the user's cache folder where nobody can write."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(nowhere(tmp_path)))
+    path = tmp_path / "package" / "loops_small.py"
+    path.parent.mkdir()
+    path.write_text(SOURCE)
+    return path
+
+
+def nowhere(folder: Path) -> Path:
+    """A path below a file."""
+    (folder / "file").touch()
+    return folder / "file" / "below"
+
+
+def fresh(path: Path) -> ModuleType:
+    """The module as a new process would import it."""
+    jit._folders.cache_clear()
+    jit._digest.cache_clear()
+    jit._warn.cache_clear()
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def records(caplog: pytest.LogCaptureFixture, path: Path, values: np.ndarray = VALUES) -> list[str]:
+    """What a new process logs when it runs the loops, which must give the right sum."""
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "flexcp.compile"):
+        assert fresh(path).total(values) == TOTAL
+    return [record.getMessage() for record in caplog.records]
+
+
+BOTH = ["compiling loops_small.total", "compiling loops_small.scaled"]
+
+
+def kept(folder: Path) -> list[Path]:
+    return sorted(folder.glob("flexcp-*/*"))
+
+
+def test_compiled_once_and_found_again(source: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert records(caplog, source) == BOTH
+    assert [file.name.split("-")[0] for file in kept(source.parent / "__pycache__")] == [
+        "loops_small.scaled",
+        "loops_small.total",
+    ]
+    assert records(caplog, source) == []
+    assert records(caplog, source, VALUES.astype(np.float64)) == BOTH, "another signature"
+    assert records(caplog, source) == []
+    assert records(caplog, source, VALUES.astype(np.float64)) == []
+
+
+def test_nothing_is_printed(source: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (source.parent / "__pycache__").touch()  # no folder: so there is something to complain about
+    assert fresh(source).total(VALUES) == TOTAL
+    assert capfd.readouterr() == ("", "")
+
+
+def test_constants_are_no_types_of_their_own(source: Path) -> None:
+    module = fresh(source)
+    module.total(VALUES)
+    assert len(module.scaled.nopython_signatures) == 1
+
+
+def test_the_folder_of_numba_comes_first(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "given"))
+    records(caplog, source)
+    assert len(kept(tmp_path / "given")) == 2
+    assert not kept(source.parent / "__pycache__")
+
+
+def test_the_users_folder_comes_last(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(nowhere(tmp_path)))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    (source.parent / "__pycache__").touch()
+    records(caplog, source)
+    assert len(kept(tmp_path / "user" / "flexcp")) == 2
+    assert records(caplog, source) == []
+
+
+def test_where_nothing_can_be_written_loops_run_all_the_same(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(nowhere(tmp_path)))
+    (source.parent / "__pycache__").touch()
+    for _ in range(2):
+        said = records(caplog, source)
+        assert [s for s in said if s.startswith("compiling")] == BOTH
+        assert [s for s in said if "is lost with this process, no folder takes it" in s] == [
+            s for s in said if not s.startswith("compiling")
+        ]
+
+
+def test_a_home_that_is_nowhere_is_no_folder(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user without an entry and without HOME
+    jit._folders.cache_clear()
+    assert [folder.parent for folder in jit._folders(source)] == [source.parent / "__pycache__"]
+
+
+@pytest.mark.parametrize("content", [b"", b"half a pickle", b"\x80\x05K\x01."])
+def test_a_broken_file_is_replaced(source: Path, caplog: pytest.LogCaptureFixture, content: bytes) -> None:
+    records(caplog, source)
+    for file in kept(source.parent / "__pycache__"):
+        file.write_bytes(content)
+    assert [s for s in records(caplog, source) if s.startswith("compiling")] == BOTH
+    assert records(caplog, source) == []
+
+
+def test_a_change_in_another_file_counts(source: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Compiled code has the code of others inside."""
+    records(caplog, source)
+    (source.parent / "loops_other.py").write_text("# new\n")
+    assert records(caplog, source) == BOTH
+    (source.parent / "unrelated.py").write_text("# new\n")
+    assert records(caplog, source) == []
+
+
+def test_loops_of_the_whole_package_count(source: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A loop may call others from a folder above or below its own."""
+    (source.parent / "__init__.py").touch()
+    inner = source.parent / "inner" / "loops_small.py"
+    inner.parent.mkdir()
+    inner.write_text(SOURCE)
+    said = [s.replace("loops_small", "inner.loops_small") for s in BOTH]
+    assert records(caplog, inner) == said
+    assert records(caplog, source) == BOTH, "of the same name, in another folder"
+    assert records(caplog, inner) == records(caplog, source) == []
+    source.write_text(SOURCE + "# new\n")
+    assert records(caplog, inner) == said
+
+
+# --- other versions of Numba ---------------------------------------------------------------------------------------------
+
+
+def absent(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """Take a name out of Numba."""
+    monkeypatch.delattr(place)
+
+
+def different(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """Make a name of Numba something that is called in another way."""
+    monkeypatch.setattr(place, lambda: None)
+
+
+SAVING = ["numba.core.compiler.CompileResult._reduce", "numba.core.serialize.dumps"]
+LOADING = ["numba.core.compiler.CompileResult._rebuild", "numba.core.runtime.nrt.rtsys"]
+BOTH_WAYS = ["numba.core.codegen.CPUCodegen.magic_tuple"]
+
+
+@pytest.mark.parametrize("change", [absent, different])
+@pytest.mark.parametrize("place", SAVING + LOADING + BOTH_WAYS)
+def test_a_numba_without_the_names_that_keeping_needs(
+    source: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    place: str,
+    change: Callable[..., None],
+) -> None:
+    """Loops run, compiled in this process, and a warning says so."""
+    if place in LOADING:
+        records(caplog, source)  # there must be something to load
+    change(monkeypatch, place)
+    said = records(caplog, source)
+    assert [s for s in said if s.startswith("compiling")] == BOTH
+    warned = "cannot read compiled" if place in LOADING else "is lost with this process"
+    assert any(warned in s for s in said)
+
+
+class Other:
+    """A compiled function of a Numba that has none of the names: it can only be called."""
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        self.function = function
+
+    def __call__(self, *args: object) -> object:
+        return self.function(*args)
+
+
+def test_a_numba_without_a_place_for_a_cache(
+    source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(numba, "njit", Other)
+    said = records(caplog, source)
+    assert said and all("no place for a cache" in s for s in said)
+
+
+def test_leaves_are_kept_too(source: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source.write_text(LEAVES)
+    assert records(caplog, source) == BOTH
+    assert records(caplog, source) == []
+
+
+def test_leaves_count_no_references(source: Path) -> None:
+    source.write_text(LEAVES)
+    leaf = fresh(source).scaled
+    assert leaf(VALUES, 1, 3) == 6
+    assert not leaf.targetoptions["_nrt"]
+
+
+def test_a_numba_that_counts_references_always(
+    source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    njit = numba.njit
+
+    def without_options(function: Callable[..., object], **options: object) -> object:
+        if options:
+            raise KeyError(f"Unrecognized options: {set(options)}")
+        return njit(function)
+
+    monkeypatch.setattr(numba, "njit", without_options)
+    source.write_text(LEAVES)
+    assert records(caplog, source) == BOTH
+
+
+# --- other users and processes --------------------------------------------------------------------------------------------
+
+PROCESS = """
+import json, logging, os, sys
+import numpy as np
+said = []
+class Keep(logging.Handler):
+    def emit(self, record):
+        said.append(record.getMessage())
+logging.getLogger("flexcp.compile").addHandler(Keep())
+logging.getLogger("flexcp.compile").setLevel(logging.INFO)
+sys.path.insert(0, sys.argv[1])
+sys.dont_write_bytecode = True
+import numba
+import flexcp.arrays.jit
+numba.njit(lambda x: x + 1)(1)  # loads all that compiling needs, while it may still be read
+if sys.argv[2] == "nobody" and os.geteuid() == 0:
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+import loops_small
+values = np.arange(1, 5, dtype=sys.argv[3])
+print(json.dumps({"total": int(loops_small.total(values)), "said": said}))
+"""
+
+
+def started(source: Path, user: str = "me", dtype: str = "int64", **environment: str) -> subprocess.Popen[str]:
+    env = {**os.environ, "HOME": "/nonexistent", "XDG_CACHE_HOME": "", "NUMBA_CACHE_DIR": "", **environment}
+    command = [sys.executable, "-c", PROCESS, str(source.parent), user, dtype]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def said_by(process: subprocess.Popen[str], refused: bool = False) -> list[str]:
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert err.count("does not use compiled loops that others may have written") == (1 if refused else 0), err
+    assert refused or err == ""
+    found = json.loads(out)
+    assert found["total"] == TOTAL
+    return list(found["said"])
+
+
+def open_to_all(folder: Path) -> None:
+    """Let everybody read a folder below pytest's own."""
+    root = next(path for path in folder.parents if path.name.startswith("pytest-of-"))
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    while folder != root.parent:
+        folder.chmod(folder.stat().st_mode | 0o055)
+        folder = folder.parent
+
+
+def test_what_another_user_warmed_up_is_read_where_nothing_can_be_written(source: Path) -> None:
+    """An image: root ran ``flexcp warmup``, somebody without a home runs plans."""
+    said_by(started(source))
+    open_to_all(source.parent)
+    if os.geteuid() != 0:
+        (source.parent / "__pycache__").chmod(0o555)
+    assert said_by(started(source, "nobody")) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files of another user")
+def test_files_of_another_user_are_no_obstacle(source: Path, tmp_path: Path) -> None:
+    """A shared folder that everybody may write is not used at all."""
+    said_by(started(source))
+    open_to_all(source.parent)
+    folder = kept(source.parent / "__pycache__")[0].parent
+    for file in kept(source.parent / "__pycache__"):
+        file.chmod(0o600)
+    folder.chmod(0o1777)
+    (tmp_path / "own").mkdir(mode=0o777)
+    (tmp_path / "own").chmod(0o777)
+    said = said_by(started(source, "nobody", XDG_CACHE_HOME=str(tmp_path / "own")), refused=True)
+    assert said == BOTH
+    assert len(kept(tmp_path / "own" / "flexcp")) == 2
+    said = said_by(started(source, "nobody", XDG_CACHE_HOME=str(tmp_path / "own")), refused=True)
+    assert not [s for s in said if s.startswith("compiling")]
+
+
+def planted(source: Path) -> tuple[Path, Path]:
+    """Kept files that, when they are executed, leave a mark; their folder, and the mark."""
+    said_by(started(source))
+    files, mark = kept(source.parent / "__pycache__"), source.parent / "mark"
+    for file in files:
+        file.write_bytes(pickle.dumps(Executed(str(mark))))
+    return files[0].parent, mark
+
+
+class Executed:
+    def __init__(self, mark: str) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.mark,)
+
+
+def foreign_files(folder: Path) -> None:
+    for file in folder.iterdir():
+        os.chown(file, 65534, 65534)
+
+
+def foreign_folder(folder: Path) -> None:
+    os.chown(folder, 65534, 65534)
+
+
+def writable_files(folder: Path) -> None:
+    for file in folder.iterdir():
+        file.chmod(0o664)
+
+
+def writable_folder(folder: Path) -> None:
+    folder.chmod(0o1777)
+
+
+def linked_files(folder: Path) -> None:
+    for number, file in enumerate(list(folder.iterdir())):
+        file.rename(folder.parent / f"elsewhere{number}")
+        file.symlink_to(folder.parent / f"elsewhere{number}")
+
+
+def linked_folder(folder: Path) -> None:
+    folder.rename(folder.parent / "elsewhere")
+    folder.symlink_to(folder.parent / "elsewhere")
+
+
+ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files of another user")
+
+
+@pytest.mark.parametrize(
+    "open_door",
+    [
+        pytest.param(foreign_files, marks=ROOT_ONLY),
+        pytest.param(foreign_folder, marks=ROOT_ONLY),
+        writable_files,
+        writable_folder,
+        linked_files,
+        linked_folder,
+    ],
+)
+def test_what_others_may_have_written_is_never_executed(
+    source: Path, caplog: pytest.LogCaptureFixture, open_door: Callable[[Path], None]
+) -> None:
+    folder, mark = planted(source)
+    open_door(folder)
+    with pytest.warns(RuntimeWarning, match="does not use compiled loops that others may have written") as warned:
+        said = records(caplog, source)
+    assert [s for s in said if s.startswith("compiling")] == BOTH
+    assert not mark.exists()
+    assert len(warned) == 1 and str(folder) in str(warned[0].message)
+
+
+def test_what_the_user_wrote_is_executed(source: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """So the tests above look at the right files."""
+    _, mark = planted(source)
+    records(caplog, source)
+    assert mark.exists()
+
+
+def test_folders_are_made_for_nobody_else_to_write(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "given" / "below"))
+    before = os.umask(0)
+    try:
+        records(caplog, source)
+    finally:
+        os.umask(before)
+    files = kept(tmp_path / "given" / "below")
+    wanted = 0o755 if os.geteuid() == 0 else 0o700
+    for folder in (files[0].parent, files[0].parents[1], files[0].parents[2]):
+        assert stat.S_IMODE(folder.stat().st_mode) == wanted
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o644}
+    assert records(caplog, source) == []
+
+
+def test_a_kept_file_is_whole_from_its_first_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written is not yet under the name that readers look for, and stays away from it when writing fails."""
+    own_files.write_own(tmp_path / "kept", "loop", b"old")
+    names: list[list[str]] = []
+    replace = os.replace
+
+    def seen(*args: Any, **kwargs: Any) -> None:
+        names.append(sorted(os.listdir(tmp_path / "kept")))
+        assert own_files.read_own(tmp_path / "kept", "loop") == b"old"
+        replace(*args, **kwargs)
+
+    monkeypatch.setattr(os, "replace", seen)
+    own_files.write_own(tmp_path / "kept", "loop", b"new")
+    assert own_files.read_own(tmp_path / "kept", "loop") == b"new"
+    assert len(names) == 1 and len(names[0]) == 2 and "loop" in names[0]
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        own_files.write_own(tmp_path / "kept", "loop", b"newer")
+    assert os.listdir(tmp_path / "kept") == ["loop"]
+    assert own_files.read_own(tmp_path / "kept", "loop") == b"new"
+
+
+def test_processes_that_compile_at_once(source: Path, tmp_path: Path) -> None:
+    shared = str(tmp_path / "shared")
+    at_once = [started(source, dtype=dtype, NUMBA_CACHE_DIR=shared) for dtype in ("int64", "float64")]
+    for process in at_once:
+        said_by(process)
+    assert len(kept(Path(shared))) == 4, "two loops for two types, and nothing half-written"
+    for dtype in ("int64", "float64"):
+        assert said_by(started(source, dtype=dtype, NUMBA_CACHE_DIR=shared)) == []

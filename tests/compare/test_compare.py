@@ -1,0 +1,72 @@
+"""Proves comparisons: every strategy is there, static ones with their best degree, refusals with their reason."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import flexcp
+from flexcp.batch import make_batch
+from flexcp.compare.compare import NAMES, STATIC, compare
+from flexcp.cost import CostModel
+from flexcp.models.find import find_model
+from flexcp.planners.request import Request
+from flexcp.schedule.predict import predict
+from flexcp.shape import Shape
+from flexcp.simulator.passes import Rules
+from flexcp.simulator.training import Training
+
+LLAMA = find_model("llama3-8b")
+BATCH = make_batch([9000, 4000, 700, 30, 5000], flexcp.causal())
+REQUEST = Request(BATCH, Shape(8, 4, 64, 64), flexcp.cluster("h100", 2, 4), CostModel())
+
+
+def test_all_strategies_stand_side_by_side() -> None:
+    told: list[str] = []
+    found = compare(REQUEST, on_row=told.append)
+    assert tuple(told) == NAMES and len(found.rows) == len(NAMES)
+    assert {row.name.partition(":")[0] for row in found.rows} == set(NAMES)
+    times = [row.ns for row in found.ran]
+    assert times == sorted(times) and len(times) >= 10
+    best = found.best_static
+    assert best is not None and best.ns == min(row.ns for row in found.ran if row.is_static)
+    assert {row.name.partition(":")[0] for row in found.ran if row.is_static} <= set(STATIC)
+    for row in found.ran:
+        assert found.speed_up(row) == pytest.approx(best.ns / row.ns)
+        assert row.simulation is not None and row.simulation.optimality >= 1
+        assert row.simulation.step is None and row.simulation.attention_ns == row.ns
+        # Attention alone is compared with equal tokens.
+        tokens = row.simulation.plan.placement.tokens
+        assert tokens.max() == tokens.min()
+    assert found.predict_error < 0.6
+
+
+def test_a_static_strategy_stands_for_its_best_degree() -> None:
+    found = compare(REQUEST, ["zigzag", "zigzag:2", "zigzag:4", "zigzag:8"], Rules(contention=False))
+    best, *degrees = found.rows
+    times = {
+        row.name: int((row.prediction.attention_ns + row.prediction.exposed_ns).max())
+        for row in degrees
+        if row.prediction is not None
+    }
+    chosen = best.name if ":" in best.name else "zigzag:8"
+    assert times[chosen] == min(times.values())
+
+
+def test_a_refusal_is_a_row() -> None:
+    found = compare(replace(REQUEST, max_tokens_per_rank=2500), ["dp", "blocks", "auto"])
+    assert [row.simulation is None for row in found.rows] == [True, False, False]
+    assert "max_tokens_per_rank=2500" in str(found.rows[0].refused)
+    assert found.best_static is None and found.speed_up(found.ran[0]) is None
+
+
+def test_a_step_is_planned_and_timed_with_the_model() -> None:
+    batch = make_batch([9000, 4000], masks={"mask": (flexcp.causal(), LLAMA.model.layers)})
+    request = replace(REQUEST, batch=batch, shape=LLAMA.shape, cost=CostModel(model=LLAMA.model))
+    found = compare(request, ["dp", "zigzag"], training=Training(LLAMA))
+    for row in found.ran:
+        assert row.simulation is not None and row.simulation.step is not None
+        assert row.ns == row.simulation.step.total_ns > row.simulation.step.linear_ns > 0
+        short = predict(row.simulation.plan.placement, request.shape, request.cluster, request.cost)
+        assert row.simulation.step.total_ns > 0.9 * short.total_ns

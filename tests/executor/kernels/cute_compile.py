@@ -1,0 +1,29 @@
+"""Compiles the CuTe kernels for sm90 without a GPU, for test_kernels_cute in a process of their own; the compiler dumps what it makes."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from flexcp.executor.kernels.cute import kernel as cute_kernel
+
+
+def main() -> None:
+    """Compile the kernels named on the command line."""
+    for name in sys.argv[1:]:
+        if name in ("backward", "backward_alone"):
+            cute_kernel.compiled_backward(torch.bfloat16, 4, 4, False, name == "backward_alone")
+        elif name == "before":
+            cute_kernel.compiled_before(torch.bfloat16, 4, True)
+        elif name == "after":
+            cute_kernel.compiled_after(torch.bfloat16, 4)
+        else:
+            fresh = name == "forward"
+            out = torch.bfloat16 if fresh else torch.float32
+            cute_kernel.compiled_forward(torch.bfloat16, out, 4, 4, False, fresh)
+        print(name, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Proves that the CuTe kernels compile for sm90 without a GPU, into products that overlap, and that their items are dealt well.
+
+What they compute is the GPU suite's to prove (benchmarks/gpu.py): the CuTe DSL has no interpreter.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexcp import masks
+from flexcp.executor.kernels.cute.items import TILE_PRICE, dealt, group_by_group, in_turns
+from flexcp.executor.kernels.hopper.tiles import key_tiles
+from flexcp.executor.kernels.tiles import segment_list
+
+SCRIPT = Path(__file__).with_name("cute_compile.py")
+INSTRUCTIONS = {
+    "forward": ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg"),
+    "backward": ("wgmma.mma_async", "cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor", "setmaxnreg"),
+}
+WAITS = {"forward": 8, "backward": 20}
+"""Waits for products in the program: a compiler that serialises them waits after each of the 48 and 64."""
+
+
+def disassembler() -> Path:
+    spec = importlib.util.find_spec("triton")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent / "backends/nvidia/bin/nvdisasm"
+
+
+@pytest.mark.parametrize("kernel", ["forward", "backward"])
+def test_compiles_for_hopper_without_serialising_products(kernel: str, tmp_path: Path) -> None:
+    pytest.importorskip("cutlass")
+    settings = {"CUTE_DSL_ARCH": "sm_90a", "CUTE_DSL_KEEP": "ptx,cubin", "CUTE_DSL_DUMP_DIR": str(tmp_path)}
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), kernel]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=os.environ | settings)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (ptx,) = tmp_path.glob("*.ptx")
+    code = ptx.read_text()
+    assert all(i in code for i in INSTRUCTIONS[kernel]), [i for i in INSTRUCTIONS[kernel] if i not in code]
+    if disassembler().exists():
+        (cubin,) = tmp_path.glob("*.cubin")
+        machine = subprocess.run([disassembler(), "-c", cubin], capture_output=True, text=True, check=True).stdout
+        assert machine.count("HGMMA") >= 48
+        assert machine.count("WARPGROUP.DEPBAR") <= WAITS[kernel]
+
+
+def test_refuses_what_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cutlass")
+    from flexcp.executor.kernels.cute import kernel as cute_kernel
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    cuda = torch.device("cuda", 0)
+    assert cute_kernel.supports(cuda, torch.bfloat16, 128, 128) is None
+    assert "head size 128; got 64 and 64" in (cute_kernel.supports(cuda, torch.bfloat16, 64, 64) or "")
+    assert "9.0 (H100, H200); got cpu" in (cute_kernel.supports(torch.device("cpu"), torch.bfloat16, 128, 128) or "")
+    with pytest.raises(NotImplementedError, match="got 64"):
+        cute_kernel.prepare(np.zeros((0, 6), np.int64), 8, 2, 64, 64, cuda)
+
+
+@given(
+    blocks=st.lists(st.integers(1, 200), min_size=1, max_size=60),
+    groups=st.integers(1, 8),
+    programs=st.integers(1, 40),
+    turn=st.integers(1, 50),
+    by_group=st.booleans(),
+)
+def test_every_item_is_dealt_once_and_no_program_gets_much_more(
+    blocks: list[int], groups: int, programs: int, turn: int, by_group: bool
+) -> None:
+    sizes = np.array(blocks)
+    order = group_by_group(np.arange(len(sizes))[::-1], groups) if by_group else in_turns(len(sizes), groups, turn)
+    assert sorted(order.tolist()) == list(range(len(sizes) * groups))
+    table = dealt(order, sizes, groups, programs)
+    assert (table[-1] == -1).all() and table.shape[1] == programs
+    assert sorted(table[table >= 0].tolist()) == sorted(order.tolist())
+    # A program without an item in a round has none in a later one: it stops at the first.
+    assert not ((table[:-1] < 0) & (table[1:] >= 0)).any()
+    work = np.where(table >= 0, sizes[np.maximum(table, 0) // groups] + TILE_PRICE, 0).sum(0)
+    if len(order) >= programs:
+        assert work.max() - work.min() <= 2 * (sizes.max() + TILE_PRICE)
+
+
+def test_descending_segments_are_the_same_blocks_from_the_other_end() -> None:
+    slices = np.concatenate([masks.causal().slices(700), masks.shift(masks.window(99, 0).slices(500), 700, 700)])
+    made = key_tiles(slices, 4)
+    up, down = segment_list(made, 16, 20), segment_list(made, 16, 20, descending=True)
+    assert np.array_equal(up.tiles[:, [0, 1, 3]], down.tiles[:, [0, 1, 3]])
+    for a, b in zip(up.tiles, down.tiles, strict=True):
+        rising, falling = [], []
+        for tile, table, found in ((a, up.segments, rising), (b, down.segments, falling)):
+            left, at = int(tile[3]), int(tile[2])
+            while left > 0:
+                found.append(table[at].tolist())
+                left -= int(table[at, 1])
+                at += 1
+            assert left == 0
+        assert rising == falling[::-1]
+        assert [row[0] for row in falling] == sorted((row[0] for row in falling), reverse=True)

@@ -1,0 +1,141 @@
+"""Proves the Triton kernel in Triton's interpreter: every head arrangement, mask and way to call it, by the error rule.
+
+Also what it refuses, and how. bfloat16 is the GPU suite's (benchmarks/gpu.py): the interpreter multiplies its bits as integers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from flexcp import masks
+from flexcp.executor.kernels import Settings
+from flexcp.executor.kernels.tiles import tile_list
+from flexcp.executor.kernels.triton import kernel as triton_kernel
+from flexcp.measure.kernels.work import workload
+
+SCRIPT = Path(__file__).with_name("triton_cases.py")
+NAMES = {"out", "lse", "dq", "dk", "dv"}
+
+
+@pytest.fixture(scope="module")
+def shares() -> dict[str, dict[str, float]]:
+    """Error / allowed error of each result of each case, from the interpreter's process."""
+    run = [sys.executable, "-W", "ignore", str(SCRIPT)]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(run, capture_output=True, text=True, timeout=600, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(json.loads(line) for line in done.stdout.splitlines())
+
+
+def test_every_case_keeps_the_error_rule(shares: dict[str, dict[str, float]]) -> None:
+    assert len(shares) == 26
+    for name, share in shares.items():
+        assert set(share) == NAMES, name
+        assert all(s <= 1 for s in share.values()), (name, share)
+
+
+def test_refuses_what_it_cannot_run() -> None:
+    cpu = torch.device("cpu")
+    assert "runs on CUDA tensors" in (triton_kernel.supports(cpu, torch.bfloat16, 128, 128) or "")
+    for size in (0, 4, 84, 264):
+        reason = triton_kernel.supports(cpu, torch.bfloat16, 128, size) or ""
+        assert f"multiples of 8 up to 256; got {size}." in reason
+        assert ("Pad the heads" in reason) == (size <= 256)
+    assert "got torch.float64" in (triton_kernel.supports(cpu, torch.float64, 128, 128) or "")
+    with pytest.raises(NotImplementedError, match="got 84"):
+        triton_kernel.prepare(np.zeros((0, 6), np.int64), 4, 2, 84, 80, cpu)
+    with pytest.raises(ValueError, match=r"above 0; got -1\.0"):
+        triton_kernel.scales(Settings(-1.0), torch.bfloat16)
+
+
+def test_refuses_an_old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    reason = triton_kernel.supports(torch.device("cuda", 0), torch.bfloat16, 128, 128)
+    assert reason is not None
+    assert "8.0 (Ampere) or newer; Tesla T4 has 7.5" in reason
+
+
+def test_odd_strides_are_copied_or_refused() -> None:
+    odd = torch.zeros(5, 2, 72)[..., :64]  # heads 72 apart
+    assert triton_kernel.aligned(odd).is_contiguous()
+    some_heads = torch.zeros(5, 4, 64)[:, 1:3]
+    assert triton_kernel.aligned(some_heads) is some_heads
+    work = triton_kernel.WorkList(np.zeros((0, 6), np.int64), 2, 2, 64, 64, torch.device("cpu"))
+    q = torch.zeros(5, 2, 64)
+    with pytest.raises(ValueError, match=r"multiples of 16 elements; got strides \(144, 72, 1\)"):
+        triton_kernel.check(work, lambda *_: None, q, q, q, odd)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "unit", "columns"),
+    [((128, 64), 16, [128, 64]), ((80, 16), 16, [128, 16]), ((72, 64), 8, [128, 64]), ((8, 136), 8, [16, 256])],
+)
+def test_heads_of_any_supported_size_are_read_where_they_are(
+    sizes: tuple[int, int], unit: int, columns: list[int]
+) -> None:
+    """The user's tensors are not copied, alone or as views of one projection."""
+    work = triton_kernel.WorkList(np.zeros((0, 6), np.int64), 4, 2, *sizes, torch.device("cpu"))
+    assert work.unit == unit
+    assert [triton_kernel.columns(size) for size in sizes] == columns
+    for size in sizes:
+        both = torch.zeros(5, 6, size, dtype=torch.bfloat16)
+        for x in (both, both[:, :4], both[:, 4:], both[1:3, 1:2]):
+            assert triton_kernel.aligned(x, work.unit) is x
+    assert triton_kernel.strides(torch.zeros(5, 6, sizes[0]), unit=unit) == [6 * sizes[0] // unit, sizes[0] // unit]
+
+
+def test_packs_heads() -> None:
+    pointers, boxes = triton_kernel.Blocks(128, 64, 4, 2), triton_kernel.Blocks(128, 64, 4, 2, tma=True)
+    assert [pointers.pack(s) for s in (1, 3, 4, 7, 8, 128, 256)] == [1, 3, 4, 7, 8, 128, 128]
+    assert [boxes.pack(s) for s in (1, 3, 4, 7, 12, 256)] == [1, 1, 4, 1, 4, 128]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "turn"),
+    [
+        ("full", 32, 512),
+        ("full", 16, 1024),
+        ("causal", 32, 32),
+        ("blockwise", 32, 32),
+        ("docs16", 32, 32),
+        ("docs64", 16, 32),
+    ],
+)
+def test_heads_take_turns_where_tiles_are_uneven(name: str, rows: int, turn: int) -> None:
+    """An H200's 264 programs at a time, 8 groups of heads, blocks of 64 keys."""
+    made = tile_list(workload(name, 16_384).slices(), rows, 64)
+    assert triton_kernel.tiles_in_turn(made, 8, 264) == turn
+
+
+def test_a_part_of_a_programs_work_is_long() -> None:
+    made = tile_list(masks.full().slices(2048), 32, 64)  # 64 tiles of 32 blocks
+    assert triton_kernel.tiles_in_turn(made, 57, 256) == triton_kernel.CHUNK  # 456 blocks a program: 32 are 7.0 %
+    assert triton_kernel.tiles_in_turn(made, 58, 256) == 64  # 464: 6.9 %
+
+
+def test_long_key_tiles_are_split() -> None:
+    work = triton_kernel.WorkList(masks.window(400, 0).slices(500), 2, 1, 64, 64, torch.device("cpu"))
+    blocks = triton_kernel.keys_blocks(work, torch.float32)
+    whole, parts = work.keys(blocks).counts, work.split_keys(blocks).counts
+    assert parts.blocks == whole.blocks
+    assert parts.longest <= triton_kernel.SHORTEST_PART < whole.longest
+    assert len(parts.tiles) > len(whole.tiles)
+
+
+def test_a_work_list_knows_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors name their device with a number: a list for "cuda" is the current device's."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    wanted = [torch.device("cuda"), torch.device("cuda", 1), torch.device("cpu")]
+    found = [triton_kernel.WorkList(np.zeros((0, 6), np.int64), 2, 2, 64, 64, d).device for d in wanted]
+    assert found == [torch.device("cuda", 3), torch.device("cuda", 1), torch.device("cpu")]

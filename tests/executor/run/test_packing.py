@@ -1,0 +1,204 @@
+"""Proves that the GPU's row packing does what the plain one does: same messages, same shelves, under every strategy.
+
+Runs the row kernels in Triton's interpreter on the CPU, on real programs: all shelves hold random numbers (some LSEs -inf), every slot is
+packed and its arrivals taken in by both. Skipped where Triton is not installed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from flexcp.executor.kernels import row_kernels
+
+CASES = [("ring", 3, True), ("usp:2,2", 4, False), ("usp:2,2", 4, True), ("blocks", 3, False), ("scattered", 3, True)]
+
+SCRIPT = """
+import json, sys
+import numpy as np
+import torch
+import flexcp
+from flexcp.executor.exchange.arena import Buffers
+from flexcp.executor.run.fields import Types, message_bytes, message_parts, new_inputs, new_results
+from flexcp.executor.run.packing import FieldPacking
+from flexcp.executor.run.program import rank_program
+from flexcp.executor.run.row_packing import RowPacking
+
+def shelves_of(program, shape, types, backward, generator):
+    made = [new_inputs(s, backward, shape, types) | new_results(s, backward, shape, types) for s in program.shelves]
+    return {number: {name: random(x, generator) for name, x in fields.items()} for number, fields in enumerate(made)}
+
+def random(x, generator):
+    x.copy_(torch.randn(x.shape, generator=generator))
+    if x.dim() == 2 and x.numel():
+        x.view(-1)[::5] = -torch.inf
+    return x
+
+def same(a, b):
+    for number in a:
+        for name in a[number]:
+            torch.testing.assert_close(a[number][name], b[number][name], atol=1e-6, rtol=1e-6, msg=lambda m: f"{number} {name}: {m}")
+
+launches = []
+for strategy, ranks, backward in json.loads(sys.argv[1]):
+    planner = flexcp.Planner(4, 2, 8, 6, "bfloat16", flexcp.cluster("cpu", 1, ranks), strategy=strategy.replace("scattered", "blocks"))
+    lengths = [17, 1, 22, 2]
+    options = {}
+    if strategy == "scattered":
+        order = np.random.default_rng(0).permutation(sum(lengths))
+        options["layout"] = [order[r::ranks].tolist() for r in range(ranks)]
+    plan = planner(lengths, flexcp.window(20, 3), **options)
+    types = Types(torch.bfloat16, torch.float32, torch.float32, torch.device("cpu"))
+    for rank in (0, ranks - 1):
+        program = rank_program(plan, rank, 0, backward)
+        packings = [FieldPacking(program, plan.shape, types), RowPacking(program, plan.shape, types)]
+        for slot, stage in enumerate(program.slots):
+            shelves = [shelves_of(program, plan.shape, types, backward, torch.Generator().manual_seed(slot)) for _ in packings]
+            leaving, arriving = [], []
+            for packing, held in zip(packings, shelves):
+                buffers = Buffers.alone([(m.peer, message_bytes(m, plan.shape)) for m in stage.send], types.device)
+                buffers.memory.zero_()
+                packing.pack(slot, buffers, held)
+                leaving.append([part.view(memory) for message, (_, memory) in zip(stage.send, buffers.messages)
+                                for part in message_parts(message, plan.shape, types)])
+                buffers = Buffers.alone([(m.peer, message_bytes(m, plan.shape)) for m in stage.receive], types.device)
+                generator = torch.Generator().manual_seed(100 + slot)
+                for message, (_, memory) in zip(stage.receive, buffers.messages):
+                    for part in message_parts(message, plan.shape, types):
+                        random(part.view(memory), generator)
+                packing.unpack(slot, buffers, held)
+                packing.move(slot, held)
+            for a, b in zip(*leaving, strict=True):  # the interpreter rounds to bfloat16 its own way
+                torch.testing.assert_close(a, b, atol=0, rtol=0.008 if a.dtype == torch.bfloat16 else 0)
+            same(*shelves)
+            launches.append((len(packings[1]._packs[slot]), sum(len(m.blocks) for m in stage.send)))
+print(json.dumps(launches))
+"""
+
+TWICE = """
+import numpy as np
+import torch
+from flexcp.executor.exchange.arena import Buffers
+from flexcp.executor.run.fields import Types, message_bytes, message_parts, new_inputs, new_results
+from flexcp.executor.run.packing import FieldPacking
+from flexcp.executor.run.program import Block, Message, RankProgram, Shelf, Slot
+from flexcp.plan.memory import KEYS, QUERIES, Layout
+from flexcp.executor.run.row_packing import RowPacking
+from flexcp.shape import Kind, Shape
+
+shape = Shape(2, 2, 8, 8, "float32")
+types = Types(torch.float32, torch.float32, torch.float32, torch.device("cpu"))
+shelves = (Shelf(QUERIES, 6, 0, 2, 0), Shelf(KEYS, 6, 0, 2, 0))
+for kind, backward in ((Kind.O, False), (Kind.DQ, True), (Kind.DKV, True)):
+    side = KEYS if kind == Kind.DKV else QUERIES
+    blocks = (Block(kind, side, slice(0, 4), 4, 0, 2, True), Block(kind, side, np.array([3, 5, 1]), 3, 0, 1, True))
+    program = RankProgram(shelves, (Slot(receive=[Message(1, blocks)]),), Layout(0, {}), {}, 0)
+    results = []
+    for packing in (FieldPacking(program, shape, types), RowPacking(program, shape, types)):
+        buffers = Buffers.alone([(1, message_bytes(program.slots[0].receive[0], shape))], types.device)
+        generator = torch.Generator().manual_seed(0)
+        for part in message_parts(program.slots[0].receive[0], shape, types):
+            part.view(buffers.messages[0][1]).copy_(torch.randn(part.size, generator=generator))
+        held = {n: new_results(s, backward, shape, types) for n, s in enumerate(shelves)}
+        packing.unpack(0, buffers, held)
+        results.append(held)
+    assert len(packing._unpacks[0]) == 2, "one launch would let two programs write the same rows"
+    for number in held:
+        for name in held[number]:
+            torch.testing.assert_close(results[0][number][name], results[1][number][name])
+"""
+
+RANKS = """
+import json, sys
+import torch
+import flexcp
+from flexcp.executor import op
+from flexcp.executor.run import prepared
+from flexcp.executor.run.fields import Types
+from flexcp.executor.run.row_packing import RowPacking
+from flexcp.measure.ranks import RankPool
+from flexcp.measure.verify import Options, verify_on
+
+def on_rows(group, plan, options):
+    # As on a GPU: all statistics in float32, packed by rows.
+    op.types_of = lambda x: Types(x.dtype, torch.float32, torch.float32, x.device)
+    prepared._packing = RowPacking
+    return verify_on(group, plan, options)
+
+def main():
+    order = [i * 17 % 43 for i in range(43)]
+    layouts = {"scattered": {"layout": [order[r::3] for r in range(3)]}}
+    with RankPool(3) as pool:
+        for strategy in ("usp:3,1", "ring", "scattered"):
+            planner = flexcp.Planner(6, 3, 8, 4, "float32", flexcp.cluster("cpu", 1, 3), strategy=strategy.replace("scattered", "blocks"))
+            plan = planner([24, 1, 18], flexcp.window(9, 2), **layouts.get(strategy, {}))
+            verdict = pool.run(on_rows, plan, Options(lse_gradient=True), ranks=3)[0]
+            print(json.dumps([strategy, verdict.passed, str(verdict)]))
+
+if __name__ == "__main__":
+    main()
+"""
+
+DELTA = """
+import torch
+from flexcp.executor.kernels.row_kernels import delta_rows
+for dtype in (torch.float32, torch.bfloat16):
+    for width, dlse in ((6, True), (16, False)):
+        do = torch.randn(9, 5, width * 2, dtype=dtype)[..., ::2]
+        out = torch.randn(9, 11, width, dtype=dtype)[:, 1:6]
+        more = torch.randn(5, 9).T if dlse else None
+        delta = torch.full((9, 5), 7.0)
+        delta_rows(do, out, more, delta)
+        exact = (do.double() * out.double()).sum(-1) - (more.double() if dlse else 0)
+        torch.testing.assert_close(delta.double(), exact, atol=1e-5, rtol=1e-5)
+"""
+
+
+def interpreted(folder: Path, script: str, *arguments: str) -> str:
+    """The output of a script run with Triton's interpreter, which is chosen when Triton is imported."""
+    path = folder / "script.py"
+    path.write_text(script)
+    run = [sys.executable, str(path), *arguments]
+    result = subprocess.run(
+        run, capture_output=True, text=True, timeout=300, env=os.environ | {"TRITON_INTERPRET": "1"}
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+def test_row_packing_equals_plain_packing(tmp_path: Path) -> None:
+    launches = json.loads(interpreted(tmp_path, SCRIPT, json.dumps(CASES)))
+    assert any(blocks > 4 for _, blocks in launches)
+    assert max(count for count, _ in launches) <= 4, "launches must not grow with blocks"
+
+
+def test_rows_twice_in_a_message_are_reduced_one_after_the_other_and_delta(tmp_path: Path) -> None:
+    interpreted(tmp_path, TWICE + DELTA)
+
+
+def test_outputs_are_merged_by_one_warp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel reads a row's LSEs and then writes them. With more warps a late one read what an early one had written."""
+    asked = {}
+
+    class Launched:
+        def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+            return lambda *arguments, **options: asked.update(options)
+
+    monkeypatch.setattr(row_kernels, "_merge", Launched())
+    row_kernels.merge_rows(*(torch.zeros(8) for _ in range(4)), torch.zeros(10, 1, dtype=torch.int64), 1, 8)
+    assert asked == {"num_warps": 1}
+
+
+def test_ranks_that_pack_by_rows_compute_attention(tmp_path: Path) -> None:
+    answers = [json.loads(line) for line in interpreted(tmp_path, RANKS).splitlines()]
+    assert len(answers) == 3
+    assert all(passed for _, passed, _ in answers), answers

@@ -1,0 +1,89 @@
+"""Proves fits: numbers that made the times come back from them, with errors of what was held out; calibrations survive files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import flexcp
+from flexcp.calibration import Calibration, Errors, error_words, read_calibration
+from flexcp.cost import CostModel, Model
+from flexcp.measure.calibrate.calibrate import Measured, calibrated
+from flexcp.measure.calibrate.fit import KernelFit, Sample, errors, fit_kernels, fit_link, split
+from flexcp.measure.calibrate.kernels import KernelTask
+from flexcp.measure.calibrate.layers import LayerTimes
+from flexcp.measure.calibrate.links import SIZES, LinkTimes
+from flexcp.shape import Shape
+
+TRUE = KernelFit(0.02, 0.06, 2048, 30_000.0)
+
+
+def samples(noise: float = 0.0) -> list[Sample]:
+    rng = np.random.default_rng(0)
+    made = []
+    for i in range(24):
+        bare = Sample(f"s{i}", int(rng.integers(10**5, 10**8)), int(rng.integers(1, 500)), i % 2 == 1, 0.0)
+        made.append(replace(bare, ns=TRUE.ns(bare) * float(1 + noise * rng.uniform(-1, 1))))
+    return made
+
+
+def test_a_fit_finds_what_made_the_times() -> None:
+    found = fit_kernels(samples())
+    assert found.tile_pairs == 2048
+    assert (found.forward, found.backward, found.kernel_ns) == pytest.approx((0.02, 0.06, 30_000.0))
+    assert fit_kernels(samples(), launch=False).kernel_ns == 0
+    noisy = fit_kernels(samples(0.05))
+    assert (noisy.forward, noisy.backward) == pytest.approx((0.02, 0.06), rel=0.05)
+    with pytest.raises(ValueError, match="both directions; got 12"):
+        fit_kernels([s for s in samples() if not s.backward])
+
+
+def test_links_and_errors() -> None:
+    assert fit_link([1000, 10_000, 10**6], [6000, 15_000, 1_005_000]) == pytest.approx((5000, 1.0))
+    assert fit_link([1000, 2000], [500, 1500])[0] == 0  # never negative
+    assert errors([90, 100, 130], [100, 100, 100]) == Errors(3, 0.1, 0.26, 0.3)
+    fitted, held = split(list(range(8)))
+    assert held == [1, 4, 7] and fitted == [0, 2, 3, 5, 6]
+
+
+def test_a_calibration_predicts_what_was_measured() -> None:
+    shape, model = Shape(8, 8, 64, 64, "float32"), Model("m", 512, 1, 1024)
+    layers = LayerTimes((64, 128, 256), (64e3, 128e3, 256e3), 777)
+    links = LinkTimes(SIZES, tuple(20_000 + size * 0.5 for size in SIZES), 3, 20_000 + SIZES[0] * 0.5 + 8000)
+    found = calibrated(Measured(50.0, samples(), layers, links), KernelTask(shape), model, "mine", "here")
+    cost = found.cost
+    machine = found.on(flexcp.cluster("cpu", 1, 4))
+    assert (machine.intra_mbps, machine.latency_ns, cost.message_ns) == (2000, 20_000, 4000)
+    # Efficiencies are whole per mille: within that, times are the measured ones.
+    for sample in samples():
+        work = np.array([sample.pairs + sample.tiles * cost.row_tile_pairs])
+        ns = (
+            int(cost.attention_ns(work, shape, replace(machine, nodes=1, ranks_per_node=1), sample.backward)[0])
+            + cost.kernel_ns
+        )
+        assert ns == pytest.approx(sample.ns, rel=0.01)
+    assert int(replace(cost, model=model).linear_ns(np.array([100]), shape, machine)[0]) == pytest.approx(
+        100e3, rel=0.01
+    )
+    assert int(cost.link_ns(np.array([10**6]), machine.intra_mbps)[0]) == pytest.approx(500_000)
+    assert cost.token_bytes == 777 and cost.overlap_forward == cost.overlap_link == 1000
+    assert found.held_out["kernels"].worst < 1e-6 and found.held_out["kernels"].count == 8
+    assert set(found.held_out) == {"kernels", "layers", "links"}
+
+
+def test_a_calibration_survives_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    found = Calibration(CostModel("x", token_bytes=5), "here", {"gflops": 7}, {"kernels": Errors(3, 0.1, 0.2, 0.3)})
+    path.write_text(json.dumps(found.to_json()))
+    assert read_calibration(path) == found
+    path.write_text(json.dumps(CostModel("bare").to_json()))
+    assert read_calibration(path) == Calibration(CostModel("bare"))
+    for wrong in ({"speeds": {"mph": 3}}, {"held_out": {"kernels": {"count": 3}}}):
+        path.write_text(json.dumps({**found.to_json(), **wrong}))
+        with pytest.raises(ValueError, match=r"mph|held_out"):
+            read_calibration(path)
+    assert error_words(CostModel()) == "cost model analytic, stated error 8 %"

@@ -1,0 +1,244 @@
+"""Proves the plan's file format: what comes back is the same plan, and a file that is damaged, cut, of another version or hostile is
+refused.
+
+The long run over 100,000 mutated files is ``make fuzz-plans``; a sample of it runs here in a process of its own, watched the same way.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+import tracemalloc
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flexcp
+from flexcp.arrays.columns import Reader, packed
+from flexcp.data.lengths import parse_lengths
+from flexcp.masks import Mask
+from flexcp.plan import file as wire
+from flexcp.plan.file import PlanFormatError, load_plan, save_plan
+from flexcp.plan.plan import Plan
+from test_planner import golden_plans
+
+FUZZER = Path(__file__).parents[2] / "benchmarks" / "fuzz_plans.py"
+
+
+def small(**options: Any) -> Plan:
+    planner = flexcp.Planner(8, 2, 64, cluster=flexcp.cluster("h100", 2, 2), strategy="zigzag")
+    return planner([300, 7, 1, 90], **options)
+
+
+def resealed(
+    data: bytes, facts: Callable[[Any], None] | None = None, body: Callable[[bytes], bytes] | None = None
+) -> bytes:
+    """The file with its facts or body changed, and everything else right."""
+    inside = zlib.decompress(data[wire._PREFIX.size :])
+    size = struct.unpack_from("<Q", inside)[0]
+    if facts is not None:
+        values = json.loads(inside[8 : 8 + size])
+        facts(values)
+        text = json.dumps(values).encode()
+        inside = struct.pack("<Q", len(text)) + text + inside[8 + size :]
+    if body is not None:
+        inside = body(inside)
+    deflated = zlib.compress(inside)
+    head = wire._PREFIX.pack(wire.MAGIC, wire.VERSION, wire._PREFIX.size + len(deflated), len(inside), bytes(16))
+    return wire._sealed(head, deflated)
+
+
+def test_every_kind_of_plan_comes_back() -> None:
+    for name, plan in golden_plans().items():
+        data = save_plan(plan)
+        found = load_plan(data)
+        assert found == plan and found.hash == plan.hash, name
+        assert found.placement.note == plan.placement.note
+        assert [m.name for m in found.batch.masks] == [m.name for m in plan.batch.masks]
+        for mine, theirs in zip(found.batch.masks, plan.batch.masks, strict=True):
+            assert np.array_equal(mine.slices, theirs.slices) and np.array_equal(mine.first, theirs.first)
+        for mine_table, their_table in zip(found.tables(), plan.tables(), strict=True):
+            assert np.array_equal(mine_table.matrix(), their_table.matrix())
+        assert save_plan(found) == data
+        found.check()
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        flexcp.full(),
+        flexcp.window(None, 3),
+        flexcp.lambda_(4, 8),
+        flexcp.shared_question(3, 0.3),
+        flexcp.causal_blockwise(16, 1),
+        flexcp.prefix(7),
+        [flexcp.modality([(1, 3)], self_only=True), flexcp.causal(), flexcp.modality([]), flexcp.prefix(5)],
+        [flexcp.shared_question([100, 100], 100), flexcp.from_key_ranges([[(0, 1)]] * 7), *[flexcp.causal()] * 2],
+    ],
+)
+def test_every_mask_comes_back(mask: Any) -> None:
+    plan = small(mask=mask)
+    assert load_plan(save_plan(plan)) == plan
+
+
+def test_files_are_small() -> None:
+    planner = flexcp.Planner(32, 8, 128, cluster=flexcp.cluster("h100", 8, 8), strategy="groups")
+    plan = planner(parse_lengths("web:1048576:0"))
+    tables = sum(8 * len(t) * len(t.names()) for t in plan.tables())
+    assert len(save_plan(plan)) < tables / 10
+
+
+def test_every_flipped_bit_and_every_cut_is_refused() -> None:
+    data = save_plan(small())
+    for at in range(len(data)):
+        damaged = bytearray(data)
+        damaged[at] ^= 1 << at % 8
+        with pytest.raises(PlanFormatError):
+            load_plan(bytes(damaged))
+        with pytest.raises(PlanFormatError):
+            load_plan(data[:at])
+    with pytest.raises(PlanFormatError, match=rf"should have {len(data)} bytes but has {len(data) + 1}"):
+        load_plan(data + b"\0")
+
+
+def test_messages_say_what_is_wrong() -> None:
+    data = save_plan(small())
+    for broken, message in (
+        (b"", "does not begin as one"),
+        (b"PK\x03\x04" + data, "does not begin as one"),
+        (data[:5], "cut off after 5 bytes"),
+        (data[:8] + struct.pack("<I", 7) + data[12:], r"format version 7, and this flexcp reads version 1"),
+        (data[:-1], "copy it again"),
+        (data[:-1] + bytes([data[-1] ^ 1]), "checksum is wrong"),
+    ):
+        with pytest.raises(PlanFormatError, match=message):
+            load_plan(broken)
+    assert issubclass(PlanFormatError, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f: f["shape"].update(heads=0), "heads must be an integer of at least 1"),
+        (lambda f: f["shape"].update(colour="red"), "colour"),
+        (lambda f: f["cluster"].update(nodes=1 << 40), "more than 16384 ranks"),
+        (lambda f: f["cost"].update(format="x"), "no cost model"),
+        (lambda f: f["cost"].update(kernel_ns=-1), "kernel_ns"),
+        (lambda f: f.update(pads=-1), "-1 pads"),
+        (lambda f: f.pop("masks"), "no 'masks'"),
+        (lambda f: f.update(hash="0" * 32), "was saved as '000000000000'"),
+        (lambda f: f.update(strategy="dp"), "has hash"),
+        (lambda f: f["traffic"].update(kind="x" * 9), "no traffic is called"),
+        (lambda f: f["traffic"].update(groups=[[[99]]]), "a group's rank does not exist"),
+        (lambda f: f["rules"].__setitem__(0, ["__import__", ["os"], None]), "no mask is called"),
+        (lambda f: f["rules"].__setitem__(0, ["window", [-1, 0], None]), "window left must be 0 or more"),
+        (lambda f: f["rules"].__setitem__(0, ["shared-question", [1 << 40, 0.5], None]), "at most 16384 answers"),
+        (lambda f: f["programs"][0][0].__setitem__(1, 1 << 50), "own tokens enter in stage"),
+        (lambda f: f["programs"][0][0].__setitem__(1, 10**30), "is too large"),
+        (lambda f: f["programs"].pop(), "0 pairs of programs for 1 masks"),
+    ],
+)
+def test_facts_are_not_believed(change: Callable[[Any], None], message: str) -> None:
+    with pytest.raises(PlanFormatError, match=message):
+        load_plan(resealed(save_plan(small()), facts=change))
+
+
+def forged(plan: Plan, table: int, column: str, value: int) -> bytes:
+    """A plan with one wrong number, saved with a right hash and checksum."""
+    tables = plan.tables()
+    cells = getattr(tables[table], column).copy()
+    cells[0] = value
+    tables[table] = replace(tables[table], **{column: cells})
+    placement = replace(plan.placement, runs=tables[0], regions=(tables[1],))
+    (forward, backward) = plan.programs[0]
+    programs = ((replace(forward, transfers=tables[2]), replace(backward, transfers=tables[3])),)
+    return save_plan(replace(plan, placement=placement, programs=programs))
+
+
+@pytest.mark.parametrize(
+    ("table", "column", "value", "message"),
+    [
+        (0, "rank", 4, "a run's rank does not exist"),
+        (0, "start", 3, "do not cover the stream once"),
+        (1, "document", 4, "a region's document does not exist"),
+        (1, "q1", 10_000, "rows do not exist"),
+        (1, "h1", 9, "heads do not exist"),
+        (2, "source", -1, "a transfer's source does not exist"),
+        (2, "stop", 1 << 40, "a piece's tokens do not exist"),
+        (3, "kind", 6, "a transfer's kind does not exist"),
+        (3, "stage", 0, "a transfer's stage does not exist"),
+    ],
+)
+def test_every_number_of_a_table_names_something_that_exists(table: int, column: str, value: int, message: str) -> None:
+    with pytest.raises(PlanFormatError, match=message):
+        load_plan(forged(small(), table, column, value))
+
+
+def peak(data: bytes) -> int:
+    """Most memory that refusing a file takes."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(PlanFormatError):
+            load_plan(data)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_would_blow_up_is_refused_before_it_is_made() -> None:
+    data = save_plan(small())
+    huge = struct.pack("<Q", 1 << 40) + struct.pack("<Bq", 0, 1)  # a column of 2**40 ones in 17 bytes
+    bomb = resealed(data, body=lambda inside: inside + bytes(1 << 25))
+    tables = resealed(data, body=lambda inside: inside[: 8 + struct.unpack_from("<Q", inside)[0]] + huge)
+    deep = resealed(data, body=lambda inside: struct.pack("<Q", 100_000) + b"[" * 100_000)
+    lists = resealed(data, body=lambda inside: struct.pack("<Q", 3 << 23) + b"[]," * (1 << 23))
+    for hostile in (bomb, tables, deep, lists):
+        assert peak(hostile) < 16 << 20
+
+
+def test_slices_that_would_take_minutes_to_compare_are_refused() -> None:
+    rows = tuple((0, 20_000, i, i + 1, -(1 << 40), 1 << 40) for i in range(20_000))
+    plan = small(mask=[flexcp.causal()] * 4)
+    mask = replace(plan.batch.masks[0], rules=(Mask("slices", (), 20_000, rows),))
+    batch = replace(plan.batch, masks=(mask,))
+    with pytest.raises(ValueError, match="too fine for a file"):
+        save_plan(replace(plan, placement=replace(plan.placement, batch=batch)))
+
+
+def test_a_plan_that_needs_more_memory_than_its_bytes_grant_is_saved_with_filler() -> None:
+    planner = flexcp.Planner(8, 2, 64, cluster=flexcp.cluster("h100", 1, 1), strategy="dp")
+    plan = planner([2] * 40_000, flexcp.shared_question(1, 0.5))
+    data = save_plan(plan)
+    assert len(data) > 4 * len(zlib.compress(zlib.decompressobj().decompress(data[wire._PREFIX.size :])))
+    assert load_plan(data) == plan
+
+
+def test_columns_of_any_numbers_come_back() -> None:
+    rng = np.random.default_rng(0)
+    for low, high in ((0, 1), (0, 256), (-3, 70_000), (-(1 << 62), 1 << 62)):
+        for rows in (0, 1, 2, 1000):
+            block = [rng.integers(low, high, rows), np.sort(rng.integers(low, high, rows)), np.arange(rows) * 1000]
+            reader = Reader(packed(block), 1 << 20)
+            for found, column in zip(reader.block(3), block, strict=True):
+                assert np.array_equal(found, column)
+            reader.end()
+
+
+def test_a_sample_of_mutated_files() -> None:
+    result = subprocess.run(
+        [sys.executable, str(FUZZER), "--count", "2000", "--seed", "1", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    found = json.loads(result.stdout)
+    assert found["files"] == 2000 and found["failures"] == 0
+    assert found["refused"] > 1500 and found["read"] > 50 and found["reasons"] > 50

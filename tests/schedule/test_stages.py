@@ -1,0 +1,156 @@
+"""Proves stages: parts cover every piece once, an exposed exchange is cut and a hidden one not, own work goes where it hides."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import flexcp
+from flexcp.batch import make_batch
+from flexcp.clusters import Cluster, cluster
+from flexcp.compare.compare import attention_only, planned
+from flexcp.cost import CostModel
+from flexcp.data.lengths import draw_lengths
+from flexcp.executor.run.program import rank_program
+from flexcp.masks import area
+from flexcp.plan.memory import KEYS, QUERIES
+from flexcp.planners.request import Request
+from flexcp.schedule import stages
+from flexcp.schedule.needs import Pieces
+from flexcp.schedule.stages import TILE, cut_into_stages
+from flexcp.shape import Kind, Shape
+from flexcp.simulator.passes import Rules
+from flexcp.simulator.training import simulate
+
+Ints = NDArray[np.int64]
+
+
+@st.composite
+def key_pieces(draw: st.DrawFn) -> tuple[Pieces, Ints, Cluster]:
+    machine = cluster("h100", nodes=draw(st.integers(1, 3)), ranks_per_node=draw(st.integers(1, 4)))
+    rows = []
+    for rank in range(machine.ranks):
+        for owner in range(machine.ranks):
+            start = 0
+            for length in draw(st.lists(st.integers(1, 700), max_size=3)) if owner != rank else []:
+                h0 = draw(st.integers(0, 1))
+                rows.append(
+                    (rank, owner, start, start + length, h0, draw(st.integers(h0 + 1, 3)), draw(st.integers(0, 1)))
+                )
+                start += length + draw(st.integers(0, 5))
+    pieces = Pieces(*np.array(rows, np.int64).reshape(-1, 7).T)
+    return pieces, np.array(draw(st.lists(st.integers(1, 4), min_size=machine.ranks, max_size=machine.ranks))), machine
+
+
+@settings(max_examples=200, deadline=None)
+@given(key_pieces())
+def test_parts_cover_every_piece_once_in_stages_that_exist(case: tuple[Pieces, Ints, Cluster]) -> None:
+    pieces, count, machine = case
+    parts, stage, _ = cut_into_stages(pieces, count, machine)
+    assert np.all((stage >= 1) & (stage <= count[parts.rank]))
+    tokens = {}
+    for table in (pieces, parts):
+        found = [(*row[:2], token, *row[4:]) for row in table.matrix().T.tolist() for token in range(row[2], row[3])]
+        tokens[len(tokens)] = sorted(found)
+    assert tokens[0] == tokens[1]
+    starts = {(r, o, s, a, b) for r, o, s, _, a, b, _ in pieces.matrix().T.tolist()}
+    for rank, owner, start, _, h0, h1, _ in parts.matrix().T.tolist():
+        whole = max(s for r, o, s, a, b in starts if (r, o, a, b) == (rank, owner, h0, h1) and s <= start)
+        assert (start - whole) % TILE == 0
+
+
+def test_the_parts_of_a_large_piece_are_equal() -> None:
+    machine = cluster("h100", nodes=2, ranks_per_node=1)
+    pieces = Pieces(*np.array([[0, 1, 0, 4096, 0, 2, 0]]).T)
+    parts, stage, _ = cut_into_stages(pieces, np.array([4, 1]), machine)
+    assert parts.stop.tolist() == [1024, 2048, 3072, 4096] and stage.tolist() == [1, 2, 3, 4]
+
+
+def plan_of(inter_mbps: int) -> flexcp.Plan:
+    machine = replace(cluster("h100", nodes=2, ranks_per_node=2), inter_mbps=inter_mbps)
+    planner = flexcp.Planner(heads=32, kv_heads=8, head_dim=128, cluster=machine, strategy="blocks")
+    return planner([65536, 1000, 3000, 512], flexcp.masks.causal())
+
+
+def test_a_slow_link_is_cut_into_stages_and_a_fast_one_is_not() -> None:
+    fast, slow = plan_of(10**9), plan_of(2_000)
+    for plan, most in ((fast, 1), (slow, 4)):
+        plan.check()
+        t = plan.programs[0][1].transfers
+        assert int(t.stage[(t.kind == Kind.KV) & (t.source == t.owner)].max()) == most
+
+
+def test_relays_follow_one_stage_behind_and_gradients_leave_when_their_work_is_done() -> None:
+    t = plan_of(2_000).programs[0][1].transfers
+    names = ["stage", "source", "target", "owner", "start", "stop", "h0", "h1"]
+
+    def rows(kind: Kind) -> list[tuple[int, ...]]:
+        return list(zip(*(getattr(t.take(t.kind == kind), n).tolist() for n in names), strict=True))
+
+    entered = {(r[2], *r[3:]): r[0] for r in rows(Kind.KV) if r[1] == r[3]}
+    relayed = {(r[1], *r[3:]): r[0] for r in rows(Kind.KV) if r[1] != r[3]}
+    assert relayed and all(stage == entered[piece] + 1 for piece, stage in relayed.items())
+    home = {(r[1], *r[3:]): r[0] for r in rows(Kind.DKV) if r[2] == r[3]}
+    back = {(r[2], *r[3:]): r[0] for r in rows(Kind.DKV) if r[2] != r[3]}
+    assert back == {piece: stage + 2 for piece, stage in relayed.items()}
+    assert home == {piece: stage + (4 if piece in relayed else 2) for piece, stage in entered.items()}
+
+
+def test_own_work_is_shared_between_both_ends_as_the_plan_says() -> None:
+    plan = plan_of(50_000)
+    program = plan.programs[0][1]
+    assert program.held and 0 < max(program.held) < 1000
+    for rank, held in enumerate(program.held):
+        slots = rank_program(plan, rank, 0, backward=True).slots
+        own = np.zeros(len(slots), np.int64)
+        everything = 0
+        for number, slot in enumerate(slots):
+            for work in slot.work:
+                amount = int(area(work.slices).sum()) * (work.h1 - work.h0)
+                everything += amount
+                if (work.q_shelf, work.kv_shelf) == (QUERIES, KEYS):
+                    own[number] += amount
+        assert everything == plan.work()[rank]
+        t = program.transfers
+        last = int(t.stage[(t.target == rank) & np.isin(t.kind, (Kind.Q, Kind.KV))].max(initial=1))
+        assert np.flatnonzero(own).tolist() in ([0, last + 1], [0], [last + 1])
+        # One tile of rows against all keys of a document is the coarseness of the cut.
+        coarse = TILE * 65536 * 32
+        assert abs(int(own[last + 1]) - int(own.sum()) * held // 1000) <= coarse
+
+
+def test_without_results_to_return_nothing_is_held() -> None:
+    plan = plan_of(50_000)
+    forward = plan.programs[0][0]
+    moved_queries = bool((forward.transfers.kind == Kind.Q).any())
+    assert moved_queries or forward.held == ()
+    machine = cluster("h100", nodes=1, ranks_per_node=2)
+    alone = flexcp.Planner(heads=8, kv_heads=2, head_dim=64, cluster=machine, strategy="blocks")(
+        [512, 512], flexcp.masks.causal()
+    )
+    assert [p.held for p in alone.programs[0]] == [(), ()]
+
+
+def test_stages_are_part_of_the_plans_identity() -> None:
+    plan = plan_of(50_000)
+    program = plan.programs[0][1]
+    other = replace(plan, programs=((plan.programs[0][0], replace(program, held=tuple(h // 2 for h in program.held))),))
+    other.check()
+    assert other.hash != plan.hash
+
+
+def test_stages_are_capped_where_waiting_for_each_other_costs_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On four nodes the events, which the choice does not know, agree that fewer stages than each rank would take are faster."""
+    batch = make_batch(draw_lengths("libra256k", 8192 * 32, 0), flexcp.causal())
+    request = attention_only(Request(batch, Shape(32, 8, 128, 128), cluster("h100", 4, 8), CostModel()))
+    _, capped = planned(request, "groups")
+    monkeypatch.setattr(stages, "TOGETHER_PERMILLE", 10**9)
+    _, free = planned(request, "groups")
+    assert capped.programs[0][0].stages < free.programs[0][0].stages
+    times = [simulate(plan, rules=Rules(contention=False)).pass_ns(False) for plan in (capped, free)]
+    assert times[0] < 0.9 * times[1]
