@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(
-    r"(?:^<!--(?P<note>(?:(?!-->).)*)-->\n+)?^```(?P<language>python|py|bash)[^\n]*\n(?P<code>.*?)^```$",
+    r"(?:^<!--(?P<note>(?:(?!-->).)*)-->\n+)?^```(?P<language>python|py|bash)\b[^\n]*\n(?P<code>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
 

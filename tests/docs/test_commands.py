@@ -6,9 +6,9 @@ import random
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import blocks
-import click
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -17,6 +17,7 @@ from flexcp.cli.main import app
 
 BLOCKS = [block for block in blocks.all_blocks("bash") if block.excuse is None]
 PAGES = sorted({block.page for block in BLOCKS})
+COMMAND: Any = typer.main.get_command(app)
 MAKEFILE = (blocks.ROOT / "Makefile").read_text()
 BENCHMARKS = "".join(file.read_text() for file in (blocks.ROOT / "benchmarks").rglob("*.py"))
 
@@ -70,15 +71,12 @@ def named_commands() -> list[tuple[str, str]]:
 
 def options_of(words: list[str]) -> tuple[str, set[str]]:
     """The command that ``words`` name, and its options."""
-    command: click.Command = typer.main.get_command(app)
-    context = click.Context(command)
-    name = "flexcp"
+    command, name = COMMAND, "flexcp"
     for word in words:
-        if not isinstance(command, click.Group) or word.startswith("-"):
+        if not hasattr(command, "commands") or word.startswith("-"):
             break
-        inner = command.get_command(context, word)
-        assert inner is not None, f"{name} has no command {word}"
-        command, name = inner, f"{name} {word}"
+        assert word in command.commands, f"{name} has no command {word}"
+        command, name = command.commands[word], f"{name} {word}"
     return name, {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
 
 
