@@ -66,3 +66,16 @@ def test_the_readme_is_short() -> None:
     text = re.sub(r"^```.*?^```$|<!--.*?-->", "", text, flags=re.MULTILINE | re.DOTALL)
     words = [word for word in text.split() if not re.fullmatch(r"[|#*-]+", word)]
     assert len(words) <= 1000
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    """The site checks those of its own pages."""
+    for target in re.findall(r"\]\(([^)]+)\)", (ROOT / "README.md").read_text()):
+        path, _, anchor = target.partition("#")
+        text = (ROOT / path).read_text() if path.endswith(".md") else ""
+        titles = [
+            re.sub(r"[^\w -]", "", line.lstrip("# ")).lower().replace(" ", "-")
+            for line in text.split("\n")
+            if line.startswith("#")
+        ]
+        assert (ROOT / path).exists() and (not anchor or anchor in titles), target
