@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test kernels lint docs screenshots verify-all planning auto groups multimodal models experiments hypergraph properties data fuzz-plans clean
+.PHONY: demo test kernels lint docs screenshots verify-all planning auto groups regimes memory multimodal models experiments hypergraph properties data fuzz-plans clean
 
 demo: .venv/ready
 	$(BIN)/flexcp demo
@@ -29,41 +29,49 @@ docs: .venv/ready
 screenshots: .venv/ready .venv/browser
 	$(BIN)/python -m pytest tests/report/test_browser.py --screenshots docs/pictures
 
-# Every strategy x mask x number of ranks x head arrangement on real processes; writes docs/verified.md.
+# Every strategy x mask x number of ranks x head arrangement on real processes; writes docs/results/verified.md.
 verify-all: .venv/ready
-	$(BIN)/python benchmarks/verify_all.py --write docs/verified.md
+	$(BIN)/python benchmarks/verify_all.py --write docs/results/verified.md
 
-# Bytes, balance and planning time on fixed batches; writes docs/planning.md.
+# Bytes, balance and planning time on fixed batches; writes docs/results/planning.md.
 planning: .venv/ready
-	$(BIN)/python benchmarks/planning.py --write docs/planning.md
+	$(BIN)/python benchmarks/planning.py --write docs/results/planning.md
 
-# auto against every strategy on all distributions, masks and three clusters, simulated; writes docs/auto.md.
+# auto against every strategy on all distributions, masks and three clusters, simulated; writes docs/results/auto.md.
 auto: .venv/ready
-	$(BIN)/python benchmarks/auto.py --write docs/auto.md
+	$(BIN)/python benchmarks/auto.py --write docs/results/auto.md
 
-# groups against fixed grids of CP x DP, simulated, and its planning time; writes docs/groups.md.
+# groups against fixed grids of CP x DP, simulated, and its planning time; writes docs/results/groups.md.
 groups: .venv/ready
-	$(BIN)/python benchmarks/groups.py --write docs/groups.md
+	$(BIN)/python benchmarks/groups.py --write docs/results/groups.md
 
-# Published figures first, then ours in the same settings, all simulated; writes docs/experiments.md. QUICK=1 draws fewer batches.
+# auto against the best static method by regime, simulated; writes docs/results/regimes.md.
+regimes: .venv/ready
+	$(BIN)/python benchmarks/regimes.py --write docs/results/regimes.md
+
+# What attention needs of a rank's memory, from plans; writes docs/results/memory.md.
+memory: .venv/ready
+	$(BIN)/python benchmarks/memory.py --write docs/results/memory.md
+
+# Published figures beside ours in the same settings, all simulated; writes docs/results/experiments.md. QUICK=1 draws fewer batches.
 experiments: .venv/ready
-	$(BIN)/python benchmarks/experiments.py --write docs/experiments.md $(if $(QUICK),--quick)
+	$(BIN)/python benchmarks/experiments.py --write docs/results/experiments.md $(if $(QUICK),--quick)
 
-# Every model family x strategy x layout x ranks over 50 steps against one process; writes docs/models.md.
+# Every model family x strategy x layout x ranks over 50 steps against one process; writes docs/results/models.md.
 models: .venv/ready
-	$(BIN)/python benchmarks/models.py --write docs/models.md
+	$(BIN)/python benchmarks/models.py --write docs/results/models.md
 
-# Vision-language batches under static layouts and ours, predicted and measured; writes the tables of docs/multimodal.md.
+# Vision-language batches under static layouts and ours, predicted and measured; writes docs/results/multimodal.md.
 multimodal: .venv/ready
-	$(BIN)/python benchmarks/multimodal.py --write docs/multimodal.md
+	$(BIN)/python benchmarks/multimodal.py --write docs/results/multimodal.md
 
-# hypergraph beside blocks: bytes, balance and seconds; writes docs/planning-hypergraph.md.
+# hypergraph beside blocks: bytes, balance and seconds; writes docs/results/planning-hypergraph.md.
 hypergraph: .venv/ready
-	$(BIN)/python benchmarks/hypergraph.py --write docs/planning-hypergraph.md
+	$(BIN)/python benchmarks/hypergraph.py --write docs/results/planning-hypergraph.md
 
-# The data pipeline's promises: kills, slow planning, a million lengths, mutated plan files; writes the table of docs/data.md.
+# The data pipeline's promises: kills, slow planning, a million lengths, mutated plan files; writes docs/results/data.md.
 data: .venv/ready
-	$(BIN)/python benchmarks/data.py --write docs/data.md
+	$(BIN)/python benchmarks/data.py --write docs/results/data.md
 
 # 100,000 mutated plan files, read and watched.
 fuzz-plans: .venv/ready

@@ -1,4 +1,4 @@
-"""``auto`` against every strategy, by predicted step time. ``make auto`` writes docs/auto.md.
+"""``auto`` against every strategy, by predicted step time. ``make auto`` writes docs/results/auto.md.
 
 All named length distributions x all masks x one node, four and 32 nodes of 8 H100, 8,192 tokens a rank, 64 / 8 heads of 128. Beside
 ``auto`` stand every static method in every degree that ``auto`` knows, ``blocks``, ``groups`` and the rivals. Two things must hold in every
@@ -133,13 +133,14 @@ def main() -> None:
     parser.add_argument("--masks", nargs="*", default=list(MASKS))
     asked = parser.parse_args()
     lines = [
-        "# auto against every strategy (simulated)",
+        "# auto against every strategy",
         "",
-        f"Made by `make auto` on {date.today().isoformat()}, {platform.machine()}. Predicted time of a whole step (forward and backward "
-        f"attention, exposed communication, the rest of the layer), cost model `{COST.name}`, stated error {COST.error_permille / 10:g} %; "
-        "nothing here was measured on GPUs. 8,192 tokens a rank, 64 / 8 heads of 128. A cell is the best static strategy's time over "
-        "`auto`'s, and what `auto` took; 1.00 with a static name means it stayed. In every cell `auto` is no slower than every static "
-        "strategy, and than `blocks`, `groups`, `minheap`, `pow2`, `hdp` and `wlb` by no more than the stated error.",
+        f"**Simulated**, by `make auto` on {date.today().isoformat()} ({platform.machine()}); nothing here was measured on GPUs. "
+        "Predicted time of a whole step (forward and backward attention, exposed communication, the rest of the layer) in closed form, "
+        f"cost model `{COST.name}`, stated error {COST.error_permille / 10:g} %. 8,192 tokens a rank, 64 / 8 heads of 128. A cell is the "
+        "best static strategy's time over `auto`'s, and what `auto` took; 1.00 with a static name means it stayed. In every cell `auto` "
+        "is no slower than every static strategy, and than `blocks`, `groups`, `minheap`, `pow2`, `hdp` and `wlb` by no more than the "
+        "stated error.",
         "",
     ]
     console, broken = Console(stderr=True), []

@@ -1,6 +1,6 @@
 """Block-level FCP's experiments, simulated.
 
-Repeats (../shared/field.md, A): 64 query and 8 KV heads of 128, causal, 32K tokens a GPU, 16 to 256 GPUs; lengths lognormal (mean 16K),
+Repeats: 64 query and 8 KV heads of 128, causal, 32K tokens a GPU, 16 to 256 GPUs; lengths lognormal (mean 16K),
 bimodal (16K and 64K) and equal; efficiency against one GPU; the ablation at 128 GPUs.
 
 Differs: presets ``h20`` (8 a node, 25 GB/s a rank across) and ``gb200`` (nodes of 64 here, so that counts divide); the analytic cost

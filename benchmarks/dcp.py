@@ -1,6 +1,6 @@
 """DCP's micro-benchmark and end-to-end runs, simulated.
 
-Repeats (../shared/field.md, C): attention of one layer on 4 nodes x 8 A100, 4 x 100 Gb/s a node, 131,072 tokens, 8 query and 2 KV heads
+Repeats: attention of one layer on 4 nodes x 8 A100, 4 x 100 Gb/s a node, 131,072 tokens, 8 query and 2 KV heads
 of 128, lengths of LongAlign and LongDataCollections scaled by 0.5, 1, 2, 4, four masks; and iterations of an 8B model on 64 A100.
 
 Differs: lengths are drawn from our own ``longalign`` and ``longtail`` (theirs are not public as numbers), so batches are not theirs;

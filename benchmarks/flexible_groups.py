@@ -1,6 +1,6 @@
 """Flexible groups' end-to-end comparison, simulated.
 
-Repeats (../shared/field.md, B): a language model and a multimodal one, 8 to 64 devices, groups of any size against one fixed degree
+Repeats: a language model and a multimodal one, 8 to 64 devices, groups of any size against one fixed degree
 (Megatron-LM, DeepSpeed); published 1.46 on average and 2.24 on extremely unbalanced batches.
 
 Differs: devices are the ``ascend910b`` preset; the models are llama3-8b and qwen2.5-vl-7b, lengths ``libra256k`` and ``video``; whole

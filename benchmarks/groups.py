@@ -1,8 +1,12 @@
-"""``groups`` against the best fixed grid of CP x DP, by predicted step time, and how fast it plans. ``make groups`` writes docs/groups.md.
+"""``groups`` against the best fixed grid of CP x DP, by predicted step time, and how fast it plans.
 
-What system B published (``1.46`` for a language model, ``2.24`` for a multimodal one, against Megatron's and DeepSpeed's fixed degrees) was
-measured on 8 to 64 NPUs; here stands the same comparison in simulation. A *fixed grid* has one degree for all batches of a distribution,
-the best there is over these batches: zig-zag rings (B's first baseline), or any static method. Ranks may keep at most twice the mean of
+``make groups`` writes docs/results/groups.md.
+
+What DHP (arXiv 2602.21788) published (``1.46`` for a language model, ``2.24`` for a multimodal one, against Megatron's and DeepSpeed's
+fixed degrees) was measured on 8 to 64 NPUs; here stands the same comparison in simulation.
+
+A *fixed grid* has one degree for all batches of a distribution,
+the best there is over these batches: zig-zag rings (DHP's first baseline), or any static method. Ranks may keep at most twice the mean of
 tokens, as memory would have it; a grid that breaks this for some batch is no grid for the distribution.
 
 ``half`` is a batch with one document of half the tokens, the others drawn from ``web``.
@@ -133,17 +137,19 @@ def main() -> None:
     asked = parser.parse_args()
     text = "\n".join(
         [
-            "# groups against fixed grids (simulated)",
+            "# groups against fixed grids",
             "",
-            f"Made by `make groups` on {date.today().isoformat()}, {platform.machine()}. Predicted whole-step time (cost model "
-            f"`{COST.name}`, stated error {COST.error_permille / 10:g} %; nothing measured on GPUs), sum over {SEEDS} batches, "
-            "32 / 8 heads of 128, causal, at most twice the mean of tokens on a rank. A fixed grid has one degree for all batches of "
-            "a distribution. System B published 1.46 (language model) and 2.24 (multimodal) over fixed degrees, measured on its own "
-            "machines. *Bound* is all compute divided perfectly.",
+            f"**Simulated**, by `make groups` on {date.today().isoformat()} ({platform.machine()}); only planning times, in the last "
+            f"table, are measured. Predicted whole-step time (cost model `{COST.name}`, stated error {COST.error_permille / 10:g} %), sum "
+            f"over {SEEDS} batches, 32 / 8 heads of 128, causal, at most twice the mean of tokens on a rank. A fixed grid has one degree "
+            "for all batches of a distribution. DHP (arXiv 2602.21788) published 1.46 (language model) and 2.24 (multimodal) over fixed "
+            "degrees, measured on its own machines. *Bound* is all compute divided perfectly.",
             "",
             *comparison(),
             "",
-            "## Planning 512 documents on 64 ranks (B: 86 ms for the solver, 0.9 s in all)",
+            "## Planning 512 documents on 64 ranks",
+            "",
+            "Measured, one process. DHP published 86 ms for its solver and 0.9 s in all.",
             "",
             *speed(),
             "",

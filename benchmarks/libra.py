@@ -1,6 +1,6 @@
 """Libra's lengths, simulated.
 
-Repeats (../shared/field.md): documents up to 256K and 1M tokens, end to end against Ulysses; published 1.79 and 2.54 times.
+Repeats: documents up to 256K and 1M tokens, end to end against Ulysses; published 1.79 and 2.54 times.
 
 Differs: its model, cluster and batch are not known to us: llama3-8b on 8 nodes of 8 H100, 32K tokens a rank, FSDP. Ulysses is over the 8
 ranks of a node, the largest degree its 8 KV heads allow without copies, data parallel outside.

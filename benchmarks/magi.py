@@ -1,6 +1,6 @@
 """MagiAttention's weak scaling, simulated.
 
-Repeats (../shared/field.md): web documents cut at a quarter of the pack, causal, 8,192 tokens a GPU, 8 to 64 H100, 64 query and 8 KV
+Repeats: web documents cut at a quarter of the pack, causal, 8,192 tokens a GPU, 8 to 64 H100, 64 query and 8 KV
 heads of 128; published 459 -> 239 TFLOP/s a GPU forward and 243-265 backward on 64.
 
 Differs: MagiAttention's placement is ``minheap`` (its default dealing), its kernel is our cost model of an H100 (554 TFLOP/s beyond row

@@ -1,6 +1,6 @@
-"""Model families under flexcp against one process, all combinations: writes docs/models.md. Run it on an idle machine.
+"""Model families under flexcp against one process, all combinations: writes docs/results/models.md. Run it on an idle machine.
 
-python benchmarks/models.py --write docs/models.md            # 210 runs of 50 (float64) and 10 (float32) steps
+python benchmarks/models.py --write docs/results/models.md    # 210 runs of 50 (float64) and 10 (float32) steps
 python benchmarks/models.py --steps 5 --families llama,gemma2 # a part of it
 """
 
@@ -94,8 +94,8 @@ def page(results: list[tuple[Run, Difference]], steps: int, seconds: float) -> s
     lines = [
         "# Model families against one process",
         "",
-        f"Written by `{command}` on {datetime.date.today()}: {platform.machine()}, torch {torch.__version__}, transformers "
-        f"{transformers.__version__}; {len(results)} runs in {seconds / 60:.0f} minutes, {failed} outside the limits.",
+        f"**Measured**, by `{command}` on {datetime.date.today()} ({platform.machine()}, torch {torch.__version__}, transformers "
+        f"{transformers.__version__}): {len(results)} runs in {seconds / 60:.0f} minutes, {failed} outside the limits.",
         "",
         f"Each run trains a tiny model of the family for {steps} steps in float64 (limit 1e-9 for loss and gradients) or "
         f"{min(steps, FLOAT32_STEPS)} steps in float32 (loss 1e-5, gradients 1e-4), AdamW, packed documents of 1 to 23 tokens, on real "

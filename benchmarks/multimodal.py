@@ -1,6 +1,6 @@
 """Vision-language batches under static layouts, ``groups`` and ``blocks``: balance, bytes, predicted and measured time.
 
-``make multimodal`` writes docs/multimodal.md's tables. Two kinds of batches, of the sizes that the ``video`` and ``images`` distributions
+``make multimodal`` writes docs/results/multimodal.md. Two kinds of batches, of the sizes that the ``video`` and ``images`` distributions
 have: documents that are one long video, and documents of text with a few images in it. Encoder and language model are Qwen2-VL 7B's. A step
 is both, one after the other; a static layout is the same method for both, as users run it, whatever degree is the best for each batch.
 
@@ -200,15 +200,22 @@ def measured(kind: str) -> dict[str, float]:
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
-def tables(console: Console, measure: bool) -> str:
+def page(console: Console, measure: bool) -> str:
+    """The whole page."""
     made = f"{date.today()}, {platform.machine()}"
     encoder, language = (f"{LAYERS[part]} layers" for part in LAYERS)
     columns = "compute | tokens | MB | ms"
     lines = [
-        f"Made by `make multimodal` on {made}. Predicted by the cost model `analytic` (stated error 8 %), mean of {SEEDS} batches with "
+        "# Vision-language batches",
+        "",
+        f"**Simulated**, by `make multimodal` on {made}, but for the last table, which is measured on CPU ranks.",
+        "",
+        "## Balance, bytes and time",
+        "",
+        f"Predicted in closed form, cost model `analytic` (stated error 8 %), mean of {SEEDS} batches with "
         f"about {TOKENS_A_RANK:,} tokens a rank, Qwen2-VL 7B's encoder (16 heads of 80, {encoder}) and language model (28 / 4 heads of "
         f"128, {language}). *Best static* is the best of {', '.join(STATIC)} in each batch, the same for both parts as users run it; *for "
-        "each part* a different one for encoder and language model, which needs two layouts and the way between them, as here. Compute and "
+        "each part* a different one for encoder and language model, which needs two layouts and a way between them. Compute and "
         "tokens are largest over mean; MB are of one layer, forward and backward, over all ranks.",
         "",
         f"| cluster | lengths | strategy | encoder {columns} | language {columns} | step ms | gain over best static |",
@@ -228,7 +235,13 @@ def tables(console: Console, measure: bool) -> str:
                 lines.append(
                     f"| {cluster_name} | {kind} | {name} | {' | '.join(cells)} | {total(found[name]):,.1f} | {gain:.2f} |"
                 )
-    lines += ["", "## One plan or two", ""]
+    lines += [
+        "",
+        "## One plan or two",
+        "",
+        "Simulated: the encoder under a plan of its own, and on the ranks that keep its tokens.",
+        "",
+    ]
     lines += ["| lengths | encoder under its own plan, ms | where its tokens are kept, ms |", "| --- | --- | --- |"]
     where = CLUSTERS["h100 1x8"]
     for kind in ("video", "images"):
@@ -243,8 +256,8 @@ def tables(console: Console, measure: bool) -> str:
             + "\n"
         )
     lines += [
-        f"Attention of one layer of each part, forward and backward, {MEASURED_RANKS} gloo ranks of this machine, lengths divided by "
-        f"{SHRINK}, median of {REPEATS}.",
+        f"Measured: attention of one layer of each part, forward and backward, {MEASURED_RANKS} gloo ranks of this machine, lengths "
+        f"divided by {SHRINK}, median of {REPEATS}.",
         "",
         "| lengths | strategy | seconds | gain over zigzag |",
         "| --- | --- | --- | --- |",
@@ -255,23 +268,16 @@ def tables(console: Console, measure: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-MARK = "<!-- tables: benchmarks/multimodal.py -->\n"
-
-
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--write", type=Path, help="a page whose end, after its mark, is replaced by the tables")
+    arguments.add_argument("--write", type=Path, help="file for the page")
     arguments.add_argument("--no-measure", action="store_true", help="leave the measured part out")
     given = arguments.parse_args()
     console = Console(stderr=True)
-    text = tables(console, not given.no_measure)
-    if given.write is None:
-        print(text)
-        return
-    head, mark, _ = given.write.read_text().partition(MARK)
-    if not mark:
-        raise SystemExit(f"{given.write} has no line {MARK.strip()}")
-    given.write.write_text(head + mark + "\n" + text)
+    text = page(console, not given.no_measure)
+    print(text)
+    if given.write:
+        given.write.write_text(text)
 
 
 if __name__ == "__main__":

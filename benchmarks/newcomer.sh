@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The newcomer's path of the README, timed on a clean clone: install, doctor, demo, advise on a file, the report, attention swapped in a script.
-#   benchmarks/newcomer.sh [--here]      clones HEAD (with --here: copies the working tree) into a new folder and follows the README
+# The path of the tutorial, timed on a clean clone: install, doctor, demo, advise on a file, the report, attention swapped in a script.
+#   benchmarks/newcomer.sh [--here]      clones HEAD (with --here: copies the working tree) into a new folder and follows the tutorial
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 folder=$(mktemp -d "${TMPDIR:-/tmp}/newcomer.XXXXXX")

@@ -1,6 +1,6 @@
 """A trace of 4 CPU ranks, and a small picture of it for the docs.
 
-    python benchmarks/telemetry_trace.py --write docs/telemetry-trace.svg --trace /tmp/trace.json
+    python benchmarks/telemetry_trace.py --write docs/pictures/telemetry-trace.svg --trace /tmp/trace.json
 
 Trains nothing: two layers of attention, forward and backward, under one plan. The trace is what a user's own would be; open it at
 ui.perfetto.dev. The picture shows the last layer's passes: a lane a rank, time to the right.

@@ -64,9 +64,9 @@ def _chunks(cases: list[Case]) -> Iterator[list[Case]]:
 def _table(results: list[tuple[str, Case, Verdict]], seconds: float) -> str:
     passed = sum(v.passed for _, _, v in results)
     lines = [
-        "# Verified",
+        "# Exactness",
         "",
-        f"Made by `make verify-all` on {date.today().isoformat()} ({platform.machine()}, torch {torch.__version__}) in "
+        f"**Measured**, by `make verify-all` on {date.today().isoformat()} ({platform.machine()}, torch {torch.__version__}) in "
         f"{seconds / 60:.0f} minutes: {passed} of {len(results)} cases passed. "
         "Real gloo processes, forward and backward, against dense float64 attention on one process; bytes counted where they leave "
         "equal the plan's in every passed case. A cell is the largest error of out, lse, dq, dk, dv over masks, head arrangements "

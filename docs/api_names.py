@@ -1,18 +1,22 @@
-"""The public names with their arguments and what each is for, as a list in docs/api.md that a git host shows too.
+"""The API reference, docs/api.md: signature and docstring of every public name in plain Markdown, which a git host shows too.
 
     python docs/api_names.py --write
 
-The list lies between two comments and is made from the code: names from ``flexcp.__all__`` and ``flexcp.data.__all__``, the parts of
-classes and the adapters' functions from the tables below, arguments and first sentences from the objects. A test compares it.
+Names come from ``flexcp.__all__`` and ``flexcp.data.__all__`` in the order of ``GROUPS``, adapters and report functions from the table
+below, everything else from the objects. A test compares the page with the code.
 """
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import importlib
 import inspect
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,93 +24,163 @@ import flexcp
 import flexcp.data
 
 PAGE = Path(__file__).parent / "api.md"
-BEGIN, END = "<!-- names: made by docs/api_names.py --write -->\n", "<!-- end of names -->\n"
+WIDTH = 120
+GROUPS = {
+    "Planning": ("Planner", "Plan", "cluster", "Cluster", "CostModel", "Model"),
+    "Masks": (
+        "Mask", "full", "causal", "window", "lambda_", "shared_question", "causal_blockwise", "prefix", "modality",
+        "from_slices", "from_key_ranges", "from_cu_seqlens", "from_mask_mod",
+    ),
+    "Running": (
+        "bind", "Step", "attention", "slice_attention", "packed_slices", "latent_attention", "LatentForms", "choose_kernel",
+        "fastest_kernel", "ExchangeError",
+    ),
+    "Plans in files": ("save_plan", "load_plan", "PlanFormatError"),
+    "Telemetry": ("Telemetry", "MismatchError"),
+}  # fmt: skip
 PARTS = {
     "Planner": ("__call__", "micro_batches"),
-    "Plan": ("hash", "check", "bytes", "inter_node_bytes", "work", "memory"),
+    "Plan": ("hash", "check", "bytes", "inter_node_bytes", "work", "memory", "rounds", "peers"),
     "Step": (
         "local_tokens", "indices", "positions", "shard", "gather", "labels", "loss", "roll", "relayout", "restore", "prepare",
         "cp_rank", "cp_size", "calls", "sent_bytes", "kernels",
     ),
     "Loader": ("state_dict", "load_state_dict", "close"),
+    "LatentForms": ("planner", "fastest", "step_ns"),
+    "Telemetry": ("planning", "log", "trace", "dump", "close"),
+    "CostModel": ("to_json", "from_json"),
 }  # fmt: skip
 """What users take from a class; the rest is there for other parts of flexcp."""
 MADE = {"Plan", "Step", "LocalBatch", "Stats"}
 """Classes that users are given and do not make."""
-ADAPTERS = {
+OTHERS = {
     "frameworks": ("used",),
     "frameworks.huggingface": ("turn_on", "register", "planner", "masks", "inputs"),
     "frameworks.huggingface_trainer": ("FlexcpTrainer", "prepared"),
     "frameworks.fsdp": ("sum_gradients",),
     "frameworks.multimodal": ("turn_on", "qwen2_vl", "image_rows", "VisionDocument"),
     "frameworks.pipeline": ("PlannedMicroBatches", "PlannedStage"),
+    "report.page": ("write_report",),
+    "report.plan_section": ("plan_section",),
+    "report.sections": ("words_section", "code_section", "table_section", "strategies_section", "lines_section"),
 }
-"""Adapters that need nothing but torch and Transformers; torchtitan's and Megatron's are in their own pages."""
+"""Modules that need nothing but torch and Transformers; torchtitan and Megatron are described in the pages on them."""
+HEAD = """# API
 
-
-def names() -> str:
-    """The list."""
-    found = ["\n### `flexcp`\n\n"]
-    found += [line for name in flexcp.__all__ for line in _entry(name, getattr(flexcp, name))]
-    found.append("\n### `flexcp.data`\n\n")
-    found += [line for name in flexcp.data.__all__ for line in _entry(name, getattr(flexcp.data, name))]
-    for home, members in ADAPTERS.items():
-        found.append(f"\n### `flexcp.{home}`\n\n")
-        module = importlib.import_module(f"flexcp.{home}")
-        found += [line for name in members for line in _entry(name, getattr(module, name))]
-    return "".join(found) + "\n"
-
-
-def _entry(name: str, thing: Any) -> Iterator[str]:
-    arguments = "" if name in MADE else _arguments(thing)
-    yield f"- `{name}{arguments}`: {_sentence(inspect.getdoc(thing))}\n"
-    for part in PARTS.get(name, ()):
-        member = inspect.getattr_static(thing, part, None)
-        shown = name.lower() if part == "__call__" else f".{part}"
-        yield f"    - `{shown}{_arguments(member)}`: {_sentence(_part_doc(thing, part))}\n"
-
-
-def _arguments(thing: Any) -> str:
-    """Names and defaults; an exception is raised by flexcp and an attribute takes none."""
-    if not callable(thing) or (isinstance(thing, type) and issubclass(thing, BaseException)):
-        return ""
-    found = inspect.signature(thing)
-    parameters = [
-        p.replace(annotation=p.empty, default=_default(p)) for p in found.parameters.values() if p.name != "self"
-    ]
-    return str(found.replace(parameters=parameters, return_annotation=found.empty)).replace("Ellipsis", "...")
-
-
-def _default(parameter: inspect.Parameter) -> Any:
-    value = parameter.default
-    plain = value is parameter.empty or isinstance(value, (int, float, str, bool, type(None), tuple))
-    return value if plain else ...
-
-
-def _part_doc(owner: type, part: str) -> str | None:
-    """A method's or property's docstring, or the one below an attribute in ``__init__`` or the class."""
-    member = inspect.getattr_static(owner, part, None)
-    if member is not None:
-        return inspect.getdoc(member)
-    below = re.search(
-        rf'^ +(?:self\.)?{part}\b[^\n]*\n +"""(.*?)"""', inspect.getsource(owner), re.MULTILINE | re.DOTALL
-    )
-    return below[1] if below else None
-
-
-def _sentence(doc: str | None) -> str:
-    """The first sentence, in Markdown."""
-    if not doc:
-        raise ValueError("a public name has no docstring")
-    first = re.split(r"(?<=\.)\s(?=[^a-z])", " ".join(doc.split("\n\n")[0].split()))[0]
-    return re.sub(r":[a-z]+:`~?(?:flexcp\.)?([^`]+)`", r"`\1`", first).replace("``", "`")
+The main call is `flexcp.attention`; a `Planner` makes the plan that it runs, and `bind` ties the plan to this rank. Names are loaded on
+first use, so `import flexcp` is fast and loads no torch. This page is written by `python docs/api_names.py --write` from the code;
+`help(flexcp.Planner)` shows the same.
+"""
 
 
 def page() -> str:
-    """docs/api.md with the list as it should be."""
-    text = PAGE.read_text()
-    before, rest = text.split(BEGIN)
-    return before + BEGIN + names() + END + rest.split(END)[1]
+    """docs/api.md as it should be."""
+    left = [name for name in flexcp.__all__ if not any(name in names for names in GROUPS.values())]
+    if left:
+        raise ValueError(f"public names without a group in docs/api_names.py: {', '.join(left)}")
+    lines = [HEAD]
+    for title, names in GROUPS.items():
+        lines += [f"## {title}\n", *(line for name in names for line in _entry("flexcp", name, getattr(flexcp, name)))]
+    lines.append("## `flexcp.data`\n")
+    for name in flexcp.data.__all__:
+        lines += _entry("flexcp.data", name, getattr(flexcp.data, name))
+    for home, members in OTHERS.items():
+        lines.append(f"## `flexcp.{home}`\n")
+        module = importlib.import_module(f"flexcp.{home}")
+        for name in members:
+            lines += _entry(f"flexcp.{home}", name, getattr(module, name))
+    return "\n".join(lines)
+
+
+def _entry(home: str, name: str, thing: Any) -> Iterator[str]:
+    """A heading, the signature, the docstring, and the parts that users take."""
+    yield f"### `{name}`\n"
+    if _takes_arguments(thing) and name not in MADE:
+        yield _code(f"{home}.{name}", thing)
+    yield _markdown(inspect.getdoc(thing), name)
+    described = {**_attribute_docs(thing)} if dataclasses.is_dataclass(thing) and name in MADE - set(PARTS) else {}
+    for part, doc in described.items():
+        yield f"- `{part}`: {_markdown(doc, part).strip()}"
+    if described:
+        yield ""
+    for part in PARTS.get(name, ()):
+        yield from _part(name, thing, part)
+
+
+def _part(owner: str, thing: type, part: str) -> Iterator[str]:
+    member = inspect.getattr_static(thing, part, None)
+    called = owner.lower() if part == "__call__" else f"{owner.lower()}.{part}"
+    yield f"#### `{called}`\n"
+    if _takes_arguments(member):
+        yield _code(called, getattr(thing, part))
+    yield _markdown(inspect.getdoc(member) if member is not None else _attribute_docs(thing).get(part), part)
+
+
+def _takes_arguments(thing: Any) -> bool:
+    """Exceptions are raised by flexcp, and attributes take none."""
+    called = callable(thing) or isinstance(thing, (classmethod, staticmethod))
+    return called and not (isinstance(thing, type) and issubclass(thing, BaseException))
+
+
+def _code(name: str, thing: Any) -> str:
+    """The signature as a block of code, an argument a line where it is long."""
+    found = inspect.signature(thing)
+    arguments = [_argument(p) for p in found.parameters.values() if p.name != "self"]
+    stars = [i for i, p in enumerate(found.parameters.values()) if p.kind is p.KEYWORD_ONLY]
+    if stars and not any(p.kind is p.VAR_POSITIONAL for p in found.parameters.values()):
+        arguments.insert(stars[0] - ("self" in found.parameters), "*")
+    returns = "" if found.return_annotation in (found.empty, None, "None") else f" -> {found.return_annotation}"
+    line = f"{name}({', '.join(arguments)}){returns}"
+    if len(line) > WIDTH:
+        line = f"{name}(\n" + "".join(f"    {argument},\n" for argument in arguments) + f"){returns}"
+    return f"```text\n{line}\n```\n"
+
+
+def _argument(parameter: inspect.Parameter) -> str:
+    star = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+    kind = "" if parameter.annotation is parameter.empty else f": {parameter.annotation}"
+    value = parameter.default
+    if value is parameter.empty:
+        return f"{star}{parameter.name}{kind}"
+    plain = isinstance(value, (int, float, str, bool, type(None), tuple))
+    return f"{parameter.name}{kind} = {value!r}" if plain else f"{parameter.name}{kind} = ..."
+
+
+def _attribute_docs(owner: type) -> dict[str, str]:
+    """The strings below attributes in a class or its ``__init__``."""
+    found = {}
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(owner)))):
+        statements = node.body if isinstance(node, (ast.ClassDef, ast.FunctionDef)) else []
+        for one, below in pairwise(statements):
+            name, doc = _assigned(one), _string(below)
+            if name is not None and doc is not None:
+                found[name] = inspect.cleandoc(doc)
+    return found
+
+
+def _assigned(statement: ast.stmt) -> str | None:
+    """The name that an assignment gives a value: ``x`` of ``x: int = 1`` and of ``self.x = 1``."""
+    if isinstance(statement, ast.AnnAssign):
+        target: ast.expr = statement.target
+    elif isinstance(statement, ast.Assign):
+        target = statement.targets[0]
+    else:
+        return None
+    return target.attr if isinstance(target, ast.Attribute) else ast.unparse(target)
+
+
+def _string(statement: ast.stmt) -> str | None:
+    """The text of a statement that is nothing but a string."""
+    value = statement.value if isinstance(statement, ast.Expr) else None
+    return value.value if isinstance(value, ast.Constant) and isinstance(value.value, str) else None
+
+
+def _markdown(doc: str | None, name: str) -> str:
+    """A docstring in Markdown: roles and double backquotes become code, sessions become blocks."""
+    if not doc:
+        raise ValueError(f"the public name {name} has no docstring")
+    text = re.sub(r":[a-z]+:`~?(?:[^`]*\.)?([^`.]+)`", r"`\1`", doc).replace("``", "`")
+    return re.sub(r"^(>>> .*(?:\n(?!\s*$).+)*)", r"```pycon\n\1\n```", text, flags=re.MULTILINE) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Python blocks of the docs, and what a comment before a block says about running it.
+"""Blocks of Python and commands in the docs, and what a comment before a block says about running it.
 
-(nothing)                        run in CI, after the blocks before it on its page, with their names
-<!-- run: torchrun N -->         run in CI as a script on N processes
+(nothing)                        run in CI, after the blocks before it on its page: Python with their names, commands in their folder
+<!-- run: torchrun N -->         Python run in CI as a script on N processes
 <!-- not run here: why -->       not run; why, or where and when it ran
-<!-- before: code -->            run in CI after ``code``, which readers do not see: what a fragment takes for granted
+<!-- before: code -->            Python run in CI after ``code``, which readers do not see: what a fragment takes for granted
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(
-    r"(?:^<!--(?P<note>(?:(?!-->).)*)-->\n+)?^```(?:python|py)[^\n]*\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
+    r"(?:^<!--(?P<note>(?:(?!-->).)*)-->\n+)?^```(?P<language>python|py|bash)\b[^\n]*\n(?P<code>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
 )
 
 
@@ -29,18 +30,22 @@ class Block:
     ranks: int
     excuse: str | None
     before: str = ""
+    language: str = "python"
 
     @property
     def name(self) -> str:
         return f"{self.page}:{self.line}"
 
 
-def pages() -> list[Path]:
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+def pages() -> dict[str, str]:
+    """The text of README.md and of every page, by its path inside docs."""
+    docs = ROOT / "docs"
+    found = {page.relative_to(docs).as_posix(): page.read_text() for page in sorted(docs.rglob("*.md"))}
+    return {"README.md": (ROOT / "README.md").read_text(), **found}
 
 
 def blocks_of(text: str, page: str) -> Iterator[Block]:
-    """The Python blocks of a page."""
+    """The blocks of a page."""
     for found in FENCE.finditer(text):
         note = (found["note"] or "").strip()
         line = text.count("\n", 0, found.start("code"))
@@ -58,8 +63,10 @@ def blocks_of(text: str, page: str) -> Iterator[Block]:
             int(script[1]) if script else 0,
             excuse[1] if excuse else None,
             before[1] if before else "",
+            "bash" if found["language"] == "bash" else "python",
         )
 
 
-def all_blocks() -> list[Block]:
-    return [block for page in pages() for block in blocks_of(page.read_text(), page.name)]
+def all_blocks(language: str = "python") -> list[Block]:
+    found = [block for page, text in pages().items() for block in blocks_of(text, page)]
+    return [block for block in found if block.language == language]

@@ -1,4 +1,4 @@
-"""Proves that the list of public names in docs/api.md is that of the code, so that a reader of the repository sees what there is."""
+"""Proves that docs/api.md has the signature and docstring of every public name as the code has them, readable without a site."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 
 import flexcp
+import flexcp.data
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 
@@ -23,11 +24,19 @@ def api_names() -> ModuleType:
     return module
 
 
-def test_the_list_is_made_from_this_code(api_names: ModuleType) -> None:
-    assert PAGE.read_text() == api_names.page(), "run python docs/api_names.py --write"
-    listed = api_names.names()
-    assert not [name for name in flexcp.__all__ if f"\n- `{name}" not in listed]
-    assert "- `bind(plan, group=None, timeout=..., " in listed
+def test_the_page_is_made_from_this_code(api_names: ModuleType) -> None:
+    text = PAGE.read_text()
+    assert text == api_names.page(), "run python docs/api_names.py --write"
+    names = [*flexcp.__all__, *flexcp.data.__all__]
+    assert not [name for name in names if f"\n### `{name}`\n" not in text]
+    assert "    timeout: timedelta | float = ...,\n" in text
+    assert ":::" not in text and ":func:" not in text and "``" not in text.replace("```", "")
+
+
+def test_a_new_public_name_needs_a_group(api_names: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(api_names.GROUPS, "Telemetry", ("Telemetry",))
+    with pytest.raises(ValueError, match=r"without a group.*MismatchError"):
+        api_names.page()
 
 
 def test_help_of_a_step_begins_with_what_users_take_from_it(api_names: ModuleType) -> None:

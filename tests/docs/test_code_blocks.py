@@ -56,19 +56,20 @@ def test_scripts_run_on_several_processes(name: str, tmp_path: Path) -> None:
 
 
 def test_the_pages_that_matter_have_blocks_that_run() -> None:
-    assert {"tutorial.md", "concepts.md", "strategies.md", "tuning.md", "reports.md"} <= set(PAGES)
-    assert any(name.startswith("README.md") for name in SCRIPTS)
+    assert {"tutorial.md", "concepts.md", "strategies.md", "help.md", "telemetry.md", "kernels.md"} <= set(PAGES)
     assert any(name.startswith("tutorial.md") for name in SCRIPTS)
 
 
 def test_what_comments_mean() -> None:
     text = "a\n\n```python\nx = 1\n```\n\n<!-- run: torchrun 3 -->\n```python\ny\n```\n"
-    text += "<!-- not run here: needs eight GPUs -->\n\n```py\nz\n```\n```\nq\n```\n"
+    text += "<!-- not run here: needs eight GPUs -->\n\n```py\nz\n```\n```\nq\n```\n```bash\nflexcp x\n```\n"
     found = list(blocks.blocks_of(text, "p"))
     assert [(b.code, b.ranks, b.excuse, b.line) for b in found] == [
         ("x = 1\n", 0, None, 3),
         ("y\n", 3, None, 8),
         ("z\n", 0, "needs eight GPUs", 13),
+        ("flexcp x\n", 0, None, 19),
     ]
+    assert [b.language for b in found] == ["python", "python", "python", "bash"]
     with pytest.raises(ValueError, match="none of"):
         list(blocks.blocks_of("<!-- not run here: no -->\n```python\nx\n```\n", "p"))

@@ -25,14 +25,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_page_is_there_and_reached(site: Path) -> None:
-    pages = {page.stem for page in (ROOT / "docs").glob("*.md")}
-    assert {page.stem for page in site.glob("*.html")} >= pages
+    pages = {page.relative_to(ROOT / "docs").with_suffix("").as_posix() for page in (ROOT / "docs").rglob("*.md")}
+    assert {page.relative_to(site).with_suffix("").as_posix() for page in site.rglob("*.html")} >= pages
     start = (site / "index.html").read_text()
     assert not [page for page in pages if f'href="{page}.html"' not in start and page != "index"]
 
 
 def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
-    for page in site.glob("*.html"):
+    for page in site.rglob("*.html"):
         loaded = re.findall(r'<(?:script|link|img|iframe)[^>]*(?:src|href)="(https?:[^"]*)"', page.read_text())
         assert not loaded, (page.name, loaded)
 
@@ -53,3 +53,29 @@ def test_json_keys_and_commands_are_documented() -> None:
     for name in typer.main.get_command(app).commands:
         assert f"flexcp {name}" in documented, name
         assert f"flexcp {name}" in listed, name
+
+
+def test_every_picture_is_on_a_page() -> None:
+    texts = "".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+    assert not [picture.name for picture in (ROOT / "docs" / "pictures").iterdir() if f"/{picture.name})" not in texts]
+
+
+def test_the_readme_is_short() -> None:
+    """At most 1,000 words, not counting blocks of code, comments and the rules of tables."""
+    text = (ROOT / "README.md").read_text()
+    text = re.sub(r"^```.*?^```$|<!--.*?-->", "", text, flags=re.MULTILINE | re.DOTALL)
+    words = [word for word in text.split() if not re.fullmatch(r"[|#*-]+", word)]
+    assert len(words) <= 1000
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    """The site checks those of its own pages."""
+    for target in re.findall(r"\]\(([^)]+)\)", (ROOT / "README.md").read_text()):
+        path, _, anchor = target.partition("#")
+        text = (ROOT / path).read_text() if path.endswith(".md") else ""
+        titles = [
+            re.sub(r"[^\w -]", "", line.lstrip("# ")).lower().replace(" ", "-")
+            for line in text.split("\n")
+            if line.startswith("#")
+        ]
+        assert (ROOT / path).exists() and (not anchor or anchor in titles), target

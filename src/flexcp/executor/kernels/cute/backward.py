@@ -8,7 +8,7 @@ reduction. Two warp groups compute, each with 64 of the keys as rows of its prod
     dQ = dS' K                each group the half of the columns, over all keys: the groups exchange dS through shared memory
 
 dV's product is issued before dP is waited for, so that the exponentials run beside dP's product and dS beside dV's; blocks with a mask
-have no registers for that. dk and dv of a tile stay in registers until its end (:mod:`cute_results` says how results leave). Nothing here
+have no registers for that. dk and dv of a tile stay in registers until its end (:mod:`results` says how results leave). Nothing here
 is added in a fixed order. More in flight than this does not fit into the registers: with the next block's logits issued early the compiler
 serialises all products.
 

@@ -2,7 +2,7 @@
 
 dq of a block is added to memory by the copy engine, from a buffer in shared memory that a warp group fills: either in the order of a
 tensor of the caller's, which others add to as well, or, where dq belongs to this launch alone, in the order of the registers
-(:mod:`cute_rows`), which costs fewer and wider stores and a copy without rows. dk and dv of a tile are added to the caller's float32
+(:mod:`rows`), which costs fewer and wider stores and a copy without rows. dk and dv of a tile are added to the caller's float32
 tensors, since long tiles are split over programs, or written once, rounded, where none is.
 """
 
