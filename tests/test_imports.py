@@ -104,6 +104,14 @@ def test_every_module_is_in_a_room_that_has_a_floor() -> None:
     assert {house.room_of(module) for module in house.module_files(house.SOURCE)} == set(house.FLOORS)
 
 
+def test_the_tour_shows_the_rooms_in_this_order() -> None:
+    """The first column of CONTRIBUTING's table."""
+    text = (house.SOURCE.parent / "CONTRIBUTING.md").read_text()
+    table = text.split("| room | what belongs here |\n| --- | --- |\n")[1].split("\n\n")[0]
+    shown = [name for row in table.splitlines() for name in row.split(" | ")[0].strip("| ").split(", ")]
+    assert [name.strip("`/").removesuffix(".py").replace("/", ".") for name in shown] == list(house.FLOORS)
+
+
 def test_few_modules_lie_in_the_root() -> None:
     assert len(list((house.SOURCE / "flexcp").glob("*.py"))) <= 9
 

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import flexcp
-from flexcp.arrays.loops_sort import SHORT_RUN, stable_order
 from flexcp.arrays.totals import imbalance
 from flexcp.data.lengths import draw_lengths
 from flexcp.plan.plan import Plan
@@ -275,10 +274,3 @@ def test_packing_balances_both() -> None:
     np.add.at(rows, found.bins, found.items[:, 2] - found.items[:, 1])
     assert rows.max() <= 8600 and rows.sum() == 65_536
     assert imbalance(rows) < 1.06
-
-
-@pytest.mark.parametrize("count", [0, 1, 2, SHORT_RUN, SHORT_RUN + 1, 5 * SHORT_RUN - 1, 1000])
-@pytest.mark.parametrize("values", [1, 7, 10**9])
-def test_stable_order(count: int, values: int) -> None:
-    keys = np.random.default_rng(count).integers(-values, values, count)
-    assert stable_order(keys).tolist() == np.argsort(keys, kind="stable").tolist()
