@@ -102,7 +102,7 @@ def bench(
     return results
 
 
-def timed(calls: dict[str, Callable[[], Any]], rounds: int, span_ms: float = 12.0) -> dict[str, float]:
+def timed(calls: dict[str, Callable[[], Any]], rounds: int, span_ms: float = 40.0) -> dict[str, float]:
     """Milliseconds of each call: in turns, ``rounds`` times, each turn as many launches as fill ``span_ms``."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
     counts: dict[str, int] = {}
