@@ -49,7 +49,7 @@ class Fa4Work(CuteWork):
     ) -> None:
         super().__init__(slices, heads, kv_heads, head_dim, v_head_dim, device)
         self.form = form_of(slices)
-        self.foreign = (False, False) if self.form is None else cheaper(self.form, int(masks.area(slices).sum()))
+        self.foreign = (False, False) if self.form is None else cheaper(self.form, int(masks.area(slices).sum()), heads)
         if self.form is not None and len(self.form.rows_at) > 2:
             at = (self.form.rows_at, self.form.keys_at)
             self.borders = [uploaded(x.astype(np.int32), device) for x in at]

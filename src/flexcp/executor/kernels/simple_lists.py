@@ -17,10 +17,12 @@ from flexcp.masks import HI, K0, K1, LO, Q0, Q1
 
 Ints = NDArray[np.int64]
 BLOCK = 128
-OWN_PRICES = ((1.0, 3.0), (1.0, 6.0))
-FA4_PRICES = ((0.955, 4.1), (0.93, 7.9))
-"""Forward and backward: a block of 128 queries and keys of one head, and what a tile of 128 queries costs besides, in blocks of the CuTe
-kernel. Fitted to rates on an H200 (docs/results/kernels.md)."""
+OWN_PRICES = ((1.0, 3.0, 0.0), (1.0, 6.0, 0.0))
+ONE_DOCUMENT_PRICES = ((0.955, 3.0, 0.0), (0.905, 7.1, 2700.0))
+DOCUMENTS_PRICES = ((0.97, 4.3, 0.0), (0.93, 7.4, 2700.0))
+"""Of the CuTe kernel, and of FlashAttention-4 on one document and on several; forward and backward: a block of 128 queries and keys of one
+head, what a tile of 128 queries costs besides, and what a call costs, in blocks of the CuTe kernel. Fitted to rates on an H200
+(docs/results/kernels.md)."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,6 @@ class Form:
         if self.left is None and self.right == 0:
             return {"causal": True}
         return {"causal": False, "window_size_left": self.left, "window_size_right": self.right}
-
-    def blocks_and_tiles(self, pairs: int) -> tuple[float, float]:
-        """Blocks and tiles of one head."""
-        return pairs / BLOCK**2, float((-(-np.diff(self.rows_at) // BLOCK)).sum())
 
 
 def form_of(slices: Ints) -> Form | None:
@@ -73,11 +71,11 @@ def form_of(slices: Ints) -> Form | None:
     return Form(rows_at, keys_at, *limits)
 
 
-def cheaper(form: Form, pairs: int) -> tuple[bool, bool]:
+def cheaper(form: Form, pairs: int, heads: int) -> tuple[bool, bool]:
     """Whether FlashAttention-4 runs such a list in less time than the CuTe kernel: forward, backward."""
-    blocks, tiles = form.blocks_and_tiles(pairs)
+    counts = np.array([pairs / BLOCK**2 * heads, (-(-np.diff(form.rows_at) // BLOCK)).sum() * heads, 1.0])
+    theirs = ONE_DOCUMENT_PRICES if len(form.rows_at) == 2 else DOCUMENTS_PRICES
     forward, backward = (
-        theirs[0] * blocks + theirs[1] * tiles < own[0] * blocks + own[1] * tiles
-        for theirs, own in zip(FA4_PRICES, OWN_PRICES, strict=True)
+        bool(counts @ np.array(a) < counts @ np.array(b)) for a, b in zip(theirs, OWN_PRICES, strict=True)
     )
     return forward, backward
