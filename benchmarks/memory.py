@@ -23,7 +23,8 @@ def page() -> str:
         "# Memory of attention, by strategy",
         "",
         f"**Computed from plans**, by `make memory` on {date.today().isoformat()}; a test compares such numbers with real allocations "
-        "(tests/executor/exchange/test_arena.py). MB of the rank with the largest arena, one layer; 131,072 tokens on 2 nodes of 4 H100, 32 heads "
+        "(tests/executor/exchange/test_arena.py). "
+        "MB of the rank with the largest arena, one layer; 131,072 tokens on 2 nodes of 4 H100, 32 heads "
         "and 8 KV heads of 128 in bfloat16, causal. The last column is what all ranks together send in the backward.",
         "",
         "| batch | strategy | arena forward | arena backward | saved | kept keys | results | all ranks send backward |",

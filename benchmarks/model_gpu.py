@@ -1,9 +1,9 @@
-"""A 1B-class model on one GPU: flexcp beside cuDNN attention and FlexAttention, and four NCCL ranks beside one.
+"""A 1B-class model on one GPU: flexcp beside cuDNN's attention, FlashAttention-4 and FlexAttention, and four NCCL ranks beside one.
 
     python benchmarks/model_gpu.py --write model_gpu.json          # all parts; --only steps,packed,losses,ranks for some
 
-- ``steps``: one rank, one long document, step time beside the same model on cuDNN attention (asked: at most 3 % more). Models take turns,
-  so that both meet the same clocks.
+- ``steps``: one rank, one long document, step time beside the same model on cuDNN's attention and, where it is installed, on
+  FlashAttention-4. Models take turns, so that all meet the same clocks.
 - ``packed``: one rank, packed documents, step time beside FlexAttention, compiled; its block mask is made ahead of the step, as plans are.
   (Transformers' own way to it tunes for more than four minutes before the first step.)
 - ``losses``: 200 steps of one long document each from the same weights, flexcp beside cuDNN. How far two runs may part is measured: the
@@ -21,6 +21,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from functools import partial
+from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -37,13 +38,13 @@ from flexcp.train.update import total_loss
 from lib.nccl_ranks import on_nccl_ranks
 
 SIZES: dict[str, dict[str, Any]] = {
-    "1.2B, heads of 64": {
-        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "head_dim": 64,
-    },
     "1.4B, heads of 128": {
         "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
         "head_dim": 128,
+    },
+    "1.2B, heads of 64": {
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 64,
     },
     "small": {
         "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -54,7 +55,8 @@ VOCABULARY = 32_768
 WORDS = 512
 """Tokens that occur: few, so that a loss falls within some hundred steps."""
 FLEX = "benchmark_flex"
-STATIC = "sdpa", FLEX
+FA4 = "benchmark_fa4"
+STATIC = "sdpa", FLEX, FA4
 
 
 class Flex:
@@ -95,6 +97,22 @@ def _seen_inside(documents: Tensor) -> Any:
     return seen
 
 
+def register_fa4() -> None:
+    """FlashAttention-4 for Transformers, on one causal document."""
+    from flash_attn.cute.interface import flash_attn_func
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    def attend(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any
+    ) -> tuple[Tensor, None]:
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        found = flash_attn_func(q, k, v, softmax_scale=scaling, causal=True)
+        return found[0] if isinstance(found, tuple) else found, None
+
+    AttentionInterface.register(FA4, attend)
+    AttentionMaskInterface.register(FA4, lambda *_, **__: None)
+
+
 class Trainer:
     """A model, its optimizer, and a step of both. ``attention`` is a name Transformers knows, flexcp's included."""
 
@@ -103,6 +121,8 @@ class Trainer:
 
         huggingface.register()
         self.flex = Flex() if attention == FLEX else None
+        if attention == FA4:
+            register_fa4()
         torch.manual_seed(0)
         config = LlamaConfig(
             **SIZES[size], vocab_size=VOCABULARY, max_position_embeddings=131_072, tie_word_embeddings=True
@@ -166,9 +186,9 @@ def packed_documents(tokens: int, number: int) -> list[Tensor]:
     return Documents("longtail", tokens, WORDS, shrink=16).step(number)
 
 
-def step_times(size: str, baseline: str, documents: Any, repeats: int = 12) -> dict[str, Any]:
-    """Median milliseconds of a step of both, planned ahead, in turns, after three to warm up."""
-    trainers = {name: Trainer(size, name) for name in (baseline, huggingface.NAME)}
+def step_times(size: str, baselines: tuple[str, ...], documents: Any, repeats: int = 12) -> dict[str, Any]:
+    """Median milliseconds of a step of each, planned ahead, in turns, after three to warm up."""
+    trainers = {name: Trainer(size, name) for name in (*baselines, huggingface.NAME)}
     times: dict[str, list[float]] = {name: [] for name in trainers}
     for number in range(repeats + 3):
         parts = documents(number)
@@ -182,10 +202,11 @@ def step_times(size: str, baseline: str, documents: Any, repeats: int = 12) -> d
             torch.cuda.synchronize()
             if number >= 3:
                 times[name].append(begin.elapsed_time(end))
-        print(f"{size}, {baseline}: step {number + 1} of {repeats + 3}", file=sys.stderr, flush=True)
+        print(f"{size}, {baselines}: step {number + 1} of {repeats + 3}", file=sys.stderr, flush=True)
     ms = {name: statistics.median(each) for name, each in times.items()}
-    pairs = zip(times[huggingface.NAME], times[baseline], strict=True)
-    found = {"size": size, "ms": ms, "flexcp / baseline": statistics.median(a / b for a, b in pairs)}
+    ours = times[huggingface.NAME]
+    ratios = {name: statistics.median(a / b for a, b in zip(ours, times[name], strict=True)) for name in baselines}
+    found = {"size": size, "ms": ms, "flexcp / baseline": ratios}
     print(json.dumps(found), file=sys.stderr, flush=True)  # so that a run cut short leaves something
     return found
 
@@ -279,10 +300,11 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, default=2, help="how many of the large models")
     asked = parser.parse_args()
     sizes = [size for size in SIZES if size != "small"][: asked.sizes]
+    static = ("sdpa", FA4) if find_spec("flash_attn") else ("sdpa",)
     long, packed = partial(one_document, asked.tokens), partial(packed_documents, asked.tokens)
     parts: dict[str, Any] = {
-        "steps": lambda: [step_times(size, "sdpa", long) for size in sizes],
-        "packed": lambda: [step_times(size, FLEX, packed) for size in sizes],
+        "steps": lambda: [step_times(size, static, long) for size in sizes],
+        "packed": lambda: [step_times(size, (FLEX,), packed) for size in sizes],
         "losses": lambda: all_losses(asked.loss_tokens, asked.steps),
         "ranks": lambda: all_ranks(4096, 50),
     }

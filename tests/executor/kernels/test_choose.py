@@ -153,7 +153,7 @@ def test_stock_names_the_limits_of_flash_attention(machine: Any, dtype: torch.dt
 
 
 def test_an_unknown_kernel_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'flash'.*cpu, reference, triton, hopper, cute, stock"):
+    with pytest.raises(ValueError, match=r"'flash'.*cpu, reference, triton, hopper, cute, fa4, stock"):
         flexcp.choose_kernel("cpu", BF16, 64, kernel="flash")
 
 

@@ -42,6 +42,7 @@ HOMES = {
     "triton": "triton.kernel",
     "hopper": "hopper.kernel",
     "cute": "cute.kernel",
+    "fa4": "fa4",
     "stock": "stock",
 }
 """Kernels by name, and the module of this package each lives in."""

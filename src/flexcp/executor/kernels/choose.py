@@ -1,7 +1,8 @@
 """Choose: which kernel runs, and why. A function one can read, print and override.
 
     CPU tensors                       cpu      plain torch
-    CUDA, Hopper, where it can        cute     CuTe DSL, if installed (flexcp[cute]): the fastest
+    CUDA, Hopper, where it can        fa4      FlashAttention-4 where it is faster, else cute; if installed (flexcp[fa4])
+                                      cute     CuTe DSL, if installed (flexcp[cute])
                                       hopper   Gluon, needs nothing but Triton
     CUDA from Ampere on               triton   head sizes that are multiples of 8 up to 256, and float32
     any other device                  cpu      plain torch runs anywhere
@@ -19,7 +20,8 @@ import torch
 
 from flexcp.executor.kernels import find_kernel, has_triton
 
-NEED_TRITON = ("triton", "hopper", "cute", "stock")
+NEED_TRITON = ("triton", "hopper", "cute", "fa4", "stock")
+EXTRAS = ("cute", "fa4")
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,9 @@ def choose_kernel(
     no_hopper = why_not("hopper", device, dtype, *sizes)
     if no_hopper is None:
         name = torch.cuda.get_device_name(device)
+        no_fa4 = why_not("fa4", device, dtype, *sizes)
+        if no_fa4 is None:
+            return Choice("fa4", f"{name} has what the CuTe kernels and FlashAttention-4 need, and both are installed")
         no_cute = why_not("cute", device, dtype, *sizes)
         if no_cute is None:
             return Choice("cute", f"{name} has what the CuTe kernels need, and the CuTe DSL is installed")
@@ -82,7 +87,7 @@ def why_not(kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int
     try:
         module = find_kernel(kernel)
     except ImportError as error:  # no CuTe DSL, or this Triton has no Gluon or one of another age
-        way = " (pip install flexcp[cute])" if kernel == "cute" else ""
+        way = f" (pip install flexcp[{kernel}])" if kernel in EXTRAS else ""
         return f"it cannot be imported here ({error}){way}"
     refusal: str | None = module.supports(device, dtype, head_dim, v_head_dim)
     return refusal
