@@ -100,7 +100,7 @@ def full_matrix() -> list[Cell]:
 def low_precision_matrix() -> list[Cell]:
     """Every strategy x mask x cluster, each under one head arrangement and dtype: all of them for every strategy, mask and cluster."""
     found: list[Cell] = []
-    for (i, strategy), (j, mask), (k, shape) in product(*map(enumerate, (STRATEGIES, MASKS, CLUSTERS))):
+    for (i, strategy), (j, mask), (k, shape) in product(enumerate(STRATEGIES), enumerate(MASKS), enumerate(CLUSTERS)):
         number, heads, dtype = len(found), HEADS[(i + j + k) % 3], LOW_PRECISION[(i + 2 * j + k // 3) % 3]
         found.append(_cell(number, strategy, mask, shape, heads, dtype, long=number % EVERY == EVERY // 2))
     return found
