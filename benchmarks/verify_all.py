@@ -1,7 +1,7 @@
 """Verify the full matrix on real processes and write a dated table: ``make verify-all``.
 
 Every strategy x named mask x number of ranks (1 to 8, two nodes of 2 and of 3) x head arrangement in float64, and every strategy x mask x
-number of ranks again in lower precisions, with lengths, layouts, softcap, sinks and LSE gradients cycled through; one case in 19 has a
+number of ranks again in lower precisions, with lengths, layouts, softcap, sinks and LSE gradients cycled through; one case in 37 has a
 document of 3,001 tokens. ``--sample N`` draws one case in N.
 """
 

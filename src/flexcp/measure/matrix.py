@@ -1,7 +1,7 @@
 """The verification matrix: every strategy x mask x cluster x head arrangement, with lengths, layouts and extras cycled through.
 
 A :class:`Cell` says what is to run, a :class:`Case` has its plan too; cells are made by the thousand and planned where they run.
-``full_matrix`` is the whole product in float64, with a document of several thousand tokens in every 19th cell. ``low_precision_matrix``
+``full_matrix`` is the whole product in float64, with a document of several thousand tokens in every 37th cell. ``low_precision_matrix``
 has each strategy, mask and cluster once, under head arrangements and dtypes that cycle. ``pairwise_matrix`` is the smallest part in
 which every two of strategy, mask and cluster meet, for tests. The other factors run along with coprime strides; every second case may
 keep received keys for the backward. ``sampled`` takes a part of a matrix in which all factors occur.
@@ -35,7 +35,7 @@ HEADS = ("MHA", "GQA", "MQA")
 LAYOUTS = ("free", "equal", "contiguous", "zigzag", "index map")
 LOW_PRECISION = ("bfloat16", "float32", "float16")
 DTYPES = ("float64", *LOW_PRECISION)
-LONG, EVERY = (3001, 1, 640), 19
+LONG, EVERY = (3001, 1, 640), 37
 """Lengths with a document of several thousand tokens, and in how many cells of the full matrix there is one."""
 
 MASKS: dict[str, Callable[[int], Mask]] = {
