@@ -1,14 +1,17 @@
-"""The verification matrix: every strategy x mask x cluster, with heads, lengths, layouts and extras cycled through.
+"""The verification matrix: every strategy x mask x cluster x head arrangement, with lengths, layouts and extras cycled through.
 
-``full_matrix`` is the whole product of strategy, mask, cluster and head arrangement; ``pairwise_matrix`` is the smallest part of
-it in which every two of strategy, mask and cluster meet. The other factors run along with coprime strides; every second case may keep
-received keys for the backward.
+A :class:`Cell` says what is to run, a :class:`Case` has its plan too; cells are made by the thousand and planned where they run.
+``full_matrix`` is the whole product in float64, with a document of several thousand tokens in every 37th cell. ``low_precision_matrix``
+has each strategy, mask and cluster once, under head arrangements and dtypes that cycle. ``pairwise_matrix`` is the smallest part in
+which every two of strategy, mask and cluster meet, for tests. The other factors run along with coprime strides; every second case may
+keep received keys for the backward. ``sampled`` takes a part of a matrix in which all factors occur.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import torch.distributed as dist
@@ -20,15 +23,20 @@ from flexcp.measure.verify import Options, Verdict, verify_on
 from flexcp.plan.plan import Plan
 from flexcp.planner import Planner
 
-CLUSTERS = ((1, 1), (1, 2), (1, 3), (1, 4), (1, 5), (1, 7), (1, 8), (2, 2), (2, 3))
-OURS = ("dp", "ring", "zigzag", "allgather", "ulysses", "usp", "blocks", "grouped", "tolerant", "groups")
+CLUSTERS = ((1, 1), (1, 2), (1, 3), (1, 4), (1, 5), (1, 6), (1, 7), (1, 8), (2, 2), (2, 3))
+OURS = (
+    "auto", "dp", "ring", "zigzag", "allgather", "ulysses", "usp", "blocks", "grouped", "tolerant", "groups", "hypergraph"
+)  # fmt: skip
 RIVALS = ("minheap", "pow2", "hdp", "wlb")
 STRATEGIES = OURS + RIVALS
 PLACE_TOKENS = ("dp", "grouped", "groups", *RIVALS)
+ANY_LAYOUT = ("auto", "blocks", "tolerant")
 HEADS = ("MHA", "GQA", "MQA")
 LAYOUTS = ("free", "equal", "contiguous", "zigzag", "index map")
 LOW_PRECISION = ("bfloat16", "float32", "float16")
 DTYPES = ("float64", *LOW_PRECISION)
+LONG, EVERY = (3001, 1, 640), 37
+"""Lengths with a document of several thousand tokens, and in how many cells of the full matrix there is one."""
 
 MASKS: dict[str, Callable[[int], Mask]] = {
     "full": lambda n: masks.full(),
@@ -45,34 +53,74 @@ MASKS: dict[str, Callable[[int], Mask]] = {
 
 
 @dataclass(frozen=True)
-class Case:
-    """One cell: a name for people, the plan and how to run it."""
+class Cell:
+    """What is to run: a number, from which the extras follow, and one value of every factor."""
 
-    name: str
+    number: int
     strategy: str
     mask: str
-    cluster: str
+    shape: tuple[int, int]
+    heads: str
+    dtype: str
+    lengths: tuple[int, ...]
+
+    @property
+    def cluster(self) -> str:
+        return "{}x{}".format(*self.shape)
+
+    @property
+    def layout(self) -> str:
+        """Two layouts in five are free: most strategies place tokens themselves."""
+        layout = LAYOUTS[self.number % len(LAYOUTS)]
+        if self.strategy in PLACE_TOKENS and layout not in ("free", "equal"):
+            return "free"
+        return "zigzag" if layout == "index map" and self.strategy not in ANY_LAYOUT else layout
+
+
+@dataclass(frozen=True)
+class Case:
+    """A cell, a name for people, the plan and how to run it."""
+
+    cell: Cell
+    name: str
     plan: Plan
     options: Options
 
 
-def full_matrix(dtypes: tuple[str, ...]) -> Iterator[Case]:
-    """Every strategy x mask x cluster x head arrangement (rivals: one head arrangement each, cycled)."""
-    number = 0
-    for strategy in STRATEGIES:
-        for mask in MASKS:
-            for shape in CLUSTERS:
-                for heads in HEADS if strategy in OURS else HEADS[number % 3 :][:1]:
-                    yield _case(number, strategy, mask, shape, heads, dtypes)
-                    number += 1
+def full_matrix() -> list[Cell]:
+    """Every strategy x mask x cluster x head arrangement in float64 (rivals: one head arrangement each, cycled)."""
+    found: list[Cell] = []
+    for strategy, mask, shape in product(STRATEGIES, MASKS, CLUSTERS):
+        for heads in HEADS if strategy in OURS else HEADS[len(found) % 3 :][:1]:
+            number = len(found)
+            found.append(_cell(number, strategy, mask, shape, heads, "float64", long=number % EVERY == EVERY // 2))
+    return found
 
 
-def pairwise_matrix(dtypes: tuple[str, ...] = DTYPES) -> Iterator[Case]:
-    """Every two of strategy, mask and cluster meet (a Latin square), everything else along the way."""
-    for i, strategy in enumerate(STRATEGIES):
-        for j, mask in enumerate(MASKS):
-            number = i * len(MASKS) + j
-            yield _case(number, strategy, mask, CLUSTERS[(i + j) % len(CLUSTERS)], HEADS[number % 3], dtypes)
+def low_precision_matrix() -> list[Cell]:
+    """Every strategy x mask x cluster, each under one head arrangement and dtype: all of them for every strategy, mask and cluster."""
+    found: list[Cell] = []
+    for (i, strategy), (j, mask), (k, shape) in product(enumerate(STRATEGIES), enumerate(MASKS), enumerate(CLUSTERS)):
+        number, heads, dtype = len(found), HEADS[(i + j + k) % 3], LOW_PRECISION[(i + 2 * j + k // 3) % 3]
+        found.append(_cell(number, strategy, mask, shape, heads, dtype, long=number % EVERY == EVERY // 2))
+    return found
+
+
+def pairwise_matrix() -> list[Cell]:
+    """Every two of strategy, mask and cluster meet (a Latin square), everything else along the way; six ranks are two nodes only."""
+    clusters = [shape for shape in CLUSTERS if shape != (1, 6)]
+    return [
+        _cell(n, strategy, mask, clusters[(i + j) % len(clusters)], HEADS[n % 3], DTYPES[n // 3 % len(DTYPES)])
+        for i, strategy in enumerate(STRATEGIES)
+        for j, mask in enumerate(MASKS)
+        for n in [i * len(MASKS) + j]
+    ]
+
+
+def sampled(cells: list[Cell], one_in: int) -> list[Cell]:
+    """One cell in so many, in their order; drawn, because a fixed stride that divides a factor's period never reaches all its values."""
+    drawn = np.random.default_rng(0).permutation(len(cells))[: -(-len(cells) // one_in)]
+    return [cells[i] for i in sorted(drawn.tolist())]
 
 
 def verify_cases(group: dist.ProcessGroup, cases: list[Case]) -> list[Verdict | None]:
@@ -80,28 +128,17 @@ def verify_cases(group: dist.ProcessGroup, cases: list[Case]) -> list[Verdict | 
     return [verify_on(group, case.plan, case.options) for case in cases]
 
 
-def _case(number: int, strategy: str, mask: str, shape: tuple[int, int], heads: str, dtypes: tuple[str, ...]) -> Case:
-    where = cluster("cpu", *shape)
-    lengths = _lengths(number, where.ranks)
-    # Two layouts in five are free: most strategies place tokens themselves.
-    layout = LAYOUTS[number % len(LAYOUTS)]
-    if strategy in PLACE_TOKENS and layout not in ("free", "equal"):
-        layout = "free"
-    if layout == "index map" and strategy not in ("blocks", "tolerant"):
-        layout = "zigzag"
-    kind = dtypes[number // 3 % len(dtypes)]
-    planner, name = _planner(strategy, where, heads, kind, number)
-    rules = [MASKS[mask](n) for n in lengths]
+def case_of(cell: Cell) -> Case:
+    """The cell planned."""
+    number, where, lengths = cell.number, cluster("cpu", *cell.shape), list(cell.lengths)
+    planner, name = _planner(cell.strategy, where, cell.heads, cell.dtype, number)
+    layout = "free" if cell.layout == "equal" else cell.layout
     plan = planner(
         lengths,
-        rules,
-        layout=_index_map(sum(lengths), where.ranks)
-        if layout == "index map"
-        else "free"
-        if layout == "equal"
-        else layout,
-        tokens="equal" if layout == "equal" else "balanced",
-        pad_to=4 if layout == "equal" else None,
+        [MASKS[cell.mask](n) for n in lengths],
+        layout=_index_map(sum(lengths), where.ranks) if layout == "index map" else layout,
+        tokens="equal" if cell.layout == "equal" else "balanced",
+        pad_to=4 if cell.layout == "equal" else None,
     )
     options = Options(
         seed=number,
@@ -109,11 +146,18 @@ def _case(number: int, strategy: str, mask: str, shape: tuple[int, int], heads: 
         sinks=number % 7 == 3,
         lse_gradient=number % 3 == 0,
         # In low precision the rule is the reference kernel's own error: it is the yardstick there, not a candidate.
-        kernel="reference" if number % 11 == 5 and kind == "float64" else "cpu",
+        kernel="reference" if number % 11 == 5 and cell.dtype == "float64" else "cpu",
     )
     kept = ", keys kept" if plan.programs[0][1].keys_kept else ""
-    title = f"{name} {mask} {where.nodes}x{where.ranks_per_node} {heads} {layout} {kind} {lengths}{kept}"
-    return Case(title, strategy, mask, f"{where.nodes}x{where.ranks_per_node}", plan, options)
+    title = f"{name} {cell.mask} {cell.cluster} {cell.heads} {cell.layout} {cell.dtype} {lengths}{kept}"
+    return Case(cell, title, plan, options)
+
+
+def _cell(
+    number: int, strategy: str, mask: str, shape: tuple[int, int], heads: str, dtype: str, long: bool = False
+) -> Cell:
+    lengths = LONG if long else _lengths(number, shape[0] * shape[1])
+    return Cell(number, strategy, mask, shape, heads, dtype, lengths)
 
 
 def _planner(strategy: str, where: Cluster, heads: str, dtype: str, number: int) -> tuple[Planner, str]:
@@ -132,9 +176,9 @@ def _planner(strategy: str, where: Cluster, heads: str, dtype: str, number: int)
     return planner, name
 
 
-def _lengths(number: int, ranks: int) -> list[int]:
+def _lengths(number: int, ranks: int) -> tuple[int, ...]:
     """Ragged ones (with 1, 2 and ranks-1), only length 1, one prime length, fewer tokens than ranks."""
-    sets = ([1, 2, max(1, ranks - 1), 37, 113, 61, 7], [1] * 11, [1, 211], [2, 1], [83, 3, 1, 90, 17])
+    sets = ((1, 2, max(1, ranks - 1), 37, 113, 61, 7), (1,) * 11, (1, 211), (2, 1), (83, 3, 1, 90, 17))
     return sets[number // 2 % len(sets)]
 
 

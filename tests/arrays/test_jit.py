@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numba
@@ -65,11 +65,14 @@ TOTAL = 2 * 10 + 4 * 10
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
-    """Folders and digests are remembered for a process; here every test is one."""
+    """Folders, digests and warnings are remembered for a process; here every test is one."""
     yield
-    jit._folders.cache_clear()
-    jit._digest.cache_clear()
-    jit._warn.cache_clear()
+    forget()
+
+
+def forget() -> None:
+    for remembered in (jit._folders, jit._digest, jit._warn, jit._warn_of_version):
+        remembered.cache_clear()
 
 
 @pytest.fixture
@@ -91,9 +94,7 @@ def nowhere(folder: Path) -> Path:
 
 def fresh(path: Path) -> ModuleType:
     """The module as a new process would import it."""
-    jit._folders.cache_clear()
-    jit._digest.cache_clear()
-    jit._warn.cache_clear()
+    forget()
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -212,45 +213,34 @@ def test_loops_of_the_whole_package_count(source: Path, caplog: pytest.LogCaptur
     assert records(caplog, inner) == said
 
 
-# --- other versions of Numba ---------------------------------------------------------------------------------------------
+# --- Numba's own names ----------------------------------------------------------------------------------------------------
 
 
-def absent(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
-    """Take a name out of Numba."""
-    monkeypatch.delattr(place)
-
-
-def different(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
-    """Make a name of Numba something that is called in another way."""
-    monkeypatch.setattr(place, lambda: None)
-
-
-SAVING = ["numba.core.compiler.CompileResult._reduce", "numba.core.serialize.dumps"]
-LOADING = ["numba.core.compiler.CompileResult._rebuild", "numba.core.runtime.nrt.rtsys"]
-BOTH_WAYS = ["numba.core.codegen.CPUCodegen.magic_tuple"]
-
-
-@pytest.mark.parametrize("change", [absent, different])
-@pytest.mark.parametrize("place", SAVING + LOADING + BOTH_WAYS)
-def test_a_numba_without_the_names_that_keeping_needs(
+@pytest.mark.parametrize("version", [(0, 59), (0, 69), (1, 0)])
+@pytest.mark.parametrize("text", ["SOURCE", "LEAVES"])
+def test_an_unknown_numba_compiles_plainly_and_a_warning_says_so(
     source: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    place: str,
-    change: Callable[..., None],
+    version: tuple[int, int],
+    text: str,
 ) -> None:
-    """Loops run, compiled in this process, and a warning says so."""
-    if place in LOADING:
-        records(caplog, source)  # there must be something to load
-    change(monkeypatch, place)
-    said = records(caplog, source)
-    assert [s for s in said if s.startswith("compiling")] == BOTH
-    warned = "cannot read compiled" if place in LOADING else "is lost with this process"
-    assert any(warned in s for s in said)
+    """Nothing of Numba is used that another version may lack: the compiled function here can only be called."""
+    source.write_text(globals()[text])
+    monkeypatch.setattr(numba, "version_info", SimpleNamespace(short=version))
+    monkeypatch.setattr(numba, "__version__", "{}.{}.1".format(*version))
+    monkeypatch.setattr(numba, "njit", Plain)
+    for _ in range(2):
+        [said] = records(caplog, source)
+        assert (
+            "lost with this process: they are kept with Numba 0.60 to 0.68, and this is {}.{}.1".format(*version)
+            in said
+        )
+    assert not (source.parent / "__pycache__").exists()
 
 
-class Other:
-    """A compiled function of a Numba that has none of the names: it can only be called."""
+class Plain:
+    """A compiled function without any of Numba's names."""
 
     def __init__(self, function: Callable[..., object]) -> None:
         self.function = function
@@ -259,12 +249,27 @@ class Other:
         return self.function(*args)
 
 
-def test_a_numba_without_a_place_for_a_cache(
+def test_the_numba_at_hand_is_known() -> None:
+    assert jit.KNOWN[0] <= numba.version_info.short <= jit.KNOWN[1]
+
+
+def test_another_processor_is_another_file(
     source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(numba, "njit", Other)
-    said = records(caplog, source)
-    assert said and all("no place for a cache" in s for s in said)
+    """Code for instructions that a processor lacks would end the process."""
+    records(caplog, source)
+    monkeypatch.setattr("numba.core.codegen.CPUCodegen.magic_tuple", lambda self: ("another", "processor", "+much"))
+    assert records(caplog, source) == BOTH
+    assert len(kept(source.parent / "__pycache__")) == 4
+    assert records(caplog, source) == []
+
+
+def test_numba_may_compile_all_anew(source: Path, caplog: pytest.LogCaptureFixture) -> None:
+    module = fresh(source)
+    assert module.total(VALUES) == TOTAL
+    module.total.recompile()
+    assert module.total(VALUES) == TOTAL
+    assert module.total.stats.cache_path == str(kept(source.parent / "__pycache__")[0].parent)
 
 
 def test_leaves_are_kept_too(source: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -278,21 +283,6 @@ def test_leaves_count_no_references(source: Path) -> None:
     leaf = fresh(source).scaled
     assert leaf(VALUES, 1, 3) == 6
     assert not leaf.targetoptions["_nrt"]
-
-
-def test_a_numba_that_counts_references_always(
-    source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    njit = numba.njit
-
-    def without_options(function: Callable[..., object], **options: object) -> object:
-        if options:
-            raise KeyError(f"Unrecognized options: {set(options)}")
-        return njit(function)
-
-    monkeypatch.setattr(numba, "njit", without_options)
-    source.write_text(LEAVES)
-    assert records(caplog, source) == BOTH
 
 
 # --- other users and processes --------------------------------------------------------------------------------------------
@@ -376,7 +366,7 @@ def test_files_of_another_user_are_no_obstacle(source: Path, tmp_path: Path) -> 
 
 def planted(source: Path) -> tuple[Path, Path]:
     """Kept files that, when they are executed, leave a mark; their folder, and the mark."""
-    said_by(started(source))
+    assert fresh(source).total(VALUES) == TOTAL
     files, mark = kept(source.parent / "__pycache__"), source.parent / "mark"
     for file in files:
         file.write_bytes(pickle.dumps(Executed(str(mark))))

@@ -5,13 +5,34 @@ Every verdict also holds that the bytes counted on the wire are the plan's. ``ma
 
 from __future__ import annotations
 
+import importlib
 from functools import cache
 from itertools import product
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flexcp.measure.ranks import RankPool
-from lib.matrix import CLUSTERS, DTYPES, HEADS, MASKS, STRATEGIES, Case, pairwise_matrix, verify_cases
+from flexcp.measure.verify import Verdict
+from lib.matrix import (
+    CLUSTERS,
+    DTYPES,
+    HEADS,
+    LAYOUTS,
+    LONG,
+    LOW_PRECISION,
+    MASKS,
+    STRATEGIES,
+    Case,
+    Cell,
+    case_of,
+    full_matrix,
+    low_precision_matrix,
+    pairwise_matrix,
+    sampled,
+    verify_cases,
+)
 
 CHUNK = 6
 RANK_COUNTS = sorted({nodes * each for nodes, each in CLUSTERS})
@@ -19,7 +40,7 @@ RANK_COUNTS = sorted({nodes * each for nodes, each in CLUSTERS})
 
 @cache
 def cases() -> list[Case]:
-    return list(pairwise_matrix())
+    return [case_of(cell) for cell in pairwise_matrix()]
 
 
 @pytest.mark.parametrize("ranks", RANK_COUNTS)
@@ -40,9 +61,9 @@ def test_pairwise_matrix_on_ranks(pool: RankPool, ranks: int) -> None:
 
 
 def test_pairwise_matrix_lets_every_two_factors_meet() -> None:
-    found = cases()
-    clusters = [f"{nodes}x{each}" for nodes, each in CLUSTERS]
-    assert len(found) == 126
+    found = pairwise_matrix()
+    clusters = [f"{nodes}x{each}" for nodes, each in CLUSTERS if (nodes, each) != (1, 6)]
+    assert len(found) == 144
     assert {(c.strategy, c.mask) for c in found} == set(product(STRATEGIES, MASKS))
     assert {(c.strategy, c.cluster) for c in found} == set(product(STRATEGIES, clusters))
     assert {(c.mask, c.cluster) for c in found} == set(product(MASKS, clusters))
@@ -63,6 +84,53 @@ def test_pairwise_matrix_reaches_the_corners() -> None:
     assert any(p.placement.assemble_own for p in plans)
     assert any(0 in p.placement.tokens for p in plans)
     assert any(set(p.batch.lengths.tolist()) == {1} for p in plans)
-    assert any(c.mask == "slices" for c in cases())
+    assert any(c.cell.mask == "slices" for c in cases())
     for extra in ({c.options.softcap for c in cases()}, {c.options.kernel for c in cases()}):
         assert len(extra) == 2
+
+
+# --- what make verify-all runs ----------------------------------------------------------------------------------------
+
+
+def factors(cells: list[Cell]) -> dict[str, set[object]]:
+    names = ("strategy", "mask", "shape", "heads", "dtype", "layout")
+    return {name: {getattr(cell, name) for cell in cells} for name in names}
+
+
+@pytest.mark.parametrize("one_in", [1, 2, 3, 5, 9, 10, 16])
+@pytest.mark.parametrize(("matrix", "dtypes"), [(full_matrix, ["float64"]), (low_precision_matrix, LOW_PRECISION)])
+def test_every_value_of_every_factor_occurs_in_a_sample(matrix: Any, dtypes: list[str], one_in: int) -> None:
+    drawn = sampled(matrix(), one_in)
+    assert len(drawn) == -(-len(matrix()) // one_in)
+    assert factors(drawn) == {
+        "strategy": set(STRATEGIES),
+        "mask": set(MASKS),
+        "shape": set(CLUSTERS),
+        "heads": set(HEADS),
+        "dtype": set(dtypes),
+        "layout": set(LAYOUTS),
+    }
+    assert any(cell.lengths == LONG for cell in drawn)
+
+
+def test_every_two_factors_meet_in_both_matrices() -> None:
+    for cells in (full_matrix(), low_precision_matrix()):
+        assert {(c.strategy, c.mask, c.shape) for c in cells} == set(product(STRATEGIES, MASKS, CLUSTERS))
+        assert {(c.strategy, c.heads) for c in cells} == set(product(STRATEGIES, HEADS))
+        assert {(c.shape, c.heads) for c in cells} == set(product(CLUSTERS, HEADS))
+        assert {c.strategy for c in cells if c.lengths == LONG} == set(STRATEGIES)
+    for factor, values in (("strategy", STRATEGIES), ("mask", MASKS), ("shape", CLUSTERS), ("heads", HEADS)):
+        met = {(getattr(c, factor), c.dtype) for c in low_precision_matrix()}
+        assert met == set(product(values, LOW_PRECISION)), factor
+
+
+def test_a_cell_that_did_not_run_is_a_dash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    page = importlib.import_module("verify_all").table(
+        [("lower", low_precision_matrix()[0], Verdict({"out": 0.5}, {"out": 2.0}, True))], 60.0
+    )
+    row = next(
+        line for line in page.split("error / allowed error, by strategy and cluster")[1].splitlines() if "auto" in line
+    )
+    assert row == "| auto | 0.25 " + "| - " * (len(CLUSTERS) - 1) + "|"
+    assert "0.00" not in page and "1 of 1 cases passed" in page

@@ -13,16 +13,14 @@ import pytest
 
 
 def processes(group: int) -> list[int]:
-    """Living processes of a process group."""
+    """Living processes of a process group. Asked a hundred times a second, so files of other processes stay closed."""
     found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                state, _, rest = (entry / "stat").read_text().rpartition(")")[2].strip().partition(" ")
-            except OSError:
-                continue
-            if int(rest.split()[1]) == group and state != "Z":
-                found.append(int(entry.name))
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+        try:
+            if os.getpgid(pid) == group and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                found.append(pid)
+        except OSError:  # ended meanwhile
+            continue
     return found
 
 

@@ -80,7 +80,7 @@ def test_mixed_precision_attends_in_bfloat16(pool: RankPool) -> None:
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "tensor and sequence"])
 def test_heads_split_over_another_mesh_axis(pool: RankPool, sequence: bool) -> None:
-    for losses in pool.run(with_tensor_parallelism, Run("llama", ranks=2, steps=STEPS), sequence, ranks=4):
+    for losses in pool.run(with_tensor_parallelism, Run("llama", ranks=2, steps=STEPS), sequence)[:4]:
         check(losses, alone())
 
 
@@ -88,10 +88,10 @@ def test_heads_split_over_another_mesh_axis(pool: RankPool, sequence: bool) -> N
 
 
 def test_recompute_compile_and_fsdp2_together_compile_few_times(pool: RankPool) -> None:
-    """50 steps of changing token counts; the two layers share what is compiled."""
-    run = Longer("llama", ranks=2, steps=50)
-    counts = {tuple(make_plan(run, make_config("llama"), n).placement.tokens.tolist()) for n in range(50)}
-    assert len(counts) > 20
+    """Steps of changing token counts; the two layers share what is compiled."""
+    run = Longer("llama", ranks=2, steps=20)
+    counts = {tuple(make_plan(run, make_config("llama"), n).placement.tokens.tolist()) for n in range(run.steps)}
+    assert len(counts) > 10
     assert min(min(c) for c in counts) > 1
     right = train_alone(run)
     for *losses, calls, compilations in pool.run(with_everything, run, ranks=2):
@@ -101,10 +101,12 @@ def test_recompute_compile_and_fsdp2_together_compile_few_times(pool: RankPool) 
 
 
 def test_a_whole_model_compiles_without_a_graph_break(pool: RankPool) -> None:
-    for plain, compiled, compilations in pool.run(with_a_compiled_model, Longer("llama", ranks=2, steps=4), ranks=2):
-        assert compiled == pytest.approx(plain, rel=1e-12)
-        assert len(set(plain)) == 4
-        assert compilations <= 2
+    """On one rank: what ranks add to a graph is in the layers of the test above."""
+    [found] = pool.run(with_a_compiled_model, Longer("llama", ranks=1, steps=4), ranks=1)
+    plain, compiled, compilations = found
+    assert compiled == pytest.approx(plain, rel=1e-12)
+    assert len(set(plain)) == 4
+    assert compilations <= 2
 
 
 # --- several models and plans in one process --------------------------------------------------------------------------

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_properties import cases
+from test_properties import cases, planned
 
 from flexcp.executor.exchange.calls import WHOLE_STAGES, CallSettings, rank_calls
 from flexcp.plan.plan import Plan
-from flexcp.planners.request import Refused
 from flexcp.planners.strategies import STRATEGIES
 from flexcp.shape import Kind
 from judged_rounds import judge
@@ -85,12 +84,9 @@ def test_rounds_calls_and_relays_of_any_plan(name: str, data: st.DataObject) -> 
     if name == "hypergraph":
         pytest.importorskip("mtkahypar")
     planner, call = data.draw(cases(name))
-    try:
-        plan = planner(**call)
-    except Refused as refusal:
-        event(f"refused: {str(refusal)[:40]}")
+    plan = planned(planner, call)
+    if plan is None:
         return
-    event("planned")
     plan.check()
     chunk_bytes = data.draw(st.sampled_from([None, 64, 1000]))
     rounds_per_call = data.draw(st.integers(1, 5))

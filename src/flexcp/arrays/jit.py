@@ -1,9 +1,10 @@
 """Compiled loops: how a function is compiled, and where the result is kept.
 
 A loop is compiled by Numba when it is first called, which takes seconds, so the result is kept on disk. Numba's own cache does not do for
-us: it reads only from a folder it can write, so a package that was warmed up by root and runs as somebody else is compiled again; it
-numbers files in an index, where two processes may exchange names; it does not notice changes in other files; and whatever the file system
-refuses ends the plan. So results are kept here, as Numba serialises them:
+us: it loads all that compiling needs before it looks for a file, three times as long as a warm start takes here; it reads only from a
+folder it can write, so a package that was warmed up by root and runs as somebody else is compiled again; it numbers files in an index,
+where two processes may exchange names; it does not notice changes in other files; and whatever the file system refuses ends the plan. So
+:class:`Kept` stands where Numba's cache would, and keeps results as Numba serialises them:
 
 - one file for each function, signature and processor, in a folder named by a digest of the sources and versions;
 - looked for in all these places, and written to the first that takes it: ``NUMBA_CACHE_DIR``, ``__pycache__`` beside the source, the user's
@@ -13,7 +14,8 @@ refuses ends the plan. So results are kept here, as Numba serialises them:
   (:mod:`flexcp.io.own_files`), and the next place is tried;
 - what fails otherwise is logged and no more: then the loop is compiled in this process only.
 
-Keeping rests on names inside Numba that another version may lack or change. They are used in four places, each of which does without.
+This rests on names inside Numba, which are the same in the versions ``KNOWN``. With any other, loops are compiled plainly, anew in every
+process, and a warning says so.
 
 Nothing else is printed. Every compilation is a record of the logger ``flexcp.compile``, at level INFO; trouble with folders is at WARNING.
 """
@@ -21,7 +23,6 @@ Nothing else is printed. Every compilation is a record of the logger ``flexcp.co
 from __future__ import annotations
 
 import hashlib
-import inspect
 import logging
 import os
 import pickle
@@ -37,16 +38,15 @@ import numba
 from flexcp.io.own_files import NotOwnError, read_own, write_own
 
 Loop = Callable[..., Any]
+KNOWN = ((0, 60), (0, 68))
+"""The first and the last version of Numba that compiled loops are kept with."""
 LOGGER = logging.getLogger("flexcp.compile")
 LOGGER.addHandler(logging.NullHandler())  # silent unless the application listens
 
 
 def compiled(function: Loop) -> Loop:
     """The function, compiled on first use; on disk afterwards, where a folder can be written."""
-    loop: Any = numba.njit(function)
-    if loop is not function:  # it is under NUMBA_DISABLE_JIT
-        _keep(loop, function)
-    return cast(Loop, loop)
+    return _compiled(function)
 
 
 def compiled_leaf(function: Loop) -> Loop:
@@ -54,26 +54,18 @@ def compiled_leaf(function: Loop) -> Loop:
 
     Numba counts references to every array it is handed, an atomic operation each, and that takes most of the time of a short function.
     """
-    options: Any = {"_nrt": False}
-    try:
-        loop: Any = numba.njit(function, **options)
-    except (KeyError, TypeError):  # another Numba, which has no such option
-        return compiled(function)
-    if loop is not function:
-        _keep(loop, function)
+    return _compiled(function, _nrt=False)
+
+
+def _compiled(function: Loop, **options: Any) -> Loop:
+    if not KNOWN[0] <= numba.version_info.short <= KNOWN[1]:
+        _warn_of_version()
+        return cast(Loop, numba.njit(function))
+    loop: Any = numba.njit(function, **options)
+    if loop is not function:  # it is under NUMBA_DISABLE_JIT
+        loop._cache = Kept(function)
+        loop.get_call_template = partial(_of_plain_types, loop.get_call_template)
     return cast(Loop, loop)
-
-
-def _keep(loop: Any, function: Loop) -> None:
-    if hasattr(loop, "_cache"):
-        loop._cache = _Kept(function)
-    else:
-        LOGGER.warning(
-            "compiled loops are lost with this process: Numba %s has no place for a cache", numba.__version__
-        )
-    template = getattr(loop, "get_call_template", None)
-    if template is not None and list(inspect.signature(template).parameters) == ["args", "kws"]:
-        loop.get_call_template = partial(_of_plain_types, template)
 
 
 def _of_plain_types(get_call_template: Loop, args: Any, kws: Any) -> Any:
@@ -82,52 +74,39 @@ def _of_plain_types(get_call_template: Loop, args: Any, kws: Any) -> Any:
     return get_call_template([numba.types.unliteral(each) for each in args], plain)
 
 
-class _Kept:
-    """A function's compiled signatures on disk, in the place of Numba's own cache."""
+class Kept:
+    """A function's compiled signatures on disk. Numba asks it before it compiles, and hands it what it has compiled."""
 
     def __init__(self, function: Loop) -> None:
         self.source = Path(function.__code__.co_filename)
         module = self.source.relative_to(_package(self.source)).with_suffix("")
         self.name = ".".join([*module.parts, function.__qualname__])
 
-    @property
-    def cache_path(self) -> str:
-        """The folder that is tried first."""
-        return str(_folders(self.source)[0])
-
-    def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """What was kept for a signature, or None: then Numba compiles.
-
-        Numba would first load all it needs to compile, which is most of a warm start; kept code needs only the runtime.
-        """
+    def load_overload(self, signature: Any, target: Any) -> Any:
+        """What was kept for a signature, or None: then Numba compiles."""
+        key = _key(signature, target.codegen())
         for folder in _folders(self.source):
             try:
-                key = _key(sig, target_context.codegen())
                 kept, payload = pickle.loads(read_own(folder, self._file(key)))
                 if kept == key:
-                    return _rebuilt(target_context, payload)
+                    return _rebuilt(target, payload)
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except NotOwnError as error:
                 _warn(str(error))
-            except Exception as error:  # no rights, half a file, another Numba: what these raise has no common name
+            except Exception as error:  # no rights, half a file: what these raise has no common name
                 LOGGER.warning("cannot read compiled %s from %s: %s", self.name, folder, error)
         LOGGER.info("compiling %s", self.name)
         return None
 
-    def save_overload(self, sig: Any, data: Any) -> None:
+    def save_overload(self, signature: Any, result: Any) -> None:
         """Keep a compilation, in the first folder that takes it."""
-        try:
-            if data.lifted or data.library.has_dynamic_globals:
-                return
-            key = _key(sig, data.codegen)
-            content = _serialised(key, data)
-        except Exception as error:  # another Numba
-            version = numba.__version__
-            LOGGER.warning(
-                "compiled %s is lost with this process, Numba %s does not hand it out: %s", self.name, version, error
-            )
-            return
+        from numba.core.serialize import dumps
+
+        if result.lifted or result.library.has_dynamic_globals:
+            return  # what else it needs is known to this process only
+        key = _key(signature, result.codegen)
+        content = bytes(dumps((key, result._reduce())))
         refused = []
         for folder in _folders(self.source):
             try:
@@ -140,11 +119,10 @@ class _Kept:
                 refused.append(str(error))
         LOGGER.warning("compiled %s is lost with this process, no folder takes it: %s", self.name, "; ".join(refused))
 
-    def enable(self) -> None:
-        """Numba asks for this where a cache is switched on; this one always is."""
-
-    def disable(self) -> None:
-        """See :meth:`enable`."""
+    @property
+    def cache_path(self) -> str:
+        """The folder that is tried first, for Numba's statistics."""
+        return str(_folders(self.source)[0])
 
     def flush(self) -> None:
         """Numba asks for this before it compiles all anew; files are replaced then."""
@@ -153,18 +131,13 @@ class _Kept:
         return f"{self.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.nbc"
 
 
-def _rebuilt(target_context: Any, payload: Any) -> Any:
+def _rebuilt(target: Any, payload: Any) -> Any:
+    """A compilation ready to run. Numba would load all it needs to compile, which is most of a warm start; this needs only the runtime."""
     from numba.core.compiler import CompileResult
     from numba.core.runtime.nrt import rtsys
 
-    rtsys.initialize(target_context)
-    return CompileResult._rebuild(target_context, *payload)
-
-
-def _serialised(key: str, data: Any) -> bytes:
-    from numba.core.serialize import dumps
-
-    return bytes(dumps((key, data._reduce())))
+    rtsys.initialize(target)
+    return CompileResult._rebuild(target, *payload)
 
 
 def _key(signature: Any, codegen: Any) -> str:
@@ -177,6 +150,17 @@ def _warn(why: str) -> None:
     """Said once in a process, not for every loop."""
     text = f"flexcp does not use compiled loops that others may have written: {why}"
     warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+@cache
+def _warn_of_version() -> None:
+    first, last = (".".join(map(str, version)) for version in KNOWN)
+    LOGGER.warning(
+        "compiled loops are lost with this process: they are kept with Numba %s to %s, and this is %s",
+        first,
+        last,
+        numba.__version__,
+    )
 
 
 def cache_folders() -> tuple[Path, ...]:

@@ -1,6 +1,6 @@
 """Proves the exchange: whatever is late, results have the same bits; calls of few rounds give the results and bytes of one call.
 
-Ranks dawdle at random before they send, receive, take in and compute, over several strategies and numbers of ranks, 20 times each.
+Ranks dawdle at random before they send, receive, take in and compute, over several strategies and numbers of ranks, ten times each.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flexcp.measure.ranks import RankPool
 from flexcp.plan.plan import Plan
 
 LENGTHS = [70, 1, 33, 8]
-REPEATS = 20
+REPEATS = 10
 CHUNKS = {"rounds_per_call": 1, "chunk_bytes": 4000}
 
 

@@ -17,35 +17,44 @@ from flexcp.executor.kernels.hopper import forward as hopper_forward
 from flexcp.executor.kernels.hopper import keys as hopper_keys
 from flexcp.executor.kernels.hopper import queries as hopper_queries
 
-PACK, HEAD, BLOCK = 4, 128, 128
-SIZES = {"SHARE": 4, "PACK": PACK, "D": HEAD, "V": HEAD, "STAGES": 2, "SOFTCAP": False}
+PACK, BLOCK = 4, 128
+
+
+def sizes(head: int) -> dict[str, Any]:
+    return {"SHARE": 4, "PACK": PACK, "D": head, "V": head, "STAGES": 2, "SOFTCAP": False}
+
+
+# Heads of 128 need the most shared memory; what is compiled a second time has the other size, which is sooner done.
 KERNELS = (
-    (hopper_forward.forward_kernel, {**SIZES, "N": BLOCK, "FRESH": True}),
-    (hopper_keys.keys_kernel, SIZES),
-    (hopper_queries.queries_kernel, {**SIZES, "N": BLOCK, "FRESH": False}),
-    (hopper_queries.queries_kernel, {**SIZES, "N": BLOCK, "FRESH": True}),
+    (hopper_forward.forward_kernel, {**sizes(128), "N": BLOCK, "FRESH": True}),
+    (hopper_keys.keys_kernel, sizes(128)),
+    (hopper_queries.queries_kernel, {**sizes(128), "N": BLOCK, "FRESH": False}),
+    (hopper_queries.queries_kernel, {**sizes(64), "N": BLOCK, "FRESH": True}),
 )
 INSTRUCTIONS = ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg")
 
 
-def described(rows: int, heads: int) -> str:
-    return f"tensordesc<bf16[{rows},{heads},{HEAD}],{gl.NVMMASharedLayout(128, 16, 3)!r}>"
+def described(rows: int, heads: int, head: int) -> str:
+    return f"tensordesc<bf16[{rows},{heads},{head}],{gl.NVMMASharedLayout(128, 16, 3)!r}>"
 
 
-TENSORS = {
-    **dict.fromkeys(("q", "do"), described(64 // PACK, PACK)),
-    **dict.fromkeys(("k", "v"), described(BLOCK, 1)),
-    **dict.fromkeys(("lse", "delta", "statistics", "dq", "dk", "dv"), "*fp32"),
-    **dict.fromkeys(("tiles", "segments"), "*i32"),
-    **dict.fromkeys(("scale", "softcap"), "fp32"),
-    "out": "*bf16",
-}
+def tensors(head: int, fresh: bool) -> dict[str, str]:
+    """Types of arguments by name."""
+    return {
+        **dict.fromkeys(("q", "do"), described(64 // PACK, PACK, head)),
+        **dict.fromkeys(("k", "v"), described(BLOCK, 1, head)),
+        **dict.fromkeys(("lse", "delta", "statistics", "dk", "dv"), "*fp32"),
+        **dict.fromkeys(("tiles", "segments"), "*i32"),
+        **dict.fromkeys(("scale", "softcap"), "fp32"),
+        "dq": "*bf16" if fresh else "*fp32",
+        "out": "*bf16",
+    }
 
 
 def main() -> None:
     """Print each kernel's name, shared memory, and which of Hopper's instructions it has."""
     for kernel, constants in KERNELS:
-        made = compiled(kernel, constants, TENSORS | ({"dq": "*bf16"} if constants.get("FRESH") else {}))
+        made = compiled(kernel, constants, tensors(constants["D"], constants.get("FRESH", False)))
         code = str(made.asm["ptx"])
         print(json.dumps([kernel.__name__, made.metadata.shared, [i in code for i in INSTRUCTIONS]]), flush=True)
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -37,6 +39,10 @@ class Case:
     fresh: bool = False
     deterministic: bool = False  # key tiles are not split
     wide: bool = False  # q, k, v are some heads of wider tensors; the other heads and rows outside the slices hold NaN
+    # Tiles in a turn of a group of heads, and blocks in the shortest part of a tile of keys; with the kernel's own numbers hundreds of
+    # tokens are needed before groups take turns or tiles are split.
+    chunk: int = triton_kernel.CHUNK
+    shortest: int = triton_kernel.SHORTEST_PART
 
 
 C, F = masks.causal(), masks.full()
@@ -63,9 +69,11 @@ CASES = (
     Case("a margin makes programs persistent", ((45, C), (30, C)), margin=1),
     Case("wide", ((40, C), (25, masks.prefix(7))), wide=True),
     Case("wide, descriptors", ((40, C), (25, C)), dtype=torch.float16, descriptors=True, wide=True),
-    Case("groups in turn", ((136, masks.causal_blockwise(8, 1)),), 16, 2),
-    Case("groups in turn, persistent", ((136, masks.causal_blockwise(8, 1)),), 16, 2, margin=1, deterministic=True),
-    Case("split key tiles", ((500, masks.window(400, 0)), (60, F)), 2, 1),
+    Case("groups in turn", ((38, masks.causal_blockwise(8, 1)),), 16, 2, chunk=4),
+    Case(
+        "groups in turn, persistent", ((70, masks.causal_blockwise(8, 1)),), 8, 2, margin=1, deterministic=True, chunk=2
+    ),
+    Case("split key tiles", ((100, masks.window(80, 0)), (20, F)), 2, 1, shortest=2),
     Case("nothing to do", ()),
 )
 
@@ -80,7 +88,8 @@ def shares(case: Case) -> dict[str, float]:
     """Error / allowed error: twice the reference kernel's plus one rounding."""
     slices, tokens = _slices(case)
     inputs = _inputs(case, tokens)
-    mine = _run(case, inputs, slices)
+    with patch.object(triton_kernel, "CHUNK", case.chunk), patch.object(triton_kernel, "SHORTEST_PART", case.shortest):
+        mine = _run(case, inputs, slices)
     clean = [torch.where(torch.isnan(x), 0.0, x) for x in inputs]
     own = _run(replace(case, calls=1, fresh=False), clean, slices, reference)
     exact = _run(replace(case, calls=1, fresh=False), [x.double() for x in clean], slices, reference)
@@ -132,11 +141,22 @@ def _run(case: Case, inputs: list[Tensor], slices: np.ndarray, kernel=triton_ker
     for work in works:
         if kernel is triton_kernel:
             sides = [f(work, q.dtype) for f in (triton_kernel.keys_blocks, triton_kernel.queries_blocks)]
+            _assert_taken_apart(case, work, *sides)
             sides = [replace(b, tma=case.descriptors) for b in sides]
             kernel.launch_backward(q, k, v, do, lse, delta, work, fresh, dq, dk, dv, *sides)
         else:
             kernel.backward(q, k, v, do, lse, delta, work, settings, dq, dk, dv)
     return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+
+
+def _assert_taken_apart(case: Case, work: Any, keys: Any, queries: Any) -> None:
+    """A case with numbers of its own has several turns, the last of them short, and split tiles of keys."""
+    if case.chunk != Case.chunk:
+        tiles = len(work.rows(queries))
+        assert tiles > case.chunk and tiles % case.chunk, tiles
+        assert len(work.keys(keys)) > case.chunk or not case.deterministic
+    if case.shortest != Case.shortest:
+        assert len(work.split_keys(keys)) > 2 * len(work.keys(keys))
 
 
 def _error(x: Tensor, exact: Tensor) -> float:

@@ -82,6 +82,8 @@ def dense_mask(slices: Ints, queries: int, keys: int) -> Tensor:
     """The slices as a boolean ``[queries, keys]`` matrix."""
     q, k = torch.arange(queries)[:, None], torch.arange(keys)[None, :]
     seen = torch.zeros(queries, keys, dtype=torch.bool)
-    for q0, q1, k0, k1, lo, hi in slices.tolist():
-        seen |= (q >= q0) & (q < q1) & (k >= k0) & (k < k1) & (k - q >= lo) & (k - q <= hi)
+    for *corners, lo, hi in slices.tolist():
+        q0, q1, k0, k1 = (max(0, corner) for corner in corners)
+        distance = k[:, k0:k1] - q[q0:q1]
+        seen[q0:q1, k0:k1] |= (distance >= lo) & (distance <= hi)
     return seen
