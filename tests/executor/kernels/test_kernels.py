@@ -288,7 +288,7 @@ def test_dense_mask_is_the_definition_of_a_slice() -> None:
 def test_unknown_kernel_is_refused() -> None:
     assert find_kernel("cpu") is cpu
     assert find_kernel("reference") is reference
-    with pytest.raises(ValueError, match=r"'cuda'.*known kernels are cpu, reference, triton, hopper, cute, stock"):
+    with pytest.raises(ValueError, match=r"'cuda'.*known kernels are cpu, reference, triton, hopper, cute, fa4, stock"):
         find_kernel("cuda")
 
 
