@@ -21,7 +21,8 @@ SCRIPT = """
 import json, sys
 import torch
 import flexcp
-from flexcp.executor import op, prepared
+from flexcp.executor import op
+from flexcp.executor.run import prepared
 from flexcp.executor.run.fields import Types
 from flexcp.executor.run.row_packing import RowPacking
 from flexcp.measure.ranks import RankPool
