@@ -64,8 +64,6 @@ def main() -> None:
     found: dict[str, Any] = {}
     for part in asked.only.split(","):
         begin = time.perf_counter()
-        if part == "bench":
-            _in_processes("warm", [{"name": n} for n in _names()], asked.patience)
         found[part] = _in_processes(part, _arguments(part, asked), asked.patience)
         print(f"== {part} ({time.perf_counter() - begin:.0f} s)", flush=True)
         for line in found[part]:
@@ -95,17 +93,11 @@ def _arguments(part: str, asked: argparse.Namespace) -> list[Any]:
     return [{}]
 
 
-def _names() -> tuple[str, ...]:
-    from flexcp.measure.kernels.work import NAMES
-
-    return NAMES
-
-
 def _in_processes(part: str, arguments: list[Any], patience: int) -> list[Any]:
     def run(argument: Any) -> Any:
         command = [sys.executable, __file__, "--part", part, "--argument", json.dumps(argument)]
         # What takes long says on stderr how far it is; the others are quiet unless they fail.
-        errors = None if part == "nccl" else subprocess.PIPE
+        errors = None if part in ("nccl", "bench") else subprocess.PIPE
         try:
             done = subprocess.run(
                 command, stdout=subprocess.PIPE, stderr=errors, text=True, timeout=patience, check=False
@@ -140,26 +132,18 @@ def recompiled(argument: Any) -> Any:
     return {"kernel": model.kernel, "variants": first, "after 100 batches": last, "failed": last - first}
 
 
-def warm(argument: Any) -> Any:
-    """Compile one workload's contenders into the caches on disk."""
-    from flexcp.measure.kernels import bench as b
-
-    b.bench([argument["name"]], 16_384, b.Heads(), [*b.OURS, *b.BASELINES], rounds=1, check=False)
-    return {}
-
-
 def bench(argument: Any) -> Any:
-    """Every workload at 16,384 tokens with all contenders; shorter and longer ones beside the fastest."""
+    """The rows of docs/results/kernels.md: each workload with the contenders that are fast on it, printed as it is measured."""
     from flexcp.measure.kernels import bench as b
-    from flexcp.measure.kernels.work import NAMES
 
-    everyone, fastest = [*b.OURS, *b.BASELINES], ["cute", "hopper", "triton", "op", "fa4", "cudnn"]
-    product = b.matrix_rate()
-    results = b.bench(["causal"], 4_096, b.Heads(), fastest, rounds=5)
-    results += b.bench(["full"], 8_192, b.Heads(), fastest, rounds=5)
-    results += b.bench(list(NAMES), 16_384, b.Heads(), everyone, rounds=5)
-    results += b.bench(["causal", "full", "docs16"], 65_536, b.Heads(), fastest, rounds=3)
-    print(b.table(results, product), file=sys.stderr)
+    dense, sparse = ["cute", "op", "fa4", "cudnn"], ["cute", "op", "fa4", "flex"]
+    rows = [("causal", 4_096, dense), ("full", 8_192, dense), ("causal", 16_384, dense), ("full", 16_384, dense)]
+    rows += [("window", 16_384, dense), ("docs16", 16_384, dense), ("causal", 65_536, dense), ("docs16", 65_536, dense)]
+    rows += [(name, 16_384, sparse) for name in ("docs64", "lambda", "question", "blockwise")]
+    product, results = b.matrix_rate(), []
+    for name, tokens, contenders in rows:
+        results += b.bench([name], tokens, b.Heads(), contenders, rounds=4)
+        print(b.table(results[-len(contenders) :], product).splitlines()[-1], file=sys.stderr, flush=True)
     return [{"matrix product": product}, *(asdict(r) for r in results)]
 
 
@@ -246,7 +230,7 @@ def nccl(argument: Any) -> Any:
 
 
 PARTS: dict[str, Callable[[Any], Any]] = {
-    "cases": cases, "warm": warm, "recompiles": recompiled, "bench": bench, "plans": plans, "margin": margin,
+    "cases": cases, "recompiles": recompiled, "bench": bench, "plans": plans, "margin": margin,
     "nccl": nccl,
 }  # fmt: skip
 

@@ -270,7 +270,7 @@ def test_a_plan_in_the_place_of_a_step_is_refused_with_the_way_out() -> None:
     with pytest.raises(ValueError, match=r"is a plan.*flexcp\.bind\(plan, group\)") as caught:
         flexcp.attention(**given, step=step.plan)
     assert "\n" not in str(caught.value)
-    with pytest.raises(ValueError, match=r"flexcp\.bind\(plan, group\); got a NoneType"):
+    with pytest.raises(ValueError, match=r"flexcp\.bind\(plan, group\); got None"):
         flexcp.attention(**given, step=None)
 
 
