@@ -37,6 +37,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     """``machine(capability, ...)`` makes every CUDA device look like that, with these kernels."""
     real = choose.find_kernel
     modules = {
+        "fa4": ImportError("No module named 'flash_attn'"),
         "cute": limited((128,), only=9),
         "hopper": limited((64, 128), only=9),
         "triton": limited(range(8, 257, 8), (BF16, torch.float32)),
@@ -86,6 +87,15 @@ def test_the_best_kernel_that_can_is_chosen(
     choice = flexcp.choose_kernel("cuda:0", BF16, *sizes)
     assert choice.kernel == kernel
     assert reason in choice.reason
+
+
+def test_with_the_fa4_extra_the_choice_is_the_kernel_that_has_both(machine: Any) -> None:
+    machine((9, 0), fa4=limited((128,), only=9))
+    assert flexcp.choose_kernel("cuda", BF16, 128).kernel == "fa4"
+    assert flexcp.choose_kernel("cuda", BF16, 64).kernel == "hopper"
+    machine((9, 0), fa4=ImportError("No module named 'flash_attn'"))
+    with pytest.raises(NotImplementedError, match=r"'flash_attn'.*pip install flexcp\[fa4\]"):
+        flexcp.choose_kernel("cuda", BF16, 128, kernel="fa4")
 
 
 def test_without_the_cute_extra_the_choice_is_the_hopper_kernel(machine: Any) -> None:

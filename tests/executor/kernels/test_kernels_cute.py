@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexcp import masks
-from flexcp.executor.kernels.cute.items import TILE_PRICE, dealt, group_by_group, in_turns
+from flexcp.executor.kernels.cute.items import TILE_PRICE, dealt, group_by_group, in_turns, longest_program
 from flexcp.executor.kernels.hopper.tiles import key_tiles
 from flexcp.executor.kernels.tiles import segment_list
 
@@ -26,8 +26,9 @@ SCRIPT = Path(__file__).with_name("cute_compile.py")
 INSTRUCTIONS = {
     "forward": ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg"),
     "backward": ("wgmma.mma_async", "cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor", "setmaxnreg"),
+    "backward_alone": ("wgmma.mma_async", "cp.async.bulk.tensor", "cp.reduce.async.bulk.global", "setmaxnreg"),
 }
-WAITS = {"forward": 8, "backward": 20}
+WAITS = {"forward": 8, "backward": 20, "backward_alone": 20}
 """Waits for products in the program: a compiler that serialises them waits after each of the 48 and 64."""
 
 
@@ -37,15 +38,30 @@ def disassembler() -> Path:
     return Path(spec.origin).parent / "backends/nvidia/bin/nvdisasm"
 
 
-@pytest.mark.parametrize("kernel", ["forward", "backward"])
-def test_compiles_for_hopper_without_serialising_products(kernel: str, tmp_path: Path) -> None:
+def compiled(kernel: str, folder: Path) -> str:
+    """The kernel's PTX; PTX and machine code lie in the folder."""
     pytest.importorskip("cutlass")
-    settings = {"CUTE_DSL_ARCH": "sm_90a", "CUTE_DSL_KEEP": "ptx,cubin", "CUTE_DSL_DUMP_DIR": str(tmp_path)}
+    settings = {"CUTE_DSL_ARCH": "sm_90a", "CUTE_DSL_KEEP": "ptx,cubin", "CUTE_DSL_DUMP_DIR": str(folder)}
     command = [sys.executable, "-W", "ignore", str(SCRIPT), kernel]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=os.environ | settings)
     assert done.returncode == 0, done.stderr[-3000:]
-    (ptx,) = tmp_path.glob("*.ptx")
-    code = ptx.read_text()
+    (ptx,) = folder.glob("*.ptx")
+    return ptx.read_text()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "loads", "stores"), [("before", "ld.global.v4", "st.global.v4"), ("after", "ld.global.v4", "st.global")]
+)
+def test_what_stands_around_the_backward_moves_whole_words(
+    kernel: str, loads: str, stores: str, tmp_path: Path
+) -> None:
+    code = compiled(kernel, tmp_path)
+    assert loads in code and stores in code
+
+
+@pytest.mark.parametrize("kernel", ["forward", "backward", "backward_alone"])
+def test_compiles_for_hopper_without_serialising_products(kernel: str, tmp_path: Path) -> None:
+    code = compiled(kernel, tmp_path)
     assert all(i in code for i in INSTRUCTIONS[kernel]), [i for i in INSTRUCTIONS[kernel] if i not in code]
     if disassembler().exists():
         (cubin,) = tmp_path.glob("*.cubin")
@@ -86,6 +102,7 @@ def test_every_item_is_dealt_once_and_no_program_gets_much_more(
     # A program without an item in a round has none in a later one: it stops at the first.
     assert not ((table[:-1] < 0) & (table[1:] >= 0)).any()
     work = np.where(table >= 0, sizes[np.maximum(table, 0) // groups] + TILE_PRICE, 0).sum(0)
+    assert longest_program(table, sizes, groups) == work.max()
     if len(order) >= programs:
         assert work.max() - work.min() <= 2 * (sizes.max() + TILE_PRICE)
 
