@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +20,8 @@ from flexcp.batch import Batch
 from flexcp.clusters import Cluster
 from flexcp.cost import CostModel
 from flexcp.plan.placement import Placement
-from flexcp.plan.program import Program, Transfers
-from flexcp.shape import Kind, Shape
+from flexcp.plan.program import Program
+from flexcp.shape import Shape
 
 if TYPE_CHECKING:
     from flexcp.plan.memory import Memory
@@ -122,15 +122,6 @@ class Plan:
             transfers.source * self.ranks + transfers.target, transfers.bytes(self.shape), self.ranks * self.ranks
         )
         return flat.reshape(self.ranks, self.ranks)
-
-    def inputs(self, mask: int, backward: bool) -> Transfers:
-        """The q and kv pieces of a pass with the stage from whose slot on they are there; kept keys are the forward's, a slot earlier."""
-        forward, program = self.programs[mask][0].transfers, self.programs[mask][backward]
-        found = program.transfers.take(np.isin(program.transfers.kind, (Kind.Q, Kind.KV)))
-        if not program.keys_kept:
-            return found
-        kept = forward.take(forward.kind == Kind.KV)
-        return Transfers.join([found, replace(kept, stage=kept.stage - 1)])
 
     def inter_node_bytes(self, backward: bool = False, mask: int = 0) -> int:
         """Bytes of one layer that cross between nodes."""
