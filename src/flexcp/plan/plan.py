@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from flexcp.arrays.totals import sums
 from flexcp.batch import Batch
 from flexcp.clusters import Cluster
 from flexcp.cost import CostModel
+from flexcp.plan.facts import header
 from flexcp.plan.placement import Placement
 from flexcp.plan.program import Program
 from flexcp.shape import Shape
@@ -77,24 +78,7 @@ class Plan:
 
     def header(self) -> dict[str, Any]:
         """Everything of the plan that is not a table, as plain JSON values."""
-        placement = self.placement
-        return {
-            "shape": {name: value for name, value in asdict(self.shape).items() if value is not None},
-            "cluster": asdict(self.cluster),
-            "cost": asdict(self.cost),
-            "strategy": self.requested,
-            "lengths": self.batch.lengths.tolist(),
-            "masks": [
-                {"name": m.name, "layers": m.layers, "rules": [asdict(r) for r in m.rules]} for m in self.batch.masks
-            ],
-            "pads": placement.pads,
-            "traffic": asdict(placement.traffic),
-            "assemble_own": placement.assemble_own,
-            "programs": [
-                [[p.own_stage, p.stages, list(p.held), *["keys kept"] * p.keys_kept] for p in pair]
-                for pair in self.programs
-            ],
-        }
+        return header(self)
 
     def tables(self) -> list[Table]:
         """All tables of the plan in a fixed order: runs, then for each mask regions, forward and backward transfers."""
