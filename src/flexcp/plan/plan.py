@@ -1,6 +1,9 @@
 """Plan: one batch, planned: a placement, and for each mask and direction what moves when.
 
 ``flexcp.schedule.transfers`` makes a plan of a :class:`~flexcp.plan.placement.Placement` by adding a program per mask and direction.
+
+The class is its data and its hash. What else can be said about a plan is a function in a module beside this one, with a method here that
+calls it; those modules load when they are asked for.
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexcp.arrays.tables import Table
-from flexcp.arrays.totals import sums
 from flexcp.batch import Batch
 from flexcp.clusters import Cluster
 from flexcp.cost import CostModel
@@ -65,7 +67,9 @@ class Plan:
     @property
     def label(self) -> str:
         """The strategy for headings: ``blocks``, or ``auto: blocks`` where ``auto`` was asked for and chose it."""
-        return self.strategy if self.strategy == self.requested else f"{self.requested}: {self.strategy}"
+        from flexcp.plan.text import label
+
+        return label(self)
 
     @cached_property
     def hash(self) -> str:
@@ -101,25 +105,25 @@ class Plan:
 
     def bytes(self, backward: bool = False, mask: int = 0) -> Ints:
         """``[source, target]`` bytes of one layer."""
-        transfers = self.programs[mask][backward].transfers
-        flat = sums(
-            transfers.source * self.ranks + transfers.target, transfers.bytes(self.shape), self.ranks * self.ranks
-        )
-        return flat.reshape(self.ranks, self.ranks)
+        from flexcp.plan.statistics import bytes_between
+
+        return bytes_between(self, backward, mask)
 
     def inter_node_bytes(self, backward: bool = False, mask: int = 0) -> int:
         """Bytes of one layer that cross between nodes."""
-        node = np.arange(self.ranks) // self.cluster.ranks_per_node
-        return int(self.bytes(backward, mask)[node[:, None] != node[None, :]].sum())
+        from flexcp.plan.statistics import bytes_between_nodes
+
+        return bytes_between_nodes(self, backward, mask)
 
     def peers(self, rank: int) -> list[int]:
         """The ranks that ``rank`` sends to or receives from, under any mask and in either direction: a connection each."""
-        met: set[int] = set()
-        for program in (p for pair in self.programs for p in pair):
-            transfers = program.transfers
-            met |= set(transfers.target[transfers.source == rank].tolist())
-            met |= set(transfers.source[transfers.target == rank].tolist())
-        return sorted(met - {rank})
+        from flexcp.plan.statistics import peers_of
+
+        return peers_of(self, rank)
+
+    def work(self, mask: int = 0) -> Ints:
+        """Area x query heads of each rank."""
+        return self.placement.work(mask)
 
     def rounds(
         self, mask: int = 0, backward: bool = False, chunk_bytes: int | None = None, rounds_per_call: int | None = None
@@ -137,10 +141,6 @@ class Plan:
     def _rounds(self) -> dict[tuple[int, bool, int | None, int | None], Rounds]:
         return {}
 
-    def work(self, mask: int = 0) -> Ints:
-        """Area x query heads of each rank."""
-        return self.placement.work(mask)
-
     def memory(self, rank: int) -> Memory:
         """What attention needs on ``rank``, in bytes, before anything is allocated (:mod:`flexcp.plan.memory`)."""
         from flexcp.plan.memory import plan_memory
@@ -157,4 +157,6 @@ class Plan:
         return format(repr(self), spec)
 
     def __repr__(self) -> str:
-        return f"<Plan {self.label} {self.hash[:12]}: {self.batch.tokens} tokens on {self.ranks} ranks>"
+        from flexcp.plan.text import one_line
+
+        return one_line(self)
