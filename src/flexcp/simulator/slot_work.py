@@ -23,7 +23,8 @@ from flexcp.plan.placement import Placement
 from flexcp.plan.plan import Plan
 from flexcp.plan.program import Program
 from flexcp.plan.slots import held_slot, pass_inputs, work_slot
-from flexcp.schedule.work import Pairs, count_pairs, rank_work, rings_of
+from flexcp.schedule.rings import count_static_pairs, rings_of
+from flexcp.schedule.work import Pairs, rank_work
 from flexcp.shape import Kind
 
 Ints = NDArray[np.int64]
@@ -231,7 +232,7 @@ def _own_and_rest(plan: Plan, mask: int) -> tuple[tuple[Ints, Ints], tuple[Ints,
     """Work of each rank on keys at home and on others, with row tiles and without."""
     placement = plan.placement
     regions = placement.regions[mask]
-    pairs = count_pairs(placement, placement.batch.masks[mask], regions, rings_of(placement))
+    pairs = count_static_pairs(placement, placement.batch.masks[mask], regions, rings_of(placement))
     # A region without a pair is no work.
     some = pairs.all > 0
     regions, pairs = regions.take(some), Pairs(*(column[some] for column in pairs))
