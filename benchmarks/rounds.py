@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from box_options import box_cluster, box_parser, parsed
 from flexcp.data.lengths import parse_lengths
-from flexcp.executor.exchange.calls import CallSettings, rank_calls
+from flexcp.executor.exchange.rank_calls import CallSettings, rank_calls
 from flexcp.plan.plan import Plan
 from flexcp.planner import Planner
 from lib.box import Box

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from flexcp.executor.arguments import check_running, check_tensors
 from flexcp.executor.exchange.arena import Buffers
-from flexcp.executor.exchange.calls import Call, Part
 from flexcp.executor.exchange.exchange import Exchange
+from flexcp.executor.exchange.rank_calls import Call, Part
 from flexcp.executor.kernels import Settings, find_kernel, uploaded
 from flexcp.executor.kernels.ends import OutputGradient
 from flexcp.executor.latent_way import Block, Stage, Way, way_of

@@ -23,10 +23,10 @@ from flexcp.executor.arguments import check_number, check_rows, check_whole, dev
 from flexcp.executor.averaging import Gradients, running_average, share_factor, uneven, unsaid_loss, wrong_factor
 from flexcp.executor.exchange.agree import agree
 from flexcp.executor.exchange.arena import Arena
-from flexcp.executor.exchange.calls import WHOLE_STAGES, Call, CallSettings
 from flexcp.executor.exchange.connect import Progress, connect
 from flexcp.executor.exchange.exchange import Exchange
 from flexcp.executor.exchange.passes import Passes
+from flexcp.executor.exchange.rank_calls import WHOLE_STAGES, Call, CallSettings
 from flexcp.executor.handles import live_steps, new_handle
 from flexcp.executor.kernels import uploaded
 from flexcp.executor.kernels.choose import choose_kernel

@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 import flexcp
 from flexcp.executor.exchange.arena import Buffers
-from flexcp.executor.exchange.calls import Call, Part
 from flexcp.executor.exchange.connect import connect
 from flexcp.executor.exchange.exchange import ExchangeError, HostExchange, Pass, Wire
 from flexcp.executor.exchange.notes import within
+from flexcp.executor.exchange.rank_calls import Call, Part
 from flexcp.executor.step import Step
 from flexcp.measure.ranks import RankPool
 from flexcp.plan.plan import Plan

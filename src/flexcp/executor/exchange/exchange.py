@@ -1,6 +1,6 @@
 """Exchange: messages between ranks, as bytes. What is in them is :mod:`flexcp.executor.run.packing`'s job.
 
-A stage's messages leave in the calls of :mod:`flexcp.executor.exchange.calls`. Receives and sends of a call are posted together and never
+A stage's messages leave in the calls of :mod:`flexcp.executor.exchange.rank_calls`. Receives and sends of a call are posted together and never
 wait for each other, and every rank posts calls in the same order, so no order of arrival can deadlock. Receives come first: on gloo two
 ranks that send to each other get only half of a link otherwise (measured, benchmarks/box.py).
 
@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexcp.executor.exchange.arena import Buffers
-from flexcp.executor.exchange.calls import Call, Part
 from flexcp.executor.exchange.notes import Notes, grace_of
+from flexcp.executor.exchange.rank_calls import Call, Part
 
 
 class ExchangeError(RuntimeError):

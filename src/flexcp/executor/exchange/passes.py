@@ -12,8 +12,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from flexcp.executor.exchange.calls import WHOLE_STAGES, Call, CallSettings, rank_calls
 from flexcp.executor.exchange.exchange import DeviceExchange, Exchange, HostExchange, Pass
+from flexcp.executor.exchange.rank_calls import WHOLE_STAGES, Call, CallSettings, rank_calls
 from flexcp.executor.exchange.talk import Talk
 from flexcp.plan.plan import Plan
 

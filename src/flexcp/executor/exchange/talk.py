@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexcp.executor.exchange.arena import Buffers
-from flexcp.executor.exchange.calls import Call, Part
 from flexcp.executor.exchange.exchange import DeviceExchange, HostExchange, Wire, packed_tag
 from flexcp.executor.exchange.notes import Notes, grace_of
+from flexcp.executor.exchange.rank_calls import Call, Part
 
 
 @dataclass(frozen=True)

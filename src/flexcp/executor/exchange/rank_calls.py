@@ -1,4 +1,4 @@
-"""Calls: what one rank posts together, stage by stage, derived from the plan. Integers only; no tensor, no group.
+"""Calls of a rank: what one rank posts together, stage by stage, derived from the plan. Integers only; no tensor, no group.
 
 By default a stage is one call of whole messages: whatever moves in it starts at once, and the transport shares the links. With
 ``rounds_per_call`` the stage runs in the plan's conflict-free rounds (:mod:`flexcp.plan.rounds`), that many consecutive ones to a call.
