@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from flexcp.executor.exchange.notes import through_store
+from flexcp.executor.exchange.failure_notes import through_store
 
 QUESTIONS = 5
 

@@ -21,7 +21,7 @@ import flexcp
 from flexcp.executor.exchange.arena import Buffers
 from flexcp.executor.exchange.connect import connect
 from flexcp.executor.exchange.exchange import ExchangeError, HostExchange, Pass, Wire
-from flexcp.executor.exchange.notes import within
+from flexcp.executor.exchange.failure_notes import within
 from flexcp.executor.exchange.rank_calls import Call, Part
 from flexcp.executor.step import Step
 from flexcp.measure.ranks import RankPool

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from flexcp.executor.exchange.arena import Buffers
 from flexcp.executor.exchange.exchange import DeviceExchange, HostExchange, Wire, packed_tag
-from flexcp.executor.exchange.notes import Notes, grace_of
+from flexcp.executor.exchange.failure_notes import FailureNotes, grace_of
 from flexcp.executor.exchange.rank_calls import Call, Part
 
 
@@ -57,7 +57,7 @@ class Talk:
         self.group, self.timeout, self.step = group, timeout, step
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
-        self.notes = None if group is None else Notes(group, step, self.rank)
+        self.notes = None if group is None else FailureNotes(group, step, self.rank)
         self.failure: str | None = None
         self._calls: Counter[str] = Counter()
         self._warned = False
