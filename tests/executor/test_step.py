@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flexcp
-from flexcp.executor.run.fields import Types
+from flexcp.executor.run.message_layout import Types
 from flexcp.executor.step import Step
 from flexcp.measure.ranks import RankPool
 from flexcp.plan.plan import Plan

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.library import CustomOpDef  # type: ignore[attr-defined]  # documented, but not in its __all__
 
-from flexcp.executor.run.fields import types_of
+from flexcp.executor.run.message_layout import types_of
 
 
 def register_attention(forward: CustomOpDef, backward: CustomOpDef, keeps: bool = False) -> None:

@@ -30,7 +30,7 @@ from flexcp.executor.exchange.rank_calls import WHOLE_STAGES, Call, CallSettings
 from flexcp.executor.handles import live_steps, new_handle
 from flexcp.executor.kernels import uploaded
 from flexcp.executor.kernels.choose import choose_kernel
-from flexcp.executor.run.fields import Types, types_of
+from flexcp.executor.run.message_layout import Types, types_of
 from flexcp.executor.run.prepared import Prepared, WorkLists
 from flexcp.executor.run.prepared import prepare as prepare_program
 from flexcp.executor.run.program import RankProgram, rank_program

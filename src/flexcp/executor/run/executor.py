@@ -20,8 +20,8 @@ from flexcp.executor.exchange.arena import Arena, Buffers
 from flexcp.executor.exchange.exchange import Exchange
 from flexcp.executor.kernels import Settings
 from flexcp.executor.kernels.ends import OutputGradient
-from flexcp.executor.run.fields import Shelves, Types, new_inputs, new_results
 from flexcp.executor.run.local import local_backward, local_forward
+from flexcp.executor.run.message_layout import Shelves, Types, new_inputs, new_results
 from flexcp.executor.run.prepared import Prepared, PreparedWork
 from flexcp.executor.run.watch import Watch
 from flexcp.plan.memory import KEYS, QUERIES

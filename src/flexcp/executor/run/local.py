@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexcp.executor.kernels import Settings
 from flexcp.executor.kernels.ends import OutputGradient
-from flexcp.executor.run.fields import Types
+from flexcp.executor.run.message_layout import Types
 
 
 def local_forward(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flexcp.executor.exchange.arena import Buffers
 from flexcp.executor.kernels import merge, uploaded
-from flexcp.executor.run.fields import Part, Shelves, Types, message_parts
+from flexcp.executor.run.message_layout import Part, Shelves, Types, message_parts
 from flexcp.executor.run.program import Block, Message, RankProgram
 from flexcp.shape import FIELDS, OUTPUTS, Field, Kind, Shape
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexcp.executor.kernels import find_kernel, has_triton
-from flexcp.executor.run.fields import Types, message_bytes
+from flexcp.executor.run.message_layout import Types, message_bytes
 from flexcp.executor.run.packing import FieldPacking, Packing
 from flexcp.executor.run.program import RankProgram, Work
 from flexcp.masks import Q0, Q1

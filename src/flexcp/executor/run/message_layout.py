@@ -1,4 +1,4 @@
-"""Fields: the tensors that make up a piece, where they lie on a shelf, and where in a message.
+"""Message layout: the tensors that make up a piece, where they lie on a shelf, and where in a message.
 
 A message is raw bytes without padding: first all fields in the accumulator dtype, then those in the model's, so every field is aligned
 by construction and bytes on the wire are exactly the plan's.
