@@ -33,8 +33,8 @@ from flexcp.executor.kernels.ends import OutputGradient
 from flexcp.executor.latent_way import Block, Stage, Way, way_of
 from flexcp.executor.layer_masks import mask_number
 from flexcp.executor.op import check_call
-from flexcp.executor.run.local import local_backward, local_forward
 from flexcp.executor.run.message_layout import types_of
+from flexcp.executor.run.one_device import local_backward, local_forward
 from flexcp.executor.run.prepared import covers
 from flexcp.executor.step import Step, check_bound
 

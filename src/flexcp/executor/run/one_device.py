@@ -1,4 +1,4 @@
-"""Local: attention of one work list over all rows and heads of its arguments, with nothing to exchange.
+"""One device: attention of one work list over all rows and heads of its arguments, with nothing to exchange.
 
 What a rank does that needs nobody, and what :func:`flexcp.slice_attention` does. Inputs are used where they are; a kernel that can
 writes its results once, in the dtype they stay in.
