@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from flexcp.data.documents import BatchSpec, Limits, next_batch
 from flexcp.data.lengths import parse_lengths
-from flexcp.data.local import LocalBatch, local_batch
+from flexcp.data.local_batch import LocalBatch, local_batch
 from flexcp.data.order import count_batches
 from flexcp.data.planning import PlannerLike, Pool
 from flexcp.data.samples import LABELS, TOKENS, Fields, MaskChoice, Masks, Sample
