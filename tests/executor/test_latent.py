@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from flexcp.executor.latent import Mail, _calls
-from flexcp.executor.latent_way import Stage, _blocks
+from flexcp.executor.latent_program import Stage, _blocks
 
 
 class Echo:
