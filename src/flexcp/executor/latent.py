@@ -78,11 +78,11 @@ class _LatentAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, latent: Tensor, expand: Expand, step: Step, mask: int, settings: Settings, kernel: str, *weights: Tensor
     ) -> Tensor:  # fmt: skip
         program, types = make_latent_program(step.plan, step.rank, mask), types_of(q)
-        mail = _mail(program, step, latent, backward=False)
+        messages = _open_messages(program, step, latent, backward=False)
         step.note_call()
-        with mail.exchange:
-            arena = _fetched(latent, program.forward, program, step, mail)
-            mail.exchange.finish()
+        with messages.exchange:
+            arena = _fetched(latent, program.forward, program, step, messages)
+            messages.exchange.finish()
             k, v = _expanded(expand, arena, weights, q)
             module = find_kernel(kernel)
             work = module.prepare(program.slices, q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.device)
@@ -99,10 +99,10 @@ class _LatentAttention(torch.autograd.Function):
         expand, step, program, settings, module, work = ctx.call
         step.note_backward()
         do, types = step.in_stream_order(grads[0].to(out.dtype)), types_of(q)
-        mail = _mail(program, step, latent, backward=True)
-        with mail.exchange:
+        messages = _open_messages(program, step, latent, backward=True)
+        with messages.exchange:
             if arena is None:
-                arena = _fetched(latent, program.backward, program, step, mail)
+                arena = _fetched(latent, program.backward, program, step, messages)
             leaves = [x.detach().requires_grad_() for x in (arena, *weights)]
             with torch.enable_grad():
                 k, v = _expanded(expand, leaves[0], leaves[1:], q)
@@ -110,8 +110,8 @@ class _LatentAttention(torch.autograd.Function):
             dq, dk, dv = local_backward(module, work, covers(program.slices, len(q)), types, settings, *inputs)
             found = torch.autograd.grad((k, v), leaves, (dk.to(k.dtype), dv.to(v.dtype)), allow_unused=True)
             darena = torch.zeros_like(arena) if found[0] is None else found[0]
-            dlatent = _returned(darena.to(types.accumulator), program, mail, latent.dtype)
-            mail.exchange.finish()
+            dlatent = _returned(darena.to(types.accumulator), program, messages, latent.dtype)
+            messages.exchange.finish()
         return (
             step.in_local_order(dq).to(q.dtype),
             step.in_local_order(dlatent),
@@ -128,7 +128,7 @@ class _LatentAttention(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Mail:
+class LatentMessages:
     """The exchange of one pass and what its messages hold: rows of ``width`` numbers, in ``dtype`` or, where partial, the ``wide`` one."""
 
     exchange: Exchange
@@ -159,12 +159,12 @@ class Mail:
             yield uploaded(rows, part.device), part.view(dtype).view(len(rows), self.width)
 
 
-def _mail(program: LatentProgram, step: Step, latent: Tensor, backward: bool) -> Mail:
+def _open_messages(program: LatentProgram, step: Step, latent: Tensor, backward: bool) -> LatentMessages:
     """Open the exchange of the next pass."""
     form = (latent.shape[1], latent.dtype, types_of(latent).accumulator)
     stages = program.backward + program.home if backward else program.forward
     calls = tuple(_calls(stage, *form) for stage in stages)
-    return Mail(step.open_exchange(program.mask, backward, latent.device, calls), *form)
+    return LatentMessages(step.open_exchange(program.mask, backward, latent.device, calls), *form)
 
 
 def _calls(stage: Stage, *form: Any) -> tuple[Call, ...]:
@@ -183,20 +183,22 @@ def _sizes(blocks: tuple[RowBlock, ...], width: int, dtype: torch.dtype, wide: t
     return found
 
 
-def _fetched(latent: Tensor, stages: tuple[Stage, ...], program: LatentProgram, step: Step, mail: Mail) -> Tensor:
+def _fetched(
+    latent: Tensor, stages: tuple[Stage, ...], program: LatentProgram, step: Step, messages: LatentMessages
+) -> Tensor:
     """The arena: own latents and those that arrive, relayed ones passed on."""
     arena = latent.new_zeros((program.rows, latent.shape[1]))
     arena[uploaded(program.own, latent.device)] = step.in_stream_order(latent)
     for number, stage in enumerate(stages):
-        for rows, message in mail.exchanged(number, stage, arena):
+        for rows, message in messages.exchanged(number, stage, arena):
             arena[rows] = message
     return arena
 
 
-def _returned(gradient: Tensor, program: LatentProgram, mail: Mail, dtype: torch.dtype) -> Tensor:
+def _returned(gradient: Tensor, program: LatentProgram, messages: LatentMessages, dtype: torch.dtype) -> Tensor:
     """Gradients of own latents in stream order, from what every rank found for them."""
     for number, stage in enumerate(program.home, len(program.backward)):
-        for rows, message in mail.exchanged(number, stage, gradient):
+        for rows, message in messages.exchanged(number, stage, gradient):
             gradient[rows] += message
     return gradient[uploaded(program.own, gradient.device)].to(dtype)
 
