@@ -30,7 +30,7 @@ from flexcp.plan.plan import Plan
 from flexcp.planner import Planner
 from flexcp.schedule.transfers import make_plan
 from lib.box import Box
-from lib.step_time import Arrays, Part, difference, slowest_ms, time_steps
+from lib.step_time import Arrays, StepPart, difference, slowest_ms, time_steps
 
 DTYPE = "float32"
 # Only attention is timed, so a token costs nothing else; a pass through Python and gloo starts in a fraction of a millisecond.
@@ -38,7 +38,7 @@ COST = CostModel(
     "box", 1000, 1000, 1000, link_efficiency=950, row_tile_pairs=0, kernel_ns=300_000, message_ns=100_000,
     model=Model("attention only", hidden=1, layers=1, feed_forward=1),
 )  # fmt: skip
-PARTS: tuple[Part, ...] = ("compute", "communication", "whole")
+PARTS: tuple[StepPart, ...] = ("compute", "communication", "whole")
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from torch import Tensor
 from flexcp.executor.arguments import check_running, check_tensors
 from flexcp.executor.exchange.arena import Buffers
 from flexcp.executor.exchange.exchange import Exchange
-from flexcp.executor.exchange.rank_calls import Call, Part
+from flexcp.executor.exchange.rank_calls import Call, MessageRange
 from flexcp.executor.kernels import Settings, find_kernel, uploaded
 from flexcp.executor.kernels.ends import OutputGradient
 from flexcp.executor.latent_program import LatentProgram, RowBlock, Stage, make_latent_program
@@ -169,7 +169,7 @@ def _open_messages(program: LatentProgram, step: Step, latent: Tensor, backward:
 
 def _calls(stage: Stage, *form: Any) -> tuple[Call, ...]:
     receives, sends = (
-        tuple(Part(peer, 0, size) for peer, size in _sizes(blocks, *form).items())
+        tuple(MessageRange(peer, 0, size) for peer, size in _sizes(blocks, *form).items())
         for blocks in (stage.receives, stage.sends)
     )
     return (Call(0, receives, sends),) if receives or sends else ()

@@ -22,7 +22,7 @@ from flexcp.executor.exchange.arena import Buffers
 from flexcp.executor.exchange.connect import connect
 from flexcp.executor.exchange.exchange import ExchangeError, HostExchange, Pass, Wire
 from flexcp.executor.exchange.failure_notes import within
-from flexcp.executor.exchange.rank_calls import Call, Part
+from flexcp.executor.exchange.rank_calls import Call, MessageRange
 from flexcp.executor.step import Step
 from flexcp.measure.ranks import RankPool
 from flexcp.plan.plan import Plan
@@ -209,7 +209,7 @@ def test_messages_that_trickle_in_share_one_limit(monkeypatch: pytest.MonkeyPatc
 
     wire = Wire(None, [0] * 4, timedelta(seconds=10), None, lambda reason: None)
     parts = {"receives": (1, 2, 3), "sends": (1, 2, 3), "receives and sends": (1,)}[way]
-    call = Call(0, tuple(Part(p, 0, 1) for p in parts), tuple(Part(p, 0, 1) for p in parts))
+    call = Call(0, tuple(MessageRange(p, 0, 1) for p in parts), tuple(MessageRange(p, 0, 1) for p in parts))
     exchange = Trickling(wire, Pass(1, 1, 0, "", False, 2), ((call,), ()))
     buffers = Buffers.alone([(peer, 1) for peer in (1, 2, 3)], torch.device("cpu"))
     exchange.post(0, buffers, buffers)

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from flexcp.executor.exchange.arena import Buffers
 from flexcp.executor.exchange.failure_notes import FailureNotes, grace_of
-from flexcp.executor.exchange.rank_calls import Call, Part
+from flexcp.executor.exchange.rank_calls import Call, MessageRange
 
 
 class ExchangeError(RuntimeError):
@@ -166,7 +166,9 @@ class DeviceExchange(Exchange):
             work.wait()
         self._sending = []
 
-    def _operation(self, kind: Callable[..., dist.Work | None], messages: dict[int, Tensor], part: Part) -> dist.P2POp:
+    def _operation(
+        self, kind: Callable[..., dist.Work | None], messages: dict[int, Tensor], part: MessageRange
+    ) -> dist.P2POp:
         return dist.P2POp(
             kind, messages[part.peer][part.start : part.stop], group=self.wire.group, group_peer=part.peer
         )

@@ -27,7 +27,7 @@ from torch import Tensor
 from flexcp.executor.exchange.arena import Buffers
 from flexcp.executor.exchange.exchange import DeviceExchange, HostExchange, Wire, packed_tag
 from flexcp.executor.exchange.failure_notes import FailureNotes, grace_of
-from flexcp.executor.exchange.rank_calls import Call, Part
+from flexcp.executor.exchange.rank_calls import Call, MessageRange
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Talk:
         leaving, arriving = ({peer: x for peer, x in side.items() if x.numel()} for side in (sends, receives))
         if not leaving and not arriving:
             return
-        parts = [tuple(Part(p, 0, x.nbytes) for p, x in side.items()) for side in (arriving, leaving)]
+        parts = [tuple(MessageRange(p, 0, x.nbytes) for p, x in side.items()) for side in (arriving, leaving)]
         kind = HostExchange if next(iter((leaving or arriving).values())).device.type == "cpu" else DeviceExchange
         occasion = Occasion(place, self._calls[place], self.step)
         with kind(self.wire([0] * self.size), occasion, ((Call(0, parts[0], parts[1]),),)) as exchange:
