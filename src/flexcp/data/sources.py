@@ -23,7 +23,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcp.data.documents import Document, Limits
+from flexcp.data.documents import BatchLimits, Document
 from flexcp.data.order import epoch_order
 from flexcp.data.samples import Fields, Masks, Sample, Schema, opened
 from flexcp.data.sharing import Peers
@@ -41,7 +41,7 @@ class Reading:
 
     fields: Fields
     masks: Masks
-    limits: Limits
+    limits: BatchLimits
     shuffle: bool
     seed: int
     stats: Stats

@@ -22,7 +22,7 @@ from flexcp.data.lengths import draw_lengths
 from flexcp.plan.plan import Plan
 from flexcp.planners.blocks import loops_climb, loops_even, loops_node
 from flexcp.planners.blocks.loops import BIN, HI, LO, LOAD, Reads, Ruler, load_of, total_cost
-from flexcp.planners.blocks.pack import Limits, make_field, pack, place_node
+from flexcp.planners.blocks.pack import BinLimits, make_field, pack, place_node
 from flexcp.shape import Kind
 
 Ints = NDArray[np.int64]
@@ -242,7 +242,7 @@ def test_a_node_counts_its_bytes_exactly(team: int) -> None:
     field = make_field(batch, 64, 0, None)
     items = np.stack([np.arange(len(LONGTAIL)), np.zeros(len(LONGTAIL), np.int64), batch.lengths], axis=1)
     mean, rows = field.total // 8, np.full(8, batch.tokens)
-    limits = Limits(np.full(8, mean + mean // 20), rows, np.full(8, mean + mean // 25))
+    limits = BinLimits(np.full(8, mean + mean // 20), rows, np.full(8, mean + mean // 25))
     (placed,) = place_node(field, items, limits, [team], 1024, 8 * 516)
     runs = flexcp.plan.placement.Runs(
         placed.kept[:, 0], *(batch.starts[placed.kept[:, 1]] + placed.kept[:, i] for i in (2, 3))
@@ -268,7 +268,9 @@ def test_packing_balances_both() -> None:
     field = make_field(make_batch(lengths, flexcp.causal(), None), 64, 0, None)
     items = np.stack([np.arange(len(lengths)), np.zeros(len(lengths), np.int64), np.array(lengths)], axis=1)
     mean = field.total // 8
-    found = pack(field, items, Limits(np.full(8, mean + mean // 20), np.full(8, 8600), np.full(8, mean + mean // 25)))
+    found = pack(
+        field, items, BinLimits(np.full(8, mean + mean // 20), np.full(8, 8600), np.full(8, mean + mean // 25))
+    )
     assert found.violation == 0
     rows = np.zeros(8, np.int64)
     np.add.at(rows, found.bins, found.items[:, 2] - found.items[:, 1])

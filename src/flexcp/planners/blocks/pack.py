@@ -175,7 +175,7 @@ def _thin_rows(mask: LayerMask, lengths: Ints) -> Ints:
 
 
 @dataclass(frozen=True, eq=False)
-class Limits:
+class BinLimits:
     """What each bin may hold of load and rows, and the load a peeled bin aims for.
 
     ``firm``: somebody asked for these limits, so it is worth some time to keep them with few bytes.
@@ -197,7 +197,7 @@ class Packed:
     violation: int
 
 
-def pack(field: Field, items: Ints, limits: Limits) -> Packed:
+def pack(field: Field, items: Ints, limits: BinLimits) -> Packed:
     """Items ``[n, 3]`` into bins: peel, deal, repair in a few variants, and climb from the best of them."""
     from flexcp.planners.blocks import loops_pack
 
@@ -216,7 +216,7 @@ class Placed:
 
 
 def place_node(
-    field: Field, items: Ints, limits: Limits, teams: Sequence[int], key_bytes: int, row_bytes: int
+    field: Field, items: Ints, limits: BinLimits, teams: Sequence[int], key_bytes: int, row_bytes: int
 ) -> list[Placed]:
     """Items ``[n, 3]`` of a node to its ranks, once by teams of each size."""
     from flexcp.planners.blocks import loops_node
@@ -234,7 +234,7 @@ def place_node(
     return found
 
 
-def _arguments(field: Field, items: Ints, limits: Limits, ruler: Any, reads: Any) -> tuple[Any, ...]:
+def _arguments(field: Field, items: Ints, limits: BinLimits, ruler: Any, reads: Any) -> tuple[Any, ...]:
     """What the compiled loops take."""
     weight = VIOLATION_WEIGHT * int(field.batch.lengths.max())
     limit = (limits.load, limits.rows, limits.aim)
