@@ -38,7 +38,7 @@ LEAST_EFFORT = 2
 HIGH_EFFORT = 64
 TOLERANT = ("blocks", "hypergraph")
 """Planners that keep tolerances."""
-CLOSE = 32
+CLOSE_TO_PERFECT = 32
 """Below high effort no other planner is asked once one is within 1/32 of perfectly divided compute, unless that decides about static."""
 FEW = 16
 """Static methods of which only close bounds are made."""
@@ -120,7 +120,7 @@ class _Search:
 
     def is_close_to(self, bound: int) -> bool:
         """Whether the best dynamic placement so far leaves nearly nothing to gain."""
-        return self.dynamic is not None and self.dynamic.ns * CLOSE < bound * (CLOSE + 1)
+        return self.dynamic is not None and self.dynamic.ns * CLOSE_TO_PERFECT < bound * (CLOSE_TO_PERFECT + 1)
 
     def stays_although(self, bound: int) -> bool:
         """Whether a static one would be the answer, and a dynamic one as fast as the bound would not let it."""

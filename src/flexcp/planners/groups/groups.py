@@ -52,7 +52,15 @@ from numpy.typing import NDArray
 from flexcp.clusters import NOMINAL_SPEED, Cluster
 from flexcp.plan.placement import Placement
 from flexcp.planners.groups.shares import Group, stream_ranges
-from flexcp.planners.groups.workload import CLOSE, NEVER, UNLIMITED, Workload, group_times, least_degree, make_workload
+from flexcp.planners.groups.workload import (
+    CLOSE_TO_BEST,
+    NEVER,
+    UNLIMITED,
+    Workload,
+    group_times,
+    least_degree,
+    make_workload,
+)
 from flexcp.planners.layouts import equalised, row_regions, runs_of_ranges
 from flexcp.planners.request import Refused, Request, refuse_tolerances
 
@@ -187,7 +195,7 @@ def _equal_tokens_time(work: Workload, found: list[Group], pad_to: int) -> int:
 
 def _grouped(work: Workload) -> list[Group]:
     """Steps 1 to 6."""
-    aim = work.bound + work.bound // CLOSE
+    aim = work.bound + work.bound // CLOSE_TO_BEST
     atomic, filling = _atomic_groups(work)
     degrees: list[int] = []
     if atomic:

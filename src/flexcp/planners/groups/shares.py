@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexcp.arrays.tables import Table
-from flexcp.planners.groups.workload import CLOSE, UNLIMITED, Workload
+from flexcp.planners.groups.workload import CLOSE_TO_BEST, UNLIMITED, Workload
 from flexcp.planners.request import Request
 
 Ints = NDArray[np.int64]
@@ -142,5 +142,5 @@ def _uneven(work: Workload, shares: Shares, rows: Rows) -> NDArray[np.bool_]:
     ranks = np.diff(np.append(starts, len(shares)))
     whole, length = np.repeat(np.add.reduceat(area, starts), ranks), work.batch.lengths[shares.document]
     mean_load = (whole + work.prices.row * length) // np.repeat(ranks, ranks)
-    over = (area - whole // length * shares.tokens) * CLOSE > mean_load
+    over = (area - whole // length * shares.tokens) * CLOSE_TO_BEST > mean_load
     return np.repeat(np.logical_or.reduceat(over, starts), ranks)

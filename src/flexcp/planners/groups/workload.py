@@ -23,7 +23,7 @@ from flexcp.shape import Kind
 
 Ints = NDArray[np.int64]
 Amount = TypeVar("Amount", int, Ints)
-CLOSE = 64
+CLOSE_TO_BEST = 64
 """What is within 1/64 of the best is left alone: closer costs cuts, and cost models err by more."""
 MOVE_SCALE = 16
 """Prices of moved keys are kept in 1/16 pairs, because on slow devices one key is only a few pairs."""
