@@ -72,7 +72,7 @@ def auto(request: Request) -> Placement:
             search.try_static(method)
     for name, place in spared:
         search.left += 1
-        if search.stays_although(perfect):
+        if search.could_leave_static(perfect):
             search.try_dynamic(name, place)
     return search.answer()
 
@@ -122,7 +122,7 @@ class _Search:
         """Whether the best dynamic placement so far leaves nearly nothing to gain."""
         return self.dynamic is not None and self.dynamic.ns * CLOSE_TO_PERFECT < bound * (CLOSE_TO_PERFECT + 1)
 
-    def stays_although(self, bound: int) -> bool:
+    def could_leave_static(self, bound: int) -> bool:
         """Whether a static one would be the answer, and a dynamic one as fast as the bound would not let it."""
         fixed, error = self.static, 1000 + self.request.cost.error_permille
         return fixed is not None and not self._pays_to_leave(fixed.ns) and fixed.ns * 1000 > bound * error
