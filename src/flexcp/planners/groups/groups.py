@@ -28,8 +28,8 @@ gradients leave under the work on a rank's own tokens and under each other's wor
    whole before. The last resort is one group of all ranks.
 6. Tidying. Ranks that got no share of a cut document leave their group, and step 3 is repeated, unless that makes anybody slower.
 
-*Gap.* No assignment is faster than :func:`lower_bound`: all load evenly over all ranks, or the document that is slowest even with its
-best degree alone. Step 5 ends only when the slowest group takes at most 65/64 of it, or at
+*Gap.* No assignment is faster than :func:`groups_lower_bound`: all load evenly over all ranks, or the document that is slowest even with
+its best degree alone. Step 5 ends only when the slowest group takes at most 65/64 of it, or at
 most what one group of all ranks takes. So what separates us from the optimum is at most 1.6 % (and one token, as tokens are not cut), or
 else the communication that *one* group could not hide. :func:`gap` returns both numbers. On the named length distributions (causal, 8 nodes
 of 8 H100) the slowest group takes 1.00 to 1.03 of the bound with 32K tokens a rank and 1.00 to 1.14 with 8K, where single documents are so

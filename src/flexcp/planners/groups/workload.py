@@ -82,8 +82,8 @@ class Workload:
 
     @cached_property
     def bound(self) -> int:
-        """:func:`lower_bound` of this work."""
-        return lower_bound(self)
+        """:func:`groups_lower_bound` of this work."""
+        return groups_lower_bound(self)
 
     @cached_property
     def best_key_prices(self) -> Ints:
@@ -191,7 +191,7 @@ def _moved_keys(batch: Batch, documents: Ints, ranks: int) -> Ints:
     return keys
 
 
-def lower_bound(work: Workload) -> int:
+def groups_lower_bound(work: Workload) -> int:
     """The smallest tau in which any assignment could be ready: all load evenly shared, and every document with its best degree alone."""
     alone = [
         [d]
