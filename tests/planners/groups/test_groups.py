@@ -23,7 +23,7 @@ from flexcp.masks import causal, causal_blockwise, full, lambda_, prefix, shared
 from flexcp.plan.placement import Placement
 from flexcp.plan.plan import Plan
 from flexcp.planners.groups.groups import _packed, best_degrees, gap, groups, ranks_of_groups
-from flexcp.planners.groups.workload import CLOSE_TO_BEST, make_workload
+from flexcp.planners.groups.priced_documents import CLOSE_TO_BEST, price_documents
 from flexcp.planners.request import Request
 from flexcp.schedule.transfers import make_plan
 from flexcp.shape import Shape
@@ -201,7 +201,7 @@ def test_plans_are_right_and_keep_caps_and_bounds(request: Request) -> None:
     slowest, bound = gap(request)
     assert bound <= slowest
     if not request.equal_tokens:  # which also weighs pads
-        work = make_workload(request)
+        work = price_documents(request)
         aim = bound + bound // CLOSE_TO_BEST
         one_group = _packed(work, tuple(range(request.ranks)), list(range(request.batch.documents)), aim)
         assert slowest <= max(aim, one_group.time)
