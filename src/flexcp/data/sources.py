@@ -86,7 +86,7 @@ class Known:
         if length < whole and self.reading.limits.too_long == "drop":
             return Document(number, 0, whole, None, dropped=True)
         valid = length - 1 if self.reading.fields.labels is None else None
-        return Document(number, length, whole, self.reading.masks.of(number, None, length), valid=valid)
+        return Document(number, length, whole, self.reading.masks.choose(number, None, length), valid=valid)
 
     def read(self, document: Document) -> Sample:
         """The sample of a document, cut to its length."""
@@ -238,7 +238,7 @@ class Read:
             return Document(number, 0, whole, None, dropped=True), sample
         valid = int((sample.columns["labels"] != reading.fields.ignore).sum())
         size = len(pickle.dumps(sample.values)) if sample.values else 0
-        mask = reading.masks.of(number, raw, length)
+        mask = reading.masks.choose(number, raw, length)
         return Document(number, length, whole, mask, self.peers.rank, valid, size), sample
 
     # --- state --------------------------------------------------------------------------------------------------------

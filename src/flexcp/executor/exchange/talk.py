@@ -104,7 +104,7 @@ class Talk:
         kind = HostExchange if next(iter((leaving or arriving).values())).device.type == "cpu" else DeviceExchange
         occasion = Occasion(place, self._calls[place], self.step)
         with kind(self.wire([0] * self.size), occasion, ((Call(0, parts[0], parts[1]),),)) as exchange:
-            exchange.post(0, Buffers.of(leaving), Buffers.of(arriving))
+            exchange.post(0, Buffers.holding(leaving), Buffers.holding(arriving))
             exchange.arrived()
             exchange.finish()
 
