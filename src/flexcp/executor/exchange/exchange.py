@@ -57,7 +57,7 @@ def packed_tag(widths: tuple[tuple[int, int], ...]) -> int:
 
 
 @dataclass(frozen=True)
-class Pass:
+class PassLabel:
     """Which pass of which step messages belong to: what both sides must agree on, and what an error says."""
 
     step: int

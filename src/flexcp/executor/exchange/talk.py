@@ -39,7 +39,7 @@ class Occasion:
     step: int
 
     def tag(self, stage: int, call: int) -> int:
-        """As :meth:`flexcp.executor.exchange.exchange.Pass.tag`, apart from all passes."""
+        """As :meth:`flexcp.executor.exchange.exchange.PassLabel.tag`, apart from all passes."""
         return packed_tag(((1, 1), (self.step, 5), (self.number, 10), (zlib.crc32(self.place.encode()), 15)))
 
     def where(self, stage: int) -> str:

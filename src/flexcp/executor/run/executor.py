@@ -62,7 +62,7 @@ def run_forward(
             return *local_forward(kernel, work.list, work.whole, *local), kept
         own = {QUERIES: {"q": q}, KEYS: {"k": k, "v": v}}
         with runtime.arena.lease(prepared.program.layout.size, runtime.types.device) as memory:
-            shelves = _Pass(prepared, runtime, False, memory, kept).run(own)
+            shelves = _PassRun(prepared, runtime, False, memory, kept).run(own)
     return shelves[QUERIES]["out"], shelves[QUERIES]["lse"], kept
 
 
@@ -79,11 +79,11 @@ def run_backward(
             return local_backward(kernel, work.list, work.whole, runtime.types, runtime.settings, q, k, v, lse, back)
         own = {QUERIES: {"q": q, "do": back.do, "lse": lse, "delta": back.delta}, KEYS: {"k": k, "v": v}}
         with runtime.arena.lease(prepared.program.layout.size, runtime.types.device) as memory:
-            shelves = _Pass(prepared, runtime, True, memory, kept).run(own)
+            shelves = _PassRun(prepared, runtime, True, memory, kept).run(own)
     return shelves[QUERIES]["dq"], shelves[KEYS]["dk"], shelves[KEYS]["dv"]
 
 
-class _Pass:
+class _PassRun:
     def __init__(self, prepared: Prepared, runtime: Runtime, backward: bool, memory: Tensor, kept: Tensor) -> None:
         self.prepared, self.program = prepared, prepared.program
         self.runtime, self.backward = runtime, backward
