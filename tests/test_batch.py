@@ -150,6 +150,7 @@ def test_an_unknown_mask_name_lists_those_there_are() -> None:
         ([5, [3]], "non-empty list"),
         ([4, 0, 2], "document 1 has length 0; drop it"),
         ([4, 2, -3], "document 2 has length -3; drop it"),
+        ([0, 4, 9], "document 0 has length 0; for cumulative lengths: .*from_cu_seqlens"),
         ([2**30], r"1073741824 tokens is beyond what flexcp counts exactly \(2\*\*30\)"),
     ],
 )

@@ -202,7 +202,10 @@ def _checked_lengths(lengths: Sequence[int] | Ints) -> Ints:
         raise ValueError(f"document lengths must be integers; document {where} has the length {wrong!r}")
     if given.min() < 1:
         where = int(np.flatnonzero(given < 1)[0])
-        raise ValueError(f"document {where} has length {int(given[where])}; drop it: documents have at least 1 token")
+        way = "drop it: documents have at least 1 token"
+        if where == 0 and given[0] == 0 and np.all(np.diff(given) > 0):
+            way = "for cumulative lengths: lengths, mask = flexcp.from_cu_seqlens(...); otherwise " + way
+        raise ValueError(f"document {where} has length {int(given[where])}; {way}")
     if int(given.max()) >= mask_algebra.LONGEST:
         raise ValueError(f"a document of {int(given.max())} tokens is beyond what flexcp counts exactly (2**30)")
     return given.astype(np.int64)

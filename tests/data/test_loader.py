@@ -5,6 +5,7 @@ Expected batches are made by hand from the dataset's own numbers; a token says w
 
 from __future__ import annotations
 
+import re
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 from made import LENGTHS, ROWS, Numbered, StatefulStream, Stream, batches_by_hand
 from misbehaving import Misbehaving, planner
+from torch.utils.data import DataLoader, DistributedSampler
 
 import flexcp
 from flexcp.data import Loader, PlanningError
@@ -395,6 +397,10 @@ def test_bare_token_ids_and_torch_loaders_are_samples() -> None:
         ({"too_long": "keep"}, "must be 'refuse', 'cut' or 'drop'"),
         ({"lookahead": -1}, "lookahead is a count"),
         ({"budget": 0}, "at least 1"),
+        ({"budget": None}, "budget is a whole number of tokens; got None"),
+        ({"budget": 1e3}, "budget is a whole number of tokens; got 1000.0"),
+        ({"max_length": 9.5}, "max_length is a whole number of tokens; got 9.5"),
+        ({"group": 3}, "the Loader takes a ProcessGroup or a 1-D DeviceMesh axis"),
         ({"mask_fn": lambda s: "causal"}, "mask_fn must return a mask"),
         ({"labels": "target"}, "no field 'target'"),
         ({"tokens": "ids"}, "say which one holds the token ids"),
@@ -412,6 +418,16 @@ def test_wrong_lengths_and_odd_samples_are_refused() -> None:
         local(Numbered([9, 12]), lengths=[9])
     with pytest.raises(ValueError, match="has no tokens; drop it"):
         local(Numbered([9, 0]))
+    with pytest.raises(ValueError, match="sample 1 has no tokens; drop it"):
+        local([[1, 2], []])
+    with pytest.raises(ValueError, match="'some words' is a text; tokenize"):
+        local([{"tokens": "some words"}])
+    with pytest.raises(ValueError, match=r"'a\.jsonl' is a text; read and tokenize it"):
+        local("a.jsonl")
+    with pytest.raises(ValueError, match=r"sample 0 is padded: its attention_mask is 0 at token 2.*without padding"):
+        local([{"input_ids": [5, 6, 0, 0], "attention_mask": [1, 1, 0, 0]}])
+    with pytest.raises(ValueError, match=r"field 'labels' holds -1, .* ignore=-100; .*make the Loader with ignore=-1"):
+        local([{"tokens": [5, 6, 7], "labels": [-1, -100, 7]}], labels="labels")
     with pytest.raises(ValueError, match="has a field 'labels'"):
         local([{"tokens": [1, 2], "labels": [1, 2]}])
     with pytest.raises(ValueError, match="all samples need the same fields"):
@@ -426,6 +442,53 @@ def test_wrong_lengths_and_odd_samples_are_refused() -> None:
     ):
         assert len(list(loader)) == 1
         list(loader)
+
+
+def test_a_memory_map_is_read_without_a_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    np.save(tmp_path / "tokens.npy", np.arange(20, dtype=np.uint16))
+    flat = np.load(tmp_path / "tokens.npy", mmap_mode="r")
+    assert [b.tokens.tolist() for b in local([flat[:9], flat[9:]])] == [list(range(20))]
+    assert not recwarn.list
+
+
+def test_all_tokens_of_a_sample_may_be_seen_by_its_attention_mask() -> None:
+    found = local([{"input_ids": [5, 6], "attention_mask": [1, 1]}])
+    assert found[0].fields["attention_mask"].tolist() == [1, 1]
+
+
+def disagreeing(group: Any, what: str) -> str:
+    """What is said to ranks that make their loaders differently."""
+    rank = group.rank()
+    data: Any = Numbered(LENGTHS[: len(LENGTHS) - rank], known=False) if what == "samples" else Numbered()
+    if what == "sampler":
+        whole = [torch.arange(n) for n in LENGTHS]
+        share = DistributedSampler(whole, num_replicas=2, rank=rank, shuffle=False)
+        data = DataLoader(whole, batch_size=None, sampler=share)
+    options = {"shuffle": True, "seed": rank} if what == "seed" else {}
+    with Loader(data, planner(2), budget=BUDGET, workers=0, group=group, **options) as loader:
+        if what == "state":
+            next(iter(loader))
+            if rank == 1:
+                loader.load_state_dict({**loader.state_dict(), "place": 0, "step": 0})
+        with pytest.raises(ValueError, match="on rank 0 of this loader's group and") as found:
+            list(loader)
+    return str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("seed", "seed is 0 on rank 0 of this loader's group and 1 on rank 1"),
+        ("samples", "samples is 24 on rank 0 of this loader's group and 23 on rank 1"),
+        ("sampler", r"DistributedSampler is \(0, 2\) on rank 0 of this loader's group and \(1, 2\) on rank 1"),
+        ("state", r"place is \d+ on rank 0 of this loader's group and 0 on rank 1"),
+    ],
+)
+def test_ranks_that_make_their_loaders_differently_are_told_so(what: str, words: str, pool: RankPool) -> None:
+    """Samples would be left out and others given twice, without an error."""
+    for found in pool.run(disagreeing, what, ranks=2):
+        assert re.search(words, found)
+        assert "give every rank the whole dataset" in found
 
 
 def read_broken(group: Any) -> int:

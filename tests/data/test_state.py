@@ -160,6 +160,8 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
         other.load_state_dict(state)
     with loader(made("known"), seed=3) as other, pytest.raises(ValueError, match="format is None"):
         other.load_state_dict({"epoch": 1})
+    with loader(made("known"), seed=3) as other, pytest.raises(ValueError, match=r"what state_dict\(\) gave.*got None"):
+        other.load_state_dict(None)  # type: ignore[arg-type]
     with loader(made("stream")) as stream:
         next(iter(stream))
         plain = stream.state_dict()

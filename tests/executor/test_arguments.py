@@ -54,6 +54,21 @@ def test_attention_names_the_argument_that_is_no_tensor_of_rows(
 
 
 @pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda x: x[None], r"; pass q\[0\]$"),
+        (lambda x: x.transpose(0, 1), "; tokens come before heads: transpose the two$"),
+        (lambda x: x.transpose(0, 1)[None], "; tokens come before heads: transpose the two$"),
+        (lambda x: x[:, :KV_HEADS], r"; the plan was made by Planner\(heads=4, kv_heads=2\)$"),
+        (lambda x: x[..., :3], r"= \(8, 4, 8\)$"),
+    ],
+)
+def test_a_wrong_shape_with_a_likely_cause_names_the_way_out(step: flexcp.Step, change: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        flexcp.attention(**(qkv() | {"q": change(qkv()["q"])}), step=step)
+
+
+@pytest.mark.parametrize(
     ("name", "wrong"),
     [
         ("sinks", 1.0),

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 import flexcp
 from flexcp.executor.run.message_layout import Types
@@ -427,6 +428,29 @@ def test_a_plan_for_another_number_of_ranks_is_refused(pool: RankPool, planned: 
     for kind, message, _ in pool.run(on_bind, [plan] * 3, 10.0, ranks=3):
         assert kind == "ValueError"
         assert f"plan is for {planned} ranks but the group has 3" in message
+
+
+def on_wrong_group(group: Any) -> tuple[str, str, str]:
+    """What bind says of a mesh of two axes, of its other axis, and of a group without this rank."""
+    plan, size = plan_for("blocks", 2), dist.get_world_size(group)
+    ranks = torch.arange(size).unsqueeze(0)
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "cp"))
+    said = []
+    for wrong in (mesh, mesh["dp"], dist.GroupMember.NON_GROUP_MEMBER):
+        with pytest.raises(ValueError) as found:
+            flexcp.bind(plan, wrong, timeout=10.0)  # type: ignore[arg-type]
+        said.append(str(found.value))
+    return said[0], said[1], said[2]
+
+
+def test_a_wrong_group_is_named() -> None:
+    with RankPool(2) as ranks:
+        for rank, (whole, axis, outside) in enumerate(ranks.run(on_wrong_group)):
+            assert "one axis of a DeviceMesh" in whole
+            assert "'dp' and 'cp'" in whole
+            assert "plan is for 2 ranks but the group has 1" in axis
+            assert "of the 2 ranks that share the batch" in axis
+            assert f"a group that this rank, {rank}, is not in" in outside
 
 
 @pytest.mark.parametrize("other", [0, 2])

@@ -63,10 +63,25 @@ def sum_hook(group, bucket):  # type: ignore[no-untyped-def]  # DDP takes no ann
     return work.then(lambda done: done.value()[0])
 
 
+def whole(gradient: Any) -> Tensor:
+    """A gradient, gathered where FSDP2 has sharded it."""
+    found: Tensor = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    return found
+
+
 def run_small(group: dist.ProcessGroup | None, gradients: Gradients, wrapping: str = "none") -> dict[str, Any]:
-    """(loss of the batch, gradients) of :class:`Small`, or what was refused; ``wrapping`` is how DDP is used, if it is."""
+    """(loss of the batch, gradients) of :class:`Small`, or what was refused; ``wrapping`` is how DDP or FSDP2 is used, if it is."""
     model: nn.Module = Small()
-    if wrapping != "none":
+    if wrapping.startswith("FSDP2"):
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import fully_shard
+
+        from flexcp.frameworks import fsdp
+
+        fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
+        if wrapping == "FSDP2 summed":
+            fsdp.sum_gradients(model)
+    elif wrapping != "none":
         model = DistributedDataParallel(model, process_group=group)
     if wrapping == "own hook":
         model.register_comm_hook(group, sum_hook)
@@ -88,9 +103,9 @@ def run_small(group: dist.ProcessGroup | None, gradients: Gradients, wrapping: s
             loss.backward()
     except ValueError as error:
         return {"refused": str(error)}
+    found = {name.removeprefix("module."): whole(p.grad) for name, p in model.named_parameters()}
     with torch.no_grad():  # nothing is averaged where there is no backward
         step.loss(model(step.shard(tokens()), step), labels)
-    found = {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
     if group is not None and wrapping in ("none", "no_sync"):
         for gradient in found.values():
             dist.all_reduce(gradient, group=group)

@@ -24,6 +24,8 @@ from lib.model_runs import train_alone
         ("averaged", "DDP"),
         ("averaged", "torch hook"),
         ("averaged", "compiled"),
+        ("averaged", "FSDP2"),
+        ("summed", "FSDP2 summed"),
         ("summed", "own hook"),
         ("summed", "no_sync"),
     ],
@@ -42,6 +44,20 @@ def test_shares_that_ddp_would_average_are_refused_by_name(two: RankPool, wrappi
         assert found["refused"].startswith("DistributedDataParallel averages gradients over the 2 ranks")
         assert "1/2" in found["refused"]
         assert "gradients='averaged'" in found["refused"]
+
+
+@pytest.mark.parametrize(
+    ("gradients", "wrapping", "words"),
+    [
+        ("summed", "FSDP2", r"FSDP2, without .* averages .* 1/2 of .*gradients='averaged'"),
+        ("averaged", "FSDP2 summed", r"FSDP2, after .* sums .* 2 times .*gradients='summed'"),
+    ],
+)
+def test_shares_that_fsdp2_would_reduce_otherwise_are_refused_by_name(
+    two: RankPool, gradients: Gradients, wrapping: str, words: str
+) -> None:
+    for found in two.run(run_small, gradients, wrapping):
+        assert re.match(words, found["refused"])
 
 
 def test_one_process_may_say_either(two: RankPool) -> None:

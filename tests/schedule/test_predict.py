@@ -29,10 +29,10 @@ from flexcp.planners.blocks.blocks import blocks
 from flexcp.planners.layouts import user_layout
 from flexcp.planners.request import Request
 from flexcp.planners.static import static
-from flexcp.schedule import work as work_counts
+from flexcp.schedule import rings as ring_counts
 from flexcp.schedule.predict import Prediction, lower_bound, milliseconds, predict
+from flexcp.schedule.rings import hop_work, rings_of
 from flexcp.schedule.transfers import make_plan
-from flexcp.schedule.work import hop_work, rings_of
 from flexcp.shape import OUTPUTS, Kind, Shape
 
 Ints = NDArray[np.int64]
@@ -380,7 +380,7 @@ def test_very_large_rings_are_spread_as_under_a_causal_mask(monkeypatch: pytest.
     found = hop_work(placement, batch.masks[0], placement.regions[0], rings, COST)
     assert found is not None and len(set(found[3, 1:].tolist())) > 1  # a window's work comes in the first hops
     counted = predict(placement, SHAPE, request.cluster, COST).total_ns
-    monkeypatch.setattr(work_counts, "MOST_HOP_PARTS", 3)
+    monkeypatch.setattr(ring_counts, "MOST_HOP_PARTS", 3)
     assert hop_work(placement, batch.masks[0], placement.regions[0], rings, COST) is None
     assert predict(placement, SHAPE, request.cluster, COST).total_ns < counted
 

@@ -13,7 +13,8 @@ import flexcp
 from flexcp.executor.run.program import rank_program
 from flexcp.masks import area
 from flexcp.plan.plan import Plan
-from flexcp.schedule.work import count_pairs, rank_work, rings_of
+from flexcp.schedule.rings import count_static_pairs, rings_of
+from flexcp.schedule.work import rank_work
 from flexcp.simulator import slot_work as module
 from flexcp.simulator.slot_work import slot_ns, slot_work
 
@@ -131,7 +132,7 @@ def test_time_is_the_cost_models() -> None:
     ns = slot_ns(found, plan, plan.cost, True)
     rings = rings_of(plan.placement)
     regions = plan.placement.regions[0]
-    pairs = count_pairs(plan.placement, plan.batch.masks[0], regions, rings)
+    pairs = count_static_pairs(plan.placement, plan.batch.masks[0], regions, rings)
     own, rest, _ = rank_work(plan.placement, regions, pairs, plan.cost)
     np.testing.assert_array_equal(found.work[:, :2], np.stack([own, rest], axis=1))
     np.testing.assert_array_equal(

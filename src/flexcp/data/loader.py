@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from flexcp.data.agreement import check_same, sampler_share
 from flexcp.data.documents import BatchLimits, BatchSpec, next_batch
 from flexcp.data.lengths import parse_lengths
 from flexcp.data.local_batch import LocalBatch, local_batch
@@ -38,6 +39,7 @@ from flexcp.data.shared_plans import SharedPlans
 from flexcp.data.sharing import Peers, local_columns, segments, shared
 from flexcp.data.sources import Known, Read, Reading, is_map_style
 from flexcp.data.stats import Stats
+from flexcp.executor.arguments import named_kind, process_group
 from flexcp.executor.step import bind
 from flexcp.executor.watcher import Watcher
 from flexcp.masks import Mask, causal
@@ -112,7 +114,10 @@ class Loader:
         for name, value in (("lookahead", lookahead), ("workers", workers)):
             if not isinstance(value, int) or value < 0:
                 raise ValueError(f"{name} is a count of 0 or more; got {value!r}")
-        self.group = _process_group(group)
+        for name, value in (("budget", budget), ("max_length", budget if max_length is None else max_length)):
+            if not isinstance(value, int | np.integer):
+                raise ValueError(f"{name} is a whole number of tokens; got {value!r}")
+        self.group = None if group is None else process_group(group, "the Loader")
         self.timeout = timedelta(seconds=timeout)
         self.peers = Peers(cpu_group if cpu_group is not None else self.group, self.timeout)
         if cpu_group is not None and (self.group is None or dist.get_world_size(self.group) != self.peers.size):
@@ -128,6 +133,7 @@ class Loader:
         fields = Fields(tokens, labels, field, frozenset(document_fields), ignore)
         self.pads = {TOKENS: pad_token, LABELS: ignore, **({field: -1} if field else {})}
         self.reading = Reading(fields, _masks(mask, masks, mask_fn, spans), limits, shuffle, seed, self.stats)
+        self.dataset = dataset
         self.source = _source(dataset, lengths, self.reading, self.peers)
         pool = Pool(planner, workers if lookahead else 0, patience, self.stats)
         if share_plans is None:
@@ -150,6 +156,7 @@ class Loader:
     def _steps(self, iteration: int) -> Iterator[LocalBatch]:
         """The rest of the epoch. Batches ahead of the one in hand are asked for before it is given out."""
         self.plans.forget()
+        check_same(self._said_by_all(), self.peers)
         self.source.begin(self.epoch, self.place)
         ahead: deque[BatchSpec] = deque()
         place, step = self.place, self.step
@@ -173,6 +180,23 @@ class Loader:
             if iteration == self._iteration:
                 self.plans.forget()
         self.epoch, self.place, self.step = self.epoch + 1, 0, 0
+
+    def _said_by_all(self) -> dict[str, Any]:
+        """What must be the same on all ranks, by the names that users know; ``place`` is where :meth:`state_dict` says the loader is."""
+        limits = self.reading.limits
+        return {
+            "samples": self._samples(),
+            "the share (rank, ranks) of a DistributedSampler": sampler_share(self.dataset),
+            "shuffle": self.reading.shuffle,
+            "seed": self.reading.seed,
+            "budget": limits.budget,
+            "max_length": limits.longest,
+            "too_long": limits.too_long,
+            "drop_last": self.drop_last,
+            "lookahead": self.lookahead,
+            "epoch": self.epoch,
+            "place": self.place,
+        }
 
     def _refuse_nothing(self) -> None:
         """An epoch without a batch is a mistake, but for a last batch that is left out."""
@@ -253,6 +277,8 @@ class Loader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state; on every rank, before iterating. Look-ahead, workers, ranks and budget may be others than when it was
         saved."""
+        if not isinstance(state, Mapping):
+            raise ValueError(f"a state is what state_dict() gave on rank 0, on every rank; got {named_kind(state)}")
         if state.get("format") != FORMAT:
             raise ValueError(
                 f"this is no state of a flexcp Loader of this version: its format is {state.get('format')!r}"
@@ -288,14 +314,6 @@ class Loader:
         self.close()
 
 
-def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
-    if group is None or isinstance(group, dist.ProcessGroup):
-        return group
-    if not hasattr(group, "get_group"):
-        raise ValueError(f"group= is a ProcessGroup or a 1-D DeviceMesh axis such as mesh['cp']; got {group!r}")
-    return group.get_group()
-
-
 def _check_ranks(planner: Any, size: int) -> None:
     cluster = getattr(planner, "cluster", None)
     if cluster is not None and cluster.ranks != size:
@@ -320,6 +338,8 @@ def _masks(mask: Any, masks: Any, mask_fn: Any, spans: Any) -> Masks:
 
 
 def _source(dataset: Any, lengths: Any, reading: Reading, peers: Peers) -> Known | Read:
+    if isinstance(dataset, str):
+        raise ValueError(f"a dataset holds samples of token ids, and {dataset!r} is a text; read and tokenize it first")
     by_number = [s for s in (reading.masks.by_number, reading.masks.spans_by_number) if s is not None]
     by_number += [m for m, _ in (reading.masks.named or {}).values() if not isinstance(m, Mask)]
     if not is_map_style(dataset):

@@ -29,6 +29,7 @@ from flexcp.plan.positions import several_successors
 
 TOKENS, LABELS = "tokens", "labels"
 NAMES_OF_TOKENS = ("tokens", "input_ids")
+PADDING_MASK = "attention_mask"
 MaskChoice = Mask | Mapping[str, tuple[Mask, int]]
 """A document's mask, or its masks by name with how many layers use each."""
 
@@ -73,7 +74,7 @@ def opened(sample: Any, fields: Fields, limit: int, where: str) -> Sample:
         raise ValueError(
             f"{where} has a field 'labels'; make the Loader with labels='labels' to have it shifted, or leave the field out"
         )
-    aligned = tokens if fields.labels is None else _column(given, fields.labels, whole, where)
+    aligned = tokens if fields.labels is None else _labels(given, fields, whole, where)
     columns = {TOKENS: tokens[:limit], LABELS: _shifted(aligned[:limit].long(), fields.ignore)}
     values: dict[str, Any] = {}
     for key in sorted(k for k in given if k not in (name, fields.labels)):
@@ -83,6 +84,11 @@ def opened(sample: Any, fields: Fields, limit: int, where: str) -> Sample:
             columns[key] = _span_numbers(given[key], whole, where)[:limit]
         elif key not in fields.document_fields and _is_column(given[key]):
             columns[key] = _column(given, key, whole, where)[:limit]
+            if key == PADDING_MASK and not columns[key].all():
+                raise ValueError(
+                    f"{where} is padded: its {key} is 0 at token {int((columns[key] == 0).nonzero()[0, 0])}, and the loader would train on "
+                    f"pads; tokenize without padding, and leave {key} out"
+                )
         else:
             values[key] = given[key]
     return Sample(columns, values, whole)
@@ -98,15 +104,30 @@ def _tokens(sample: Any, fields: Fields, where: str) -> tuple[str, Tensor]:
                 f"{where} has fields {sorted(map(str, sample))}; say which one holds the token ids with tokens='...'"
             )
         name, value = names[0], sample[names[0]]
+    if isinstance(value, str):
+        raise ValueError(f"{where}: token ids are wanted, and {value[:40]!r} is a text; tokenize the dataset first")
     tokens = _tensor(value, name, where)
+    if tokens.numel() == 0:
+        raise ValueError(f"{where} has no tokens; drop it: documents have at least 1 token")
     if tokens.dim() != 1 or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
         raise ValueError(
             f"{where}: token ids must be integers in one dimension; got {tokens.dtype} of shape {list(tokens.shape)} "
             "(a DataLoader should have batch_size=None, or collate_fn=list)"
         )
-    if len(tokens) == 0:
-        raise ValueError(f"{where} has no tokens; drop it: documents have at least 1 token")
     return name, tokens.long()
+
+
+def _labels(given: Mapping[str, Any], fields: Fields, rows: int, where: str) -> Tensor:
+    """The field with labels; a number below 0 that is not ``ignore`` would be counted as a label and is none."""
+    assert fields.labels is not None
+    labels = _column(given, fields.labels, rows, where)
+    odd = labels[(labels < 0) & (labels != fields.ignore)]
+    if len(odd):
+        raise ValueError(
+            f"{where}: field {fields.labels!r} holds {odd[0].item()}, which is neither a token id nor ignore={fields.ignore}; where it "
+            f"marks tokens without a label make the Loader with ignore={odd[0].item()}"
+        )
+    return labels
 
 
 def _column(given: Mapping[str, Any], key: str, rows: int, where: str) -> Tensor:
@@ -128,6 +149,8 @@ def _is_column(value: Any) -> bool:
 
 
 def _tensor(value: Any, name: str, where: str) -> Tensor:
+    if isinstance(value, np.ndarray) and not value.flags.writeable:
+        value = value.copy()  # of a memory map: torch warns of tensors that must not be written
     try:
         return torch.as_tensor(value).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:

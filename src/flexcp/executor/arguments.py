@@ -7,9 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 MOST_SECONDS = 10_000_000
 """A third of a year: a longer limit is none, and torch's stores count milliseconds."""
@@ -67,6 +72,27 @@ def device_of(given: torch.device | str) -> torch.device:
         return torch.device(given)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"a device is torch.device(...) or its name, such as 'cuda:0'; got {given!r}") from error
+
+
+def process_group(group: dist.ProcessGroup | DeviceMesh, place: str) -> dist.ProcessGroup:
+    """The group that a user named, by itself or by an axis of a mesh; ``place`` is what he named it to."""
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    given: object = group
+    if given is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"{place} was given a group that this rank, {dist.get_rank()}, is not in: dist.new_group gives ranks it leaves out a number in "
+            "its place. Only the group's own ranks may call this"
+        )
+    if not hasattr(group, "get_group"):
+        raise ValueError(f"{place} takes a ProcessGroup or a 1-D DeviceMesh axis such as mesh['cp']; got {group!r}")
+    if group.ndim != 1:
+        axes = " and ".join(repr(name) for name in group.mesh_dim_names or ()) or "no names"
+        raise ValueError(
+            f"{place} takes one axis of a DeviceMesh, that of the ranks which share a batch, such as mesh['cp']; got all {group.ndim} axes "
+            f"of a mesh ({axes})"
+        )
+    return group.get_group()
 
 
 def time_limit(timeout: timedelta | float) -> timedelta:

@@ -2,7 +2,8 @@
 
 Every rank holds a share of one loss, so gradients belong summed over the ranks of a step. Data parallel wrappers average them, which is
 right for a loss that was multiplied by the number of ranks (``gradients="averaged"``) and 1/ranks of the gradient for one that was not.
-DistributedDataParallel says which module's forward is running, and attention runs inside it, so the mistake can be named.
+DistributedDataParallel says which module's forward is running, FSDP2 keeps a state of each module it shards, and attention runs inside
+them, so the mistake can be named.
 
 A forward whose gradients stay on their rank (``no_sync``) is not averaged by DDP, and a communication hook of the user's own does what
 its author wants; torch's own hooks average.
@@ -14,7 +15,9 @@ of a step whose ranks hold different numbers of tokens and of whose loss nobody 
 
 from __future__ import annotations
 
-from typing import Literal
+import sys
+from collections.abc import Iterable
+from typing import Any, Literal
 
 import numpy as np
 import torch.distributed as dist
@@ -47,6 +50,31 @@ def running_average(group: dist.ProcessGroup | None) -> str | None:
         return None
     averaged = set(dist.get_process_group_ranks(wrapper.process_group))
     return type(wrapper).__name__ if len(averaged & set(dist.get_process_group_ranks(group))) > 1 else None
+
+
+def fsdp_reduction(param_groups: Iterable[Any], group: dist.ProcessGroup) -> tuple[str | None, str | None]:
+    """Who averages and who sums the gradients of FSDP2's parameter groups over ranks of ``group``; None where nobody does."""
+    shared = set(dist.get_process_group_ranks(group))
+    averaged = summed = None
+    for found in param_groups:
+        if len(shared & set(found.mesh_info.mesh.mesh.flatten().tolist())) < 2:
+            continue
+        if found.gradient_divide_factor is None:
+            averaged = "FSDP2, without flexcp.frameworks.fsdp.sum_gradients(model),"
+        elif found.gradient_divide_factor == 1:
+            summed = "FSDP2, after flexcp.frameworks.fsdp.sum_gradients(model),"
+    return averaged, summed
+
+
+def running_fsdp_reduction(group: dist.ProcessGroup | None) -> tuple[str | None, str | None]:
+    """:func:`fsdp_reduction` of the FSDP2 modules whose forward is running; nobody where there are none."""
+    # Names of torch's own: a release without them loses this check, not its attention. Modules of which nobody imported FSDP2 have none.
+    known = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", None)
+    if known is None or group is None:
+        return None, None
+    states = [state for reference in known.values() if (state := reference()) is not None]
+    running = [s for s in states if getattr(getattr(s, "_training_state", None), "name", "") == "FORWARD"]
+    return fsdp_reduction([g for s in running for g in getattr(s, "_fsdp_param_groups", ())], group)
 
 
 def wrong_factor(who: str, gradients: Gradients, ranks: int) -> str:

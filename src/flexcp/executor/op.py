@@ -193,7 +193,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, step: Step) -> None:
         if tuple(x.shape) != size:
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)}, but rank {step.rank} of this plan expects [tokens, heads, head size] = {size}"
-                + _layout_hint(x, step)
+                + _way_out(name, x, size, step)
             )
         if str(x.dtype).removeprefix("torch.") != shape.dtype:
             raise ValueError(
@@ -201,8 +201,17 @@ def _check(q: Tensor, k: Tensor, v: Tensor, step: Step) -> None:
             )
 
 
-def _layout_hint(x: Tensor, step: Step) -> str:
-    """What to say where only the number of rows differs: the plan places tokens itself unless it is told where they are."""
+def _way_out(name: str, x: Tensor, size: tuple[int, int, int], step: Step) -> str:
+    """What to say of a likely cause: another axis order or number of heads, or rows that the plan keeps elsewhere.
+
+    A plan places tokens itself unless it is told where they are.
+    """
+    if tuple(x.shape) == (1, *size):
+        return f"; pass {name}[0]"
+    if tuple(x.shape) in (turned := (size[1], size[0], size[2]), (1, *turned)):
+        return "; tokens come before heads: transpose the two"
+    if x.dim() == 3 and (len(x), x.shape[2]) == (size[0], size[2]):
+        return f"; the plan was made by Planner(heads={step.plan.shape.heads}, kv_heads={step.plan.shape.kv_heads})"
     if x.dim() != 3 or len(x) == step.local_tokens or step.plan.ranks == 1:
         return ""
     return (

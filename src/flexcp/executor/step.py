@@ -19,8 +19,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexcp.executor import layout
-from flexcp.executor.arguments import check_number, check_rows, check_whole, device_of, named_kind, time_limit
-from flexcp.executor.averaging import Gradients, running_average, share_factor, uneven, unsaid_loss, wrong_factor
+from flexcp.executor.arguments import (
+    check_number,
+    check_rows,
+    check_whole,
+    device_of,
+    named_kind,
+    process_group,
+    time_limit,
+)
+from flexcp.executor.averaging import (
+    Gradients,
+    running_average,
+    running_fsdp_reduction,
+    share_factor,
+    uneven,
+    unsaid_loss,
+    wrong_factor,
+)
 from flexcp.executor.exchange.agree import agree
 from flexcp.executor.exchange.arena import Arena
 from flexcp.executor.exchange.connect import Progress, connect
@@ -229,9 +245,9 @@ class Step:
         are then as many times too large as there are ranks.
 
         The result depends on ``logits`` even on a rank without a valid token, so that every rank takes part in backward. Logits of a model
-        that ran no attention of this step are refused, unless ``without_attention`` says that this is meant; shares to be summed are
-        refused where attention ran inside a DDP module that averages. So is a document that branches, because it has more next tokens
-        than rows.
+        that ran no attention of this step are refused, unless ``without_attention`` says that this is meant; shares made for one
+        treatment of gradients are refused where attention ran inside a DDP or FSDP2 module that does the other. So is a document that
+        branches, because it has more next tokens than rows.
         """
         refuse_branches(self.plan.batch, "step.loss knows")
         factor = share_factor(gradients, self.plan.ranks)
@@ -276,6 +292,9 @@ class Step:
     def note_call(self) -> None:
         """Count an attention call, and see inside which module it runs."""
         self.calls += 1
+        if self.calls == 1:
+            averaged, summed = running_fsdp_reduction(self.group)
+            self.averaged_by, self.summed_by = self.averaged_by or averaged, self.summed_by or summed
         self.averaged_by = self.averaged_by or running_average(self.group)
 
     def note_backward(self) -> None:
@@ -421,20 +440,21 @@ def _bound(
                 f"the plan is for {plan.ranks} ranks: bind it to a process group or a DeviceMesh axis of that size"
             )
         return Step(plan, 0, None, limit, calls=calls)
-    if not isinstance(group, dist.ProcessGroup) and not hasattr(group, "get_group"):
-        raise ValueError(f"bind takes a ProcessGroup or a 1-D DeviceMesh axis such as mesh['cp']; got {group!r}")
-    process_group = group if isinstance(group, dist.ProcessGroup) else group.get_group()
-    size = dist.get_world_size(process_group)
+    ranks = process_group(group, "bind")
+    size = dist.get_world_size(ranks)
     mistake = None
     if size != plan.ranks:
-        mistake = f"the plan is for {plan.ranks} ranks but the group has {size}; plan for a cluster of {size} ranks"
-    rank, number = dist.get_rank(process_group), 0
+        mistake = (
+            f"the plan is for {plan.ranks} ranks but the group has {size}; plan for a cluster of {size}, or bind to the group, or the axis "
+            f"of a DeviceMesh, of the {plan.ranks} ranks that share the batch"
+        )
+    rank, number = dist.get_rank(ranks), 0
     if size > 1:
-        number = agree(plan.hash, process_group, limit, mistake, calls)
-        if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(process_group)):
+        number = agree(plan.hash, ranks, limit, mistake, calls)
+        if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(ranks)):
             # NCCL's first call of a group needs all its ranks, which the first exchange of a plan may not have.
-            dist.all_reduce(torch.zeros(1, device="cuda"), group=process_group)
-            connect(plan.peers(rank), process_group, torch.device("cuda"), progress)
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=ranks)
+            connect(plan.peers(rank), ranks, torch.device("cuda"), progress)
     elif mistake:
         raise ValueError(mistake)
-    return Step(plan, rank, process_group if size > 1 else None, limit, number, calls)
+    return Step(plan, rank, ranks if size > 1 else None, limit, number, calls)

@@ -16,10 +16,10 @@ backwards.
 
 from __future__ import annotations
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from flexcp.executor.averaging import fsdp_reduction
 from flexcp.executor.step import Step
 
 
@@ -38,12 +38,5 @@ def note_reduction(model: nn.Module, step: Step) -> None:
     if step.group is None or not isinstance(model, FSDPModule):
         return
     # Private, so a release without it only loses the check.
-    groups = getattr(model._get_fsdp_state(), "_fsdp_param_groups", ())
-    shared = set(dist.get_process_group_ranks(step.group))
-    for group in groups:
-        if len(shared & set(group.mesh_info.mesh.mesh.flatten().tolist())) < 2:
-            continue
-        if group.gradient_divide_factor is None:
-            step.averaged_by = "FSDP2, without flexcp.frameworks.fsdp.sum_gradients(model),"
-        elif group.gradient_divide_factor == 1:
-            step.summed_by = "FSDP2, after flexcp.frameworks.fsdp.sum_gradients(model),"
+    averaged, summed = fsdp_reduction(getattr(model._get_fsdp_state(), "_fsdp_param_groups", ()), step.group)
+    step.averaged_by, step.summed_by = averaged or step.averaged_by, summed or step.summed_by

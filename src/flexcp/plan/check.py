@@ -5,7 +5,8 @@ small. The state of a pass is, for every rank, head range and atom, the stage in
 64-bit labels, one per contributing rank: a result is complete and nothing counted twice exactly when the sum of labels is the sum
 over its contributors (wrong with probability 2**-64).
 
-This file shares no code with the scheduler beyond the tables themselves.
+This file shares no code with the scheduler beyond the tables themselves, and in which slot work runs it finds without
+:mod:`flexcp.plan.slots`, which everybody else asks: a mistake there must not hide itself.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     magic (8)  version (4)  length of the file (8)  length of the body (8)  checksum of all the rest (16)  body, deflated
 
-    body: length of the facts (8), facts as JSON, then blocks of integer columns (see ``columns.py``): document lengths, the rule of every
-    document where a mask has several, explicit slices, and the plan's tables in the order of ``Plan.tables()``
+    body: length of the facts (8), facts as JSON (:mod:`flexcp.plan.facts` lists them), then blocks of integer columns (see ``columns.py``):
+    document lengths, the rule of every document where a mask has several, explicit slices, and the plan's tables in the order of
+    ``Plan.tables()``
 
 Reading runs no code: JSON, numbers, and the constructors anybody calls. A file may be hostile, so nothing in it is believed. The checksum
 finds what time and disks do; everything else is for those who can compute one: lengths are checked before they are used, memory for tables
@@ -21,7 +22,6 @@ import json
 import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any, TypeVar
 
 import numpy as np
@@ -31,10 +31,10 @@ from flexcp import masks as m
 from flexcp.arrays.columns import Reader, packed
 from flexcp.arrays.tables import Table
 from flexcp.batch import Batch, make_batch
-from flexcp.clusters import Cluster
-from flexcp.cost import CostModel
+from flexcp.io.plain_values import MAX_NUMBER, integer, items, refuse_constant, small_integer
 from flexcp.masks import Mask
-from flexcp.plan.placement import Placement, Regions, Runs, Traffic
+from flexcp.plan.facts import MAX_RANKS, different_rules, read_facts, saved_facts
+from flexcp.plan.placement import Placement, Regions, Runs
 from flexcp.plan.plan import Plan
 from flexcp.plan.program import Program, Transfers
 from flexcp.shape import QUERY_SIDED, Kind, Shape
@@ -50,9 +50,7 @@ ROOM = 4 << 20
 PER_BYTE = 64
 FACTS_ROOM = 1 << 18
 FACTS_PER_BYTE = 4
-MAX_RANKS = 1 << 14
 MAX_STAGES = 1 << 18
-MAX_NUMBER = 1 << 62
 MAX_COMPARISONS = 1 << 26
 PART_BYTES, SLICE_BYTES = 1024, 256
 """Memory while slices are made: for each slice of a rule, and for each slice of a document."""
@@ -72,13 +70,13 @@ def save_plan(plan: Plan) -> bytes:
             f"a plan of {plan.ranks} ranks on a cluster of {plan.cluster.ranks} cannot be saved; "
             f"they must be as many, and at most {MAX_RANKS}"
         )
-    rules = list(dict.fromkeys(rule for mask in plan.batch.masks for rule in mask.rules))
+    rules = different_rules(plan)
     number = {rule: i for i, rule in enumerate(rules)}
     blocks = [[plan.batch.lengths]]
     blocks += [[np.array([number[r] for r in mask.rules], np.int64)] for mask in plan.batch.masks]
     blocks += [list(np.array(r.table, np.int64).reshape(-1, 6).T) for r in rules if r.name == "slices"]
     blocks += [[getattr(table, name) for name in table.names()] for table in plan.tables()]
-    facts = json.dumps(_facts(plan, rules), separators=(",", ":")).encode()
+    facts = json.dumps(saved_facts(plan), separators=(",", ":")).encode()
     body = struct.pack("<Q", len(facts)) + facts + b"".join(packed(block) for block in blocks)
     each = [[number[r] for r in mask.rules] for mask in plan.batch.masks]
     needed = _slices_memory(rules, each, plan.batch.documents)
@@ -102,25 +100,6 @@ def _sealed(prefix: bytes, deflated: bytes) -> bytes:
 
 def _checksum(head: bytes, deflated: bytes) -> bytes:
     return hashlib.blake2b(head + deflated, digest_size=16).digest()
-
-
-def _facts(plan: Plan, rules: Sequence[Mask]) -> dict[str, Any]:
-    """Everything that is not a column, as JSON values."""
-    placement = plan.placement
-    return {
-        "hash": plan.hash,
-        "shape": asdict(plan.shape),
-        "cluster": asdict(plan.cluster),
-        "cost": plan.cost.to_json(),
-        "strategy": plan.requested,
-        "note": placement.note,
-        "pads": placement.pads,
-        "traffic": asdict(placement.traffic),
-        "assemble_own": placement.assemble_own,
-        "rules": [[rule.name, rule.params, rule.length] for rule in rules],
-        "masks": [[mask.name, mask.layers] for mask in plan.batch.masks],
-        "programs": [[[p.own_stage, p.stages, p.held, p.keys_kept] for p in pair] for pair in plan.programs],
-    }
 
 
 _FIXED_SLICES = {"full": 1, "causal": 1, "window": 1, "lambda": 2, "blockwise": 3, "prefix": 2}
@@ -167,9 +146,9 @@ def load_plan(data: bytes) -> Plan:
             raise ValueError(f"{facts_size} bytes of facts are more than a file of this size may hold")
         # Decoded here: json would guess the encoding of bytes, and load a codec for it.
         text = body[8 : 8 + facts_size].decode("utf-8")
-        facts = json.loads(text, parse_int=_small_integer, parse_constant=_refuse_constant)
+        facts = read_facts(json.loads(text, parse_int=small_integer, parse_constant=refuse_constant))
         plan = _plan(facts, Reader(body[8 + facts_size :], room))
-        promised, found = _text(facts["hash"], "the hash"), plan.hash
+        promised, found = facts["hash"], plan.hash
     except (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError, struct.error) as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
         raise PlanFormatError(
@@ -215,50 +194,41 @@ def _inflated(deflated: bytes, size: int, room: int) -> bytes:
     return body
 
 
-def _plan(facts: Any, reader: Reader) -> Plan:
-    facts = _object(facts, "the facts")
-    shape = Shape(**_object(facts["shape"], "the shape"))
-    cluster = _cluster(_object(facts["cluster"], "the cluster"))
-    cost = CostModel.from_json(_object(facts["cost"], "the cost model"))
+def _plan(facts: Mapping[str, Any], reader: Reader) -> Plan:
+    shape, cluster = facts["shape"], facts["cluster"]
     batch = _batch(facts, reader)
     runs = _table(reader, Runs)
-    pads = _integer(facts["pads"], "pads")
     programs: list[tuple[Program, Program]] = []
     regions: list[Regions] = []
-    pairs = _list(facts["programs"], "programs")
-    if len(pairs) != len(batch.masks):
-        raise ValueError(f"{len(pairs)} pairs of programs for {len(batch.masks)} masks")
-    for pair in pairs:
+    if len(facts["programs"]) != len(batch.masks):
+        raise ValueError(f"{len(facts['programs'])} pairs of programs for {len(batch.masks)} masks")
+    for pair in facts["programs"]:
         regions.append(_table(reader, Regions))
-        forward, backward = (_program(entry, _table(reader, Transfers)) for entry in _list(pair, "a pair of programs"))
+        forward, backward = (Program(_table(reader, Transfers), *entry) for entry in pair)
         programs.append((forward, backward))
     reader.end()
-    note, own = _text(facts["note"], "the note"), _flag(facts["assemble_own"], "assemble_own")
-    traffic = _traffic(_object(facts["traffic"], "the traffic"), cluster.ranks)
-    placement = Placement(batch, cluster.ranks, pads, runs, tuple(regions), traffic, own, note)
+    placement = Placement(
+        batch,
+        cluster.ranks,
+        facts["pads"],
+        runs,
+        tuple(regions),
+        facts["traffic"],
+        facts["assemble_own"],
+        facts["note"],
+    )
     _check_placement(placement, shape)
     for program in (p for pair in programs for p in pair):
         _check_program(program, placement, shape)
-    return Plan(shape, cluster, cost, _text(facts["strategy"], "the strategy"), placement, tuple(programs))
-
-
-def _cluster(given: Mapping[str, Any]) -> Cluster:
-    _text(given["name"], "the cluster's name")
-    speeds = tuple(_integer(s, "a speed") for s in _list(given["speeds"], "speeds"))
-    nodes, each = _integer(given["nodes"], "nodes"), _integer(given["ranks_per_node"], "ranks of a node")
-    if nodes * each > MAX_RANKS:
-        raise ValueError(f"{nodes} nodes of {each} ranks are more than {MAX_RANKS} ranks")
-    return Cluster(**{**given, "speeds": speeds})
+    return Plan(shape, cluster, facts["cost"], facts["strategy"], placement, tuple(programs))
 
 
 def _batch(facts: Mapping[str, Any], reader: Reader) -> Batch:
     """Documents and masks; slices are made from the rules, within the reader's budget."""
     (lengths,) = reader.block(1)
-    named = [(_text(n, "a mask's name"), _integer(k, "layers")) for n, k in _list(facts["masks"], "masks")]
-    if len({name for name, _ in named}) != len(named):
-        raise ValueError("two masks of one name")
+    named = facts["masks"]
     numbers = [reader.block(1)[0] for _ in named]
-    rules = [_rule(entry, reader) for entry in _list(facts["rules"], "rules")]
+    rules = [_rule(entry, reader) for entry in facts["rules"]]
     for (name, _), column in zip(named, numbers, strict=True):
         if len(column) == 0 or column.min() < 0 or column.max() >= len(rules):
             raise ValueError(f"mask {name[:40]!r} names a rule that is not there")
@@ -283,44 +253,23 @@ _MAKERS: dict[str, Callable[..., Mask]] = {
 
 def _rule(entry: Any, reader: Reader) -> Mask:
     """A mask made by the function that makes such masks, and equal to what was saved."""
-    name, params, length = _list(entry, "a rule")
+    name, params, length = items(entry, "a rule")
     if name == "slices":
         columns = reader.block(6)
         reader.spend(PART_BYTES * len(columns[0]), f"{len(columns[0])} slices")
         rows = np.stack(columns, axis=1).tolist()
         _check_comparisons(rows)
-        found = m.from_slices(_integer(length, "a mask's length"), rows)
+        found = m.from_slices(integer(length, "a mask's length"), rows)
         saved = Mask("slices", (), length, tuple(tuple(row) for row in rows))
     else:
         if name not in _MAKERS:
             raise ValueError(f"no mask is called {name!r}")
-        values = tuple(tuple(p) if isinstance(p, list) else p for p in _list(params, "a mask's numbers"))
+        values = tuple(tuple(p) if isinstance(p, list) else p for p in items(params, "a mask's numbers"))
         found = _MAKERS[name](*values)
         saved = Mask(name, values, length)
     if found != saved:
         raise ValueError(f"mask {found} was saved as {saved}")
     return found
-
-
-def _program(entry: Any, transfers: Transfers) -> Program:
-    own_stage, stages, held, kept = _list(entry, "a program")
-    shares = tuple(_integer(x, "a share of held work") for x in _list(held, "held work"))
-    if not isinstance(kept, bool):
-        raise ValueError(f"whether keys are kept is true or false; got {kept!r}")
-    return Program(transfers, _integer(own_stage, "own stage"), _integer(stages, "stages"), shares, kept)
-
-
-def _traffic(given: Mapping[str, Any], ranks: int) -> Traffic:
-    kind, relay = _text(given["kind"], "the kind of traffic"), _flag(given["relay"], "relay")
-    if kind not in ("needed", "ring", "gather"):
-        raise ValueError(f"no traffic is called {kind!r}")
-    groups = tuple(
-        tuple(tuple(_integer(r, "a rank") for r in _list(row, "a row")) for row in _list(grid, "a group"))
-        for grid in _list(given["groups"], "groups")
-    )
-    if any(not 0 <= r < ranks for grid in groups for row in grid for r in row):
-        raise ValueError("a group's rank does not exist")
-    return Traffic(kind, groups, relay)
 
 
 def _table(reader: Reader, kind: type[SomeTable]) -> SomeTable:
@@ -334,6 +283,8 @@ def _check_placement(placement: Placement, shape: Shape) -> None:
     runs, batch = placement.runs, placement.batch
     if placement.pads < 0 or placement.stream >= MAX_NUMBER >> 8:
         raise ValueError(f"{placement.pads} pads")
+    if any(not 0 <= rank < placement.ranks for grid in placement.traffic.groups for row in grid for rank in row):
+        raise ValueError("a group's rank does not exist")
     _inside("a run's rank", runs.rank, 0, placement.ranks)
     order = np.argsort(runs.start, kind="stable")
     edges = np.concatenate([[0], runs.stop[order]])
@@ -372,51 +323,3 @@ def _inside(what: str, column: Ints, low: int, high: int) -> None:
 def _ranges(what: str, start: Ints, stop: Ints, end: Ints | np.int64) -> None:
     if np.any((start < 0) | (start > stop) | (stop > end)):
         raise ValueError(f"{what} do not exist")
-
-
-# --- plain values -----------------------------------------------------------------------------------------------------
-
-
-def _small_integer(text: str) -> int:
-    if len(text) > 20 or not -MAX_NUMBER < (value := int(text)) < MAX_NUMBER:
-        raise ValueError(f"the number {text[:24]} is too large")
-    return value
-
-
-def _refuse_constant(text: str) -> float:
-    raise ValueError(f"{text} is not a number")
-
-
-def _integer(value: Any, what: str) -> int:
-    if type(value) is not int:
-        raise ValueError(f"{what} must be a whole number; got {_short(value)}")
-    return value
-
-
-def _text(value: Any, what: str) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{what} must be a text; got {_short(value)}")
-    return value
-
-
-def _flag(value: Any, what: str) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{what} must be true or false; got {_short(value)}")
-    return value
-
-
-def _list(value: Any, what: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"{what} must be a list; got {_short(value)}")
-    return value
-
-
-def _object(value: Any, what: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{what} must be an object; got {_short(value)}")
-    return value
-
-
-def _short(value: Any) -> str:
-    """Enough of a value to recognise it, however large it is."""
-    return f"{type(value).__name__} {str(value)[:40] if isinstance(value, str | int | float) else ''}".strip()

@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from flexcp.plan.placement import Placement
 from flexcp.plan.plan import Plan
 from flexcp.plan.program import Transfers
+from flexcp.plan.slots import pass_inputs, work_slot
 from flexcp.shape import FIELDS, QUERY_SIDED, Field, Kind, Shape
 
 Ints = NDArray[np.int64]
@@ -171,17 +172,17 @@ class _Tenant:
 
 
 def _shelf_tenants(plan: Plan, rank: int, mask: int, backward: bool) -> Iterator[_Tenant]:
-    program, inputs = plan.programs[mask][backward], plan.inputs(mask, backward)
+    program, inputs = plan.programs[mask][backward], pass_inputs(plan, mask, backward)
     arriving = inputs.take(inputs.target == rank)
     if len(arriving) == 0:
         return
     side = _side(arriving)
     shelves, shelf = _groups(np.stack([side, arriving.stage, arriving.h0, arriving.h1]))
     rows = np.bincount(shelf, arriving.stop - arriving.start).astype(np.int64)
-    stage = shelves[1]
-    # The last work on a shelf needs the later of it and everything of the other side; own tokens are there from their own stage on.
-    latest = [int(stage[shelves[0] == s].max(initial=program.own_stage)) for s in (QUERIES, KEYS)]
-    work = 2 * np.maximum(stage, np.where(shelves[0] == QUERIES, latest[KEYS], latest[QUERIES])) + 1
+    holds_queries, stage = shelves[0] == QUERIES, shelves[1]
+    # The last work on a shelf is that with the last shelf of the other side; own tokens are there from their own stage on.
+    queries, keys = (int(stage[shelves[0] == s].max(initial=program.own_stage)) for s in (QUERIES, KEYS))
+    work = 2 * work_slot(np.where(holds_queries, stage, queries), np.where(holds_queries, keys, stage)) + 1
     last = {False: work.copy(), True: work.copy()}
     for results, transfers, half in _uses(program.transfers, rank):
         if len(transfers):
@@ -261,7 +262,7 @@ def _kept_keys(plan: Plan, rank: int, mask: int) -> int:
     """Bytes of received keys that one layer keeps for its backward."""
     if not plan.programs[mask][1].keys_kept:
         return 0
-    inputs = plan.inputs(mask, False)
+    inputs = pass_inputs(plan, mask, False)
     mine = inputs.take((inputs.target == rank) & (inputs.kind == Kind.KV))
     _, shelf = _groups(np.stack([mine.stage, mine.h0, mine.h1]))
     amounts = np.bincount(shelf, (mine.stop - mine.start) * (mine.h1 - mine.h0))
@@ -292,7 +293,7 @@ def _in_stream_order(placement: Placement, rank: int) -> bool:
 
 def _most_rows(plan: Plan, rank: int, mask: int) -> int:
     """Rows x heads of the largest query shelf of the backward."""
-    inputs = plan.inputs(mask, True)
+    inputs = pass_inputs(plan, mask, True)
     mine = inputs.take((inputs.target == rank) & (inputs.kind == Kind.Q))
     _, shelf = _groups(np.stack([mine.stage, mine.h0, mine.h1]))
     amounts = np.bincount(shelf, (mine.stop - mine.start) * (mine.h1 - mine.h0))

@@ -1,13 +1,16 @@
 """Plan: one batch, planned: a placement, and for each mask and direction what moves when.
 
 ``flexcp.schedule.transfers`` makes a plan of a :class:`~flexcp.plan.placement.Placement` by adding a program per mask and direction.
+
+The class is its data and its hash. What else can be said about a plan is a function in a module beside this one, with a method here that
+calls it; those modules load when they are asked for.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexcp.arrays.tables import Table
-from flexcp.arrays.totals import sums
 from flexcp.batch import Batch
 from flexcp.clusters import Cluster
 from flexcp.cost import CostModel
+from flexcp.plan.facts import header
 from flexcp.plan.placement import Placement
-from flexcp.plan.program import Program, Transfers
-from flexcp.shape import Kind, Shape
+from flexcp.plan.program import Program
+from flexcp.shape import Shape
 
 if TYPE_CHECKING:
     from flexcp.plan.memory import Memory
@@ -64,7 +67,9 @@ class Plan:
     @property
     def label(self) -> str:
         """The strategy for headings: ``blocks``, or ``auto: blocks`` where ``auto`` was asked for and chose it."""
-        return self.strategy if self.strategy == self.requested else f"{self.requested}: {self.strategy}"
+        from flexcp.plan.text import label
+
+        return label(self)
 
     @cached_property
     def hash(self) -> str:
@@ -77,24 +82,7 @@ class Plan:
 
     def header(self) -> dict[str, Any]:
         """Everything of the plan that is not a table, as plain JSON values."""
-        placement = self.placement
-        return {
-            "shape": {name: value for name, value in asdict(self.shape).items() if value is not None},
-            "cluster": asdict(self.cluster),
-            "cost": asdict(self.cost),
-            "strategy": self.requested,
-            "lengths": self.batch.lengths.tolist(),
-            "masks": [
-                {"name": m.name, "layers": m.layers, "rules": [asdict(r) for r in m.rules]} for m in self.batch.masks
-            ],
-            "pads": placement.pads,
-            "traffic": asdict(placement.traffic),
-            "assemble_own": placement.assemble_own,
-            "programs": [
-                [[p.own_stage, p.stages, list(p.held), *["keys kept"] * p.keys_kept] for p in pair]
-                for pair in self.programs
-            ],
-        }
+        return header(self)
 
     def tables(self) -> list[Table]:
         """All tables of the plan in a fixed order: runs, then for each mask regions, forward and backward transfers."""
@@ -117,34 +105,25 @@ class Plan:
 
     def bytes(self, backward: bool = False, mask: int = 0) -> Ints:
         """``[source, target]`` bytes of one layer."""
-        transfers = self.programs[mask][backward].transfers
-        flat = sums(
-            transfers.source * self.ranks + transfers.target, transfers.bytes(self.shape), self.ranks * self.ranks
-        )
-        return flat.reshape(self.ranks, self.ranks)
+        from flexcp.plan.statistics import bytes_between
 
-    def inputs(self, mask: int, backward: bool) -> Transfers:
-        """The q and kv pieces of a pass with the stage from whose slot on they are there; kept keys are the forward's, a slot earlier."""
-        forward, program = self.programs[mask][0].transfers, self.programs[mask][backward]
-        found = program.transfers.take(np.isin(program.transfers.kind, (Kind.Q, Kind.KV)))
-        if not program.keys_kept:
-            return found
-        kept = forward.take(forward.kind == Kind.KV)
-        return Transfers.join([found, replace(kept, stage=kept.stage - 1)])
+        return bytes_between(self, backward, mask)
 
     def inter_node_bytes(self, backward: bool = False, mask: int = 0) -> int:
         """Bytes of one layer that cross between nodes."""
-        node = np.arange(self.ranks) // self.cluster.ranks_per_node
-        return int(self.bytes(backward, mask)[node[:, None] != node[None, :]].sum())
+        from flexcp.plan.statistics import bytes_between_nodes
+
+        return bytes_between_nodes(self, backward, mask)
 
     def peers(self, rank: int) -> list[int]:
         """The ranks that ``rank`` sends to or receives from, under any mask and in either direction: a connection each."""
-        met: set[int] = set()
-        for program in (p for pair in self.programs for p in pair):
-            transfers = program.transfers
-            met |= set(transfers.target[transfers.source == rank].tolist())
-            met |= set(transfers.source[transfers.target == rank].tolist())
-        return sorted(met - {rank})
+        from flexcp.plan.statistics import peers_of
+
+        return peers_of(self, rank)
+
+    def work(self, mask: int = 0) -> Ints:
+        """Area x query heads of each rank."""
+        return self.placement.work(mask)
 
     def rounds(
         self, mask: int = 0, backward: bool = False, chunk_bytes: int | None = None, rounds_per_call: int | None = None
@@ -162,10 +141,6 @@ class Plan:
     def _rounds(self) -> dict[tuple[int, bool, int | None, int | None], Rounds]:
         return {}
 
-    def work(self, mask: int = 0) -> Ints:
-        """Area x query heads of each rank."""
-        return self.placement.work(mask)
-
     def memory(self, rank: int) -> Memory:
         """What attention needs on ``rank``, in bytes, before anything is allocated (:mod:`flexcp.plan.memory`)."""
         from flexcp.plan.memory import plan_memory
@@ -182,4 +157,6 @@ class Plan:
         return format(repr(self), spec)
 
     def __repr__(self) -> str:
-        return f"<Plan {self.label} {self.hash[:12]}: {self.batch.tokens} tokens on {self.ranks} ranks>"
+        from flexcp.plan.text import one_line
+
+        return one_line(self)

@@ -1,4 +1,4 @@
-"""A plan as text: who keeps and computes what, with work and bytes per rank. What ``print(plan)`` shows."""
+"""A plan as text: its name, a line for logs, and a picture of who keeps and computes what, with work and bytes per rank."""
 
 from __future__ import annotations
 
@@ -18,8 +18,18 @@ WIDTH = 64
 MANY = "*"
 
 
+def label(plan: Plan) -> str:
+    """The strategy for headings: ``blocks``, or ``auto: blocks`` where ``auto`` was asked for and chose it."""
+    return plan.strategy if plan.strategy == plan.requested else f"{plan.requested}: {plan.strategy}"
+
+
+def one_line(plan: Plan) -> str:
+    """The plan in a line of a log: what ``repr(plan)`` and f-strings show."""
+    return f"<Plan {label(plan)} {plan.hash[:12]}: {plan.batch.tokens} tokens on {plan.ranks} ranks>"
+
+
 def picture(plan: Plan) -> str:
-    """The batch as a strip of owners, the longest document's rows by who computes them, a line per rank."""
+    """What ``print(plan)`` shows: the batch as a strip of owners, the longest document's rows by who computes them, a line per rank."""
     note = [visible(plan.placement.note)] if plan.placement.note else []
     parts = [visible(_title(plan)), *note, "", *_strip(plan), "", *_rows(plan), "", *_table(plan)]
     return "\n".join(parts)

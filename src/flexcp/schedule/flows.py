@@ -8,69 +8,21 @@ send to it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flexcp.arrays.totals import sums
-from flexcp.batch import LayerMask
 from flexcp.clusters import Cluster
 from flexcp.cost import CostModel
-from flexcp.plan.placement import Placement, Regions
-from flexcp.schedule.needs import Pieces, needed_pieces
-from flexcp.schedule.routes import Routes, route_keys
-from flexcp.schedule.work import Pairs, grids_by_shape
+from flexcp.plan.placement import Placement
+from flexcp.schedule.needs import Pieces
+from flexcp.schedule.rings import grids_by_shape
+from flexcp.schedule.routes import Needs
 from flexcp.shape import Kind, Shape
 
 Ints = NDArray[np.int64]
-SHELF_LINES = 5 * 2 * 128
-"""Bytes at most between the kept tensors of a head range: two on each of at most five shelves (four stages, one more behind a relay)."""
-
-
-class Needs(NamedTuple):
-    """What ranks read from others: query pieces, and key pieces with their routes."""
-
-    q: Pieces
-    keys: Routes
-
-
-def find_needs(
-    placement: Placement, shape: Shape, cluster: Cluster, mask: LayerMask, regions: Regions, pairs: Pairs
-) -> Needs:
-    """What the regions of a mask read from other ranks, and how it travels."""
-    q, keys = needed_pieces(placement, shape, mask, regions, pairs)
-    relay = placement.traffic.relay and not placement.assemble_own
-    return Needs(q, route_keys(keys, shape, cluster, relay))
-
-
-class KeptKeys:
-    """Which masks keep the keys they receive from the forward to the backward, given the bytes a rank may spend on that.
-
-    Masks are asked in order, and keep all or nothing: only when what every rank receives in all of a mask's layers fits what is left. All
-    ranks find the same answer. Tokens so scattered that they are assembled, and the traffic of static methods, always travel again.
-    """
-
-    def __init__(self, placement: Placement, shape: Shape, budget: int) -> None:
-        self.placement, self.shape = placement, shape
-        self.left = np.full(placement.ranks, budget, np.int64)
-
-    def take(self, mask: LayerMask, needs: Needs | None) -> bool:
-        """Whether the mask keeps its keys; its bytes are spent then."""
-        if needs is None or self.placement.assemble_own or not self.left.any():
-            return False
-        first, relays = needs.keys
-        received = Pieces.join([first, replace(first.take(relays.first), rank=relays.rank)])
-        each = int(self.shape.bytes_per_token_head()[Kind.KV, 0])
-        ranges = np.unique(np.stack([received.rank, received.h0, received.h1]), axis=1)
-        spent = sums(received.rank, received.amount * each, len(self.left))
-        spent += np.bincount(ranges[0], minlength=len(self.left)) * SHELF_LINES
-        spent *= mask.layers
-        if not spent.any() or (spent > self.left).any():
-            return False
-        self.left = self.left - spent
-        return True
 
 
 class Flows(NamedTuple):
@@ -109,14 +61,13 @@ def join_flows(parts: Sequence[Flows]) -> Flows:
     return Flows(*(c[moves] for c in columns))
 
 
-def moves_of(placement: Placement, shape: Shape, needs: Needs | None, keys_kept: bool = False) -> tuple[Moves, Moves]:
-    """Forward and backward, the same bytes as the plan's transfers. Needed traffic moves what ``needs`` says."""
-    if needs is not None:
-        return _needed(shape, needs, keys_kept)
+def static_moves(placement: Placement, shape: Shape) -> tuple[Moves, Moves]:
+    """Forward and backward of a gather or of rings, the same bytes as the plan's transfers."""
     return _gathered(placement, shape) if placement.traffic.kind == "gather" else _passed_round(placement, shape)
 
 
-def _needed(shape: Shape, needs: Needs, keys_kept: bool) -> tuple[Moves, Moves]:
+def needed_moves(shape: Shape, needs: Needs, keys_kept: bool) -> tuple[Moves, Moves]:
+    """Forward and backward of what is needed, the same bytes as the plan's transfers; ``keys_kept`` do not travel again."""
     each = shape.bytes_per_token_head()
     none = join_flows([])
     q, first, relays = needs.q, needs.keys.first, needs.keys.relays

@@ -8,55 +8,54 @@ travels as a partial one.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flexcp.arrays.intervals import covered_once, overlaps, spread, united
 from flexcp.arrays.tables import Table
-from flexcp.batch import LayerMask
 from flexcp.masks import K0, K1, Q0, Q1
 from flexcp.plan.placement import Placement, Regions
-from flexcp.schedule.work import Pairs
+from flexcp.schedule.work import Cuts, Pairs
 from flexcp.shape import Shape
 
 Ints = NDArray[np.int64]
 
 
 def needed_pieces(
-    placement: Placement, shape: Shape, mask: LayerMask, regions: Regions, pairs: Pairs
+    placement: Placement, shape: Shape, regions: Regions, cuts: Cuts, pairs: Pairs
 ) -> tuple[Pieces, Pieces]:
     """The query and the key pieces that ranks read from others (their own too when those are assembled)."""
     # A document whose regions all find their rows and keys at home moves nothing, and most are like that.
     travels = np.zeros(placement.batch.documents, bool)
     travels[regions.document[pairs.all > pairs.own]] = True
-    rows, keys = _reads(placement, shape, mask, regions.take(travels[regions.document]))
+    away = travels[regions.document[cuts.region]]
+    rows, keys = _reads(shape, regions, Cuts(*(column[away] for column in cuts)))
     return _pieces(placement, rows), _pieces(placement, keys)
 
 
-class _Reads:
-    """Stream ranges that ranks read: rank, elementary head range number, start, stop; and the head borders."""
+class _Reads(NamedTuple):
+    """Stream ranges that ranks read of elementary head ranges, which lie between the head borders."""
 
-    def __init__(self, rank: Ints, head: Ints, start: Ints, stop: Ints, borders: Ints, ranks: int) -> None:
-        label, self.start, self.stop = united(rank * len(borders) + head, start, stop)
-        self.rank, self.head = label // len(borders), label % len(borders)
-        self.borders = borders
-        self.ranks = ranks
+    rank: Ints
+    head: Ints
+    start: Ints
+    stop: Ints
+    borders: Ints
 
 
-def _reads(placement: Placement, shape: Shape, mask: LayerMask, regions: Regions) -> tuple[_Reads, _Reads]:
+def _reads(shape: Shape, regions: Regions, cuts: Cuts) -> tuple[_Reads, _Reads]:
     """The rows and the keys that each rank's regions read."""
-    index, slices = mask.cuts(regions.document, regions.q0, regions.q1, regions.k0, regions.k1)
-    begin = placement.batch.starts[regions.document[index]]
-    rank, h0, h1 = regions.rank[index], regions.h0[index], regions.h1[index]
+    rank, h0, h1 = (column[cuts.region] for column in (regions.rank, regions.h0, regions.h1))
     g0, g1 = shape.kv_range(h0, h1)
     sides = []
     for low, high, count, first, last in ((h0, h1, shape.heads, Q0, Q1), (g0, g1, shape.kv_heads, K0, K1)):
         borders = np.unique(np.concatenate([low, high, [0, count]]))
         from_, to = np.searchsorted(borders, low), np.searchsorted(borders, high)
         item, within = spread(to - from_)
-        start, stop = (begin + slices[:, first])[item], (begin + slices[:, last])[item]
-        sides.append(_Reads(rank[item], from_[item] + within, start, stop, borders, placement.ranks))
+        start, stop = ((cuts.begin + cuts.slices[:, edge])[item] for edge in (first, last))
+        sides.append(_Reads(rank[item], from_[item] + within, start, stop, borders))
     return sides[0], sides[1]
 
 
@@ -83,12 +82,15 @@ class Pieces(Table):
 
 def _pieces(placement: Placement, reads: _Reads) -> Pieces:
     """The reads as pieces, cut where the number of ranks that read changes between one and several."""
-    label, first, last, once = covered_once(reads.head, reads.start, reads.stop)
+    heads = len(reads.borders)
+    reader, start, stop = united(reads.rank * heads + reads.head, reads.start, reads.stop)
+    rank, head = reader // heads, reader % heads
+    label, first, last, once = covered_once(head, start, stop)
     span = placement.stream + 1
-    base = reads.head * span
-    index, at = overlaps(base + reads.start, base + reads.stop, label * span + first, label * span + last)
-    start, stop = np.maximum(reads.start[index], first[at]), np.minimum(reads.stop[index], last[at])
-    rank, head, partial = reads.rank[index], reads.head[index], 1 - once[at].astype(np.int64)
+    base = head * span
+    index, at = overlaps(base + start, base + stop, label * span + first, label * span + last)
+    start, stop = np.maximum(start[index], first[at]), np.minimum(stop[index], last[at])
+    rank, head, partial = rank[index], head[index], 1 - once[at].astype(np.int64)
     index, owner, start, stop = placement.owned_parts(start, stop)
     rank, head, partial = rank[index], head[index], partial[index]
     if not placement.assemble_own:
@@ -96,11 +98,10 @@ def _pieces(placement: Placement, reads: _Reads) -> Pieces:
         if not away.any():
             return Pieces.make(0, **dict.fromkeys(Pieces.names(), 0))
         rank, head, partial, owner, start, stop = (x[away] for x in (rank, head, partial, owner, start, stop))
-    heads = len(reads.borders)
-    label = ((rank * heads + head) * reads.ranks + owner) * 2 + partial
+    label = ((rank * heads + head) * placement.ranks + owner) * 2 + partial
     label, start, stop = united(label, start, stop)
-    partial, owner = label % 2, label // 2 % reads.ranks
-    rank, head = label // 2 // reads.ranks // heads, label // 2 // reads.ranks % heads
+    partial, owner = label % 2, label // 2 % placement.ranks
+    rank, head = label // 2 // placement.ranks // heads, label // 2 // placement.ranks % heads
     return Pieces(*_join_heads(rank, owner, start, stop, head, partial, reads.borders))
 
 

@@ -22,6 +22,7 @@ Everything is an integer in nanoseconds and rounded up.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,18 +34,10 @@ from flexcp.clusters import NOMINAL_SPEED, Cluster
 from flexcp.cost import CostModel
 from flexcp.masks import Q0, Q1, causal, full
 from flexcp.plan.placement import Placement
-from flexcp.schedule.flows import (
-    KeptKeys,
-    Moves,
-    exchange_ns,
-    find_needs,
-    join_flows,
-    moves_of,
-    ports_ns,
-    through_ports,
-)
-from flexcp.schedule.stages import choose_stages
-from flexcp.schedule.work import Rings, Work, count_pairs, hop_work, rank_work, rings_of, work_ns
+from flexcp.schedule.analysis import MaskAnalysis, analyse
+from flexcp.schedule.flows import Moves, exchange_ns, join_flows, ports_ns, static_moves, through_ports
+from flexcp.schedule.rings import Rings, count_static_pairs, hop_work, rings_of
+from flexcp.schedule.work import Work, pass_work_ns
 from flexcp.shape import Shape
 
 Ints = NDArray[np.int64]
@@ -112,42 +105,59 @@ def milliseconds(ns: int) -> str:
 
 def predict(placement: Placement, shape: Shape, cluster: Cluster, cost: CostModel, keep_kv: int = 0) -> Prediction:
     """The predicted time of one step of this placement; ``keep_kv`` as in :func:`flexcp.schedule.transfers.make_plan`."""
-    rings = rings_of(placement)
+    if placement.traffic.kind == "needed":
+        times = _needed_times(analyse(placement, shape, cluster, cost, keep_kv))
+    else:
+        times = _static_times(placement, shape, cluster, cost)
     compute = np.zeros(placement.ranks, np.int64)
     total = np.zeros(placement.ranks, np.int64)
-    all_moves: list[Moves] = []
-    budget = KeptKeys(placement, shape, keep_kv)
+    for mask, both in zip(placement.batch.masks, times, strict=True):
+        for found in both:
+            compute += mask.layers * found.busy
+            total += mask.layers * _until_results_are_home(found.ns, found.moves)
+    layers = sum(mask.layers for mask in placement.batch.masks)
+    linear = layers * cost.linear_ns(placement.tokens, shape, cluster)
+    return Prediction(compute, total - compute, linear, tuple(found.moves for both in times for found in both), cluster)
+
+
+class _PassTime(NamedTuple):
+    """One layer's attention in one direction: compute of each rank, the same with all waiting, and what moves."""
+
+    busy: Ints
+    ns: Ints
+    moves: Moves
+
+
+def _needed_times(masks: list[MaskAnalysis]) -> list[list[_PassTime]]:
+    """Forward and backward of every mask, as they would be scheduled."""
+    both = [(found.forward, found.backward) for found in masks]
+    return [[_PassTime(one.work.own + one.work.rest, one.stages.ns, one.moves) for one in pair] for pair in both]
+
+
+def _static_times(placement: Placement, shape: Shape, cluster: Cluster, cost: CostModel) -> list[list[_PassTime]]:
+    """Forward and backward of every mask under a static method, which keeps no keys."""
+    rings, moves = rings_of(placement), static_moves(placement, shape)
+    times = []
     for mask, regions in zip(placement.batch.masks, placement.regions, strict=True):
         uneven = rings.turn and _is_uneven(mask)
         by_hop = hop_work(placement, mask, regions, rings, cost) if uneven else None
-        pairs_of_ranks, needs = None, None
         if by_hop is None:
-            pairs = count_pairs(placement, mask, regions, rings)
-            pairs_of_ranks = rank_work(placement, regions, pairs, cost)
-            if placement.traffic.kind == "needed":
-                needs = find_needs(placement, shape, cluster, mask, regions, pairs)
-        kept = budget.take(mask, needs)
-        forward = None
-        for backward, moves in enumerate(moves_of(placement, shape, needs, kept)):
-            if by_hop is not None:
-                spans = np.stack([cost.attention_ns(w, shape, cluster, bool(backward)) for w in by_hop.T], axis=1)
-                spans += cost.kernel_ns * (by_hop > 0)
-                busy, ns = spans.sum(axis=1), _turned_ns(spans, moves, rings, cluster, cost)
-            else:
-                assert pairs_of_ranks is not None
-                work = work_ns(pairs_of_ranks, rings, shape, cluster, cost, bool(backward))
-                busy = work.own + work.rest
-                if needs is None:
-                    ns = _static_ns(work, moves, rings, cluster, cost)
-                else:
-                    chosen = choose_stages(placement, needs, work, moves, cluster, cost, forward)
-                    forward, ns = chosen if kept else None, chosen.ns
-            compute += mask.layers * busy
-            total += mask.layers * _until_results_are_home(ns, moves)
-            all_moves.append(moves)
-    layers = sum(mask.layers for mask in placement.batch.masks)
-    linear = layers * cost.linear_ns(placement.tokens, shape, cluster)
-    return Prediction(compute, total - compute, linear, tuple(all_moves), cluster)
+            pairs = count_static_pairs(placement, mask, regions, rings)
+            kernels = np.maximum(rings.positions - 1, 1)
+            both = zip(pass_work_ns(placement, regions, pairs, shape, cluster, cost, kernels), moves, strict=True)
+            found = [_PassTime(w.own + w.rest, _static_ns(w, m, rings, cluster, cost), m) for w, m in both]
+        else:
+            spans = [_hop_spans(by_hop, shape, cluster, cost, backward) for backward in (False, True)]
+            each = zip(spans, moves, strict=True)
+            found = [_PassTime(w.sum(axis=1), _turned_ns(w, m, rings, cluster, cost), m) for w, m in each]
+        times.append(found)
+    return times
+
+
+def _hop_spans(by_hop: Ints, shape: Shape, cluster: Cluster, cost: CostModel, backward: bool) -> Ints:
+    """Nanoseconds of the work of each hop, ``[rank, hop]``, with the start of each kernel."""
+    spans = np.stack([cost.attention_ns(work, shape, cluster, backward) for work in by_hop.T], axis=1)
+    return spans + cost.kernel_ns * (by_hop > 0)
 
 
 def _until_results_are_home(ns: Ints, moves: Moves) -> Ints:

@@ -32,6 +32,8 @@ OVER = 2
 STARTS = 20
 """A detour is not worth less than the bytes of so many latencies."""
 TILE = 128
+SHELF_LINES = 5 * 2 * 128
+"""Bytes at most between the kept tensors of a head range: two on each of at most five shelves (four stages, one more behind a relay)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +51,13 @@ class Routes(NamedTuple):
     relays: Relays
 
 
+class Needs(NamedTuple):
+    """What ranks read from others: query pieces, and key pieces with their routes."""
+
+    q: Pieces
+    keys: Routes
+
+
 def route_keys(keys: Pieces, shape: Shape, cluster: Cluster, relay: bool = True) -> Routes:
     """Routes of the key pieces that ranks read from others; without ``relay`` each straight from its owner."""
     size = cluster.ranks_per_node
@@ -61,6 +70,16 @@ def route_keys(keys: Pieces, shape: Shape, cluster: Cluster, relay: bool = True)
     others = readers.take(readers.rank != entry[readers.first])
     first = Pieces.join([straight, replace(chunks, rank=entry)])
     return Routes(first, Relays(len(straight) + others.first, others.rank))
+
+
+def kept_bytes(keys: Routes, shape: Shape, cluster: Cluster) -> Ints:
+    """Bytes that each rank needs to keep the keys it receives in one layer."""
+    first, relays = keys
+    received = Pieces.join([first, replace(first.take(relays.first), rank=relays.rank)])
+    each = int(shape.bytes_per_token_head()[Kind.KV, 0])
+    ranges = np.unique(np.stack([received.rank, received.h0, received.h1]), axis=1)
+    lines = np.bincount(ranges[0], minlength=cluster.ranks) * SHELF_LINES
+    return sums(received.rank, received.amount * each, cluster.ranks) + lines
 
 
 def _same_heads(keys: Pieces, cluster: Cluster) -> Pieces:

@@ -35,8 +35,9 @@ from flexcp.arrays.totals import sums
 from flexcp.clusters import Cluster
 from flexcp.cost import CostModel
 from flexcp.plan.placement import Placement
-from flexcp.schedule.flows import Moves, Needs, exchange_ns, join_flows
+from flexcp.schedule.flows import Moves, exchange_ns, join_flows
 from flexcp.schedule.needs import Pieces
+from flexcp.schedule.routes import Needs
 from flexcp.schedule.work import Work
 
 Ints = NDArray[np.int64]

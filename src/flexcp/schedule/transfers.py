@@ -18,16 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexcp.arrays.intervals import spread
-from flexcp.batch import LayerMask
 from flexcp.clusters import Cluster
 from flexcp.cost import CostModel
-from flexcp.plan.placement import Placement, Regions
+from flexcp.plan.placement import Placement
 from flexcp.plan.plan import Plan
 from flexcp.plan.program import Program, Transfers
-from flexcp.schedule.flows import KeptKeys, Needs, find_needs, moves_of
+from flexcp.schedule.analysis import MaskAnalysis, analyse
 from flexcp.schedule.needs import Pieces
-from flexcp.schedule.stages import Stages, choose_stages, cut_into_stages
-from flexcp.schedule.work import count_pairs, rank_work, rings_of, work_ns
+from flexcp.schedule.routes import Needs
+from flexcp.schedule.stages import Stages, cut_into_stages
 from flexcp.shape import Kind, Shape
 
 Ints = NDArray[np.int64]
@@ -40,13 +39,13 @@ def make_plan(
 
     ``keep_kv`` is how many bytes of received keys a rank may keep for the backward, all layers together.
     """
-    programs: list[tuple[Program, Program]] = []
-    budget = KeptKeys(placement, shape, keep_kv)
-    for mask, regions in zip(placement.batch.masks, placement.regions, strict=True):
-        if placement.traffic.kind == "needed":
-            programs.append(_needed_programs(placement, shape, cluster, cost, mask, regions, budget))
-        else:
-            programs.append((_static_program(placement, shape, False), _static_program(placement, shape, True)))
+    if placement.traffic.kind == "needed":
+        own_stage = 1 if placement.assemble_own else 0
+        masks = analyse(placement, shape, cluster, cost, keep_kv)
+        programs = [_needed_programs(found, own_stage, cluster) for found in masks]
+    else:
+        both = _static_program(placement, shape, False), _static_program(placement, shape, True)
+        programs = [both] * len(placement.batch.masks)
     return Plan(shape, cluster, cost, strategy, placement, tuple(programs))
 
 
@@ -60,30 +59,12 @@ def _program(parts: list[Transfers], own_stage: int, held: tuple[int, ...] = (),
 # --- exactly what is needed -------------------------------------------------------------------------------------------
 
 
-def _needed_programs(
-    placement: Placement,
-    shape: Shape,
-    cluster: Cluster,
-    cost: CostModel,
-    mask: LayerMask,
-    regions: Regions,
-    budget: KeptKeys,
-) -> tuple[Program, Program]:
-    rings = rings_of(placement)
-    pairs = count_pairs(placement, mask, regions, rings)
-    work = rank_work(placement, regions, pairs, cost)
-    needs = find_needs(placement, shape, cluster, mask, regions, pairs)
-    own_stage = 1 if placement.assemble_own else 0
-    kept = budget.take(mask, needs)
+def _needed_programs(found: MaskAnalysis, own_stage: int, cluster: Cluster) -> tuple[Program, Program]:
     programs = []
-    forward = None
-    for backward, moves in enumerate(moves_of(placement, shape, needs, kept)):
-        times = work_ns(work, rings, shape, cluster, cost, bool(backward))
-        chosen = choose_stages(placement, needs, times, moves, cluster, cost, forward)
-        forward = chosen if kept else None
-        parts = _staged(needs, chosen, cluster, bool(backward), kept)
-        held = tuple(chosen.held.tolist()) if chosen.held.any() else ()
-        programs.append(_program(parts, own_stage, held, kept and bool(backward)))
+    for backward, one in enumerate((found.forward, found.backward)):
+        parts = _staged(found.needs, one.stages, cluster, bool(backward), found.keys_kept)
+        held = tuple(one.stages.held.tolist()) if one.stages.held.any() else ()
+        programs.append(_program(parts, own_stage, held, found.keys_kept and bool(backward)))
     return programs[0], programs[1]
 
 

@@ -1,9 +1,8 @@
 """Slot work: how long every rank computes in every slot of a program.
 
-The same rule as the executor's: work of a region runs in the slot where the later of its queries and keys arrives, what is at home in the
-program's own slot, but for the share of own work that the plan holds back until the slot after the last inputs. Pairs are counted
-exactly, by cutting the regions along what arrives in each stage; every pass over a region pays for its row tiles, every slot with work for
-the start of a kernel (:mod:`flexcp.schedule.work` says the same in closed form).
+In which slot work runs is the executor's rule (:mod:`flexcp.plan.slots`). Pairs are counted exactly, by cutting the regions along what
+arrives in each stage; every pass over a region pays for its row tiles, every slot with work for the start of a kernel
+(:mod:`flexcp.schedule.work` says the same in closed form).
 
 Rings of many ranks would be cut into too many parts. Beyond ``MOST_PARTS`` a ring's work on others' keys is spread evenly over its hops,
 which is exact for zig-zag under a causal mask.
@@ -23,7 +22,9 @@ from flexcp.masks import K0, K1, Q0, Q1, area, is_empty, shift, trim
 from flexcp.plan.placement import Placement
 from flexcp.plan.plan import Plan
 from flexcp.plan.program import Program
-from flexcp.schedule.work import Pairs, count_pairs, rank_work, rings_of
+from flexcp.plan.slots import held_slot, pass_inputs, work_slot
+from flexcp.schedule.rings import count_static_pairs, rings_of
+from flexcp.schedule.work import Pairs, rank_work
 from flexcp.shape import Kind
 
 Ints = NDArray[np.int64]
@@ -104,7 +105,7 @@ def _parts(plan: Plan, mask: int, program: Program) -> _Parts:
 
 def _held(plan: Plan, mask: int, program: Program, kind: Kind) -> _Segments:
     """What ranks hold of queries or keys: their own tokens, and what arrives or was kept."""
-    placement, t = plan.placement, plan.inputs(mask, program is plan.programs[mask][1])
+    placement, t = plan.placement, pass_inputs(plan, mask, program is plan.programs[mask][1])
     kept = placement.kept
     t = t.take(t.kind == kind)
     # Pieces name tokens in kept order: one axis for all owners, on which runs lie in order.
@@ -153,7 +154,7 @@ def _cut(parts: _Parts, rank_of: Ints, held: _Segments, kind: Kind, share: int, 
         inside = trim(inside)
         keep = ~is_empty(inside)
         index, segment = chosen[index[keep]], of[segment[keep]]
-        slot, shelf = np.maximum(parts.slot[index], held.slot[segment]), held.shelf[segment]
+        slot, shelf = work_slot(parts.slot[index], held.slot[segment]), held.shelf[segment]
         shelves = (shelf, parts.k_shelf[index]) if kind == Kind.Q else (parts.q_shelf[index], shelf)
         found.append(_Parts(parts.region[index], inside[keep], low[index], high[index], slot, *shelves))
     return _Parts(*(np.concatenate(column) for column in zip(*found, strict=True)))
@@ -179,7 +180,7 @@ def _summed(plan: Plan, mask: int, program: Program, parts: _Parts) -> SlotWork:
         total = sums(at, amount, ranks * slots).reshape(ranks, slots)
         if program.held:
             moved = sums(rank, amount * own[first], ranks) * np.array(program.held, np.int64) // 1000
-            later = _slot_after_inputs(plan, mask, program)
+            later = held_slot(program, _last_inputs(plan, mask, program))
             total[:, program.own_stage] -= moved
             total[np.arange(ranks), later] += moved
         found.append(total)
@@ -196,12 +197,12 @@ def _kernels(plan: Plan, mask: int, slots: int, parts: _Parts) -> Ints:
     return sums(at, np.ones_like(at), plan.ranks * slots).reshape(plan.ranks, slots)
 
 
-def _slot_after_inputs(plan: Plan, mask: int, program: Program) -> Ints:
-    """The slot in which held work runs."""
-    t = plan.inputs(mask, program is plan.programs[mask][1])
-    last = np.full(plan.ranks, 0 if program.keys_kept else 1, np.int64)
+def _last_inputs(plan: Plan, mask: int, program: Program) -> Ints:
+    """The stage of each rank's last input, 0 for a rank without any."""
+    t = pass_inputs(plan, mask, program is plan.programs[mask][1])
+    last = np.zeros(plan.ranks, np.int64)
     np.maximum.at(last, t.target, t.stage)
-    return np.minimum(last + 1, program.stages - 1)
+    return last
 
 
 # --- a gather, and a ring of many --------------------------------------------------------------------------------------
@@ -231,7 +232,7 @@ def _own_and_rest(plan: Plan, mask: int) -> tuple[tuple[Ints, Ints], tuple[Ints,
     """Work of each rank on keys at home and on others, with row tiles and without."""
     placement = plan.placement
     regions = placement.regions[mask]
-    pairs = count_pairs(placement, placement.batch.masks[mask], regions, rings_of(placement))
+    pairs = count_static_pairs(placement, placement.batch.masks[mask], regions, rings_of(placement))
     # A region without a pair is no work.
     some = pairs.all > 0
     regions, pairs = regions.take(some), Pairs(*(column[some] for column in pairs))

@@ -4,9 +4,9 @@ A rank holds tokens on *shelves*. Shelf 0 of each side (queries, keys) is its ow
 side and head range in which pieces arrive makes another shelf, its tokens in stream order too, so that tokens that came from several
 ranks or pieces lie side by side and work is in few, large slices.
 
-Work of a region is cut by shelves and runs in the slot where the later of its two shelves is filled; a share of the work on own rows
-and own keys may be held until the slot after the last inputs, as the plan says. Results accumulate in the rows of the shelf that holds
-their queries (o, dq) or keys (dkv), and leave from there.
+Work of a region is cut by shelves and runs in the slot that :mod:`flexcp.plan.slots` says; where the plan holds a share of the work on own
+rows and own keys, that share is cut off at a whole tile. Results accumulate in the rows of the shelf that holds their queries (o, dq) or
+keys (dkv), and leave from there.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from flexcp.masks import K0, K1, Q0, Q1
 from flexcp.plan.memory import KEYS, QUERIES, Layout, arena_layout, kept_starts
 from flexcp.plan.plan import Plan
 from flexcp.plan.program import Transfers
+from flexcp.plan.slots import held_slot, pass_inputs, work_slot
 from flexcp.shape import OUTPUTS, QUERY_SIDED, Kind
 
 Ints = NDArray[np.int64]
@@ -125,7 +126,7 @@ class _Builder:
     def __init__(self, plan: Plan, rank: int, mask: int, backward: bool) -> None:
         self.plan, self.rank, self.mask = plan, rank, mask
         self.program = program = plan.programs[mask][backward]
-        inputs = plan.inputs(mask, backward)
+        inputs = pass_inputs(plan, mask, backward)
         self.arriving = inputs.take(inputs.target == rank)
         self.placement = plan.placement
         shape, tokens = plan.shape, int(self.placement.tokens[rank])
@@ -248,13 +249,12 @@ class _Builder:
         if len(slices) == 0:
             return
         stages = np.array([s.stage for s in self.shelves])
-        slot = np.maximum(stages[q_shelf], stages[kv_shelf])
+        slot = work_slot(stages[q_shelf], stages[kv_shelf])
         own = (q_shelf == QUERIES) & (kv_shelf == KEYS)
         if self.program.held and own.any():
             index, slices, later = _shared_out(slices, own, self.program.held[self.rank])
             q_shelf, kv_shelf, heads = q_shelf[index], kv_shelf[index], heads[:, index]
-            first = 0 if self.program.keys_kept else 1  # kept keys are worked on from the start
-            slot = np.where(later, min(int(stages.max(initial=first)) + 1, len(slots) - 1), slot[index])
+            slot = np.where(later, held_slot(self.program, self.arriving.stage.max(initial=0)), slot[index])
         keys, group = np.unique(np.stack([slot, q_shelf, kv_shelf, *heads]), axis=1, return_inverse=True)
         for i, (at, q, kv, h0, h1) in enumerate(keys.T.tolist()):
             slots[at].work.append(Work(q, kv, h0, h1, slices[group.reshape(-1) == i]))

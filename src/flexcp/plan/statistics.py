@@ -1,0 +1,34 @@
+"""Statistics: who sends how much to whom in a plan."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.arrays.totals import sums
+from flexcp.plan.plan import Plan
+
+Ints = NDArray[np.int64]
+
+
+def bytes_between(plan: Plan, backward: bool, mask: int) -> Ints:
+    """``[source, target]`` bytes of one layer."""
+    transfers, ranks = plan.programs[mask][backward].transfers, plan.ranks
+    flat = sums(transfers.source * ranks + transfers.target, transfers.bytes(plan.shape), ranks * ranks)
+    return flat.reshape(ranks, ranks)
+
+
+def bytes_between_nodes(plan: Plan, backward: bool, mask: int) -> int:
+    """Bytes of one layer that cross between nodes."""
+    node = np.arange(plan.ranks) // plan.cluster.ranks_per_node
+    return int(bytes_between(plan, backward, mask)[node[:, None] != node[None, :]].sum())
+
+
+def peers_of(plan: Plan, rank: int) -> list[int]:
+    """The ranks that ``rank`` sends to or receives from, under any mask and in either direction."""
+    met: set[int] = set()
+    for program in (p for pair in plan.programs for p in pair):
+        transfers = program.transfers
+        met |= set(transfers.target[transfers.source == rank].tolist())
+        met |= set(transfers.source[transfers.target == rank].tolist())
+    return sorted(met - {rank})

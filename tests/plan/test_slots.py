@@ -1,0 +1,62 @@
+"""Proves the rule of slots by hand: when inputs are there, in which slot work runs, and where held work goes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import flexcp
+from flexcp.executor.run.program import rank_program
+from flexcp.plan.plan import Plan
+from flexcp.plan.program import Program, Transfers
+from flexcp.plan.slots import held_slot, pass_inputs, work_slot
+from flexcp.shape import Kind
+
+NOTHING = Transfers.make(0, **dict.fromkeys(Transfers.names(), 0))
+
+
+def plan(keep_kv: int) -> Plan:
+    where = flexcp.cluster("h100", 2, 4)
+    return flexcp.Planner(8, 2, 64, cluster=where, strategy="blocks", keep_kv=keep_kv)([60_000, 9_000, 500])
+
+
+def test_work_runs_when_queries_and_keys_are_there() -> None:
+    assert work_slot(np.array([0, 1, 3]), np.array([2, 1, 0])).tolist() == [2, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("keys_kept", "stages", "expected"),
+    [(False, 9, [2, 2, 4]), (True, 9, [1, 2, 4]), (False, 4, [2, 2, 3]), (True, 2, [1, 1, 1])],
+)
+def test_held_work_runs_after_the_last_inputs(keys_kept: bool, stages: int, expected: list[int]) -> None:
+    """Of ranks without inputs, with inputs in stage 1, and in stage 3; never after the last slot."""
+    program = Program(NOTHING, 0, stages, (500, 500, 500), keys_kept)
+    assert held_slot(program, np.array([0, 1, 3])).tolist() == expected
+
+
+def test_kept_keys_are_there_one_slot_before_the_stage_that_brought_them() -> None:
+    kept = plan(1 << 34)
+    assert kept.programs[0][1].keys_kept
+    assert not (kept.programs[0][1].transfers.kind == Kind.KV).any()
+    brought, found = pass_inputs(kept, 0, False), pass_inputs(kept, 0, True)
+    brought, found = brought.take(brought.kind == Kind.KV), found.take(found.kind == Kind.KV)
+    assert len(found) > 0
+    np.testing.assert_array_equal(found.stage, brought.stage - 1)
+    np.testing.assert_array_equal(found.matrix()[1:], brought.matrix()[1:])
+
+
+@pytest.mark.parametrize("keep_kv", [0, 1 << 34])
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_rank_holds_its_own_work_until_its_last_shelf_is_done(keep_kv: int, backward: bool) -> None:
+    made = plan(keep_kv)
+    program = made.programs[0][backward]
+    held = [rank for rank, share in enumerate(program.held) if 0 < share < 1000]
+    assert held
+    for rank in held:
+        found = rank_program(made, rank, 0, backward)
+        own = {
+            slot for slot, at in enumerate(found.slots) for work in at.work if work.q_shelf == 0 and work.kv_shelf == 1
+        }
+        last = max([shelf.stage for shelf in found.shelves[2:]], default=0)
+        assert own <= {program.own_stage, min(max(last, not program.keys_kept) + 1, program.stages - 1)}
+        assert len(own) == 2
