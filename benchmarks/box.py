@@ -3,7 +3,7 @@
     sudo python benchmarks/box.py --nodes 2 --ranks 2 --mbit 400 --gflops 20       # every rank a device paced at 20 GFLOP/s
     sudo python benchmarks/box.py --nodes 2 --ranks 2 --mbit 100 --real            # real kernels on this machine's cores
 
-Nodes are network namespaces, a node's link carries ``--mbit`` each way, messages are real TCP (flexcp/measure/box.py). By default compute
+Nodes are network namespaces, a node's link carries ``--mbit`` each way, messages are real TCP (benchmarks/lib/box.py). By default compute
 is paced, because ranks that share two cores wait for each other as devices of a cluster do not; ``--real`` runs the CPU kernel, calibrates
 the planner on it, and compares results. A row marked "no relays" is the placement above it with every key straight from its owner.
 

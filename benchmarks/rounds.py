@@ -2,7 +2,7 @@
 
     sudo python benchmarks/rounds.py --nodes 4 --ranks 2 --mbit 800
 
-Nodes are network namespaces (flexcp/measure/box.py), the kernel does nothing, so a step is its communication, packing and reductions.
+Nodes are network namespaces (benchmarks/lib/box.py), the kernel does nothing, so a step is its communication, packing and reductions.
 Milliseconds of the slowest rank in the fastest of ``--repeats``, forward and backward. Needs root and iproute2; skips without them.
 """
 
