@@ -3,7 +3,7 @@
     sudo python benchmarks/box.py --nodes 2 --ranks 2 --mbit 400 --gflops 20       # every rank a device paced at 20 GFLOP/s
     sudo python benchmarks/box.py --nodes 2 --ranks 2 --mbit 100 --real            # real kernels on this machine's cores
 
-Nodes are network namespaces, a node's link carries ``--mbit`` each way, messages are real TCP (flexcp/measure/box.py). By default compute
+Nodes are network namespaces, a node's link carries ``--mbit`` each way, messages are real TCP (benchmarks/lib/box.py). By default compute
 is paced, because ranks that share two cores wait for each other as devices of a cluster do not; ``--real`` runs the CPU kernel, calibrates
 the planner on it, and compares results. A row marked "no relays" is the placement above it with every key straight from its owner.
 
@@ -30,7 +30,7 @@ from flexcp.plan.plan import Plan
 from flexcp.planner import Planner
 from flexcp.schedule.transfers import make_plan
 from lib.box import Box
-from lib.step_time import Arrays, Part, difference, slowest_ms, time_steps
+from lib.step_time import Arrays, StepPart, difference, slowest_ms, time_steps
 
 DTYPE = "float32"
 # Only attention is timed, so a token costs nothing else; a pass through Python and gloo starts in a fraction of a millisecond.
@@ -38,7 +38,7 @@ COST = CostModel(
     "box", 1000, 1000, 1000, link_efficiency=950, row_tile_pairs=0, kernel_ns=300_000, message_ns=100_000,
     model=Model("attention only", hidden=1, layers=1, feed_forward=1),
 )  # fmt: skip
-PARTS: tuple[Part, ...] = ("compute", "communication", "whole")
+PARTS: tuple[StepPart, ...] = ("compute", "communication", "whole")
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""``auto``'s regret, judged by what it was not chosen with: every strategy's plan replayed with real kernels (flexcp/measure/replay.py).
+"""``auto``'s regret, judged by what it was not chosen with: every strategy's plan replayed with real kernels
+(flexcp/measure/calibrate/replay.py).
 
     python benchmarks/regret.py                       # CPU kernels on this machine; takes minutes, wants an idle machine
     python benchmarks/regret.py --device cuda         # on a GPU machine

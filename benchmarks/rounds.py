@@ -2,7 +2,7 @@
 
     sudo python benchmarks/rounds.py --nodes 4 --ranks 2 --mbit 800
 
-Nodes are network namespaces (flexcp/measure/box.py), the kernel does nothing, so a step is its communication, packing and reductions.
+Nodes are network namespaces (benchmarks/lib/box.py), the kernel does nothing, so a step is its communication, packing and reductions.
 Milliseconds of the slowest rank in the fastest of ``--repeats``, forward and backward. Needs root and iproute2; skips without them.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from box_options import box_cluster, box_parser, parsed
 from flexcp.data.lengths import parse_lengths
-from flexcp.executor.exchange.calls import CallSettings, rank_calls
+from flexcp.executor.exchange.rank_calls import CallSettings, rank_calls
 from flexcp.plan.plan import Plan
 from flexcp.planner import Planner
 from lib.box import Box

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from flexcp.executor.slice_attention import packed_slices
-from lib.kernel_cases import MODELS, Model, error_share, plain_results, random_batch, results
+from lib.kernel_cases import MODELS, KernelSetup, error_share, plain_results, random_batch, results
 
 
-def share(model: Model, seed: int) -> float:
+def share(model: KernelSetup, seed: int) -> float:
     """Error / allowed error of the gradient of sinks with documents reversed, by the rule's own reference."""
     rng = np.random.default_rng(seed)
     lengths, masks = random_batch(rng)

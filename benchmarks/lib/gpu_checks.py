@@ -34,7 +34,7 @@ from flexcp.clusters import cluster
 from flexcp.executor.exchange.arena import Buffers
 from flexcp.executor.kernels import Settings, find_kernel, row_kernels
 from flexcp.executor.op import attention
-from flexcp.executor.run.fields import Shelves, message_bytes, new_inputs, new_results, types_of
+from flexcp.executor.run.message_layout import Shelves, message_bytes, new_inputs, new_results, types_of
 from flexcp.executor.run.packing import FieldPacking, Packing
 from flexcp.executor.run.program import rank_program
 from flexcp.executor.run.row_packing import RowPacking

@@ -24,7 +24,7 @@ LONGEST = 700
 
 
 @dataclass(frozen=True)
-class Model:
+class KernelSetup:
     """What a kernel is compiled for."""
 
     kernel: str
@@ -39,26 +39,26 @@ class Model:
 
 
 MODELS = (
-    Model("cute", "bfloat16", 8, 2, 128, 128),
-    Model("cute", "float16", 6, 2, 128, 128),
-    Model("cute", "bfloat16", 4, 4, 128, 128),
-    Model("cute", "bfloat16", 7, 1, 128, 128, 15.0),
-    Model("fa4", "bfloat16", 8, 2, 128, 128),
-    Model("fa4", "bfloat16", 8, 2, 128, 128, foreign=True),
-    Model("fa4", "float16", 4, 4, 128, 128, foreign=True),
-    Model("hopper", "bfloat16", 8, 2, 128, 128),
-    Model("hopper", "bfloat16", 4, 4, 64, 64),
-    Model("hopper", "float16", 6, 2, 128, 64),
-    Model("hopper", "bfloat16", 7, 1, 64, 128, 15.0),
-    Model("triton", "bfloat16", 8, 2, 128, 128),
-    Model("triton", "float16", 7, 1, 96, 96),
-    Model("triton", "bfloat16", 3, 1, 64, 64, 15.0),
-    Model("triton", "bfloat16", 4, 1, 192, 128),
-    Model("triton", "bfloat16", 2, 2, 256, 256),
-    Model("triton", "bfloat16", 8, 2, 80, 80),
-    Model("triton", "float16", 4, 2, 72, 40),
-    Model("triton", "float32", 4, 2, 64, 64),
-    Model("triton", "float32", 2, 1, 128, 128, 15.0),
+    KernelSetup("cute", "bfloat16", 8, 2, 128, 128),
+    KernelSetup("cute", "float16", 6, 2, 128, 128),
+    KernelSetup("cute", "bfloat16", 4, 4, 128, 128),
+    KernelSetup("cute", "bfloat16", 7, 1, 128, 128, 15.0),
+    KernelSetup("fa4", "bfloat16", 8, 2, 128, 128),
+    KernelSetup("fa4", "bfloat16", 8, 2, 128, 128, foreign=True),
+    KernelSetup("fa4", "float16", 4, 4, 128, 128, foreign=True),
+    KernelSetup("hopper", "bfloat16", 8, 2, 128, 128),
+    KernelSetup("hopper", "bfloat16", 4, 4, 64, 64),
+    KernelSetup("hopper", "float16", 6, 2, 128, 64),
+    KernelSetup("hopper", "bfloat16", 7, 1, 64, 128, 15.0),
+    KernelSetup("triton", "bfloat16", 8, 2, 128, 128),
+    KernelSetup("triton", "float16", 7, 1, 96, 96),
+    KernelSetup("triton", "bfloat16", 3, 1, 64, 64, 15.0),
+    KernelSetup("triton", "bfloat16", 4, 1, 192, 128),
+    KernelSetup("triton", "bfloat16", 2, 2, 256, 256),
+    KernelSetup("triton", "bfloat16", 8, 2, 80, 80),
+    KernelSetup("triton", "float16", 4, 2, 72, 40),
+    KernelSetup("triton", "float32", 4, 2, 64, 64),
+    KernelSetup("triton", "float32", 2, 1, 128, 128, 15.0),
 )
 
 
@@ -66,13 +66,13 @@ MODELS = (
 class Worst:
     """Cases run, how many broke the rule, and the largest error / allowed error of each result."""
 
-    model: Model
+    model: KernelSetup
     cases: int
     failed: int
     share: dict[str, float]
 
 
-def check_cases(model: Model, seeds: range) -> Worst:
+def check_cases(model: KernelSetup, seeds: range) -> Worst:
     """Run the cases of ``seeds``."""
     worst: dict[str, float] = {}
     failed = 0
@@ -115,7 +115,7 @@ def _random_mask(rng: np.random.Generator, n: int) -> Mask:
     return made[rng.integers(len(made))]
 
 
-def case_shares(model: Model, seed: int) -> dict[str, float]:
+def case_shares(model: KernelSetup, seed: int) -> dict[str, float]:
     """Error / allowed error of each result of one case."""
     rng = np.random.default_rng(seed)
     slices = packed_slices(*random_batch(rng, model.foreign))
@@ -201,7 +201,7 @@ def compiled(kernel: str) -> int:
     return int(variants + sum(f.cache_info().currsize for f in made_once))
 
 
-def recompiles(model: Model, batches: int = 100) -> tuple[int, int]:
+def recompiles(model: KernelSetup, batches: int = 100) -> tuple[int, int]:
     """(variants after two batches, variants after ``batches`` more): the second must equal the first.
 
     Two, because a batch in which some row sees no key runs other variants of the forward and of dq: they are added to, not written.
@@ -215,7 +215,7 @@ def recompiles(model: Model, batches: int = 100) -> tuple[int, int]:
     return first, compiled(model.kernel)
 
 
-def _run(model: Model, slices: Tensor) -> None:
+def _run(model: KernelSetup, slices: Tensor) -> None:
     tokens, dtype = int(slices[:, 1].max()), getattr(torch, model.dtype)
     sizes = ((model.heads, model.head_dim), (model.kv_heads, model.head_dim), (model.kv_heads, model.v_head_dim))
     q, k, v = (torch.randn(tokens, *s, device="cuda").to(dtype).requires_grad_() for s in sizes)

@@ -35,7 +35,7 @@ from flexcp.executor.step import Step, bind
 from flexcp.masks import area
 from flexcp.plan.plan import Plan
 
-Part = Literal["whole", "compute", "communication"]
+StepPart = Literal["whole", "compute", "communication"]
 Ints = NDArray[np.int64]
 Arrays = dict[str, NDArray[Any]]
 
@@ -52,7 +52,7 @@ class Timed:
 def time_steps(
     group: dist.ProcessGroup,
     plan: Plan,
-    part: Part,
+    part: StepPart,
     repeats: int,
     gflops: float | None = None,
     results: bool = False,

@@ -10,7 +10,7 @@ import pytest
 import flexcp
 from flexcp.measure.ranks import RankPool
 from flexcp.plan.plan import Plan
-from lib.step_time import Part, Timed, difference, slowest_ms, time_steps
+from lib.step_time import StepPart, Timed, difference, slowest_ms, time_steps
 
 LENGTHS = [200, 31, 90]
 
@@ -20,7 +20,7 @@ def plan_of(strategy: str) -> Plan:
     return flexcp.Planner(2, 2, 8, cluster=machine, dtype="float64", strategy=strategy)(LENGTHS)
 
 
-def timed(pool: RankPool, plan: Plan, part: Part, *more: Any) -> list[Timed]:
+def timed(pool: RankPool, plan: Plan, part: StepPart, *more: Any) -> list[Timed]:
     return pool.run(time_steps, plan, part, 2, *more, ranks=2)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from flexcp.executor.latent import Mail, _calls
-from flexcp.executor.latent_way import Stage, _blocks
+from flexcp.executor.latent import LatentMessages, _calls
+from flexcp.executor.latent_program import Stage, _blocks
 
 
 class Echo:
@@ -33,7 +33,7 @@ def test_partial_and_final_rows_of_a_peer_are_one_message() -> None:
     assert call.sends == call.receives == ((1, 0, 3 * 5 * 2), (2, 0, 3 * 5 * 2 + 2 * 5 * 4))
     assert _calls(Stage(), *form) == ()
     arena = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
-    found = list(Mail(Echo(), *form).exchanged(1, Stage(blocks, blocks), arena))  # type: ignore[arg-type]
+    found = list(LatentMessages(Echo(), *form).exchanged(1, Stage(blocks, blocks), arena))  # type: ignore[arg-type]
     assert [rows.tolist() for rows, _ in found] == [final.tolist(), partial.tolist(), final.tolist()]
     for (rows, values), whole in zip(found, (False, True, False), strict=True):
         assert torch.equal(values, arena[rows] if whole else arena[rows].bfloat16().float())

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import flexcp
-from flexcp.executor.run.fields import Types
+from flexcp.executor.run.message_layout import Types
 from flexcp.executor.step import Step
 from flexcp.measure.ranks import RankPool
 from flexcp.plan.plan import Plan

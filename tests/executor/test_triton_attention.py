@@ -23,7 +23,7 @@ import torch
 import flexcp
 from flexcp.executor import op
 from flexcp.executor.run import prepared
-from flexcp.executor.run.fields import Types
+from flexcp.executor.run.message_layout import Types
 from flexcp.executor.run.row_packing import RowPacking
 from flexcp.measure.ranks import RankPool
 from flexcp.measure.verify import Options, verify_on

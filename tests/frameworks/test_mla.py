@@ -191,7 +191,7 @@ def test_a_call_is_checked_as_any_attention() -> None:
 
 def test_plans_that_move_queries_are_refused() -> None:
     plan = flexcp.Planner(4, 1, 10, 5, "float64", flexcp.cluster("cpu", 1, 2), strategy="ulysses", latent=14)([40])
-    from flexcp.executor.latent_way import way_of
+    from flexcp.executor.latent_program import make_latent_program
 
     with pytest.raises(NotImplementedError, match=r"'ulysses' moves queries.*'blocks'"):
-        way_of(plan, 0, 0)
+        make_latent_program(plan, 0, 0)

@@ -1,7 +1,7 @@
 """Proves what a plan says about memory: hand-counted examples, and layouts in which nothing that is alive shares a byte.
 
 Lives are derived here from a rank's program (what each slot packs, takes in and computes with), not from the rule that laid the arena out.
-That a real pass allocates and touches just these bytes is tests/executor/test_arena.py's job.
+That a real pass allocates and touches just these bytes is tests/executor/exchange/test_arena.py's job.
 """
 
 from __future__ import annotations

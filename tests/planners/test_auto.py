@@ -19,7 +19,7 @@ from flexcp.cost import CostModel
 from flexcp.masks import causal, from_slices, full, lambda_, prefix, shared_question, window
 from flexcp.plan.check import check_plan
 from flexcp.plan.placement import Placement
-from flexcp.planners.auto import CLOSE, HIGH_EFFORT, _Scored, _Search, auto
+from flexcp.planners.auto import CLOSE_TO_PERFECT, HIGH_EFFORT, _Scored, _Search, auto
 from flexcp.planners.blocks.blocks import blocks
 from flexcp.planners.groups.groups import groups
 from flexcp.planners.layouts import user_layout
@@ -108,7 +108,9 @@ def test_the_answer_is_that_of_trying_everything(asked: Request) -> None:
     dynamic = min(t for t in dynamics if t is not None)
     if not statics or min(statics) * 1000 > dynamic * (1000 + COST.error_permille):
         perfect = lower_bound(asked.batch, asked.shape, asked.cluster, asked.cost)
-        assert found == dynamic or found * CLOSE < perfect * (CLOSE + 1)  # close enough to perfect to ask nobody else
+        assert found == dynamic or found * CLOSE_TO_PERFECT < perfect * (
+            CLOSE_TO_PERFECT + 1
+        )  # close enough to perfect to ask nobody else
     else:
         assert found == min(statics)
     assert all(found <= t for t in statics)

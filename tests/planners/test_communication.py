@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_properties import cases, planned
 
-from flexcp.executor.exchange.calls import WHOLE_STAGES, CallSettings, rank_calls
+from flexcp.executor.exchange.rank_calls import WHOLE_STAGES, CallSettings, rank_calls
 from flexcp.plan.plan import Plan
 from flexcp.planners.strategies import STRATEGIES
 from flexcp.shape import Kind

@@ -22,7 +22,7 @@ from flexcp.plan.memory import KEYS, QUERIES
 from flexcp.planners.request import Request
 from flexcp.schedule import stages
 from flexcp.schedule.needs import Pieces
-from flexcp.schedule.stages import TILE, cut_into_stages
+from flexcp.schedule.stages import CUT_TOKENS, cut_into_stages
 from flexcp.shape import Kind, Shape
 from flexcp.simulator.passes import Rules
 from flexcp.simulator.training import simulate
@@ -61,7 +61,7 @@ def test_parts_cover_every_piece_once_in_stages_that_exist(case: tuple[Pieces, I
     starts = {(r, o, s, a, b) for r, o, s, _, a, b, _ in pieces.matrix().T.tolist()}
     for rank, owner, start, _, h0, h1, _ in parts.matrix().T.tolist():
         whole = max(s for r, o, s, a, b in starts if (r, o, a, b) == (rank, owner, h0, h1) and s <= start)
-        assert (start - whole) % TILE == 0
+        assert (start - whole) % CUT_TOKENS == 0
 
 
 def test_the_parts_of_a_large_piece_are_equal() -> None:
@@ -120,7 +120,7 @@ def test_own_work_is_shared_between_both_ends_as_the_plan_says() -> None:
         last = int(t.stage[(t.target == rank) & np.isin(t.kind, (Kind.Q, Kind.KV))].max(initial=1))
         assert np.flatnonzero(own).tolist() in ([0, last + 1], [0], [last + 1])
         # One tile of rows against all keys of a document is the coarseness of the cut.
-        coarse = TILE * 65536 * 32
+        coarse = CUT_TOKENS * 65536 * 32
         assert abs(int(own[last + 1]) - int(own.sum()) * held // 1000) <= coarse
 
 

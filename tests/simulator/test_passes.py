@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import flexcp
 from flexcp.clusters import Cluster
-from flexcp.simulator.messages import Chunks
+from flexcp.simulator.messages import TimedChunks
 from flexcp.simulator.passes import TRACKS, Pass, PassModel, Rules, pass_model, run_pass
 from flexcp.simulator.slot_work import SlotWork
 
@@ -36,7 +36,7 @@ def hand_made(
     zero = np.zeros_like(stage)
     work = np.array(ns, np.int64)
     found = SlotWork(work, work, (work > 0).astype(np.int64), True)
-    messages = Chunks(stage, zero, source, target, time * 7, time, zero)
+    messages = TimedChunks(stage, zero, source, target, time * 7, time, zero)
     return PassModel("all forward", len(ns), False, found, work, messages, rules, LATENCY, slow, link)
 
 

@@ -19,7 +19,7 @@ import flexcp
 import flexcp.data
 from flexcp.measure.ranks import RankPool
 from flexcp.plan.plan import Plan
-from flexcp.telemetry.meet import told_to_rank_0
+from flexcp.telemetry.gather_on_rank_0 import gather_on_rank_0
 from flexcp.telemetry.scalars import scalars
 
 MASKS = {"full": (flexcp.causal(), 1), "window": (flexcp.window(4), 2)}
@@ -54,7 +54,7 @@ def on_nothing(group: dist.ProcessGroup, plan: Plan) -> bool:
 def on_meeting(group: dist.ProcessGroup) -> Any:
     from datetime import timedelta
 
-    return told_to_rank_0({"rank": dist.get_rank(group)}, group, timedelta(seconds=20))
+    return gather_on_rank_0({"rank": dist.get_rank(group)}, group, timedelta(seconds=20))
 
 
 def test_passes_bytes_and_plans_are_recorded_and_only_the_last_steps_kept(pool: RankPool, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from flexcp.cli.commands.warmup import warmup
 from flexcp.cli.shared.every import Commands, UsageError, one_line
 from flexcp.io.visible import visible
 
-QUIET = 200_000
+COLLECT_EVERY = 200_000
 """Objects between collections: imports make many and no garbage, and looking for some is a tenth of a short command."""
 
 app = Commands(
@@ -58,7 +58,7 @@ def version(show: bool = typer.Option(False, "--version", help="Print the versio
 
 def run() -> None:
     """``flexcp`` on the command line. Exit codes: 0 done, 1 a check failed, 2 wrong input, 130 interrupted."""
-    gc.set_threshold(QUIET)
+    gc.set_threshold(COLLECT_EVERY)
     sys.exit(_code())
 
 

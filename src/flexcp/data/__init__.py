@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 _HOMES = {
     "Loader": "loader",
-    "LocalBatch": "local",
+    "LocalBatch": "local_batch",
     "PlanningError": "planning",
     "Stats": "stats",
     "dataset_lengths": "columns",
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from flexcp.data.columns import dataset_lengths
     from flexcp.data.lengths import jsonl_lengths, parse_lengths
     from flexcp.data.loader import Loader
-    from flexcp.data.local import LocalBatch
+    from flexcp.data.local_batch import LocalBatch
     from flexcp.data.planning import PlanningError
     from flexcp.data.stats import Stats
 

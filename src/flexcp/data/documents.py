@@ -38,7 +38,7 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Limits:
+class BatchLimits:
     """Token budget of a batch, the most tokens of a document, and what happens to longer ones: refuse, cut or drop."""
 
     budget: int

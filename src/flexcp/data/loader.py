@@ -29,9 +29,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from flexcp.data.agreement import check_same, sampler_share
-from flexcp.data.documents import BatchSpec, Limits, next_batch
+from flexcp.data.documents import BatchLimits, BatchSpec, next_batch
 from flexcp.data.lengths import parse_lengths
-from flexcp.data.local import LocalBatch, local_batch
+from flexcp.data.local_batch import LocalBatch, local_batch
 from flexcp.data.order import count_batches
 from flexcp.data.planning import PlannerLike, Pool
 from flexcp.data.samples import LABELS, TOKENS, Fields, MaskChoice, Masks, Sample
@@ -128,7 +128,7 @@ class Loader:
         self.stats = Stats()
         self.drop_last, self.lookahead, self.device, self.telemetry = drop_last, lookahead, device, telemetry
         self.options = dict(plan_options or {})
-        limits = Limits(budget, min(budget, max_length or budget), too_long)
+        limits = BatchLimits(budget, min(budget, max_length or budget), too_long)
         field = spans if isinstance(spans, str) else None
         fields = Fields(tokens, labels, field, frozenset(document_fields), ignore)
         self.pads = {TOKENS: pad_token, LABELS: ignore, **({field: -1} if field else {})}

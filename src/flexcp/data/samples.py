@@ -195,7 +195,7 @@ class Masks:
         """Whether masks are known without reading samples."""
         return self.function is None and self.spans_field is None
 
-    def of(self, number: int, sample: Any, limit: int) -> MaskChoice:
+    def choose(self, number: int, sample: Any, limit: int) -> MaskChoice:
         """The mask of document ``number``, fit for its first ``limit`` tokens; ``sample`` is looked at where masks are not known."""
         found = self._whole(number, sample)
         for mask in [found] if isinstance(found, Mask) else [m for m, _ in found.values()]:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from flexcp.data.planning import PlanningError, Pool
-from flexcp.executor.exchange.notes import through_store
+from flexcp.executor.exchange.failure_notes import through_store
 from flexcp.plan.file import load_plan, save_plan
 from flexcp.plan.plan import Plan
 

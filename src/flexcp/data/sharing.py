@@ -66,7 +66,7 @@ class Segments:
     first: Ints
     rows: Ints
 
-    def of(self, documents: NDArray[np.bool_]) -> Segments:
+    def of_documents(self, documents: NDArray[np.bool_]) -> Segments:
         """Those of the marked documents."""
         keep = documents[self.document]
         return Segments(self.at[keep], self.document[keep], self.first[keep], self.rows[keep])
@@ -109,11 +109,13 @@ def shared(
     """This rank's columns, and the values of the documents it keeps tokens of; ``held`` are the documents it read."""
     readers = np.array([d.reader for d in documents], np.int64)
     mine = segments(placement, peers.rank)
-    columns = local_columns(mine.of(readers == peers.rank), int(placement.tokens[peers.rank]), held, schema, pads)
+    columns = local_columns(
+        mine.of_documents(readers == peers.rank), int(placement.tokens[peers.rank]), held, schema, pads
+    )
     values = {d: held[d].values for d in _documents_of(mine) if readers[d] == peers.rank}
     others = [r for r in range(peers.size) if r != peers.rank]
-    sent = {r: _message(segments(placement, r).of(readers == peers.rank), held, schema) for r in others}
-    parts = {r: mine.of(readers == r) for r in others}
+    sent = {r: _message(segments(placement, r).of_documents(readers == peers.rank), held, schema) for r in others}
+    parts = {r: mine.of_documents(readers == r) for r in others}
     sizes = {r: _message_bytes(part, documents, schema) for r, part in parts.items()}
     for reader, data in peers.exchange(sent, sizes).items():
         values.update(_unpacked(data, parts[reader], documents, schema, columns))

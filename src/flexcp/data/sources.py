@@ -23,7 +23,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcp.data.documents import Document, Limits
+from flexcp.data.documents import BatchLimits, Document
 from flexcp.data.order import epoch_order
 from flexcp.data.samples import Fields, Masks, Sample, Schema, opened
 from flexcp.data.sharing import Peers
@@ -41,7 +41,7 @@ class Reading:
 
     fields: Fields
     masks: Masks
-    limits: Limits
+    limits: BatchLimits
     shuffle: bool
     seed: int
     stats: Stats
@@ -86,7 +86,7 @@ class Known:
         if length < whole and self.reading.limits.too_long == "drop":
             return Document(number, 0, whole, None, dropped=True)
         valid = length - 1 if self.reading.fields.labels is None else None
-        return Document(number, length, whole, self.reading.masks.of(number, None, length), valid=valid)
+        return Document(number, length, whole, self.reading.masks.choose(number, None, length), valid=valid)
 
     def read(self, document: Document) -> Sample:
         """The sample of a document, cut to its length."""
@@ -238,7 +238,7 @@ class Read:
             return Document(number, 0, whole, None, dropped=True), sample
         valid = int((sample.columns["labels"] != reading.fields.ignore).sum())
         size = len(pickle.dumps(sample.values)) if sample.values else 0
-        mask = reading.masks.of(number, raw, length)
+        mask = reading.masks.choose(number, raw, length)
         return Document(number, length, whole, mask, self.peers.rank, valid, size), sample
 
     # --- state --------------------------------------------------------------------------------------------------------

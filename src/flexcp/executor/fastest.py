@@ -19,8 +19,8 @@ import torch
 from flexcp.executor.kernels import HOMES, Ints, Settings, find_kernel
 from flexcp.executor.kernels.choose import Choice, why_not
 from flexcp.executor.kernels.ends import OutputGradient
-from flexcp.executor.run.fields import types_of
-from flexcp.executor.run.local import local_backward, local_forward
+from flexcp.executor.run.message_layout import types_of
+from flexcp.executor.run.one_device import local_backward, local_forward
 from flexcp.executor.run.prepared import covers
 from flexcp.masks import K1, Q1, causal
 

@@ -8,10 +8,10 @@ heads' FLOPs for every pair. This file runs it:
     backward   they arrive again  ->  expand  ->  attention's gradients  ->  expand's gradients: of its weights, which stay here as any
                parameter's share, and of the latents, which go home by the plan's table and are summed where paths meet
 
-All keys lie in one *arena*, as :mod:`flexcp.executor.latent_way` derives from the plan. Bytes are the plan's, in both directions. There is
-no overlap: everything arrives, then everything is computed. So a backward's latents and gradients, which share stages in the plan, travel
-one after the other here. Each stage is one call of the step's exchange: tags, time limits and words on who is late are the same as in any
-attention (:mod:`flexcp.executor.exchange.exchange`).
+All keys lie in one *arena*, as :mod:`flexcp.executor.latent_program` derives from the plan. Bytes are the plan's, in both directions. There
+is no overlap: everything arrives, then everything is computed. So a backward's latents and gradients, which share stages in the plan,
+travel one after the other here. Each stage is one call of the step's exchange: tags, time limits and words on who is late are the same as
+in any attention (:mod:`flexcp.executor.exchange.exchange`).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from torch import Tensor
 
 from flexcp.executor.arguments import attention_scale, check_call, check_running, check_tensors
 from flexcp.executor.exchange.arena import Buffers
-from flexcp.executor.exchange.calls import Call, Part
 from flexcp.executor.exchange.exchange import Exchange
+from flexcp.executor.exchange.rank_calls import Call, MessageRange
 from flexcp.executor.kernels import Settings, find_kernel, uploaded
 from flexcp.executor.kernels.ends import OutputGradient
-from flexcp.executor.latent_way import Block, Stage, Way, way_of
+from flexcp.executor.latent_program import LatentProgram, RowBlock, Stage, make_latent_program
 from flexcp.executor.layer_masks import mask_number
-from flexcp.executor.run.fields import types_of
-from flexcp.executor.run.local import local_backward, local_forward
+from flexcp.executor.run.message_layout import types_of
+from flexcp.executor.run.one_device import local_backward, local_forward
 from flexcp.executor.run.prepared import covers
 from flexcp.executor.step import Step, check_bound
 
@@ -86,43 +86,43 @@ class _LatentAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, latent: Tensor, asked: _Asked, *weights: Tensor) -> Tensor:
         step = asked.step
-        way, types = way_of(step.plan, step.rank, asked.mask), types_of(q)
-        mail = _mail(way, step, latent, backward=False)
+        program, types = make_latent_program(step.plan, step.rank, asked.mask), types_of(q)
+        messages = _open_messages(program, step, latent, backward=False)
         step.note_call()
-        with mail.exchange:
-            arena = _fetched(latent, way.forward, way, step, mail)
-            mail.exchange.finish()
+        with messages.exchange:
+            arena = _fetched(latent, program.forward, program, step, messages)
+            messages.exchange.finish()
             k, v = _expanded(asked.expand, arena, weights, q)
             module = find_kernel(asked.kernel)
-            work = module.prepare(way.slices, q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.device)
+            work = module.prepare(program.slices, q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.device)
             rows = step.in_stream_order(q)
-            whole = covers(way.slices, len(rows))
+            whole = covers(program.slices, len(rows))
             out, lse = local_forward(module, work, whole, types, asked.settings, rows, k, v, rounded=True)
         out = out.to(q.dtype)
-        ctx.save_for_backward(rows, latent, out, lse, arena if way.keys_kept else None, *weights)
-        ctx.call = (asked, way, module, work)
+        ctx.save_for_backward(rows, latent, out, lse, arena if program.keys_kept else None, *weights)
+        ctx.call = (asked, program, module, work)
         return step.in_local_order(out)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, latent, out, lse, arena, *weights = ctx.saved_tensors
-        asked, way, module, work = ctx.call
+        asked, program, module, work = ctx.call
         step = asked.step
         step.note_backward()
         do, types = step.in_stream_order(grads[0].to(out.dtype)), types_of(q)
-        mail = _mail(way, step, latent, backward=True)
-        with mail.exchange:
+        messages = _open_messages(program, step, latent, backward=True)
+        with messages.exchange:
             if arena is None:
-                arena = _fetched(latent, way.backward, way, step, mail)
+                arena = _fetched(latent, program.backward, program, step, messages)
             leaves = [x.detach().requires_grad_() for x in (arena, *weights)]
             with torch.enable_grad():
                 k, v = _expanded(asked.expand, leaves[0], leaves[1:], q)
             inputs = (q, k.detach(), v.detach(), lse, OutputGradient(do, out, None, lse.dtype))
-            dq, dk, dv = local_backward(module, work, covers(way.slices, len(q)), types, asked.settings, *inputs)
+            dq, dk, dv = local_backward(module, work, covers(program.slices, len(q)), types, asked.settings, *inputs)
             found = torch.autograd.grad((k, v), leaves, (dk.to(k.dtype), dv.to(v.dtype)), allow_unused=True)
             darena = torch.zeros_like(arena) if found[0] is None else found[0]
-            dlatent = _returned(darena.to(types.accumulator), way, mail, latent.dtype)
-            mail.exchange.finish()
+            dlatent = _returned(darena.to(types.accumulator), program, messages, latent.dtype)
+            messages.exchange.finish()
         return step.in_local_order(dq).to(q.dtype), step.in_local_order(dlatent), None, *found[1:]
 
 
@@ -130,7 +130,7 @@ class _LatentAttention(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Mail:
+class LatentMessages:
     """The exchange of one pass and what its messages hold: rows of ``width`` numbers, in ``dtype`` or, where partial, the ``wide`` one."""
 
     exchange: Exchange
@@ -151,7 +151,7 @@ class Mail:
         for rows, part in self._parts(arriving, stage.receives):
             yield rows, part.to(arena.dtype)
 
-    def _parts(self, buffers: Buffers, blocks: tuple[Block, ...]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _parts(self, buffers: Buffers, blocks: tuple[RowBlock, ...]) -> Iterator[tuple[Tensor, Tensor]]:
         """(rows, where they lie in the peer's message) of each block; wide ones are in front, so all are aligned."""
         left = dict(buffers.messages)
         for peer, rows, partial in blocks:
@@ -161,23 +161,23 @@ class Mail:
             yield uploaded(rows, part.device), part.view(dtype).view(len(rows), self.width)
 
 
-def _mail(way: Way, step: Step, latent: Tensor, backward: bool) -> Mail:
+def _open_messages(program: LatentProgram, step: Step, latent: Tensor, backward: bool) -> LatentMessages:
     """Open the exchange of the next pass."""
     form = (latent.shape[1], latent.dtype, types_of(latent).accumulator)
-    stages = way.backward + way.home if backward else way.forward
+    stages = program.backward + program.home if backward else program.forward
     calls = tuple(_calls(stage, *form) for stage in stages)
-    return Mail(step.open_exchange(way.mask, backward, latent.device, calls), *form)
+    return LatentMessages(step.open_exchange(program.mask, backward, latent.device, calls), *form)
 
 
 def _calls(stage: Stage, *form: Any) -> tuple[Call, ...]:
     receives, sends = (
-        tuple(Part(peer, 0, size) for peer, size in _sizes(blocks, *form).items())
+        tuple(MessageRange(peer, 0, size) for peer, size in _sizes(blocks, *form).items())
         for blocks in (stage.receives, stage.sends)
     )
     return (Call(0, receives, sends),) if receives or sends else ()
 
 
-def _sizes(blocks: tuple[Block, ...], width: int, dtype: torch.dtype, wide: torch.dtype) -> Counter[int]:
+def _sizes(blocks: tuple[RowBlock, ...], width: int, dtype: torch.dtype, wide: torch.dtype) -> Counter[int]:
     """Bytes of the message to or from each peer."""
     found: Counter[int] = Counter()
     for peer, rows, partial in blocks:
@@ -185,22 +185,24 @@ def _sizes(blocks: tuple[Block, ...], width: int, dtype: torch.dtype, wide: torc
     return found
 
 
-def _fetched(latent: Tensor, stages: tuple[Stage, ...], way: Way, step: Step, mail: Mail) -> Tensor:
+def _fetched(
+    latent: Tensor, stages: tuple[Stage, ...], program: LatentProgram, step: Step, messages: LatentMessages
+) -> Tensor:
     """The arena: own latents and those that arrive, relayed ones passed on."""
-    arena = latent.new_zeros((way.rows, latent.shape[1]))
-    arena[uploaded(way.own, latent.device)] = step.in_stream_order(latent)
+    arena = latent.new_zeros((program.rows, latent.shape[1]))
+    arena[uploaded(program.own, latent.device)] = step.in_stream_order(latent)
     for number, stage in enumerate(stages):
-        for rows, message in mail.exchanged(number, stage, arena):
+        for rows, message in messages.exchanged(number, stage, arena):
             arena[rows] = message
     return arena
 
 
-def _returned(gradient: Tensor, way: Way, mail: Mail, dtype: torch.dtype) -> Tensor:
+def _returned(gradient: Tensor, program: LatentProgram, messages: LatentMessages, dtype: torch.dtype) -> Tensor:
     """Gradients of own latents in stream order, from what every rank found for them."""
-    for number, stage in enumerate(way.home, len(way.backward)):
-        for rows, message in mail.exchanged(number, stage, gradient):
+    for number, stage in enumerate(program.home, len(program.backward)):
+        for rows, message in messages.exchanged(number, stage, gradient):
             gradient[rows] += message
-    return gradient[uploaded(way.own, gradient.device)].to(dtype)
+    return gradient[uploaded(program.own, gradient.device)].to(dtype)
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------

@@ -60,8 +60,8 @@ def roll(local: Tensor, placement: Placement, talk: Talk, shift: int, fill: floa
         inside &= batch.document_of(safe) == batch.document_of(at)
         wanted.append(np.where(inside, source, -1))
     here = [local_stream(placement, r) for r in range(placement.ranks)]
-    moves, mine = _moves(here, placement.stream, wanted, talk.rank), wanted[talk.rank]
-    return _filled(_Fetch.apply(local, moves, len(mine), talk, "step.roll"), mine < 0, fill)
+    rows_by_peer, mine = _rows_by_peer(here, placement.stream, wanted, talk.rank), wanted[talk.rank]
+    return _filled(_Fetch.apply(local, rows_by_peer, len(mine), talk, "step.roll"), mine < 0, fill)
 
 
 def relayout(
@@ -72,8 +72,8 @@ def relayout(
     there = [np.asarray(index, np.int64) for index in maps]
     source, wanted = (there, here) if back else (here, there)
     wanted = [np.where(index < placement.batch.tokens, index, -1) for index in wanted]
-    moves = _moves(source, placement.stream, wanted, talk.rank)
-    found: Tensor = _Fetch.apply(local, moves, len(wanted[talk.rank]), talk, place)
+    rows_by_peer = _rows_by_peer(source, placement.stream, wanted, talk.rank)
+    found: Tensor = _Fetch.apply(local, rows_by_peer, len(wanted[talk.rank]), talk, place)
     return found
 
 
@@ -139,44 +139,44 @@ def mean_over_ranks(total: Tensor, count: Tensor, talk: Talk, place: str) -> Ten
     return total / talk.summed(place, count).clamp(min=1)
 
 
-Moves = list[tuple[Tensor, Tensor]]
+SentAndReceived = list[tuple[Tensor, Tensor]]
 
 
-def _moves(source: list[Ints], stream: int, wanted: list[Ints], rank: int) -> Moves:
+def _rows_by_peer(source: list[Ints], stream: int, wanted: list[Ints], rank: int) -> SentAndReceived:
     """For each peer: (local rows this rank sends it, local rows of the result that come from it). ``source`` says who holds what."""
     owner = np.full(stream, -1)
     place = np.empty(stream, np.int64)
     for r, index in enumerate(source):
         owner[index], place[index] = r, np.arange(len(index))
-    moves = []
+    rows_by_peer = []
     mine = wanted[rank]
     for peer in range(len(source)):
         theirs = wanted[peer][wanted[peer] >= 0]
         sent = place[theirs[owner[theirs] == rank]]
         got = np.flatnonzero((mine >= 0) & (owner[np.maximum(mine, 0)] == peer))
-        moves.append((torch.from_numpy(sent), torch.from_numpy(got)))
-    return moves
+        rows_by_peer.append((torch.from_numpy(sent), torch.from_numpy(got)))
+    return rows_by_peer
 
 
 class _Fetch(torch.autograd.Function):
     """Rows from wherever they are; backward sends gradients back and adds them."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, moves: Moves, rows: int, talk: Talk, place: str) -> Tensor:
-        ctx.moves, ctx.talk, ctx.place, ctx.rows = moves, talk, place, len(local)
-        return _exchange_rows(local, moves, rows, talk, place)
+    def forward(ctx: Any, local: Tensor, rows_by_peer: SentAndReceived, rows: int, talk: Talk, place: str) -> Tensor:
+        ctx.rows_by_peer, ctx.talk, ctx.place, ctx.rows = rows_by_peer, talk, place, len(local)
+        return _exchange_rows(local, rows_by_peer, rows, talk, place)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        back = [(got, sent) for sent, got in ctx.moves]
+        back = [(got, sent) for sent, got in ctx.rows_by_peer]
         place = f"the backward of {ctx.place}"
         return _exchange_rows(grads[0], back, ctx.rows, ctx.talk, place), None, None, None, None
 
 
-def _exchange_rows(local: Tensor, moves: Moves, rows: int, talk: Talk, place: str) -> Tensor:
-    """Rows sent and received by ``moves``; received rows are added where they belong."""
+def _exchange_rows(local: Tensor, rows_by_peer: SentAndReceived, rows: int, talk: Talk, place: str) -> Tensor:
+    """Rows sent and received by ``rows_by_peer``; received rows are added where they belong."""
     out = local.new_zeros((rows, *local.shape[1:]))
-    on_device = [[uploaded(rows.numpy(), local.device) for rows in pair] for pair in moves]
+    on_device = [[uploaded(rows.numpy(), local.device) for rows in pair] for pair in rows_by_peer]
     sends = {peer: local[on_device[peer][0]].contiguous() for peer in talk.others}
     arriving = {peer: local.new_empty((len(on_device[peer][1]), *local.shape[1:])) for peer in talk.others}
     talk.exchange(place, sends, arriving)

@@ -27,7 +27,7 @@ from flexcp.executor.kernels.ends import OutputGradient, sinks_gradient, with_si
 from flexcp.executor.layer_masks import checked_name, mask_number, passable
 from flexcp.executor.registered import Gradients, Inputs, Kept, Numbers, Results, register_attention
 from flexcp.executor.run.executor import Runtime, run_backward, run_forward
-from flexcp.executor.run.fields import types_of
+from flexcp.executor.run.message_layout import types_of
 from flexcp.executor.step import Step, check_bound
 
 

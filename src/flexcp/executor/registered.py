@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.library import CustomOpDef  # type: ignore[attr-defined]  # documented, but not in its __all__
 
 from flexcp.executor.kernels import Settings
-from flexcp.executor.run.fields import types_of
+from flexcp.executor.run.message_layout import types_of
 
 
 class Inputs(NamedTuple):

@@ -39,14 +39,14 @@ from flexcp.executor.averaging import (
 )
 from flexcp.executor.exchange.agree import agree
 from flexcp.executor.exchange.arena import Arena
-from flexcp.executor.exchange.calls import WHOLE_STAGES, Call, CallSettings
 from flexcp.executor.exchange.connect import Progress, connect
 from flexcp.executor.exchange.exchange import Exchange
 from flexcp.executor.exchange.passes import Passes
+from flexcp.executor.exchange.rank_calls import WHOLE_STAGES, Call, CallSettings
 from flexcp.executor.handles import live_steps, new_handle
 from flexcp.executor.kernels import uploaded
 from flexcp.executor.kernels.choose import choose_kernel
-from flexcp.executor.run.fields import Types, types_of
+from flexcp.executor.run.message_layout import Types, types_of
 from flexcp.executor.run.prepared import Prepared, WorkLists
 from flexcp.executor.run.prepared import prepare as prepare_program
 from flexcp.executor.run.program import RankProgram, rank_program

@@ -43,7 +43,7 @@ def check_plan(plan: Plan) -> None:
         _check_work(plan, number)
         for backward, program in enumerate(programs):
             where = f"mask {placement.batch.masks[number].name!r}, {'backward' if backward else 'forward'}"
-            _Pass(plan, number, program, where, programs[0]).run(bool(backward))
+            _SymbolicPass(plan, number, program, where, programs[0]).run(bool(backward))
 
 
 def _require(condition: bool | np.bool_, message: str) -> None:
@@ -124,7 +124,7 @@ class _Side:
     sent: NDArray[np.bool_]
 
 
-class _Pass:
+class _SymbolicPass:
     def __init__(self, plan: Plan, number: int, program: Program, where: str, forward: Program) -> None:
         self.plan, self.program, self.where = plan, program, where
         self.pieces = program.transfers

@@ -38,7 +38,7 @@ LEAST_EFFORT = 2
 HIGH_EFFORT = 64
 TOLERANT = ("blocks", "hypergraph")
 """Planners that keep tolerances."""
-CLOSE = 32
+CLOSE_TO_PERFECT = 32
 """Below high effort no other planner is asked once one is within 1/32 of perfectly divided compute, unless that decides about static."""
 FEW = 16
 """Static methods of which only close bounds are made."""
@@ -72,7 +72,7 @@ def auto(request: Request) -> Placement:
             search.try_static(method)
     for name, place in spared:
         search.left += 1
-        if search.stays_although(perfect):
+        if search.could_leave_static(perfect):
             search.try_dynamic(name, place)
     return search.answer()
 
@@ -120,9 +120,9 @@ class _Search:
 
     def is_close_to(self, bound: int) -> bool:
         """Whether the best dynamic placement so far leaves nearly nothing to gain."""
-        return self.dynamic is not None and self.dynamic.ns * CLOSE < bound * (CLOSE + 1)
+        return self.dynamic is not None and self.dynamic.ns * CLOSE_TO_PERFECT < bound * (CLOSE_TO_PERFECT + 1)
 
-    def stays_although(self, bound: int) -> bool:
+    def could_leave_static(self, bound: int) -> bool:
         """Whether a static one would be the answer, and a dynamic one as fast as the bound would not let it."""
         fixed, error = self.static, 1000 + self.request.cost.error_permille
         return fixed is not None and not self._pays_to_leave(fixed.ns) and fixed.ns * 1000 > bound * error

@@ -34,7 +34,7 @@ SINGLES, PAIRED = 128, 24
 """Documents of a micro-batch that a repair looks at one by one, and in pairs."""
 TOO_MANY = 8
 """How many tokens' load one token over the room is worth."""
-CLOSE = 1000
+CLOSE_TO_MEAN = 1000
 """Micro-batches within 1/1000 of the mean are balanced."""
 
 
@@ -110,7 +110,7 @@ class _MicroBatches:
         for _ in range(REPAIRS):
             by_load = sorted(range(len(self.load)), key=lambda i: (self.load[i], i))
             slowest = by_load.pop()
-            if self.load[slowest] * len(self.load) * CLOSE <= sum(self.load) * (CLOSE + 1):
+            if self.load[slowest] * len(self.load) * CLOSE_TO_MEAN <= sum(self.load) * (CLOSE_TO_MEAN + 1):
                 return
             if not any(self._lightened(slowest, other) for other in by_load):
                 return

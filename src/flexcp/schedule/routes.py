@@ -31,7 +31,8 @@ OVER = 2
 """A port may have so many times its even share of what enters before others help it."""
 STARTS = 20
 """A detour is not worth less than the bytes of so many latencies."""
-TILE = 128
+CHUNK_TOKENS = 128
+"""Chunks of keys are multiples of this."""
 SHELF_LINES = 5 * 2 * 128
 """Bytes at most between the kept tensors of a head range: two on each of at most five shelves (four stages, one more behind a relay)."""
 
@@ -123,7 +124,7 @@ def _chunks(keys: Pieces, cluster: Cluster) -> tuple[Pieces, Relays, Ints]:
     heads = (keys.h1 - keys.h0)[of_segment]
     amount = np.where(seen, (high - low) * heads, 0)
     share = sums(node[of_segment], amount, cluster.nodes) // (cluster.ranks_per_node * TURNS)
-    tokens = np.maximum(-(-share[node[of_segment]] // (heads * TILE)), 1) * TILE
+    tokens = np.maximum(-(-share[node[of_segment]] // (heads * CHUNK_TOKENS)), 1) * CHUNK_TOKENS
     count = np.where(seen, -(-(high - low) // tokens), 0)
     of_chunk, turn = spread(count)
     start = low[of_chunk] + turn * tokens[of_chunk]

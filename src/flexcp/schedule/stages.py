@@ -46,7 +46,7 @@ WORTH_PERMILLE = 990
 """One more stage is taken when it cuts the time of a rank to this."""
 TOGETHER_PERMILLE = 1060
 """Stages are capped for all when that is faster by more than this: the count over all ranks is not exact either."""
-TILE = 128
+CUT_TOKENS = 128
 """Parts of a piece are cut at multiples of this, so that kernels see few ragged tiles."""
 
 
@@ -218,5 +218,5 @@ def _cut_at(keys: Pieces, amount: Ints) -> Ints:
     """The token of each piece where so many of its tokens x heads lie before, at a whole tile or an end of the piece."""
     length = keys.stop - keys.start
     tokens = np.clip(amount // (keys.h1 - keys.h0), 0, length)
-    whole = (tokens + TILE // 2) // TILE * TILE
+    whole = (tokens + CUT_TOKENS // 2) // CUT_TOKENS * CUT_TOKENS
     return keys.start + np.where((tokens == 0) | (tokens == length), tokens, np.minimum(whole, length))

@@ -83,7 +83,7 @@ def _staged(needs: Needs, chosen: Stages, cluster: Cluster, backward: bool, kept
     queries = np.zeros(cluster.ranks, np.int64)
     queries[q.rank] = 1
     home = np.maximum(slot, queries[keys.rank]) + 2
-    parts = [] if there else [_moves(keys, Kind.KV, stage, keys.owner, keys.rank)]
+    parts = [] if there else [_transfers_of(keys, Kind.KV, stage, keys.owner, keys.rank)]
     if len(relays):
         # Every relay passes on all parts of its piece.
         part_of = np.argsort(piece, kind="stable")
@@ -94,21 +94,21 @@ def _staged(needs: Needs, chosen: Stages, cluster: Cluster, backward: bool, kept
         np.maximum.at(last, reader, slot[part] + 1)
         home[part] = slot[part] + 4  # when what the readers return three stages after the keys is there
         if not there:
-            parts.append(_moves(passed_on, Kind.KV, stage[part] + 1, passed_on.rank, reader))
+            parts.append(_transfers_of(passed_on, Kind.KV, stage[part] + 1, passed_on.rank, reader))
         if backward:
-            parts.append(_moves(passed_on, Kind.DKV, slot[part] + 3, reader, passed_on.rank, passed_on.partial))
+            parts.append(_transfers_of(passed_on, Kind.DKV, slot[part] + 3, reader, passed_on.rank, passed_on.partial))
     if backward:
-        parts.append(_moves(keys, Kind.DKV, home, keys.rank, keys.owner, keys.partial))
+        parts.append(_transfers_of(keys, Kind.DKV, home, keys.rank, keys.owner, keys.partial))
     if len(q):
-        parts.append(_moves(q, Kind.Q, 1, q.owner, q.rank))
+        parts.append(_transfers_of(q, Kind.Q, 1, q.owner, q.rank))
         done = last[q.rank] + 2
-        parts.append(_moves(q, Kind.DQ if backward else Kind.O, done, q.rank, q.owner, q.partial))
+        parts.append(_transfers_of(q, Kind.DQ if backward else Kind.O, done, q.rank, q.owner, q.partial))
         if backward:
-            parts.append(_moves(q, Kind.DO, 1, q.owner, q.rank))
+            parts.append(_transfers_of(q, Kind.DO, 1, q.owner, q.rank))
     return parts
 
 
-def _moves(
+def _transfers_of(
     pieces: Pieces, kind: Kind, stage: int | Ints, source: Ints, target: Ints, partial: int | Ints = 0
 ) -> Transfers:
     return Transfers.make(
@@ -129,7 +129,7 @@ def _moves(
 # --- the traffic of the static methods --------------------------------------------------------------------------------
 
 
-class _Moves:
+class _TransferRows:
     """Collects whole-rank pieces (all tokens of an owner) as rows of a transfer table."""
 
     def __init__(self, tokens: Ints) -> None:
@@ -156,26 +156,26 @@ class _Moves:
 
 
 def _static_program(placement: Placement, shape: Shape, backward: bool) -> Program:
-    moves = _Moves(placement.tokens)
+    rows = _TransferRows(placement.tokens)
     for grid in placement.traffic.groups:
         if placement.traffic.kind == "gather":
-            _gather([rank for row in grid for rank in row], moves, shape, backward)
+            _gather([rank for row in grid for rank in row], rows, shape, backward)
         else:
-            _ring(grid, moves, shape, backward)
-    return _program([moves.table()], own_stage=0)
+            _ring(grid, rows, shape, backward)
+    return _program([rows.table()], own_stage=0)
 
 
-def _gather(group: list[int], moves: _Moves, shape: Shape, backward: bool) -> None:
+def _gather(group: list[int], rows: _TransferRows, shape: Shape, backward: bool) -> None:
     """Everyone's keys to everyone; in the backward, everyone's partial dkv back to its owner."""
     heads = (0, shape.kv_heads)
     for owner in group:
         for rank in group:
-            moves.add(1, owner, rank, Kind.KV, owner, heads, False)
+            rows.add(1, owner, rank, Kind.KV, owner, heads, False)
             if backward:
-                moves.add(3, rank, owner, Kind.DKV, owner, heads, True)
+                rows.add(3, rank, owner, Kind.DKV, owner, heads, True)
 
 
-def _ring(grid: tuple[tuple[int, ...], ...], moves: _Moves, shape: Shape, backward: bool) -> None:
+def _ring(grid: tuple[tuple[int, ...], ...], rows: _TransferRows, shape: Shape, backward: bool) -> None:
     """Heads are exchanged inside each row of the grid, then keys pass round the columns; dkv follows them and ends at home.
 
     Keys reach the s-th rank after their home in slot ``arrival(s)``. That rank adds its dkv to what came and passes the sum on two
@@ -196,13 +196,13 @@ def _ring(grid: tuple[tuple[int, ...], ...], moves: _Moves, shape: Shape, backwa
             keys = [(arrival(s), passed[s - 1], passed[s]) for s in range(1, positions)]
             grads = [(arrival(s) + 2, passed[s], passed[s + 1]) for s in range(1, positions)]
             for owner in row:
-                moves.add(1, owner, worker, Kind.Q, owner, q_heads, False)
-                moves.add(1, owner, worker, Kind.KV, owner, kv_heads, False)
-                moves.add_hops(keys, Kind.KV, owner, kv_heads, False)
+                rows.add(1, owner, worker, Kind.Q, owner, q_heads, False)
+                rows.add(1, owner, worker, Kind.KV, owner, kv_heads, False)
+                rows.add_hops(keys, Kind.KV, owner, kv_heads, False)
                 if not backward:
-                    moves.add(home, worker, owner, Kind.O, owner, q_heads, False)
+                    rows.add(home, worker, owner, Kind.O, owner, q_heads, False)
                     continue
-                moves.add(1, owner, worker, Kind.DO, owner, q_heads, False)
-                moves.add(home, worker, owner, Kind.DQ, owner, q_heads, False)
-                moves.add_hops(grads, Kind.DKV, owner, kv_heads, True)
-                moves.add(home + (positions > 1), worker, owner, Kind.DKV, owner, kv_heads, shared)
+                rows.add(1, owner, worker, Kind.DO, owner, q_heads, False)
+                rows.add(home, worker, owner, Kind.DQ, owner, q_heads, False)
+                rows.add_hops(grads, Kind.DKV, owner, kv_heads, True)
+                rows.add(home + (positions > 1), worker, owner, Kind.DKV, owner, kv_heads, shared)

@@ -21,7 +21,7 @@ from flexcp.plan.rounds import find_messages, plan_rounds
 Ints = NDArray[np.int64]
 
 
-class Chunks(NamedTuple):
+class TimedChunks(NamedTuple):
     """Rows in the order in which ports take them. ``across`` is the level, ``ns`` how long a chunk holds its ports."""
 
     stage: Ints
@@ -35,7 +35,7 @@ class Chunks(NamedTuple):
 
 def find_chunks(
     plan: Plan, program: Program, cost: CostModel, rounds: bool, rounds_per_call: int = 16, ranks_per_nic: int = 1
-) -> Chunks:
+) -> TimedChunks:
     """The chunks of all stages of a program; a network port is as fast as those of the ranks that share it together."""
     cluster = plan.cluster
     if rounds:
@@ -59,4 +59,4 @@ def find_chunks(
     _, opens = np.unique(starts, return_index=True)
     opens = opens[call[opens] > 0]
     ns[opens] += cluster.latency_ns
-    return Chunks(stage, across, source, target, size, ns, number)
+    return TimedChunks(stage, across, source, target, size, ns, number)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from flexcp.cost import CostModel
 from flexcp.plan.plan import Plan
-from flexcp.simulator.messages import Chunks, find_chunks
+from flexcp.simulator.messages import TimedChunks, find_chunks
 from flexcp.simulator.slot_work import SlotWork, slot_ns, slot_work
 
 Ints = NDArray[np.int64]
@@ -59,7 +59,7 @@ class PassModel:
     backward: bool
     found: SlotWork
     ns: Ints
-    chunks: Chunks
+    chunks: TimedChunks
     rules: Rules
     latency_ns: int
     slow: int

@@ -35,7 +35,7 @@ from flexcp.io.whole_files import write_whole
 from flexcp.plan.plan import Plan
 from flexcp.telemetry.dump import write_dump
 from flexcp.telemetry.finite import FiniteWatch
-from flexcp.telemetry.meet import told_to_rank_0
+from flexcp.telemetry.gather_on_rank_0 import gather_on_rank_0
 from flexcp.telemetry.records import PassRecord, StepRecord
 from flexcp.telemetry.sample import MismatchError, chosen_rows, worst_row
 from flexcp.telemetry.scalars import ScalarWriter, write_scalars
@@ -168,7 +168,7 @@ class Telemetry:
         if whole is None or dist.get_world_size(whole) == 1:
             logs: list[dict[str, object]] | None = [facts | {"offset_ns": 0, "offset_error_ns": 0}]
         else:
-            logs = told_to_rank_0(facts, whole, timedelta(seconds=timeout))
+            logs = gather_on_rank_0(facts, whole, timedelta(seconds=timeout))
         if logs is not None:
             write_whole(path, json.dumps(trace(logs), separators=(",", ":")))
 

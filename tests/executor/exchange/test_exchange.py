@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 import flexcp
 from flexcp.executor.exchange.arena import Buffers
-from flexcp.executor.exchange.calls import Call, Part
 from flexcp.executor.exchange.connect import connect
-from flexcp.executor.exchange.exchange import ExchangeError, HostExchange, Pass, Wire
-from flexcp.executor.exchange.notes import within
+from flexcp.executor.exchange.exchange import ExchangeError, HostExchange, PassLabel, Wire
+from flexcp.executor.exchange.failure_notes import within
+from flexcp.executor.exchange.rank_calls import Call, MessageRange
 from flexcp.executor.step import Step
 from flexcp.measure.ranks import RankPool
 from flexcp.plan.plan import Plan
@@ -177,7 +177,7 @@ def test_tags_of_neighbours_differ() -> None:
         for number in (1, 2, 3, 1000):
             for backward in (False, True):
                 for mask in range(3):
-                    this = Pass(step, number, mask, "", backward, 9)
+                    this = PassLabel(step, number, mask, "", backward, 9)
                     tags.update(this.tag(stage, call) for stage in range(12) for call in range(3))
     assert max(tags.values()) == 1 and min(tags) >= 0 and max(tags) < 1 << 31
 
@@ -209,8 +209,8 @@ def test_messages_that_trickle_in_share_one_limit(monkeypatch: pytest.MonkeyPatc
 
     wire = Wire(None, [0] * 4, timedelta(seconds=10), None, lambda reason: None)
     parts = {"receives": (1, 2, 3), "sends": (1, 2, 3), "receives and sends": (1,)}[way]
-    call = Call(0, tuple(Part(p, 0, 1) for p in parts), tuple(Part(p, 0, 1) for p in parts))
-    exchange = Trickling(wire, Pass(1, 1, 0, "", False, 2), ((call,), ()))
+    call = Call(0, tuple(MessageRange(p, 0, 1) for p in parts), tuple(MessageRange(p, 0, 1) for p in parts))
+    exchange = Trickling(wire, PassLabel(1, 1, 0, "", False, 2), ((call,), ()))
     buffers = Buffers.alone([(peer, 1) for peer in (1, 2, 3)], torch.device("cpu"))
     exchange.post(0, buffers, buffers)
     exchange.post(1, buffers, buffers)  # what was sent in the stage before leaves while this one's messages arrive

@@ -15,7 +15,7 @@ from flexcp.data.sharing import Peers
 from flexcp.executor.exchange.talk import Occasion, Talk
 from flexcp.frameworks import shared_batch
 from flexcp.measure.ranks import RankPool
-from flexcp.telemetry.meet import told_to_rank_0
+from flexcp.telemetry.gather_on_rank_0 import gather_on_rank_0
 
 RANKS = 3
 LIMIT = timedelta(seconds=2)
@@ -80,7 +80,7 @@ def documents(group: dist.ProcessGroup) -> None:
 
 
 def meeting(group: dist.ProcessGroup) -> None:
-    told_to_rank_0({}, group, LIMIT)
+    gather_on_rank_0({}, group, LIMIT)
 
 
 def on_absence(group: dist.ProcessGroup, function: Callable[[dist.ProcessGroup], None]) -> str:

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 import flexcp
 from flexcp.executor.exchange.arena import Buffers
-from flexcp.executor.run.fields import Types, message_bytes, message_parts, new_inputs, new_results
+from flexcp.executor.run.message_layout import Types, message_bytes, message_parts, new_inputs, new_results
 from flexcp.executor.run.packing import FieldPacking
 from flexcp.executor.run.program import rank_program
 from flexcp.executor.run.row_packing import RowPacking
@@ -88,7 +88,7 @@ TWICE = """
 import numpy as np
 import torch
 from flexcp.executor.exchange.arena import Buffers
-from flexcp.executor.run.fields import Types, message_bytes, message_parts, new_inputs, new_results
+from flexcp.executor.run.message_layout import Types, message_bytes, message_parts, new_inputs, new_results
 from flexcp.executor.run.packing import FieldPacking
 from flexcp.executor.run.program import Block, Message, RankProgram, Shelf, Slot
 from flexcp.plan.memory import KEYS, QUERIES, Layout

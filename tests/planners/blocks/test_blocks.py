@@ -22,7 +22,7 @@ from flexcp.data.lengths import draw_lengths
 from flexcp.plan.plan import Plan
 from flexcp.planners.blocks import loops_climb, loops_even, loops_node
 from flexcp.planners.blocks.loops import BIN, HI, LO, LOAD, Reads, Ruler, load_of, total_cost
-from flexcp.planners.blocks.pack import Limits, make_field, pack, place_node
+from flexcp.planners.blocks.pack import BinLimits, make_row_loads, pack, place_node
 from flexcp.shape import Kind
 
 Ints = NDArray[np.int64]
@@ -128,8 +128,8 @@ def test_limits_hold(lengths: list[int], mask: str, nodes: int, equal: bool, tol
 def field_of(lengths: list[int], mask: flexcp.Mask, grain: int = 16) -> tuple[Ruler, Reads]:
     from flexcp.batch import make_batch
 
-    field = make_field(make_batch(lengths, mask, None), grain, 0, None)
-    return field.ruler, field.reads
+    loads = make_row_loads(make_batch(lengths, mask, None), grain, 0, None)
+    return loads.ruler, loads.reads
 
 
 def random_table(ruler: Ruler, lengths: list[int], bins: int, seed: int) -> Ints:
@@ -203,7 +203,7 @@ def lines_run(documents: int) -> int:
     from flexcp.batch import make_batch
 
     function = loops_node.received.py_func  # type: ignore[attr-defined]
-    reads = make_field(make_batch([10] * documents, flexcp.causal(), None), 1, 0, None).reads
+    reads = make_row_loads(make_batch([10] * documents, flexcp.causal(), None), 1, 0, None).reads
     number, zeros = np.arange(documents), np.zeros(documents, np.int64)
     work = np.stack([number % 2, zeros + 1, number, zeros, zeros + 10], axis=1)
     kept = np.stack([number % 2, number, zeros, zeros + 10], axis=1)
@@ -239,11 +239,11 @@ def test_a_node_counts_its_bytes_exactly(team: int) -> None:
 
     plan_of = flexcp.Planner(8, 2, 128, cluster=flexcp.cluster("a100", 1, 8), strategy="blocks", compute_tolerance=0.05)
     batch = make_batch(LONGTAIL, flexcp.causal(), None)
-    field = make_field(batch, 64, 0, None)
+    loads = make_row_loads(batch, 64, 0, None)
     items = np.stack([np.arange(len(LONGTAIL)), np.zeros(len(LONGTAIL), np.int64), batch.lengths], axis=1)
-    mean, rows = field.total // 8, np.full(8, batch.tokens)
-    limits = Limits(np.full(8, mean + mean // 20), rows, np.full(8, mean + mean // 25))
-    (placed,) = place_node(field, items, limits, [team], 1024, 8 * 516)
+    mean, rows = loads.total // 8, np.full(8, batch.tokens)
+    limits = BinLimits(np.full(8, mean + mean // 20), rows, np.full(8, mean + mean // 25))
+    (placed,) = place_node(loads, items, limits, [team], 1024, 8 * 516)
     runs = flexcp.plan.placement.Runs(
         placed.kept[:, 0], *(batch.starts[placed.kept[:, 1]] + placed.kept[:, i] for i in (2, 3))
     )
@@ -265,10 +265,12 @@ def test_packing_balances_both() -> None:
     lengths = draw_lengths("web", 65_536, 3)
     from flexcp.batch import make_batch
 
-    field = make_field(make_batch(lengths, flexcp.causal(), None), 64, 0, None)
+    loads = make_row_loads(make_batch(lengths, flexcp.causal(), None), 64, 0, None)
     items = np.stack([np.arange(len(lengths)), np.zeros(len(lengths), np.int64), np.array(lengths)], axis=1)
-    mean = field.total // 8
-    found = pack(field, items, Limits(np.full(8, mean + mean // 20), np.full(8, 8600), np.full(8, mean + mean // 25)))
+    mean = loads.total // 8
+    found = pack(
+        loads, items, BinLimits(np.full(8, mean + mean // 20), np.full(8, 8600), np.full(8, mean + mean // 25))
+    )
     assert found.violation == 0
     rows = np.zeros(8, np.int64)
     np.add.at(rows, found.bins, found.items[:, 2] - found.items[:, 1])

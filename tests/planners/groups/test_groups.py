@@ -23,7 +23,7 @@ from flexcp.masks import causal, causal_blockwise, full, lambda_, prefix, shared
 from flexcp.plan.placement import Placement
 from flexcp.plan.plan import Plan
 from flexcp.planners.groups.groups import _packed, best_degrees, gap, groups, ranks_of_groups
-from flexcp.planners.groups.workload import CLOSE, make_workload
+from flexcp.planners.groups.priced_documents import CLOSE_TO_BEST, price_documents
 from flexcp.planners.request import Request
 from flexcp.schedule.transfers import make_plan
 from flexcp.shape import Shape
@@ -201,8 +201,8 @@ def test_plans_are_right_and_keep_caps_and_bounds(request: Request) -> None:
     slowest, bound = gap(request)
     assert bound <= slowest
     if not request.equal_tokens:  # which also weighs pads
-        work = make_workload(request)
-        aim = bound + bound // CLOSE
+        work = price_documents(request)
+        aim = bound + bound // CLOSE_TO_BEST
         one_group = _packed(work, tuple(range(request.ranks)), list(range(request.batch.documents)), aim)
         assert slowest <= max(aim, one_group.time)
 
@@ -223,7 +223,7 @@ def test_compute_is_within_the_stated_gap(lengths: list[int], nodes: tuple[int, 
     slowest, bound = gap(request)
     load = placement.work(0) // SHAPE.heads + request.cost.pairs_per_token(SHAPE) * placement.tokens
     one_token = request.cost.pairs_per_token(SHAPE) + max(lengths)
-    assert slowest <= bound + bound // CLOSE + one_token
+    assert slowest <= bound + bound // CLOSE_TO_BEST + one_token
     # The rows of a document are not all equally heavy, so a share's load is its tokens' only on average.
     assert int(load.max()) <= slowest + slowest // 50 + one_token
 
@@ -235,7 +235,7 @@ def test_the_last_resort_is_one_group_of_all_ranks() -> None:
     slow = Cluster("slow", 1, 7, where.gflops, intra_mbps=1, inter_mbps=1, latency_ns=10**9)
     assert degrees(groups(asked(lengths, slow))) == [1] * 5
     slowest, bound = gap(asked(lengths, where, cost=ATTENTION_ONLY, shape=Shape(64, 8, 128, 128)))
-    assert slowest <= bound + bound // CLOSE
+    assert slowest <= bound + bound // CLOSE_TO_BEST
 
 
 # --- short documents, nodes, speeds, masks ----------------------------------------------------------------------------

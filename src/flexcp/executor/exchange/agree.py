@@ -12,8 +12,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from flexcp.executor.exchange.calls import WHOLE_STAGES, CallSettings
-from flexcp.executor.exchange.notes import through_store
+from flexcp.executor.exchange.failure_notes import through_store
+from flexcp.executor.exchange.rank_calls import WHOLE_STAGES, CallSettings
 
 
 def agree(

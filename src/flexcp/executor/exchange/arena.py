@@ -88,7 +88,7 @@ class Buffers:
         self.messages = [(peer, self.memory[at : at + size]) for (peer, size), at in zip(sizes, starts, strict=False)]
 
     @classmethod
-    def of(cls, messages: Mapping[int, Tensor]) -> Buffers:
+    def holding(cls, messages: Mapping[int, Tensor]) -> Buffers:
         """Contiguous tensors as they are, each a message to or from a peer."""
         found = cls([], torch.empty(0, dtype=torch.uint8))
         found.messages = [(peer, x.detach().view(-1).view(torch.uint8)) for peer, x in messages.items()]

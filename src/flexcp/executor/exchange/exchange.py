@@ -1,8 +1,8 @@
 """Exchange: messages between ranks, as bytes. What is in them is :mod:`flexcp.executor.run.packing`'s job.
 
-A stage's messages leave in the calls of :mod:`flexcp.executor.exchange.calls`. Receives and sends of a call are posted together and never
-wait for each other, and every rank posts calls in the same order, so no order of arrival can deadlock. Receives come first: on gloo two
-ranks that send to each other get only half of a link otherwise (measured, benchmarks/box.py).
+A stage's messages leave in the calls of :mod:`flexcp.executor.exchange.rank_calls`. Receives and sends of a call are posted together and
+never wait for each other, and every rank posts calls in the same order, so no order of arrival can deadlock. Receives come first: on gloo
+two ranks that send to each other get only half of a link otherwise (measured, benchmarks/box.py).
 
 On a device (NCCL) the calls of a stage are queued one after the other and nothing waits on the host: a handle's ``wait()`` only orders
 the current stream after the transfer, and memory is kept until then, so the allocator may reuse it in stream order. Who is late is NCCL's
@@ -10,8 +10,9 @@ own watchdog's to say.
 
 On the host (gloo) the transport's own thread moves the bytes of a call while this one computes. Where a stage has several calls, a thread
 of ours waits for each before it posts the next. Every wait has a time limit; one that fails says which rank was waited for and in which
-stage, and asks the others why (:mod:`flexcp.executor.exchange.notes`). A message carries the number of its pass in its tag, so ranks that
-make different calls wait in vain instead of taking each other's bytes: gloo fills a longer receive with a shorter message and says nothing.
+stage, and asks the others why (:mod:`flexcp.executor.exchange.failure_notes`). A message carries the number of its pass in its tag, so
+ranks that make different calls wait in vain instead of taking each other's bytes: gloo fills a longer receive with a shorter message and
+says nothing.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexcp.executor.exchange.arena import Buffers
-from flexcp.executor.exchange.calls import Call, Part
-from flexcp.executor.exchange.notes import Notes, grace_of
+from flexcp.executor.exchange.failure_notes import FailureNotes, grace_of
+from flexcp.executor.exchange.rank_calls import Call, MessageRange
 
 
 class ExchangeError(RuntimeError):
@@ -56,7 +57,7 @@ def packed_tag(widths: tuple[tuple[int, int], ...]) -> int:
 
 
 @dataclass(frozen=True)
-class Pass:
+class PassLabel:
     """Which pass of which step messages belong to: what both sides must agree on, and what an error says."""
 
     step: int
@@ -90,7 +91,7 @@ class Wire:
     group: dist.ProcessGroup | None
     sent: list[int]
     timeout: timedelta
-    notes: Notes | None
+    notes: FailureNotes | None
     failed: Callable[[str], None]
 
 
@@ -165,7 +166,9 @@ class DeviceExchange(Exchange):
             work.wait()
         self._sending = []
 
-    def _operation(self, kind: Callable[..., dist.Work | None], messages: dict[int, Tensor], part: Part) -> dist.P2POp:
+    def _operation(
+        self, kind: Callable[..., dist.Work | None], messages: dict[int, Tensor], part: MessageRange
+    ) -> dist.P2POp:
         return dist.P2POp(
             kind, messages[part.peer][part.start : part.stop], group=self.wire.group, group_peer=part.peer
         )

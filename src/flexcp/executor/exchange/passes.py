@@ -12,8 +12,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from flexcp.executor.exchange.calls import WHOLE_STAGES, Call, CallSettings, rank_calls
-from flexcp.executor.exchange.exchange import DeviceExchange, Exchange, HostExchange, Pass
+from flexcp.executor.exchange.exchange import DeviceExchange, Exchange, HostExchange, PassLabel
+from flexcp.executor.exchange.rank_calls import WHOLE_STAGES, Call, CallSettings, rank_calls
 from flexcp.executor.exchange.talk import Talk
 from flexcp.plan.plan import Plan
 
@@ -45,7 +45,7 @@ class Passes:
         wire = self.talk.wire(sent)
         self.count += 1
         stages = self.calls(mask, backward) if calls is None else calls
-        this = Pass(self.talk.step, self.count, mask, self.plan.batch.masks[mask].name, backward, len(stages))
+        this = PassLabel(self.talk.step, self.count, mask, self.plan.batch.masks[mask].name, backward, len(stages))
         kind = self.host_exchange if device.type == "cpu" else DeviceExchange
         return kind(wire, this, stages)
 

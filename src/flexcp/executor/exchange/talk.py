@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexcp.executor.exchange.arena import Buffers
-from flexcp.executor.exchange.calls import Call, Part
 from flexcp.executor.exchange.exchange import DeviceExchange, HostExchange, Wire, packed_tag
-from flexcp.executor.exchange.notes import Notes, grace_of
+from flexcp.executor.exchange.failure_notes import FailureNotes, grace_of
+from flexcp.executor.exchange.rank_calls import Call, MessageRange
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Occasion:
     step: int
 
     def tag(self, stage: int, call: int) -> int:
-        """As :meth:`flexcp.executor.exchange.exchange.Pass.tag`, apart from all passes."""
+        """As :meth:`flexcp.executor.exchange.exchange.PassLabel.tag`, apart from all passes."""
         return packed_tag(((1, 1), (self.step, 5), (self.number, 10), (zlib.crc32(self.place.encode()), 15)))
 
     def where(self, stage: int) -> str:
@@ -57,7 +57,7 @@ class Talk:
         self.group, self.timeout, self.step = group, timeout, step
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
-        self.notes = None if group is None else Notes(group, step, self.rank)
+        self.notes = None if group is None else FailureNotes(group, step, self.rank)
         self.failure: str | None = None
         self._calls: Counter[str] = Counter()
         self._warned = False
@@ -100,11 +100,11 @@ class Talk:
         leaving, arriving = ({peer: x for peer, x in side.items() if x.numel()} for side in (sends, receives))
         if not leaving and not arriving:
             return
-        parts = [tuple(Part(p, 0, x.nbytes) for p, x in side.items()) for side in (arriving, leaving)]
+        parts = [tuple(MessageRange(p, 0, x.nbytes) for p, x in side.items()) for side in (arriving, leaving)]
         kind = HostExchange if next(iter((leaving or arriving).values())).device.type == "cpu" else DeviceExchange
         occasion = Occasion(place, self._calls[place], self.step)
         with kind(self.wire([0] * self.size), occasion, ((Call(0, parts[0], parts[1]),),)) as exchange:
-            exchange.post(0, Buffers.of(leaving), Buffers.of(arriving))
+            exchange.post(0, Buffers.holding(leaving), Buffers.holding(arriving))
             exchange.arrived()
             exchange.finish()
 

@@ -5,7 +5,7 @@ order), post stage s + 1, compute. The last slot has nothing left to post. Nothi
 device: on a GPU the loop only queues work, in stream order. What exists only during a pass lies in the arena
 (:mod:`flexcp.executor.exchange.arena`), at offsets known from the plan; a rank's own results, which are returned, do not.
 
-A program that is a single launch over a rank's own rows (one rank, or a rank that needs nobody) is :mod:`flexcp.executor.run.local`'s.
+A program that is a single launch over a rank's own rows (one rank, or a rank that needs nobody) is :mod:`flexcp.executor.run.one_device`'s.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from flexcp.executor.exchange.arena import Arena, Buffers
 from flexcp.executor.exchange.exchange import Exchange
 from flexcp.executor.kernels import Settings
 from flexcp.executor.kernels.ends import OutputGradient
-from flexcp.executor.run.fields import Shelves, Types, new_inputs, new_results
-from flexcp.executor.run.local import local_backward, local_forward
+from flexcp.executor.run.message_layout import Shelves, Types, new_inputs, new_results
+from flexcp.executor.run.one_device import local_backward, local_forward
 from flexcp.executor.run.prepared import Prepared, PreparedWork
 from flexcp.executor.run.watch import Watch
 from flexcp.plan.memory import KEYS, QUERIES
@@ -62,7 +62,7 @@ def run_forward(
             return *local_forward(kernel, work.list, work.whole, *local), kept
         own = {QUERIES: {"q": q}, KEYS: {"k": k, "v": v}}
         with runtime.arena.lease(prepared.program.layout.size, runtime.types.device) as memory:
-            shelves = _Pass(prepared, runtime, False, memory, kept).run(own)
+            shelves = _PassRun(prepared, runtime, False, memory, kept).run(own)
     return shelves[QUERIES]["out"], shelves[QUERIES]["lse"], kept
 
 
@@ -79,11 +79,11 @@ def run_backward(
             return local_backward(kernel, work.list, work.whole, runtime.types, runtime.settings, q, k, v, lse, back)
         own = {QUERIES: {"q": q, "do": back.do, "lse": lse, "delta": back.delta}, KEYS: {"k": k, "v": v}}
         with runtime.arena.lease(prepared.program.layout.size, runtime.types.device) as memory:
-            shelves = _Pass(prepared, runtime, True, memory, kept).run(own)
+            shelves = _PassRun(prepared, runtime, True, memory, kept).run(own)
     return shelves[QUERIES]["dq"], shelves[KEYS]["dk"], shelves[KEYS]["dv"]
 
 
-class _Pass:
+class _PassRun:
     def __init__(self, prepared: Prepared, runtime: Runtime, backward: bool, memory: Tensor, kept: Tensor) -> None:
         self.prepared, self.program = prepared, prepared.program
         self.runtime, self.backward = runtime, backward

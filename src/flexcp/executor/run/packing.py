@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flexcp.executor.exchange.arena import Buffers
 from flexcp.executor.kernels import merge, uploaded
-from flexcp.executor.run.fields import Part, Shelves, Types, message_parts
+from flexcp.executor.run.message_layout import MessagePart, Shelves, Types, message_parts
 from flexcp.executor.run.program import Block, Message, RankProgram
 from flexcp.shape import FIELDS, OUTPUTS, Field, Kind, Shape
 
@@ -86,5 +86,5 @@ class FieldPacking:
                 target[at] = value.to(target.dtype)
 
 
-def _parts(message: Message, shape: Shape, types: Types) -> list[Part]:
+def _parts(message: Message, shape: Shape, types: Types) -> list[MessagePart]:
     return list(message_parts(message, shape, types))

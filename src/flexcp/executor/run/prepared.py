@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexcp.executor.kernels import find_kernel, has_triton
-from flexcp.executor.run.fields import Types, message_bytes
+from flexcp.executor.run.message_layout import Types, message_bytes
 from flexcp.executor.run.packing import FieldPacking, Packing
-from flexcp.executor.run.program import RankProgram, Work
+from flexcp.executor.run.program import RankProgram, ShelfWork
 from flexcp.masks import Q0, Q1
 from flexcp.plan.memory import KEYS, QUERIES
 from flexcp.shape import Shape
@@ -28,7 +28,7 @@ WorkLists = dict[tuple[object, ...], Any]
 class PreparedWork:
     """A launch: where its tensors lie, the kernel's work list, and whether its slices touch every row of the query shelf."""
 
-    work: Work
+    work: ShelfWork
     heads: slice
     groups: slice
     list: Any
@@ -78,7 +78,7 @@ def covers(slices: Ints, rows: int) -> bool:
 
 
 def _prepared(
-    work: Work, program: RankProgram, shape: Shape, name: str, kernel: Any, types: Types, lists: WorkLists
+    work: ShelfWork, program: RankProgram, shape: Shape, name: str, kernel: Any, types: Types, lists: WorkLists
 ) -> PreparedWork:
     queries, keys = program.shelves[work.q_shelf], program.shelves[work.kv_shelf]
     share = shape.queries_per_key

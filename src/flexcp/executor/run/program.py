@@ -69,7 +69,7 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Work:
+class ShelfWork:
     """Slices over the rows of a query shelf and a key shelf, for the query heads ``h0..h1``."""
 
     q_shelf: int
@@ -86,7 +86,7 @@ class Slot:
     receive: list[Message] = field(default_factory=list)
     own: list[tuple[Block, Block]] = field(default_factory=list)
     send: list[Message] = field(default_factory=list)
-    work: list[Work] = field(default_factory=list)
+    work: list[ShelfWork] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ class _Builder:
             slot = np.where(later, held_slot(self.program, self.arriving.stage.max(initial=0)), slot[index])
         keys, group = np.unique(np.stack([slot, q_shelf, kv_shelf, *heads]), axis=1, return_inverse=True)
         for i, (at, q, kv, h0, h1) in enumerate(keys.T.tolist()):
-            slots[at].work.append(Work(q, kv, h0, h1, slices[group.reshape(-1) == i]))
+            slots[at].work.append(ShelfWork(q, kv, h0, h1, slices[group.reshape(-1) == i]))
 
 
 def _cut_by(slices: Ints, segments: _Segments, first: int, last: int) -> tuple[Ints, tuple[Ints, Ints]]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from flexcp.cost import CostModel
 from flexcp.executor.kernels import Settings, accumulator_dtype, find_kernel
 from flexcp.executor.kernels.choose import choose_kernel
-from flexcp.executor.run.program import RankProgram, Work, rank_program
+from flexcp.executor.run.program import RankProgram, ShelfWork, rank_program
 from flexcp.measure.calibrate.kernels import keep_busy
 from flexcp.plan.memory import KEYS
 from flexcp.plan.plan import Plan
@@ -90,7 +90,7 @@ def _shelves(program: RankProgram, shape: Shape, device: torch.device) -> dict[i
 
 
 def _call(
-    work: Work, program: RankProgram, shape: Shape, shelves: dict[int, Fields], module: Any, backward: bool, device: torch.device
+    work: ShelfWork, program: RankProgram, shape: Shape, shelves: dict[int, Fields], module: Any, backward: bool, device: torch.device
 ) -> Callable[[], Any]:  # fmt: skip
     """One launch, ready to go."""
     share = shape.queries_per_key

@@ -25,7 +25,16 @@ from numpy.typing import NDArray
 from flexcp.arrays.intervals import spread
 from flexcp.plan.placement import Placement, Regions
 from flexcp.planners.blocks.level import even, level_rows, level_work
-from flexcp.planners.blocks.pack import UNLIMITED, VIOLATION_WEIGHT, Field, Limits, Placed, make_field, pack, place_node
+from flexcp.planners.blocks.pack import (
+    UNLIMITED,
+    VIOLATION_WEIGHT,
+    BinLimits,
+    Placed,
+    RowLoads,
+    make_row_loads,
+    pack,
+    place_node,
+)
 from flexcp.planners.layouts import (
     check_cap,
     check_tolerances,
@@ -66,9 +75,9 @@ def pack_rows(request: Request) -> Placement:
 
 def _free(request: Request) -> Placement:
     rows = _row_limit(request)
-    loads = make_field(request.batch, _grain(request), _row_price(request), _thin_price(request))
+    loads = make_row_loads(request.batch, _grain(request), _row_price(request), _thin_price(request))
     limit, aim = _load_limits(request, loads)
-    limits = Limits(limit, np.full(request.ranks, UNLIMITED) if rows is None else rows, aim, _is_firm(request))
+    limits = BinLimits(limit, np.full(request.ranks, UNLIMITED) if rows is None else rows, aim, _is_firm(request))
     if request.equal_tokens:
         # Packing needs room to move; counts are made even afterwards.
         limits = replace(limits, rows=limits.rows + limits.rows // EQUAL_ROOM)
@@ -90,7 +99,7 @@ def _free(request: Request) -> Placement:
     return Placement(request.batch, request.ranks, pads, runs, regions)
 
 
-def _best_shares(request: Request, loads: Field, limits: Limits) -> tuple[Ints, Ints]:
+def _best_shares(request: Request, loads: RowLoads, limits: BinLimits) -> tuple[Ints, Ints]:
     """(work, kept) over nodes with a few tolerances, then inside each; the one that moves least."""
     nodes, size = request.cluster.nodes, request.cluster.ranks_per_node
     if nodes == 1:
@@ -118,7 +127,7 @@ def _best_shares(request: Request, loads: Field, limits: Limits) -> tuple[Ints, 
     return np.concatenate([p.work for p in best[1]]), np.concatenate([p.kept for p in best[1]])
 
 
-def _over_nodes(request: Request, loads: Field, limits: Limits, tolerance: float) -> list[Ints]:
+def _over_nodes(request: Request, loads: RowLoads, limits: BinLimits, tolerance: float) -> list[Ints]:
     """Each node's items, its load within ``tolerance`` of the mean so that its ranks keep their own slack."""
     batch, nodes = request.batch, request.cluster.nodes
     everything = np.stack([np.arange(batch.documents), np.zeros(batch.documents, np.int64), batch.lengths], axis=1)
@@ -132,12 +141,12 @@ def _over_nodes(request: Request, loads: Field, limits: Limits, tolerance: float
     if rows[0] < UNLIMITED:
         share = -(-batch.tokens // nodes)
         rows = np.minimum(rows, share + (rows - share) // 2)
-    found = pack(loads, everything, Limits(tight, rows, tight, limits.firm))
+    found = pack(loads, everything, BinLimits(tight, rows, tight, limits.firm))
     order = np.argsort(found.bins, kind="stable")
     return np.split(found.items[order], np.searchsorted(found.bins[order], np.arange(1, nodes)))
 
 
-def _node(request: Request, loads: Field, items: Ints, limits: Limits, node: int) -> Placed:
+def _node(request: Request, loads: RowLoads, items: Ints, limits: BinLimits, node: int) -> Placed:
     """The node's items to its ranks, by the team size that moves least."""
     size = request.cluster.ranks_per_node
     span = slice(node * size, (node + 1) * size)
@@ -183,17 +192,17 @@ def _fixed(request: Request) -> Placement:
     assert request.layout is not None
     runs = runs_of_maps(request.layout)
     check_cap(runs, request.max_tokens_per_rank)
-    loads = make_field(request.batch, _grain(request), 0, None)
+    loads = make_row_loads(request.batch, _grain(request), 0, None)
     limit, aim = _load_limits(request, loads)
     scattered = is_scattered(runs)
     if scattered:
         # Rows of scattered tokens are nobody's neighbours: place the work as if the layout were free.
-        limits = Limits(limit, np.full(request.ranks, UNLIMITED), aim)
+        limits = BinLimits(limit, np.full(request.ranks, UNLIMITED), aim)
         nodes = _over_nodes(request, loads, limits, NODE_TOLERANCES[0])
         size, parts = request.cluster.ranks_per_node, []
         for node, items in enumerate(nodes):
             span = slice(node * size, (node + 1) * size)
-            found = pack(loads, items, Limits(limit[span], limits.rows[span], aim[span]))
+            found = pack(loads, items, BinLimits(limit[span], limits.rows[span], aim[span]))
             team = np.ones((len(found.bins), 1), np.int64)
             parts.append(np.concatenate([found.bins[:, None] + node * size, team, found.items], axis=1))
         work = np.concatenate(parts)
@@ -239,7 +248,7 @@ def _row_price(request: Request) -> int:
     return request.cost.pairs_per_token(request.shape)
 
 
-def _load_limits(request: Request, loads: Field) -> tuple[Ints, Ints]:
+def _load_limits(request: Request, loads: RowLoads) -> tuple[Ints, Ints]:
     """(most load, load to aim for) of each rank, by its speed."""
     tolerance = DEFAULT_TOLERANCE if request.compute_tolerance is None else request.compute_tolerance
     speeds = np.array(getattr(request.cluster, "speeds", ()) or [1000] * request.ranks, np.int64)

@@ -12,12 +12,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcp.planners.blocks.pack import Field
+from flexcp.planners.blocks.pack import RowLoads
 
 Ints = NDArray[np.int64]
 
 
-def level_work(loads: Field, work: Ints, limit: Ints, nodes: Ints) -> Ints:
+def level_work(loads: RowLoads, work: Ints, limit: Ints, nodes: Ints) -> Ints:
     """Rows ``[n, 5]`` (first rank, team size, document, first, last) moved until every rank's load is within ``limit``."""
     from flexcp.planners.blocks import loops_level
 
@@ -27,7 +27,7 @@ def level_work(loads: Field, work: Ints, limit: Ints, nodes: Ints) -> Ints:
     return table[table[:, 3] < table[:, 4]]
 
 
-def even(loads: Field, work: Ints, targets: Ints, limit: Ints, key_bytes: int, row_bytes: int) -> tuple[Ints, Ints]:
+def even(loads: RowLoads, work: Ints, targets: Ints, limit: Ints, key_bytes: int, row_bytes: int) -> tuple[Ints, Ints]:
     """(work, kept) in which rows have moved with their work until every rank keeps its target, where that is cheap."""
     from flexcp.planners.blocks import loops_even, loops_node
 

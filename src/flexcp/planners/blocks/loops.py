@@ -39,7 +39,7 @@ class Reads(NamedTuple):
 
 
 @compiled_leaf
-def put(items, i, d, lo, hi, load, b):
+def write_item(items, i, d, lo, hi, load, b):
     """Write item ``i``."""
     items[i, DOC] = d
     items[i, LO] = lo

@@ -23,8 +23,8 @@ from flexcp.planners.blocks.loops import (
     head_within,
     load_of,
     most_slices,
-    put,
     tail_within,
+    write_item,
 )
 
 
@@ -38,7 +38,7 @@ def detach(items, n, chain, lists, i, x, y, part):
         else:
             items[i, LO] = y
         items[i, LOAD] -= part
-        put(items, n, d, x, y, part, -1)
+        write_item(items, n, d, x, y, part, -1)
         chain[1, n], chain[0, d] = chain[0, d], n
         return n, n + 1
     j, before = lists[0, a], -1
@@ -86,7 +86,7 @@ def joined(items, n, documents):
     kept = 0
     for i in range(n):
         if items[i, LO] < items[i, HI]:
-            put(items, kept, items[i, DOC], items[i, LO], items[i, HI], items[i, LOAD], items[i, BIN])
+            write_item(items, kept, items[i, DOC], items[i, LO], items[i, HI], items[i, LOAD], items[i, BIN])
             kept += 1
     return kept
 

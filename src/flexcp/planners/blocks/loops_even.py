@@ -25,7 +25,7 @@ from flexcp.planners.blocks.loops import (
     fetched,
     load_of,
     most_slices,
-    put,
+    write_item,
 )
 from flexcp.planners.blocks.loops_climb import attach, detach
 
@@ -54,7 +54,7 @@ def even_rows(work, targets, limit, ruler, kv, row, reads):
         if fixed[i]:
             whole[r] -= load
             continue
-        put(items, n, work[i, 2], work[i, 3], work[i, 4], load, u)
+        write_item(items, n, work[i, 2], work[i, 3], work[i, 4], load, u)
         n += 1
     for r in range(ranks):
         room[unit[r]] = min(room[unit[r]], whole[r])
@@ -105,12 +105,12 @@ def even_rows(work, targets, limit, ruler, kv, row, reads):
     found, count = np.zeros((len(work) + n, 5), np.int64), 0
     for i in range(len(work)):
         if fixed[i]:
-            put(found, count, work[i, 0], work[i, 1], work[i, 2], work[i, 3], work[i, 4])
+            write_item(found, count, work[i, 0], work[i, 1], work[i, 2], work[i, 3], work[i, 4])
             count += 1
     for i in range(n):
         if items[i, LO] < items[i, HI]:
             u = items[i, BIN]
-            put(found, count, u, team[u], items[i, DOC], items[i, LO], items[i, HI])
+            write_item(found, count, u, team[u], items[i, DOC], items[i, LO], items[i, HI])
             count += 1
     return found[:count]
 

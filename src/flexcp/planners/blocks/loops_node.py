@@ -10,7 +10,19 @@ import numpy as np
 
 from flexcp.arrays.jit import compiled
 from flexcp.arrays.loops_sort import stable_order
-from flexcp.planners.blocks.loops import BIN, DOC, HI, HUGE, LO, LOAD, MILLION, fetched, load_of, most_slices, put
+from flexcp.planners.blocks.loops import (
+    BIN,
+    DOC,
+    HI,
+    HUGE,
+    LO,
+    LOAD,
+    MILLION,
+    fetched,
+    load_of,
+    most_slices,
+    write_item,
+)
 from flexcp.planners.blocks.loops_pack import pack
 
 
@@ -23,7 +35,7 @@ def node(items, ruler, cap_load, cap_rows, aim, reads, weight, moves, fills, aim
     """
     size, teams = len(cap_load), len(cap_load) // team
     mine, parted, costly = items, np.zeros(len(items), np.bool_), np.zeros(len(items), np.bool_)
-    most_load, most_rows, aimed = sums(cap_load, team), sums(cap_rows, team), sums(aim, team)
+    most_load, most_rows, aimed = team_sums(cap_load, team), team_sums(cap_rows, team), team_sums(aim, team)
     table, work = items, np.zeros((0, 5), np.int64)
     for t in range(-1, teams):  # -1: over the teams
         if t >= 0:
@@ -54,7 +66,7 @@ def node(items, ruler, cap_load, cap_rows, aim, reads, weight, moves, fills, aim
 
 
 @compiled
-def sums(limits, team):
+def team_sums(limits, team):
     """Limits of teams."""
     found = np.zeros(len(limits) // team, np.int64)
     for r in range(len(found) * team):
@@ -77,7 +89,7 @@ def in_bin(table, b):
     found, n = np.empty((len(table), 5), np.int64), 0
     for i in range(len(table)):
         if table[i, BIN] == b:
-            put(found, n, table[i, DOC], table[i, LO], table[i, HI], table[i, LOAD], b)
+            write_item(found, n, table[i, DOC], table[i, LO], table[i, HI], table[i, LOAD], b)
             n += 1
     return found[:n]
 
@@ -88,7 +100,7 @@ def unparted(items, parted):
     found, n = np.empty((len(items), 5), np.int64), 0
     for i in range(len(items)):
         if not parted[i]:
-            put(found, n, items[i, DOC], items[i, LO], items[i, HI], 0, -1)
+            write_item(found, n, items[i, DOC], items[i, LO], items[i, HI], 0, -1)
             n += 1
     return found[:n]
 
@@ -98,13 +110,13 @@ def with_work(work, start, team, items, parted, rest):
     """``work`` and that of the team from rank ``start`` on: the split items, and the others where they are packed."""
     found, n = np.empty((len(work) + len(items) + len(rest), 5), np.int64), len(work)
     for i in range(n):
-        put(found, i, work[i, 0], work[i, 1], work[i, 2], work[i, 3], work[i, 4])
+        write_item(found, i, work[i, 0], work[i, 1], work[i, 2], work[i, 3], work[i, 4])
     for i in range(len(items)):
         if parted[i]:
-            put(found, n, start, team, items[i, DOC], items[i, LO], items[i, HI])
+            write_item(found, n, start, team, items[i, DOC], items[i, LO], items[i, HI])
             n += 1
     for i in range(len(rest)):
-        put(found, n, start + rest[i, BIN], 1, rest[i, DOC], rest[i, LO], rest[i, HI])
+        write_item(found, n, start + rest[i, BIN], 1, rest[i, DOC], rest[i, LO], rest[i, HI])
         n += 1
     return found[:n]
 

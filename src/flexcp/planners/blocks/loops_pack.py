@@ -21,9 +21,9 @@ from flexcp.planners.blocks.loops import (
     head_within,
     load_of,
     most_slices,
-    put,
     tail_within,
     total_cost,
+    write_item,
 )
 from flexcp.planners.blocks.loops_climb import climb
 
@@ -107,7 +107,7 @@ def peel(items, n, bins, ruler, aim_load, cap_rows, reads, fill):
                 extra = load_of(ruler, d, lo, stop)
                 if stop > lo:
                     cut = tail_within(ruler, d, stop, hi, aim - load - extra)
-                    put(items, n, d, lo, stop, extra, opened)
+                    write_item(items, n, d, lo, stop, extra, opened)
                     n += 1
                     lo = stop
         cut = snapped(cut, lo, hi, reads.slices, reads.first[d], reads.first[d + 1])
@@ -115,11 +115,11 @@ def peel(items, n, bins, ruler, aim_load, cap_rows, reads, fill):
             cut = max(lo, hi - grain)
         tail = load_of(ruler, d, cut, hi)
         if lo < cut:
-            put(items, big, d, lo, cut, load_of(ruler, d, lo, cut), -1)
-            put(items, n, d, cut, hi, tail, opened)
+            write_item(items, big, d, lo, cut, load_of(ruler, d, lo, cut), -1)
+            write_item(items, n, d, cut, hi, tail, opened)
             n += 1
         else:
-            put(items, big, d, cut, hi, tail, opened)
+            write_item(items, big, d, cut, hi, tail, opened)
         opened += 1
     return n
 
@@ -290,7 +290,7 @@ def repair(items, n, bins, ruler, cap_load, cap_rows, mean_load, mean_rows, read
             if length == hi - lo:
                 items[i, BIN] = b
             else:
-                put(items, n, d, best_lo, best_hi, part, b)
+                write_item(items, n, d, best_lo, best_hi, part, b)
                 chain[1, n], chain[0, d] = chain[0, d], n
                 n += 1
                 if best_lo > lo:
@@ -319,7 +319,7 @@ def with_room(items, count):
     """The items in a table of ``count`` rows."""
     table = np.zeros((count, 5), np.int64)
     for i in range(len(items)):
-        put(table, i, items[i, DOC], items[i, LO], items[i, HI], items[i, LOAD], items[i, BIN])
+        write_item(table, i, items[i, DOC], items[i, LO], items[i, HI], items[i, LOAD], items[i, BIN])
     return table
 
 
@@ -331,7 +331,7 @@ def pack(items, ruler, cap_load, cap_rows, aim, reads, weight, moves, fills, aim
     if bins == 1:
         for i in range(count):
             d, lo, hi = items[i, DOC], items[i, LO], items[i, HI]
-            put(best, i, d, lo, hi, load_of(ruler, d, lo, hi), 0)
+            write_item(best, i, d, lo, hi, load_of(ruler, d, lo, hi), 0)
         return best, 0, 0
     mean_load, mean_rows = 1, 0
     for b in range(bins):
@@ -346,7 +346,7 @@ def pack(items, ruler, cap_load, cap_rows, aim, reads, weight, moves, fills, aim
         table = np.zeros((count + 4 * bins + moves + 16, 5), np.int64)
         for i in range(count):
             d, lo, hi = items[i, DOC], items[i, LO], items[i, HI]
-            put(table, i, d, lo, hi, load_of(ruler, d, lo, hi), -1)
+            write_item(table, i, d, lo, hi, load_of(ruler, d, lo, hi), -1)
         for b in range(bins):
             used[b] = aim[b] + (cap_load[b] - aim[b]) * aims[variant] // 100
             load[b], rows[b] = 0, 0

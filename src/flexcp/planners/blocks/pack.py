@@ -48,7 +48,7 @@ VIOLATION_WEIGHT = 8
 
 
 @dataclass(frozen=True, eq=False)
-class Field:
+class RowLoads:
     """What a batch's rows cost, ready for the compiled loops.
 
     ``prefix[first[d] + i]`` is the load of document d before row ``i * grain``; ``slices`` are what rows read (of the mask with the most
@@ -106,8 +106,8 @@ class Field:
         return np.asarray(self.prefix[base - (-hi // self.grain)] - self.prefix[base - (-lo // self.grain)])
 
 
-def make_field(batch: Batch, grain: int, price: int, thin_price: int | None) -> Field:
-    """The field of a batch; ``price`` is the load of a row besides its attention, per layer.
+def make_row_loads(batch: Batch, grain: int, price: int, thin_price: int | None) -> RowLoads:
+    """The row loads of a batch; ``price`` is the load of a row besides its attention, per layer.
 
     ``thin_price`` is how many keys cost as much as computing a part of a thin row, None if there are to be none.
     """
@@ -138,7 +138,7 @@ def make_field(batch: Batch, grain: int, price: int, thin_price: int | None) -> 
     row_price = price * sum(m.layers for m in batch.masks)
     loads = loops_level.loads_before(batch.lengths, first, grain, row_price, layers, slice_first, slices)
     shift = max(0, int(loads[first[1:] - 1].sum()).bit_length() - 40)
-    return Field(
+    return RowLoads(
         batch,
         grain,
         loads >> shift,
@@ -175,7 +175,7 @@ def _thin_rows(mask: LayerMask, lengths: Ints) -> Ints:
 
 
 @dataclass(frozen=True, eq=False)
-class Limits:
+class BinLimits:
     """What each bin may hold of load and rows, and the load a peeled bin aims for.
 
     ``firm``: somebody asked for these limits, so it is worth some time to keep them with few bytes.
@@ -197,11 +197,11 @@ class Packed:
     violation: int
 
 
-def pack(field: Field, items: Ints, limits: Limits) -> Packed:
+def pack(loads: RowLoads, items: Ints, limits: BinLimits) -> Packed:
     """Items ``[n, 3]`` into bins: peel, deal, repair in a few variants, and climb from the best of them."""
     from flexcp.planners.blocks import loops_pack
 
-    table, keys, over = loops_pack.pack(*_arguments(field, items, limits, field.ruler, field.reads))
+    table, keys, over = loops_pack.pack(*_arguments(loads, items, limits, loads.ruler, loads.reads))
     return Packed(table[:, :3], table[:, loops_pack.BIN], int(keys), int(over))
 
 
@@ -216,16 +216,16 @@ class Placed:
 
 
 def place_node(
-    field: Field, items: Ints, limits: Limits, teams: Sequence[int], key_bytes: int, row_bytes: int
+    loads: RowLoads, items: Ints, limits: BinLimits, teams: Sequence[int], key_bytes: int, row_bytes: int
 ) -> list[Placed]:
     """Items ``[n, 3]`` of a node to its ranks, once by teams of each size."""
     from flexcp.planners.blocks import loops_node
 
-    documents, measures = np.arange(field.batch.documents), (field.ruler, field.reads)
+    documents, measures = np.arange(loads.batch.documents), (loads.ruler, loads.reads)
     if len(items) < len(documents):
         documents, own = np.unique(items[:, 0], return_inverse=True)
-        items, measures = np.column_stack([own, items[:, 1:]]), field.of_documents(documents)
-    arguments = _arguments(field, items, limits, *measures)
+        items, measures = np.column_stack([own, items[:, 1:]]), loads.of_documents(documents)
+    arguments = _arguments(loads, items, limits, *measures)
     found = []
     for team in teams:
         work, kept, moved, over = loops_node.node(*arguments, team, key_bytes, row_bytes)
@@ -234,9 +234,9 @@ def place_node(
     return found
 
 
-def _arguments(field: Field, items: Ints, limits: Limits, ruler: Any, reads: Any) -> tuple[Any, ...]:
+def _arguments(loads: RowLoads, items: Ints, limits: BinLimits, ruler: Any, reads: Any) -> tuple[Any, ...]:
     """What the compiled loops take."""
-    weight = VIOLATION_WEIGHT * int(field.batch.lengths.max())
+    weight = VIOLATION_WEIGHT * int(loads.batch.lengths.max())
     limit = (limits.load, limits.rows, limits.aim)
     variants = VARIANTS if limits.firm else VARIANTS_OF_AIMS
     if limits.rows[0] >= UNLIMITED:

@@ -28,8 +28,8 @@ gradients leave under the work on a rank's own tokens and under each other's wor
    whole before. The last resort is one group of all ranks.
 6. Tidying. Ranks that got no share of a cut document leave their group, and step 3 is repeated, unless that makes anybody slower.
 
-*Gap.* No assignment is faster than :func:`lower_bound`: all load evenly over all ranks, or the document that is slowest even with its
-best degree alone. Step 5 ends only when the slowest group takes at most 65/64 of it, or at
+*Gap.* No assignment is faster than :func:`groups_lower_bound`: all load evenly over all ranks, or the document that is slowest even with
+its best degree alone. Step 5 ends only when the slowest group takes at most 65/64 of it, or at
 most what one group of all ranks takes. So what separates us from the optimum is at most 1.6 % (and one token, as tokens are not cut), or
 else the communication that *one* group could not hide. :func:`gap` returns both numbers. On the named length distributions (causal, 8 nodes
 of 8 H100) the slowest group takes 1.00 to 1.03 of the bound with 32K tokens a rank and 1.00 to 1.14 with 8K, where single documents are so
@@ -51,8 +51,16 @@ from numpy.typing import NDArray
 
 from flexcp.clusters import NOMINAL_SPEED, Cluster
 from flexcp.plan.placement import Placement
+from flexcp.planners.groups.priced_documents import (
+    CLOSE_TO_BEST,
+    NEVER,
+    UNLIMITED,
+    PricedDocuments,
+    group_times,
+    least_degree,
+    price_documents,
+)
 from flexcp.planners.groups.shares import Group, stream_ranges
-from flexcp.planners.groups.workload import CLOSE, NEVER, UNLIMITED, Workload, group_times, least_degree, make_workload
 from flexcp.planners.layouts import equalised, row_regions, runs_of_ranges
 from flexcp.planners.request import Refused, Request, refuse_tolerances
 
@@ -62,7 +70,7 @@ Ints = NDArray[np.int64]
 def groups(request: Request) -> Placement:
     """Place a batch in flexible groups."""
     _refuse(request)
-    work = make_workload(request)
+    work = price_documents(request)
     found = _arranged(request, work)
     rank, start, stop = stream_ranges(request, work, found)
     regions = row_regions(request.batch, request.shape.heads, rank, start, stop)
@@ -76,7 +84,7 @@ def groups(request: Request) -> Placement:
 def gap(request: Request) -> tuple[int, int]:
     """(time of the slowest group, lower bound of any assignment) in pairs."""
     _refuse(request)
-    work = make_workload(request)
+    work = price_documents(request)
     return max(group.time for group in _arranged(request, work)), work.bound
 
 
@@ -123,7 +131,7 @@ def best_degrees(times: Ints, least: Ints, ranks: int, filling: int = 0) -> Ints
     return smallest(high)
 
 
-def _atomic_groups(work: Workload) -> tuple[list[list[int]], list[int]]:
+def _atomic_groups(work: PricedDocuments) -> tuple[list[list[int]], list[int]]:
     """(documents that need a group of their own, documents that are filling); merged where their caps leave too much room unused."""
     own = [d for d, load in enumerate(work.load) if load > work.mean or work.tokens[d] > work.cap]
     atomic = [[d] for d in own]
@@ -162,7 +170,7 @@ def ranks_of_groups(degrees: Sequence[int], cluster: Cluster) -> list[tuple[int,
 # --- documents to groups ----------------------------------------------------------------------------------------------
 
 
-def _arranged(request: Request, work: Workload) -> list[Group]:
+def _arranged(request: Request, work: PricedDocuments) -> list[Group]:
     """The groups; for equal tokens those of the cap whose longest rank is shortest."""
     if not request.equal_tokens:
         return _grouped(work)
@@ -172,7 +180,7 @@ def _arranged(request: Request, work: Workload) -> list[Group]:
     return min(candidates, key=lambda found: _equal_tokens_time(work, found, request.pad_to))
 
 
-def _equal_tokens_time(work: Workload, found: list[Group], pad_to: int) -> int:
+def _equal_tokens_time(work: PricedDocuments, found: list[Group], pad_to: int) -> int:
     """Time of the slowest rank when all keep as many tokens as the one with the most."""
     most, slowest = 0, 0
     for group in found:
@@ -185,9 +193,9 @@ def _equal_tokens_time(work: Workload, found: list[Group], pad_to: int) -> int:
     return slowest + work.prices.linear * (-(-most // pad_to) * pad_to)
 
 
-def _grouped(work: Workload) -> list[Group]:
+def _grouped(work: PricedDocuments) -> list[Group]:
     """Steps 1 to 6."""
-    aim = work.bound + work.bound // CLOSE
+    aim = work.bound + work.bound // CLOSE_TO_BEST
     atomic, filling = _atomic_groups(work)
     degrees: list[int] = []
     if atomic:
@@ -202,7 +210,7 @@ def _grouped(work: Workload) -> list[Group]:
 
 
 def _dealt(
-    work: Workload, ranks: list[tuple[int, ...]], atomic: list[list[int]], filling: list[int], aim: int
+    work: PricedDocuments, ranks: list[tuple[int, ...]], atomic: list[list[int]], filling: list[int], aim: int
 ) -> list[Group]:
     """The filling, heaviest first, to the group that would be ready first with it and has room."""
     dealt = [list(documents) for documents in atomic]
@@ -239,12 +247,12 @@ def _dealt(
     return found
 
 
-def _ready(work: Workload, ranks: tuple[int, ...], documents: list[int], aim: int) -> int:
+def _ready(work: PricedDocuments, ranks: tuple[int, ...], documents: list[int], aim: int) -> int:
     """When an atomic group's ranks are ready, if filling will make them ready together."""
     return work.even(sum(work.load[d] for d in documents), ranks) + _packed(work, ranks, documents, aim).exposed
 
 
-def _housed(work: Workload, found: list[Group], document: int, aim: int) -> list[Group]:
+def _housed(work: PricedDocuments, found: list[Group], document: int, aim: int) -> list[Group]:
     """A document that fits no rank whole goes to the groups with the most room, joined until it fits."""
 
     def room(group: Group) -> int:
@@ -258,7 +266,7 @@ def _housed(work: Workload, found: list[Group], document: int, aim: int) -> list
     return [*order[count:], _joined(work, order[:count], aim, [document])]
 
 
-def _merged(work: Workload, found: list[Group], aim: int) -> list[Group]:
+def _merged(work: PricedDocuments, found: list[Group], aim: int) -> list[Group]:
     """The slowest group joined with faster ones, as long as that makes it faster and it is over the aim."""
     while True:
         slowest = max(found, key=lambda group: (group.time, group.ranks))
@@ -280,7 +288,7 @@ def _merged(work: Workload, found: list[Group], aim: int) -> list[Group]:
         found = [group for group in found if id(group) not in gone] + [best]
 
 
-def _partners(work: Workload, slowest: Group, others: list[Group], aim: int) -> list[list[Group]]:
+def _partners(work: PricedDocuments, slowest: Group, others: list[Group], aim: int) -> list[list[Group]]:
     """Groups that could take what the slowest has over the aim, few before many, of its own nodes before others.
 
     First the one with just enough time to spare (more serves someone slower), or else the most; then as few as are enough together.
@@ -306,12 +314,12 @@ def _partners(work: Workload, slowest: Group, others: list[Group], aim: int) -> 
     return [partners for partners in found if partners]
 
 
-def _joined(work: Workload, parts: list[Group], aim: int, more: Sequence[int] = ()) -> Group:
+def _joined(work: PricedDocuments, parts: list[Group], aim: int, more: Sequence[int] = ()) -> Group:
     ranks = tuple(sorted(rank for group in parts for rank in group.ranks))
     return _packed(work, ranks, sorted([*(d for group in parts for d in group.documents), *more]), aim)
 
 
-def _tidied(work: Workload, found: list[Group], aim: int) -> list[Group]:
+def _tidied(work: PricedDocuments, found: list[Group], aim: int) -> list[Group]:
     """Ranks without a share of a cut document on their own, and the groups over nodes anew; only if that makes nobody slower."""
     parts: list[tuple[int, list[int]]] = []
     for group in found:
@@ -333,7 +341,7 @@ def _tidied(work: Workload, found: list[Group], aim: int) -> list[Group]:
 # --- documents inside a group -----------------------------------------------------------------------------------------
 
 
-def _packed(work: Workload, ranks: tuple[int, ...], documents: list[int], aim: int) -> Group:
+def _packed(work: PricedDocuments, ranks: tuple[int, ...], documents: list[int], aim: int) -> Group:
     """Documents (heaviest first) whole on the rank that is ready first, if it then is ready in time; the others cut over all ranks."""
     load = sum(work.load[d] for d in documents)
     if len(ranks) == 1:
@@ -353,7 +361,7 @@ def _packed(work: Workload, ranks: tuple[int, ...], documents: list[int], aim: i
 class _Packing:
     """The ranks of a group while they are filled: what each has, and who is ready first."""
 
-    def __init__(self, work: Workload, ranks: tuple[int, ...], limit: int) -> None:
+    def __init__(self, work: PricedDocuments, ranks: tuple[int, ...], limit: int) -> None:
         self.work, self.limit = work, limit
         self.speeds = [work.speeds[r] for r in ranks]
         self.whole: list[list[int]] = [[] for _ in ranks]

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexcp.arrays.tables import Table
-from flexcp.planners.groups.workload import CLOSE, UNLIMITED, Workload
+from flexcp.planners.groups.priced_documents import CLOSE_TO_BEST, UNLIMITED, PricedDocuments
 from flexcp.planners.request import Request
 
 Ints = NDArray[np.int64]
@@ -34,7 +34,7 @@ Rows = tuple[Ints, Ints, Ints, Ints]
 """Parallel columns: rank, document of the batch, first row, last row."""
 
 
-def stream_ranges(request: Request, work: Workload, found: list[Group]) -> tuple[Ints, Ints, Ints]:
+def stream_ranges(request: Request, work: PricedDocuments, found: list[Group]) -> tuple[Ints, Ints, Ints]:
     """(rank, start, stop) of everything the groups keep, on the stream."""
     pairs = [(r, d) for group in found for r, mine in zip(group.ranks, group.whole, strict=True) for d in mine]
     whole = np.array(pairs, np.int64).reshape(-1, 2)
@@ -50,7 +50,7 @@ def _joined_rows(parts: list[Rows]) -> Rows:
     return rank, document, first, last
 
 
-def _cut_rows(request: Request, work: Workload, shares: Shares) -> list[Rows]:
+def _cut_rows(request: Request, work: PricedDocuments, shares: Shares) -> list[Rows]:
     """The rows of all shares, each document in the first of three ways that gives every rank its share of the load.
 
     Consecutive rows read the fewest keys; a zig-zag pairs light rows with heavy ones; and where neither is even, rows are counted by load
@@ -80,7 +80,7 @@ class Shares(Table):
     before: Ints
 
 
-def _shares(work: Workload, found: list[Group]) -> Shares:
+def _shares(work: PricedDocuments, found: list[Group]) -> Shares:
     """Every cut document of a group in the proportions of the group's shares, exact in the sum."""
     rows: list[tuple[int, int, int, int]] = []
     for group in found:
@@ -101,11 +101,11 @@ def _shares(work: Workload, found: list[Group]) -> Shares:
     return Shares(*np.array(rows, np.int64).reshape(-1, 4).T)
 
 
-def _consecutive(work: Workload, shares: Shares) -> Rows:
+def _consecutive(work: PricedDocuments, shares: Shares) -> Rows:
     return shares.rank, shares.document, shares.before, shares.before + shares.tokens
 
 
-def _zigzag(work: Workload, shares: Shares) -> Rows:
+def _zigzag(work: PricedDocuments, shares: Shares) -> Rows:
     """Each share as one part from the front and one from the back of its document, next to each other in the table."""
     before, after, length = shares.before, shares.before + shares.tokens, work.batch.lengths[shares.document]
     first = np.stack([before // 2, length - (after - after // 2)], axis=1).reshape(-1)
@@ -113,7 +113,7 @@ def _zigzag(work: Workload, shares: Shares) -> Rows:
     return np.repeat(shares.rank, 2), np.repeat(shares.document, 2), first, last
 
 
-def _by_load(work: Workload, shares: Shares) -> Rows:
+def _by_load(work: PricedDocuments, shares: Shares) -> Rows:
     """Each share as consecutive rows whose load is to the document's as its tokens are."""
     document, length = shares.document, work.batch.lengths[shares.document]
 
@@ -134,7 +134,7 @@ def _by_load(work: Workload, shares: Shares) -> Rows:
     return shares.rank, document, row_at(shares.before), row_at(shares.before + shares.tokens)
 
 
-def _uneven(work: Workload, shares: Shares, rows: Rows) -> NDArray[np.bool_]:
+def _uneven(work: PricedDocuments, shares: Shares, rows: Rows) -> NDArray[np.bool_]:
     """Which shares belong to a document of which some rank gets clearly more load than its tokens stand for."""
     _, document, first, last = rows
     area = work.batch.weighted_rows_area(document, first, last).reshape(len(shares), -1).sum(axis=1)
@@ -142,5 +142,5 @@ def _uneven(work: Workload, shares: Shares, rows: Rows) -> NDArray[np.bool_]:
     ranks = np.diff(np.append(starts, len(shares)))
     whole, length = np.repeat(np.add.reduceat(area, starts), ranks), work.batch.lengths[shares.document]
     mean_load = (whole + work.prices.row * length) // np.repeat(ranks, ranks)
-    over = (area - whole // length * shares.tokens) * CLOSE > mean_load
+    over = (area - whole // length * shares.tokens) * CLOSE_TO_BEST > mean_load
     return np.repeat(np.logical_or.reduceat(over, starts), ranks)

@@ -31,7 +31,7 @@ from flexcp.plan.placement import Placement
 from flexcp.planners.blocks.blocks import pack_rows
 from flexcp.planners.hypergraph.model import make_tiling
 from flexcp.planners.hypergraph.partition import Partition, placement_of
-from flexcp.planners.hypergraph.search import Limits, Search
+from flexcp.planners.hypergraph.search import RankLimits, Search
 from flexcp.planners.hypergraph.vcycle import improve, partitioner
 from flexcp.planners.layouts import even_borders, is_scattered
 from flexcp.planners.request import Refused, Request
@@ -97,7 +97,7 @@ def _rounds(request: Request, first: _Candidate) -> int:
     return max(FEWEST_ROUNDS, min(MOST_ROUNDS, ROUND_CELLS // cells))
 
 
-def _round(request: Request, best: _Candidate, size: int | None, limits: Limits, number: int) -> Placement | None:
+def _round(request: Request, best: _Candidate, size: int | None, limits: RankLimits, number: int) -> Placement | None:
     """Partition (not in round 0), repair and climb, from the best placement so far; None when repair fails."""
     partition, weight = best.partition.copy(), VIOLATION_WEIGHT * best.bytes
     search = Search(partition, limits)
@@ -125,7 +125,7 @@ class _Candidate:
     bytes: int
     link_ns: int
 
-    def within(self, limits: Limits) -> bool:
+    def within(self, limits: RankLimits) -> bool:
         """Whether no rank has too much work or too many tokens."""
         return bool((self.partition.loads <= limits.loads).all() and (self.partition.tokens <= limits.tokens).all())
 
@@ -135,7 +135,7 @@ def _candidate(request: Request, placement: Placement, size: int | None) -> _Can
     return _Candidate(placement, partition, partition.bytes(), partition.link_ns(request.cost, request.cluster))
 
 
-def _limits(request: Request, first: _Candidate) -> Limits:
+def _limits(request: Request, first: _Candidate) -> RankLimits:
     """Limits by the tolerances, and as far beyond them as ``blocks`` had to go."""
     batch, ranks, speeds = request.batch, request.ranks, request.cluster.rank_speeds
     assert request.compute_tolerance is not None and request.token_tolerance is not None
@@ -149,7 +149,7 @@ def _limits(request: Request, first: _Candidate) -> Limits:
         even = max(-(-batch.tokens // ranks), math.floor(batch.tokens * (1 + request.token_tolerance) / ranks))
         cap = request.max_tokens_per_rank
         tokens = np.full(ranks, even if cap is None else min(even, cap), np.int64)
-    return Limits(
+    return RankLimits(
         np.array([int(limit * over) for limit in most], np.int64),
         np.maximum(tokens, first.partition.tokens),
         np.arange(ranks) // request.cluster.ranks_per_node,

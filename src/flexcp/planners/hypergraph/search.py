@@ -33,7 +33,7 @@ CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
-class Limits:
+class RankLimits:
     """The most load and tokens of each rank, its node, and whether tokens may move."""
 
     loads: Ints
@@ -73,7 +73,7 @@ class Bundles:
 class Search:
     """Repair and climb: bundles that move between ranks within limits."""
 
-    def __init__(self, partition: Partition, limits: Limits) -> None:
+    def __init__(self, partition: Partition, limits: RankLimits) -> None:
         self.partition, self.limits = partition, limits
         t = partition.tiling
         self.mean_load = max(1, int(t.tiles.load.sum()) // t.ranks)

@@ -69,7 +69,7 @@ class Tiles:
     entries: Tensor
 
     @staticmethod
-    def of(made: TileList, device: torch.device) -> Tiles:
+    def on_device(made: TileList, device: torch.device) -> Tiles:
         tables = (torch.from_numpy(x.reshape(-1)) for x in (made.tiles, made.entries))
         if device.type == "cuda":
             return Tiles(made, *(t.pin_memory().to(device, non_blocking=True) for t in tables))
@@ -124,7 +124,7 @@ class WorkList:
             if side == "split":
                 each = made.blocks * self.kv_heads // (self.residents * PARTS)
                 made = split(made, block, max(SHORTEST_PART, each))
-            self._made[key] = Tiles.of(made, self.device)
+            self._made[key] = Tiles.on_device(made, self.device)
         return self._made[key]
 
 

@@ -1,4 +1,4 @@
-"""Calls: what one rank posts together, stage by stage, derived from the plan. Integers only; no tensor, no group.
+"""Calls of a rank: what one rank posts together, stage by stage, derived from the plan. Integers only; no tensor, no group.
 
 By default a stage is one call of whole messages: whatever moves in it starts at once, and the transport shares the links. With
 ``rounds_per_call`` the stage runs in the plan's conflict-free rounds (:mod:`flexcp.plan.rounds`), that many consecutive ones to a call.
@@ -22,7 +22,7 @@ from flexcp.plan.rounds import find_messages
 Ints = NDArray[np.int64]
 
 
-class Part(NamedTuple):
+class MessageRange(NamedTuple):
     """Bytes ``start..stop`` of the stage's message to or from ``peer``."""
 
     peer: int
@@ -35,8 +35,8 @@ class Call:
     """What a rank posts together: call ``number`` of its stage, the same on all ranks."""
 
     number: int
-    receives: tuple[Part, ...]
-    sends: tuple[Part, ...]
+    receives: tuple[MessageRange, ...]
+    sends: tuple[MessageRange, ...]
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def rank_calls(
         chunks = rounds.chunks
         stage = rounds.exchanges.stage[chunks.exchange]
         table = [stage, rounds.call, chunks.source, chunks.target, chunks.start, chunks.stop]
-    found: dict[tuple[int, int], tuple[list[Part], list[Part]]] = {}
+    found: dict[tuple[int, int], tuple[list[MessageRange], list[MessageRange]]] = {}
     for number, peers in enumerate((table[3], table[2])):  # 0: receives, where the target is here; 1: sends
         here = np.flatnonzero(peers == rank)
         other = (table[2], table[3])[number][here]
@@ -89,7 +89,7 @@ def rank_calls(
             parts = found.setdefault((at, turn), ([], []))[number]
             if parts and parts[-1].peer == peer and parts[-1].stop == start:
                 start = parts.pop().start
-            parts.append(Part(peer, start, stop))
+            parts.append(MessageRange(peer, start, stop))
     stages: list[list[Call]] = [[] for _ in range(program.stages)]
     for (at, turn), (receives, sends) in sorted(found.items()):
         stages[at].append(Call(turn, tuple(receives), tuple(sends)))

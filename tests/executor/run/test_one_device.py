@@ -10,8 +10,8 @@ import torch
 
 from flexcp.executor.kernels import Settings
 from flexcp.executor.kernels.ends import OutputGradient
-from flexcp.executor.run.fields import types_of
-from flexcp.executor.run.local import local_backward, local_forward
+from flexcp.executor.run.message_layout import types_of
+from flexcp.executor.run.one_device import local_backward, local_forward
 
 X = torch.ones(5, 2, 8, dtype=torch.bfloat16)
 ROWS = torch.zeros(5, 2)

@@ -1,4 +1,4 @@
-"""Meet: what ranks tell rank 0 through the group's store, and how far their clocks are apart. Off the device.
+"""Gather on rank 0: what ranks tell rank 0 through the group's store, and how far their clocks are apart. Off the device.
 
 A rank's clock counts from anywhere. Rank 0 answers each rank's questions with its own time; the answer of the shortest round trip is at
 most half of it wrong, and that bound travels with the offset. Clocks of different machines also drift by some microseconds a second, so
@@ -17,20 +17,22 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from flexcp.executor.exchange.notes import through_store
+from flexcp.executor.exchange.failure_notes import through_store
 
 QUESTIONS = 5
 
 
-def told_to_rank_0(facts: dict[str, Any], group: dist.ProcessGroup, timeout: timedelta) -> list[dict[str, Any]] | None:
+def gather_on_rank_0(
+    facts: dict[str, Any], group: dist.ProcessGroup, timeout: timedelta
+) -> list[dict[str, Any]] | None:
     """On rank 0 the facts of every rank, each with ``offset_ns`` (added to its clock, gives rank 0's) and ``offset_error_ns``.
 
     Collective over ``group``; None on other ranks.
     """
-    return through_store(timeout, lambda: _met(facts, group, timeout))
+    return through_store(timeout, lambda: _gathered(facts, group, timeout))
 
 
-def _met(facts: dict[str, Any], group: dist.ProcessGroup, timeout: timedelta) -> list[dict[str, Any]] | None:
+def _gathered(facts: dict[str, Any], group: dist.ProcessGroup, timeout: timedelta) -> list[dict[str, Any]] | None:
     store, rank, size = group.get_group_store(), dist.get_rank(group), dist.get_world_size(group)
     key = f"flexcp/meeting/{store.add(f'flexcp/meetings/{rank}', 1)}"
     deadline, other = time.monotonic() + timeout.total_seconds(), 0

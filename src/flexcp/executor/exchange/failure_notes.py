@@ -1,4 +1,4 @@
-"""Notes: what ranks tell each other through the group's store when something went wrong, always within a time limit.
+"""Failure notes: what ranks tell each other through the group's store when something went wrong, always within a time limit.
 
 A rank that fails leaves one note: whom it waited for, if anybody, and what happened. A rank that waits in vain for a peer looks whether the
 peer left a note, then whether the one blamed there did, and so finds the rank where the trouble began. That one left none, because it died
@@ -68,7 +68,7 @@ def through_store(timeout: timedelta, function: Callable[[], T]) -> T:
 
 
 @dataclass(frozen=True)
-class Notes:
+class FailureNotes:
     """The notes of one step's ranks."""
 
     group: dist.ProcessGroup

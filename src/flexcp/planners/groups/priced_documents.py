@@ -1,4 +1,4 @@
-"""Workload: what a batch's documents cost a group of ranks, the arithmetic under :mod:`flexcp.planners.groups.groups`.
+"""Priced documents: what a batch's documents cost a group of ranks, the arithmetic under :mod:`flexcp.planners.groups.groups`.
 
 Costs are in *pairs* (:mod:`flexcp.cost`), all integers. The formulas, and where they leave system B's, are in that module.
 """
@@ -23,7 +23,7 @@ from flexcp.shape import Kind
 
 Ints = NDArray[np.int64]
 Amount = TypeVar("Amount", int, Ints)
-CLOSE = 64
+CLOSE_TO_BEST = 64
 """What is within 1/64 of the best is left alone: closer costs cuts, and cost models err by more."""
 MOVE_SCALE = 16
 """Prices of moved keys are kept in 1/16 pairs, because on slow devices one key is only a few pairs."""
@@ -49,7 +49,7 @@ class Prices:
 
 
 @dataclass(frozen=True, eq=False)
-class Workload:
+class PricedDocuments:
     """The batch as this planner sees it: documents heaviest first, numbered in that order; ``document`` is the batch's number.
 
     ``tokens``, ``attention`` and ``load`` are per document; ``cap`` is the most tokens a rank may keep; ``speeds`` are per mille.
@@ -82,8 +82,8 @@ class Workload:
 
     @cached_property
     def bound(self) -> int:
-        """:func:`lower_bound` of this work."""
-        return lower_bound(self)
+        """:func:`groups_lower_bound` of this work."""
+        return groups_lower_bound(self)
 
     @cached_property
     def best_key_prices(self) -> Ints:
@@ -119,7 +119,7 @@ class Workload:
         return time * (1000 + self.prices.gradient) // 1000
 
 
-def make_workload(request: Request) -> Workload:
+def price_documents(request: Request) -> PricedDocuments:
     refuse_over_cap(request)
     batch, cap = request.batch, request.token_cap
     documents = np.arange(batch.documents, dtype=np.int64)
@@ -129,7 +129,7 @@ def make_workload(request: Request) -> Workload:
     prices = _prices(request, layers)
     load = attention + prices.linear * batch.lengths
     order = np.argsort(-load, kind="stable")
-    return Workload(
+    return PricedDocuments(
         batch,
         order,
         batch.lengths[order].tolist(),
@@ -172,7 +172,7 @@ def _prices(request: Request, layers: int) -> Prices:
 
 
 def _moved_keys(batch: Batch, documents: Ints, ranks: int) -> Ints:
-    """``Workload.moved`` as ``[document, degree - 1]``, from the slices in closed form.
+    """``PricedDocuments.moved`` as ``[document, degree - 1]``, from the slices in closed form.
 
     A rank has two runs of rows. In a slice they read at most all its keys, and at most their own rows plus the band's width each.
     """
@@ -191,7 +191,7 @@ def _moved_keys(batch: Batch, documents: Ints, ranks: int) -> Ints:
     return keys
 
 
-def lower_bound(work: Workload) -> int:
+def groups_lower_bound(work: PricedDocuments) -> int:
     """The smallest tau in which any assignment could be ready: all load evenly shared, and every document with its best degree alone."""
     alone = [
         [d]
@@ -206,7 +206,7 @@ def lower_bound(work: Workload) -> int:
     return max(work.mean, int(times.min(axis=1).max()))
 
 
-def group_times(work: Workload, atomic: list[list[int]], speed: int = NOMINAL_SPEED) -> Ints:
+def group_times(work: PricedDocuments, atomic: list[list[int]], speed: int = NOMINAL_SPEED) -> Ints:
     """``[group, degree - 1]`` T of atomic groups, on ranks of the given speed in as few nodes as hold them."""
     documents = [d for group in atomic for d in group]
     first = offsets(np.array([len(group) for group in atomic], np.int64))
@@ -224,6 +224,6 @@ def group_times(work: Workload, atomic: list[list[int]], speed: int = NOMINAL_SP
     return np.asarray(np.maximum(compute, later + moving))
 
 
-def least_degree(work: Workload, documents: list[int]) -> int:
+def least_degree(work: PricedDocuments, documents: list[int]) -> int:
     """The fewest ranks whose caps hold these documents."""
     return max(1, -(-sum(work.tokens[d] for d in documents) // work.cap))

@@ -1,4 +1,4 @@
-"""Fields: the tensors that make up a piece, where they lie on a shelf, and where in a message.
+"""Message layout: the tensors that make up a piece, where they lie on a shelf, and where in a message.
 
 A message is raw bytes without padding: first all fields in the accumulator dtype, then those in the model's, so every field is aligned
 by construction and bytes on the wire are exactly the plan's.
@@ -38,7 +38,7 @@ def types_of(x: Tensor) -> Types:
 
 
 @dataclass(frozen=True)
-class Part:
+class MessagePart:
     """One field of one block inside a message."""
 
     block: Block
@@ -54,7 +54,7 @@ class Part:
         return message[self.offset : self.offset + self.bytes].view(self.dtype).view(self.size)
 
 
-def message_parts(message: Message, shape: Shape, types: Types) -> Iterator[Part]:
+def message_parts(message: Message, shape: Shape, types: Types) -> Iterator[MessagePart]:
     """The parts of a message in the order they travel, accumulator dtype first."""
     offset = 0
     for precise in (True, False):
@@ -65,7 +65,7 @@ def message_parts(message: Message, shape: Shape, types: Types) -> Iterator[Part
                 dtype = types.accumulator if precise else types.model
                 size: tuple[int, ...] = (block.count, block.h1 - block.h0)
                 size += (field.numbers(shape),) if field.width else ()
-                part = Part(block, field, dtype, size, offset, dtype.itemsize * int(torch.Size(size).numel()))
+                part = MessagePart(block, field, dtype, size, offset, dtype.itemsize * int(torch.Size(size).numel()))
                 yield part
                 offset += part.bytes
 

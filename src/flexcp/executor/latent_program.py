@@ -1,4 +1,4 @@
-"""The way of the latents: what :mod:`flexcp.executor.latent` moves and computes on one rank, derived from the plan. Integers only.
+"""Latent program: what :mod:`flexcp.executor.latent` moves and computes on one rank, derived from the plan. Integers only.
 
 All keys lie in one *arena* in stream order, own ones among the received, so work is in few large slices and one launch. Queries stay at
 home and come with all their heads: a plan that moves or splits them is refused.
@@ -21,21 +21,21 @@ from flexcp.shape import Kind
 Ints = NDArray[np.int64]
 PLANS = 32
 
-Block = tuple[int, Ints, bool]
+RowBlock = tuple[int, Ints, bool]
 """A peer, rows of the arena, and whether they are partial: in the accumulator dtype."""
-Pieces = dict[tuple[int, bool], list[Ints]]
+PeerRows = dict[tuple[int, bool], list[Ints]]
 
 
 @dataclass(frozen=True)
 class Stage:
     """What leaves for and arrives from each peer, in the order it has in their message: what is partial first."""
 
-    sends: tuple[Block, ...] = ()
-    receives: tuple[Block, ...] = ()
+    sends: tuple[RowBlock, ...] = ()
+    receives: tuple[RowBlock, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
-class Way:
+class LatentProgram:
     """A rank's arena (rows, and where its own tokens are), the stages of latents and of their gradients, and its work.
 
     Stages have the plan's numbers, so that ranks agree on them; where this one has nothing to do, they are empty.
@@ -52,8 +52,8 @@ class Way:
 
 
 @lru_cache(maxsize=PLANS)
-def way_of(plan: Plan, rank: int, mask: int) -> Way:
-    """The way of one rank under one mask, derived once."""
+def make_latent_program(plan: Plan, rank: int, mask: int) -> LatentProgram:
+    """The program of one rank under one mask, derived once."""
     kept = [np.sort(local_stream(plan.placement, r)) for r in range(plan.ranks)]
     programs = plan.programs[mask]
     forward, backward = (program.transfers for program in programs)
@@ -69,7 +69,7 @@ def way_of(plan: Plan, rank: int, mask: int) -> Way:
     def stages(direction: int, kind: Kind) -> tuple[Stage, ...]:
         transfers = programs[direction].transfers
         mine = transfers.take((transfers.kind == kind) & (transfers.source != transfers.target))
-        found: dict[int, tuple[Pieces, Pieces]] = {}
+        found: dict[int, tuple[PeerRows, PeerRows]] = {}
         for at, source, target, _, owner, start, stop, _, _, partial in mine.matrix().T.tolist():
             for side, (here, peer) in enumerate(((source, target), (target, source))):
                 if here == rank:
@@ -77,7 +77,7 @@ def way_of(plan: Plan, rank: int, mask: int) -> Way:
                     pieces.append(np.searchsorted(arena, kept[owner][start:stop]))
         return tuple(Stage(*(_blocks(side) for side in found.get(at, ()))) for at in range(programs[direction].stages))
 
-    return Way(
+    return LatentProgram(
         mask,
         len(arena),
         np.searchsorted(arena, kept[rank]),
@@ -89,7 +89,7 @@ def way_of(plan: Plan, rank: int, mask: int) -> Way:
     )
 
 
-def _blocks(pieces: Pieces) -> tuple[Block, ...]:
+def _blocks(pieces: PeerRows) -> tuple[RowBlock, ...]:
     order = sorted(pieces, key=lambda key: (key[0], not key[1]))
     return tuple((peer, np.concatenate(pieces[peer, partial]), partial) for peer, partial in order)
 

@@ -1,4 +1,4 @@
-"""Local: attention of one work list over all rows and heads of its arguments, with nothing to exchange.
+"""One device: attention of one work list over all rows and heads of its arguments, with nothing to exchange.
 
 What a rank does that needs nobody, and what :func:`flexcp.slice_attention` does. Inputs are used where they are; a kernel that can
 writes its results once, in the dtype they stay in.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexcp.executor.kernels import Settings
 from flexcp.executor.kernels.ends import OutputGradient
-from flexcp.executor.run.fields import Types
+from flexcp.executor.run.message_layout import Types
 
 
 def local_forward(
