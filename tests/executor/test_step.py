@@ -7,6 +7,7 @@ is refused, on all ranks and soon, when the plan does not fit the group, differs
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import cache
@@ -537,3 +538,40 @@ def test_cuda_tensors_over_gloo_are_refused_with_the_way_out(pool: RankPool) -> 
         assert "on cuda:0" in message
         assert "gloo" in message
         assert "backend='nccl'" in message
+
+
+def on_rows_cut_by_hand(group: dist.ProcessGroup, plan: Plan, asked: str | None) -> list[str]:
+    """What attention warns of, on rows that may be anything."""
+    step = flexcp.bind(plan, group)
+    if asked is not None:
+        getattr(step, asked)
+    shape = plan.shape
+    q, k, v = (torch.ones(step.local_tokens, h, shape.head_dim) for h in (shape.heads, shape.kv_heads, shape.kv_heads))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        flexcp.attention(q, k, v, step)
+        flexcp.attention(q, k, v, step)
+    return [str(w.message) for w in caught if "asked this step" in str(w.message)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "asked", "warned"),
+    [
+        ([[0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9, 11]], None, True),
+        ([[0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9, 11]], "indices", False),
+        ([[0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9, 11]], "positions", False),
+        ("contiguous", None, False),
+        ("zigzag", None, False),
+    ],
+)
+def test_rows_that_nobody_asked_for_are_warned_of_once(
+    pool: RankPool, layout: Any, asked: str | None, warned: bool
+) -> None:
+    """Six rows of twelve fit, whichever they are: only a user who never asks which can have cut them himself."""
+    planner = flexcp.Planner(
+        2, 2, 8, dtype="float32", cluster=flexcp.cluster("cpu", ranks_per_node=2), strategy="blocks"
+    )
+    plan = planner([12], flexcp.causal(), layout=layout)
+    for said in pool.run(on_rows_cut_by_hand, plan, asked, ranks=2):
+        assert len(said) == int(warned)
+        assert all("layout='contiguous'" in text and "step.shard" in text for text in said)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsFloat
 
 import torch
 import torch.distributed as dist
@@ -64,6 +64,30 @@ def check_running(kernel: object, deterministic: object, sm_margin: object, retu
     check_whole("sm_margin", sm_margin)
     if isinstance(sm_margin, int) and sm_margin < 0:
         raise ValueError(f"sm_margin= is how many multiprocessors to leave free, 0 or more; got {sm_margin}")
+
+
+def check_call(q: Tensor, others: dict[str, Tensor | None], scale: float | None, softcap: float | None) -> None:
+    """Raise for what no attention call accepts: tensors on several devices, sinks of another shape, a scale or softcap that is no number
+    above 0."""
+    for name, x in others.items():
+        if x is not None and x.device != q.device:
+            raise ValueError(f"{name} is on {x.device} and q on {q.device}; put them on one device")
+    sinks = others.get("sinks")
+    if sinks is not None and tuple(sinks.shape) != (q.shape[1],):
+        raise ValueError(f"sinks holds one number per query head, shape ({q.shape[1]},); got {tuple(sinks.shape)}")
+    for name, number in (("softcap", softcap), ("scale", scale)):
+        several = isinstance(number, Tensor) and (number.numel() != 1 or number.is_complex())
+        if number is not None and (several or not isinstance(number, SupportsFloat)):
+            raise ValueError(f"{name} is a number or None; got {named_kind(number)}")
+    if softcap is not None and not 0 < softcap < float("inf"):
+        raise ValueError(f"softcap must be above 0 and finite, or None for none; got {softcap}")
+    if scale is not None and not 0 < scale < float("inf"):
+        raise ValueError(f"scale must be above 0 and finite, or None for head_dim ** -0.5; got {scale}")
+
+
+def attention_scale(q: Tensor, scale: float | None) -> float:
+    """What logits are multiplied by."""
+    return q.shape[-1] ** -0.5 if scale is None else float(scale)
 
 
 def device_of(given: torch.device | str) -> torch.device:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexcp.executor.arguments import check_running, check_tensors
+from flexcp.executor.arguments import attention_scale, check_call, check_running, check_tensors
 from flexcp.executor.exchange.arena import Buffers
 from flexcp.executor.exchange.exchange import Exchange
 from flexcp.executor.exchange.rank_calls import Call, MessageRange
@@ -32,7 +32,6 @@ from flexcp.executor.kernels import Settings, find_kernel, uploaded
 from flexcp.executor.kernels.ends import OutputGradient
 from flexcp.executor.latent_program import LatentProgram, RowBlock, Stage, make_latent_program
 from flexcp.executor.layer_masks import mask_number
-from flexcp.executor.op import check_call
 from flexcp.executor.run.message_layout import types_of
 from flexcp.executor.run.one_device import local_backward, local_forward
 from flexcp.executor.run.prepared import covers
@@ -66,37 +65,49 @@ def latent_attention(
         _check(q, latent, step)
         check_call(q, {"latent": latent}, scale, softcap)
         number = mask_number(step.plan.batch, mask, None)
-    settings = Settings(q.shape[-1] ** -0.5 if scale is None else float(scale), softcap)
-    name = step.choose_kernel(q.device, kernel)
-    out: Tensor = _LatentAttention.apply(q, latent, expand, step, number, settings, name, *weights)
+    settings = Settings(attention_scale(q, scale), softcap)
+    asked = _Asked(expand, step, number, settings, step.choose_kernel(q.device, kernel))
+    out: Tensor = _LatentAttention.apply(q, latent, asked, *weights)
     return out
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """All of a call but its tensors."""
+
+    expand: Expand
+    step: Step
+    mask: int
+    settings: Settings
+    kernel: str
 
 
 class _LatentAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, latent: Tensor, expand: Expand, step: Step, mask: int, settings: Settings, kernel: str, *weights: Tensor
-    ) -> Tensor:  # fmt: skip
-        program, types = make_latent_program(step.plan, step.rank, mask), types_of(q)
+    def forward(ctx: Any, q: Tensor, latent: Tensor, asked: _Asked, *weights: Tensor) -> Tensor:
+        step = asked.step
+        program, types = make_latent_program(step.plan, step.rank, asked.mask), types_of(q)
         messages = _open_messages(program, step, latent, backward=False)
         step.note_call()
         with messages.exchange:
             arena = _fetched(latent, program.forward, program, step, messages)
             messages.exchange.finish()
-            k, v = _expanded(expand, arena, weights, q)
-            module = find_kernel(kernel)
+            k, v = _expanded(asked.expand, arena, weights, q)
+            module = find_kernel(asked.kernel)
             work = module.prepare(program.slices, q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.device)
             rows = step.in_stream_order(q)
-            out, lse = local_forward(module, work, covers(program.slices, len(rows)), types, settings, rows, k, v, True)
+            whole = covers(program.slices, len(rows))
+            out, lse = local_forward(module, work, whole, types, asked.settings, rows, k, v, rounded=True)
         out = out.to(q.dtype)
         ctx.save_for_backward(rows, latent, out, lse, arena if program.keys_kept else None, *weights)
-        ctx.call = (expand, step, program, settings, module, work)
+        ctx.call = (asked, program, module, work)
         return step.in_local_order(out)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, latent, out, lse, arena, *weights = ctx.saved_tensors
-        expand, step, program, settings, module, work = ctx.call
+        asked, program, module, work = ctx.call
+        step = asked.step
         step.note_backward()
         do, types = step.in_stream_order(grads[0].to(out.dtype)), types_of(q)
         messages = _open_messages(program, step, latent, backward=True)
@@ -105,23 +116,14 @@ class _LatentAttention(torch.autograd.Function):
                 arena = _fetched(latent, program.backward, program, step, messages)
             leaves = [x.detach().requires_grad_() for x in (arena, *weights)]
             with torch.enable_grad():
-                k, v = _expanded(expand, leaves[0], leaves[1:], q)
+                k, v = _expanded(asked.expand, leaves[0], leaves[1:], q)
             inputs = (q, k.detach(), v.detach(), lse, OutputGradient(do, out, None, lse.dtype))
-            dq, dk, dv = local_backward(module, work, covers(program.slices, len(q)), types, settings, *inputs)
+            dq, dk, dv = local_backward(module, work, covers(program.slices, len(q)), types, asked.settings, *inputs)
             found = torch.autograd.grad((k, v), leaves, (dk.to(k.dtype), dv.to(v.dtype)), allow_unused=True)
             darena = torch.zeros_like(arena) if found[0] is None else found[0]
             dlatent = _returned(darena.to(types.accumulator), program, messages, latent.dtype)
             messages.exchange.finish()
-        return (
-            step.in_local_order(dq).to(q.dtype),
-            step.in_local_order(dlatent),
-            None,
-            None,
-            None,
-            None,
-            None,
-            *found[1:],
-        )
+        return step.in_local_order(dq).to(q.dtype), step.in_local_order(dlatent), None, *found[1:]
 
 
 # --- exchanges --------------------------------------------------------------------------------------------------------

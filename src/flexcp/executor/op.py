@@ -15,17 +15,17 @@ only looks on (telemetry) is called inside the operator.
 
 from __future__ import annotations
 
-from typing import SupportsFloat
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexcp.executor.arguments import check_running, check_tensors, named_kind
+from flexcp.executor.arguments import attention_scale, check_call, check_running, check_tensors, named_kind
 from flexcp.executor.handles import step_of
 from flexcp.executor.kernels import Settings, accumulator_dtype
 from flexcp.executor.kernels.ends import OutputGradient, sinks_gradient, with_sinks
 from flexcp.executor.layer_masks import checked_name, mask_number, passable
-from flexcp.executor.registered import register_attention
+from flexcp.executor.registered import Gradients, Inputs, Kept, Numbers, Results, register_attention
 from flexcp.executor.run.executor import Runtime, run_backward, run_forward
 from flexcp.executor.run.message_layout import types_of
 from flexcp.executor.step import Step, check_bound
@@ -76,46 +76,36 @@ def attention(
     check_tensors({"q": q, "k": k, "v": v}, sinks)
     check_running(kernel, deterministic, sm_margin, return_lse)
     check_call(q, {"k": k, "v": v, "sinks": sinks}, scale, softcap)
-    numbers = (q.shape[-1] ** -0.5 if scale is None else float(scale), softcap, deterministic, sm_margin, kernel)
-    layer = (checked_name(mask), passable(window))
+    numbers = Numbers(attention_scale(q, scale), softcap, deterministic, sm_margin, kernel)
+    layer = Layer(checked_name(mask), passable(window))
     out, lse = (_keep if step.keeps_keys else _forward)(q, k, v, sinks, step.handle, *numbers, *layer)[:2]
     if not torch.compiler.is_compiling() and out.grad_fn is not None:
         out.grad_fn.metadata["step"] = step  # whoever keeps the result for its backward keeps the step
     return (out, lse.to(accumulator_dtype(q.dtype))) if return_lse else out
 
 
-@torch.library.custom_op("flexcp::attention", mutates_args=())
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: Tensor, scale: float, softcap: float | None,
-    deterministic: bool, sm_margin: int, kernel: str | None, mask: str | None, window: int | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output in the model's dtype and LSE in the dtype the backward wants."""
-    numbers = (scale, softcap, deterministic, sm_margin, kernel, mask, window)
-    return _attend(q, k, v, sinks, handle, *numbers)[:2]
+class Layer(NamedTuple):
+    """Which of the plan's masks a layer uses, by its name or by its window."""
+
+    mask: str | None
+    window: int | None
+
+    def number(self, step: Step) -> int:
+        """The place of that mask in the plan."""
+        return mask_number(step.plan.batch, self.mask, self.window)
 
 
-@torch.library.custom_op("flexcp::attention_keeping_keys", mutates_args=())
-def _keep(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: Tensor, scale: float, softcap: float | None,
-    deterministic: bool, sm_margin: int, kernel: str | None, mask: str | None, window: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The same under a plan that keeps received keys for the backward: these too, as bytes."""
-    numbers = (scale, softcap, deterministic, sm_margin, kernel, mask, window)
-    return _attend(q, k, v, sinks, handle, *numbers)
-
-
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: Tensor, scale: float, softcap: float | None,
-    deterministic: bool, sm_margin: int, kernel: str | None, mask: str | None, window: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    step, settings = step_of(handle), Settings(scale, softcap, deterministic, sm_margin)
+def _attend(x: Inputs, numbers: Numbers, layer: Layer) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, LSE, and the received keys that the plan keeps for the backward."""
+    q, k, v, sinks, handle = x
+    step, settings = step_of(handle), numbers.settings
     with step.talk.checking("attention"):
         _check(q, k, v, step)
-        number = mask_number(step.plan.batch, mask, window)
+        number = layer.number(step)
     runtime = _runtime(step, q, settings, number, backward=False)
-    prepared = step.prepared(number, False, step.choose_kernel(q.device, kernel), runtime.types)
+    prepared = step.prepared(number, False, step.choose_kernel(q.device, numbers.kernel), runtime.types)
     step.note_call()
-    kept_q, kept_k, kept_v = (step.in_stream_order(x) for x in (q, k, v))
+    kept_q, kept_k, kept_v = (step.in_stream_order(rows) for rows in (q, k, v))
     out, lse, keys = run_forward(prepared, runtime, kept_q, kept_k, kept_v, rounded=sinks is None)
     out, lse = step.in_local_order(out), step.in_local_order(lse)
     if sinks is not None:
@@ -126,50 +116,42 @@ def _attend(
     return out, lse, keys
 
 
-@torch.library.custom_op("flexcp::attention_backward", mutates_args=())
-def _backward(
-    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: Tensor, out: Tensor,
-    lse: Tensor, scale: float, softcap: float | None, deterministic: bool, sm_margin: int, kernel: str | None,
-    mask: str | None, window: int | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv, dsinks (empty without sinks)."""
-    numbers = (scale, softcap, deterministic, sm_margin, kernel, mask, window)
-    return _gradients(do, dlse, q, k, v, sinks, handle, out, lse, out.new_empty(0), *numbers)
-
-
-@torch.library.custom_op("flexcp::attention_keeping_keys_backward", mutates_args=())
-def _keep_backward(
-    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: Tensor, out: Tensor,
-    lse: Tensor, keys: Tensor, scale: float, softcap: float | None, deterministic: bool, sm_margin: int,
-    kernel: str | None, mask: str | None, window: int | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The same with the keys that the forward kept."""
-    numbers = (scale, softcap, deterministic, sm_margin, kernel, mask, window)
-    return _gradients(do, dlse, q, k, v, sinks, handle, out, lse, keys, *numbers)
+def _attend_keeping_nothing(x: Inputs, numbers: Numbers, layer: Layer) -> tuple[Tensor, Tensor]:
+    return _attend(x, numbers, layer)[:2]
 
 
 def _gradients(
-    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: Tensor, out: Tensor,
-    lse: Tensor, keys: Tensor, scale: float, softcap: float | None, deterministic: bool, sm_margin: int,
-    kernel: str | None, mask: str | None, window: int | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    back: Gradients, x: Inputs, made: Results, kept: Kept, numbers: Numbers, layer: Layer
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, dsinks (empty without sinks)."""
+    q, k, v, sinks, handle = x
     step = step_of(handle)
     step.note_backward()
-    number, settings = mask_number(step.plan.batch, mask, window), Settings(scale, softcap, deterministic, sm_margin)
-    runtime = _runtime(step, q, settings, number, backward=True)
-    prepared = step.prepared(number, True, step.choose_kernel(q.device, kernel), runtime.types)
-    back = OutputGradient(do.to(out.dtype), out, dlse, lse.dtype)
+    number = layer.number(step)
+    runtime = _runtime(step, q, numbers.settings, number, backward=True)
+    prepared = step.prepared(number, True, step.choose_kernel(q.device, numbers.kernel), runtime.types)
+    gradient = OutputGradient(back.do.to(made.out.dtype), made.out, back.dlse, made.lse.dtype)
     if step.kept_order_on(q.device) is not None:
-        back = back.in_order(step.in_stream_order)
-    kept_q, kept_k, kept_v, kept_lse = (step.in_stream_order(x) for x in (q, k, v, lse))
-    found = run_backward(prepared, runtime, keys, kept_q, kept_k, kept_v, kept_lse, back)
-    dq, dk, dv = (step.in_local_order(x) for x in found)
-    dsinks = q.new_empty(0) if sinks is None else sinks_gradient(sinks, kept_lse, back.delta)
+        gradient = gradient.in_order(step.in_stream_order)
+    kept_q, kept_k, kept_v, kept_lse = (step.in_stream_order(rows) for rows in (q, k, v, made.lse))
+    found = run_backward(prepared, runtime, kept.keys, kept_q, kept_k, kept_v, kept_lse, gradient)
+    dq, dk, dv = (step.in_local_order(rows) for rows in found)
+    dsinks = q.new_empty(0) if sinks is None else sinks_gradient(sinks, kept_lse, gradient.delta)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
 
 
-register_attention(_forward, _backward)
-register_attention(_keep, _keep_backward, keeps=True)
+def _gradients_without_keys(
+    back: Gradients, x: Inputs, made: Results, numbers: Numbers, layer: Layer
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _gradients(back, x, made, Kept(made.out.new_empty(0)), numbers, layer)
+
+
+_forward = register_attention(
+    ("attention", "attention_backward"), _attend_keeping_nothing, _gradients_without_keys, (Numbers, Layer)
+)
+_keep = register_attention(
+    ("attention_keeping_keys", "attention_keeping_keys_backward"), _attend, _gradients, (Numbers, Layer), keeps=True
+)
 
 
 def _runtime(step: Step, q: Tensor, settings: Settings, mask: int, backward: bool) -> Runtime:
@@ -217,22 +199,3 @@ def _way_out(name: str, x: Tensor, size: tuple[int, int, int], step: Step) -> st
     return (
         '; cut the batch with step.shard, or plan with layout="contiguous" where every rank keeps a part it cut itself'
     )
-
-
-def check_call(q: Tensor, others: dict[str, Tensor | None], scale: float | None, softcap: float | None) -> None:
-    """Raise for what no attention call accepts: tensors on several devices, sinks of another shape, a scale or softcap that is no number
-    above 0."""
-    for name, x in others.items():
-        if x is not None and x.device != q.device:
-            raise ValueError(f"{name} is on {x.device} and q on {q.device}; put them on one device")
-    sinks = others.get("sinks")
-    if sinks is not None and tuple(sinks.shape) != (q.shape[1],):
-        raise ValueError(f"sinks holds one number per query head, shape ({q.shape[1]},); got {tuple(sinks.shape)}")
-    for name, number in (("softcap", softcap), ("scale", scale)):
-        several = isinstance(number, Tensor) and (number.numel() != 1 or number.is_complex())
-        if number is not None and (several or not isinstance(number, SupportsFloat)):
-            raise ValueError(f"{name} is a number or None; got {named_kind(number)}")
-    if softcap is not None and not 0 < softcap < float("inf"):
-        raise ValueError(f"softcap must be above 0 and finite, or None for none; got {softcap}")
-    if scale is not None and not 0 < scale < float("inf"):
-        raise ValueError(f"scale must be above 0 and finite, or None for head_dim ** -0.5; got {scale}")

@@ -21,12 +21,11 @@ import torch
 from torch import Tensor
 
 from flexcp.batch import Batch, MaskLike, make_batch
-from flexcp.executor.arguments import check_running, check_tensors
-from flexcp.executor.kernels import Ints, Settings, accumulator_dtype, find_kernel
+from flexcp.executor.arguments import attention_scale, check_call, check_running, check_tensors
+from flexcp.executor.kernels import Ints, accumulator_dtype, find_kernel
 from flexcp.executor.kernels.choose import choose_kernel
 from flexcp.executor.kernels.ends import OutputGradient, sinks_gradient, with_sinks
-from flexcp.executor.op import check_call
-from flexcp.executor.registered import register_attention
+from flexcp.executor.registered import Gradients, Inputs, Numbers, Results, register_attention
 from flexcp.executor.run.message_layout import types_of
 from flexcp.executor.run.one_device import local_backward, local_forward
 from flexcp.executor.run.prepared import covers
@@ -80,7 +79,7 @@ def slice_attention(
             raise ValueError(f"the documents have {batch.tokens} tokens in all, but q has {len(q)} rows")
         slices = _slices_of(batch)
     _check(q, k, v, slices, sinks, scale, softcap)
-    numbers = (q.shape[-1] ** -0.5 if scale is None else float(scale), softcap, deterministic, sm_margin, kernel)
+    numbers = Numbers(attention_scale(q, scale), softcap, deterministic, sm_margin, kernel)
     out, lse = _forward(q, k, v, sinks, slices, *numbers)
     return (out, lse.to(accumulator_dtype(q.dtype))) if return_lse else out
 
@@ -93,35 +92,27 @@ def _slices_of(batch: Batch) -> Tensor:
     return torch.from_numpy(np.concatenate([table, np.zeros((max(0, 2 - len(table)), 6), np.int64)]))
 
 
-@torch.library.custom_op("flexcp::slice_attention_forward", mutates_args=())
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slices: Tensor, scale: float, softcap: float | None,
-    deterministic: bool, sm_margin: int, kernel: str | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _attend(x: Inputs, numbers: Numbers) -> tuple[Tensor, Tensor]:
     """Output in the model's dtype and LSE in the dtype the backward wants."""
-    module, work, whole = _work_of(q, k, v, slices, kernel)
-    settings = Settings(scale, softcap, deterministic, sm_margin)
-    out, lse = local_forward(module, work, whole, types_of(q), settings, q, k, v, rounded=sinks is None)
+    q, k, v, sinks, slices = x
+    module, work, whole = _work_of(q, k, v, slices, numbers.kernel)
+    out, lse = local_forward(module, work, whole, types_of(q), numbers.settings, q, k, v, rounded=sinks is None)
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks)
     return out.to(q.dtype), lse
 
 
-@torch.library.custom_op("flexcp::slice_attention_backward", mutates_args=())
-def _backward(
-    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slices: Tensor, out: Tensor,
-    lse: Tensor, scale: float, softcap: float | None, deterministic: bool, sm_margin: int, kernel: str | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def _gradients(back: Gradients, x: Inputs, made: Results, numbers: Numbers) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dsinks (empty without sinks)."""
-    module, work, whole = _work_of(q, k, v, slices, kernel)
-    settings = Settings(scale, softcap, deterministic, sm_margin)
-    back = OutputGradient(do, out, dlse, lse.dtype)
-    dq, dk, dv = local_backward(module, work, whole, types_of(q), settings, q, k, v, lse, back)
-    dsinks = q.new_empty(0) if sinks is None else sinks_gradient(sinks, lse, back.delta)
+    q, k, v, sinks, slices = x
+    module, work, whole = _work_of(q, k, v, slices, numbers.kernel)
+    gradient = OutputGradient(back.do, made.out, back.dlse, made.lse.dtype)
+    dq, dk, dv = local_backward(module, work, whole, types_of(q), numbers.settings, q, k, v, made.lse, gradient)
+    dsinks = q.new_empty(0) if sinks is None else sinks_gradient(sinks, made.lse, gradient.delta)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
 
 
-register_attention(_forward, _backward)
+_forward = register_attention(("slice_attention_forward", "slice_attention_backward"), _attend, _gradients, (Numbers,))
 
 
 def _work_of(q: Tensor, k: Tensor, v: Tensor, slices: Tensor, kernel: str | None) -> tuple[Any, Any, bool]:

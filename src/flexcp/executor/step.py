@@ -293,9 +293,25 @@ class Step:
         """Count an attention call, and see inside which module it runs."""
         self.calls += 1
         if self.calls == 1:
+            self._warn_of_rows_nobody_asked_for()
             averaged, summed = running_fsdp_reduction(self.group)
             self.averaged_by, self.summed_by = self.averaged_by or averaged, self.summed_by or summed
         self.averaged_by = self.averaged_by or running_average(self.group)
+
+    def _warn_of_rows_nobody_asked_for(self) -> None:
+        """Warn where rows that a user cut himself would fit this rank in number, but not be the plan's: tensors do not show it."""
+        if self.plan.ranks == 1 or not {"indices", "positions"}.isdisjoint(vars(self)):
+            return
+        rows = layout.local_stream(self.plan.placement, self.rank)
+        cuts = (user_layout(name, self.plan.batch.tokens, self.plan.ranks) for name in ("contiguous", "zigzag"))
+        mine = [cut[self.rank] for cut in cuts if cut is not None]
+        if len(rows) == len(mine[0]) and not any(np.array_equal(rows, cut) for cut in mine):
+            warnings.warn(
+                f"the plan gives rank {self.rank} tokens that are no single part of the stream, and nothing has asked this step which: "
+                "take them by step.shard(stream), and their positions from step.positions; or plan with layout='contiguous' where every "
+                "rank keeps the part it cut itself. Rows that follow the plan all the same: ask for step.indices once, before attention",
+                stacklevel=2,
+            )
 
     def note_backward(self) -> None:
         """Warn where gradients are averaged over uneven ranks, and nobody said of this loss how it was divided: once a step.

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flexcp.cli.shared import options as o
+from flexcp.cli.shared.batches import MaybeMask
+from flexcp.cli.shared.described import ClusterOptions, ModelOptions
 from flexcp.cli.shared.progress import compiling
 
 if TYPE_CHECKING:
@@ -51,16 +53,10 @@ Field = Annotated[
 
 def advise(
     lengths: Documents,
-    model: o.ModelName = None,
-    heads: o.Heads = None,
-    kv_heads: o.KvHeads = None,
-    head_dim: o.HeadDim = None,
-    hidden: o.Hidden = None,
-    layers: o.Layers = None,
-    cluster: o.ClusterText = None,
-    ranks: o.Ranks = None,
+    described: ModelOptions,
+    place: ClusterOptions,
     max_tokens_per_rank: Cap = 32_768,
-    mask: o.MaybeMask = None,
+    mask: MaybeMask = None,
     tokens_per_step: StepTokens = None,
     today: Today = None,
     framework: Framework = "pytorch",
@@ -78,10 +74,8 @@ def advise(
 
     Example: `flexcp advise lengths.txt --model llama3-8b --cluster h100:4x8 --max-tokens-per-rank 32768`
     """
-    from flexcp.calibration import Calibration, read_calibration
     from flexcp.cli.shared.document_lengths import document_lengths
     from flexcp.compare.advice import Question, advise
-    from flexcp.cost import CostModel
     from flexcp.data.lengths import batch_tokens
     from flexcp.masks import parse_mask
     from flexcp.models.find import find_model
@@ -99,15 +93,12 @@ def advise(
     rule = None if mask is None else parse_mask(mask)
     if isinstance(rule, list):
         raise ValueError(f"advise takes one mask for all documents, as in causal or window:4096; {mask} gives one each")
-    known = Calibration(CostModel()) if cost is None else read_calibration(cost)
-    where = known.on(o.find_cluster(cluster, ranks, default="h100:4x8"))
-    described = o.Described(model, heads, kv_heads, head_dim, hidden, layers)
+    known = o.cost_of(cost)
+    where = known.on(place.found("h100:4x8"))
     preset = described.whole()
     if preset is None:
-        told = {"--heads": heads, "--kv-heads": kv_heads, "--head-dim": head_dim}
-        partly = [flag for flag, value in told.items() if value is not None]
-        if partly:
-            raise ValueError(f"{', '.join(partly)} alone is no model; give --heads, --hidden and --layers, or --model")
+        if described.told:
+            raise ValueError(f"{described.flags} alone is no model; give --heads, --hidden and --layers, or --model")
         preset = find_model("llama3-8b")
     whole = tokens_per_step or batch_tokens(max_tokens_per_rank, where.ranks)
     asked = Question(preset, where, rule, known.cost, max_tokens_per_rank, whole, today)

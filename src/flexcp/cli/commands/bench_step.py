@@ -16,16 +16,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flexcp.cli.shared import options as o
-from flexcp.cli.shared import setting as s
-from flexcp.cli.shared.progress import compiling, say
+from flexcp.cli.shared.batches import MASKS, BatchOptions
+from flexcp.cli.shared.described import HeadsOptions
+from flexcp.cli.shared.progress import compiling
 from flexcp.io.whole_files import write_whole
 
 if TYPE_CHECKING:
     from flexcp.measure.bench_step import BenchTask, Measured
 
-Names = Annotated[
-    str, typer.Option("--strategies", help="Names with or without degrees, as in auto,zigzag:8,ring; or all.")
-]
 LocalRanks = Annotated[int, typer.Option("--ranks", help="Without torchrun: CPU ranks to start here.")]
 PerNode = Annotated[int | None, typer.Option("--ranks-per-node", help="Ranks of a node; torchrun's own by default.")]
 Repeats = Annotated[int, typer.Option(help="How often each is timed after one to warm up; the fastest counts.")]
@@ -36,19 +34,20 @@ Write = Annotated[
 ]
 
 
+class BenchBatchOptions(BatchOptions):
+    """A batch whose documents have one mask."""
+
+    mask: Annotated[str, typer.Option(help=f"{MASKS}.")] = "causal"
+
+
 def step(
-    lengths: o.Lengths,
-    batch: o.BatchNumber = None,
-    mask: o.MaskText = "causal",
+    documents: BenchBatchOptions,
+    described: HeadsOptions,
     ranks: LocalRanks = 2,
     ranks_per_node: PerNode = None,
-    model: o.HeadsOf = None,
-    heads: o.Heads = None,
-    kv_heads: o.KvHeads = None,
-    head_dim: o.HeadDim = None,
-    dtype: Annotated[str, typer.Option(help="float32 on CPUs, bfloat16 on GPUs, by default.")] = "",
-    strategies: Names = "all",
-    cost: s.CostFile = None,
+    dtype: o.MeasuredDtype = "",
+    strategies: o.Strategies = "all",
+    cost: o.CostFile = None,
     repeats: Repeats = 3,
     write: Write = None,
     as_json: o.Json = False,
@@ -57,7 +56,6 @@ def step(
 
     Example: `torchrun --nproc-per-node 8 -m flexcp bench step --lengths @my.txt --cost here.json`
     """
-    described = o.Described(model, heads, kv_heads, head_dim, None, None)
     described.attention(EXAMPLE)  # a mistake ends here, before torch is loaded
     import torch
 
@@ -65,12 +63,18 @@ def step(
     device = "cuda" if given is not None and torch.cuda.is_available() else "cpu"
     count = ranks if given is None else int(given)
     node = ranks_per_node or (count if given is None else int(os.environ.get("LOCAL_WORLD_SIZE", count)))
-    from flexcp.cli.shared.batches import take_batch
-
-    taken = take_batch(lengths, count, None, batch)
-    if taken.words:
-        say(taken.words)
-    task = _task(taken.lengths, mask, count, node, described, dtype, strategies, cost, repeats, device)
+    task = _task(
+        documents.announced(count, None),
+        documents.mask,
+        count,
+        node,
+        described,
+        dtype,
+        strategies,
+        cost,
+        repeats,
+        device,
+    )
     with compiling("starting") as progress:
         rows = _on_pool(task, count, progress.update) if given is None else _on_torchrun(task, progress.update)
     if rows is None:  # another rank than the first
@@ -82,13 +86,11 @@ def step(
 
 
 def _task(
-    lengths: list[int], mask: str, ranks: int, ranks_per_node: int, described: o.Described, dtype: str, strategies: str,
+    lengths: list[int], mask: str, ranks: int, ranks_per_node: int, described: HeadsOptions, dtype: str, strategies: str,
     cost: Path | None, repeats: int, device: str
 ) -> BenchTask:  # fmt: skip
-    from flexcp.calibration import Calibration, read_calibration
     from flexcp.clusters import cluster
-    from flexcp.compare.compare import NAMES, without_linear
-    from flexcp.cost import CostModel
+    from flexcp.compare.compare import without_linear
     from flexcp.masks import Mask, parse_mask
     from flexcp.measure.bench_step import BenchTask
     from flexcp.measure.tile_times import refuse_other_heads
@@ -100,10 +102,10 @@ def _task(
     rule = parse_mask(mask)
     if not isinstance(rule, Mask):
         raise ValueError("bench step takes one mask for all documents")
-    found = Calibration(CostModel()) if cost is None else read_calibration(cost)
+    found = o.cost_of(cost)
     where = found.on(cluster("cpu" if device == "cpu" else "h100", ranks // ranks_per_node, ranks_per_node))
     shape = replace(described.attention(EXAMPLE), dtype=dtype or ("float32" if device == "cpu" else "bfloat16"))
-    names = NAMES if strategies == "all" else tuple(name.strip() for name in strategies.split(",") if name.strip())
+    names = o.chosen_strategies(strategies)
     known = (tuple(lengths), rule, shape, where, without_linear(found.cost), names)
     tiles = found.tiles if device == "cuda" else None
     if tiles is not None:

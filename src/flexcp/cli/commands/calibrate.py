@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flexcp.cli.shared import options as o
+from flexcp.cli.shared.described import HeadsOptions
 from flexcp.cli.shared.progress import compiling
 from flexcp.io.whole_files import write_whole
 
@@ -22,13 +23,10 @@ Write = Annotated[Path | None, typer.Option(callback=o.writable, help="Write the
 
 
 def calibrate(
+    described: HeadsOptions,
     ranks: Ranks = 2,
     device: Device = "",
-    model: o.HeadsOf = None,
-    heads: o.Heads = None,
-    kv_heads: o.KvHeads = None,
-    head_dim: o.HeadDim = None,
-    dtype: Annotated[str, typer.Option(help="float32 on CPUs, bfloat16 on GPUs, by default.")] = "",
+    dtype: o.MeasuredDtype = "",
     write: Write = None,
     as_json: o.Json = False,
 ) -> None:
@@ -39,7 +37,7 @@ def calibrate(
 
     Example: `flexcp calibrate --ranks 4 --write here.json && flexcp simulate --lengths 4096,800 --cluster cpu:1x4 --cost here.json`
     """
-    shape = o.Described(model, heads, kv_heads, head_dim, None, None).attention((8, 8, 64))
+    shape = described.attention((8, 8, 64))
     import torch
 
     from flexcp.measure.calibrate.calibrate import calibrate_here

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -15,30 +15,12 @@ from flexcp.cli.shared.progress import compiling
 if TYPE_CHECKING:
     from flexcp.compare.compare import Comparison, Row
 
-Names = Annotated[
-    str, typer.Option("--strategies", help="Names with or without degrees, as in auto,zigzag:8,ring; or all.")
-]
 WIDTH = 40
 
 
 def compare(
-    lengths: o.Lengths,
-    batch: o.BatchNumber = None,
-    mask: o.MaybeMask = None,
-    cluster: o.ClusterText = None,
-    ranks: o.Ranks = None,
-    model: o.ModelName = None,
-    heads: o.Heads = None,
-    kv_heads: o.KvHeads = None,
-    head_dim: o.HeadDim = None,
-    hidden: o.Hidden = None,
-    layers: o.Layers = None,
-    strategies: Names = "all",
-    cost: s.CostFile = None,
-    sync: s.Sync = "fsdp",
-    overlap: s.Overlap = 1.0,
-    no_contention: s.NoContention = False,
-    max_tokens_per_rank: o.MaxTokens = None,
+    described: s.SettingOptions,
+    strategies: o.Strategies = "all",
     html: o.Html = None,
     as_json: o.Json = False,
 ) -> None:
@@ -46,24 +28,9 @@ def compare(
 
     Example: `flexcp compare --lengths web:262144:0 --cluster h100:4x8 --model llama3-8b`
     """
-    from flexcp.compare.compare import NAMES
     from flexcp.compare.compare import compare as run
 
-    setting = s.make_setting(
-        lengths,
-        batch,
-        mask,
-        o.find_cluster(cluster, ranks),
-        o.Described(model, heads, kv_heads, head_dim, hidden, layers),
-        cost,
-        sync,
-        overlap,
-        not no_contention,
-        max_tokens_per_rank,
-    )
-    names = NAMES if strategies == "all" else [name.strip() for name in strategies.split(",") if name.strip()]
-    if not names:
-        raise ValueError(f"--strategies {strategies!r} names none; write all, or names as in auto,zigzag:8,ring")
+    setting, names = described.setting(), o.chosen_strategies(strategies)
     with compiling(f"planning and simulating {len(names)} strategies") as progress:
         asked = (setting.request, names, setting.rules, setting.training)
         found = run(*asked, lambda n: progress.update(f"simulating {n}"), setting.compute)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flexcp.cli.shared import options as o
-from flexcp.cli.shared.progress import compiling, say
+from flexcp.cli.shared.plan_options import PlanOptions
+from flexcp.cli.shared.progress import compiling
 from flexcp.cli.shared.reports import report_plan
 
 if TYPE_CHECKING:
@@ -25,34 +26,7 @@ ShowRounds = Annotated[bool, typer.Option("--rounds", help="Show each stage's co
 
 
 def plan(
-    lengths: o.Lengths,
-    batch: o.BatchNumber = None,
-    mask: o.MaybeMask = None,
-    cluster: o.ClusterText = None,
-    nodes: o.Nodes = None,
-    ranks_per_node: o.RanksPerNode = None,
-    ranks: o.Ranks = None,
-    speeds: o.Speeds = None,
-    model: o.ModelName = None,
-    heads: o.Heads = None,
-    kv_heads: o.KvHeads = None,
-    head_dim: o.HeadDim = None,
-    hidden: o.Hidden = None,
-    layers: o.Layers = None,
-    v_head_dim: o.VHeadDim = None,
-    dtype: o.Dtype = "bfloat16",
-    strategy: o.Strategy = "auto",
-    effort: o.Effort = None,
-    compute_tolerance: o.ComputeTolerance = None,
-    token_tolerance: o.TokenTolerance = None,
-    max_tokens_per_rank: o.MaxTokens = None,
-    max_memory_per_rank: o.MaxMemory = None,
-    keep_kv: o.KeepKv = 0,
-    max_peers: o.MaxPeers = None,
-    tokens: o.Tokens = "balanced",
-    pad_to: o.PadTo = None,
-    layout: o.Layout = "free",
-    cost: o.CostFile = None,
+    asked: PlanOptions,
     save: Save = None,
     html: o.Html = None,
     rounds: ShowRounds = False,
@@ -62,19 +36,13 @@ def plan(
 
     Example: `flexcp plan --lengths 4096,800,1 --ranks 8 --heads 8 --kv-heads 2 --strategy blocks`
     """
-    from flexcp.cli.shared.batches import take_batch
-
-    given = dict(locals())
-    asked = o.PlanOptions(**{name: given[name] for name in o.PlanOptions.__dataclass_fields__})
-    planner = asked.planner((32, 32, 128))
-    taken = take_batch(lengths, planner.cluster.ranks, max_tokens_per_rank, batch)
-    if taken.words:
-        say(taken.words)
+    planner = asked.made_planner((32, 32, 128))
+    lengths = asked.taken(planner)
     times, found = [], None
     with compiling():
         for _ in range(1 + (REPEATS if as_json else 0)):
             begin = time.perf_counter()
-            found = asked.plan(planner, taken.lengths)
+            found = asked.plan(planner, lengths)
             _ = found.hash
             times.append((time.perf_counter() - begin) * 1000)
     assert found is not None

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from flexcp.cli.shared.options import MOST_RANKS, Html, Json
+from flexcp.cli.shared.described import MOST_RANKS
+from flexcp.cli.shared.options import Html, Json
 from flexcp.cli.shared.reports import report_plan
 
 LARGEST = 1 << 28

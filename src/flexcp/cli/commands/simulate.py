@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flexcp.cli.shared import options as o
-from flexcp.cli.shared import setting as s
 from flexcp.cli.shared.progress import compiling
+from flexcp.cli.shared.setting import SettingOptions
 from flexcp.io.whole_files import write_whole
 
 if TYPE_CHECKING:
@@ -25,23 +25,8 @@ WIDTH, MOST_RANKS = 60, 32
 
 
 def simulate(
-    lengths: o.Lengths,
-    batch: o.BatchNumber = None,
-    mask: o.MaybeMask = None,
-    cluster: o.ClusterText = None,
-    ranks: o.Ranks = None,
-    model: o.ModelName = None,
-    heads: o.Heads = None,
-    kv_heads: o.KvHeads = None,
-    head_dim: o.HeadDim = None,
-    hidden: o.Hidden = None,
-    layers: o.Layers = None,
+    described: SettingOptions,
     strategy: o.Strategy = "auto",
-    cost: s.CostFile = None,
-    sync: s.Sync = "fsdp",
-    overlap: s.Overlap = 1.0,
-    no_contention: s.NoContention = False,
-    max_tokens_per_rank: o.MaxTokens = None,
     events: Events = None,
     html: o.Html = None,
     as_json: o.Json = False,
@@ -52,18 +37,7 @@ def simulate(
     """
     from flexcp.compare.compare import compare
 
-    setting = s.make_setting(
-        lengths,
-        batch,
-        mask,
-        o.find_cluster(cluster, ranks),
-        o.Described(model, heads, kv_heads, head_dim, hidden, layers),
-        cost,
-        sync,
-        overlap,
-        not no_contention,
-        max_tokens_per_rank,
-    )
+    setting = described.setting()
     with compiling(f"planning and simulating {strategy}"):
         asked = (setting.request, [strategy], setting.rules, setting.training)
         row = compare(*asked, compute=setting.compute).rows[0]

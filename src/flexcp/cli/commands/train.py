@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flexcp.cli.shared import options as o
+from flexcp.cli.shared.described import ModelOptions
 from flexcp.cli.shared.progress import console
 from flexcp.cli.shared.reports import report_training
 
@@ -17,14 +18,6 @@ if TYPE_CHECKING:
 
     from flexcp.train.loop import StepReport, TrainConfig
 
-ModelName = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        help="A Hugging Face config.json or its folder; without, a small GPT (gpt), of the sizes that --heads, --kv-heads, --head-dim, "
-        "--hidden and --layers give. Presets such as llama3-8b are too large: every rank holds the whole model.",
-    ),
-]
 Data = Annotated[
     str,
     typer.Option(
@@ -38,13 +31,20 @@ Rate = Annotated[float, typer.Option("--learning-rate", help="Of AdamW.")]
 Preset = Annotated[str | None, typer.Option("--cluster", help="Whose speeds predictions use: cpu, h100, ...")]
 
 
+class TrainModelOptions(ModelOptions):
+    """A model that every rank can hold."""
+
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="A Hugging Face config.json or its folder; without, a small GPT (gpt), of the sizes that --heads, --kv-heads, --head-dim, "
+            "--hidden and --layers give. Presets such as llama3-8b are too large: every rank holds the whole model."
+        ),
+    ] = None
+
+
 def train(
-    model: ModelName = None,
-    heads: o.Heads = None,
-    kv_heads: o.KvHeads = None,
-    head_dim: o.HeadDim = None,
-    hidden: o.Hidden = None,
-    layers: o.Layers = None,
+    described: TrainModelOptions,
     data: Data = "longtail",
     tokens: Tokens = 4096,
     steps: Steps = 20,
@@ -75,14 +75,10 @@ def train(
     find_strategy(strategy)
     if ranks < 1:
         raise ValueError(f"training needs at least 1 rank; got --ranks {ranks}")
-    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "hidden": hidden, "layers": layers}
-    told = {name: size for name, size in sizes.items() if size is not None}
-    given = gpt_sizes(**told) if told else ()
-    name = model or "gpt"
-    if name != "gpt" and told:
-        raise ValueError(
-            f"--model {name} brings its own sizes; drop --{next(iter(told)).replace('_', '-')}, or drop --model"
-        )
+    given = gpt_sizes(**described.told) if described.told else ()
+    name = described.model or "gpt"
+    if name != "gpt" and described.told:
+        raise ValueError(f"--model {name} brings its own sizes; drop {described.flags}, or drop --model")
     check_model(name)
     check_data(data)
     check_numbers(tokens, steps, dtype, layout, learning_rate)

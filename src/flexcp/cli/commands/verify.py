@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flexcp.cli.shared import options as o
-from flexcp.cli.shared.progress import compiling, console, plain, say
+from flexcp.cli.shared.batches import BatchOptions, Lengths
+from flexcp.cli.shared.plan_options import PlannerOptions, PlanOptions
+from flexcp.cli.shared.progress import compiling, console, plain
 from flexcp.io.visible import visible, visible_lines
 
 if TYPE_CHECKING:
@@ -18,43 +20,32 @@ if TYPE_CHECKING:
 DumpPath = Annotated[
     str, typer.Argument(metavar="[@DUMP]", help="Replay the plans of a dump, or of all dumps in a folder, instead.")
 ]
-MaybeLengths = Annotated[
-    str, typer.Option("--lengths", help="4096,4k,1 or 64x2048 or @file or NAME:TOKENS:SEED (web:131072:0).")
-]
 Seed = Annotated[int, typer.Option(help="Seed of the random inputs.")]
 Kernel = Annotated[str, typer.Option(help="cpu or reference.")]
 
 
+class MaybeBatchOptions(BatchOptions):
+    """A batch, where no dump is replayed."""
+
+    lengths: Lengths = ""
+
+
+class ExactPlannerOptions(PlannerOptions):
+    """A planner in float64, so that only mistakes are left to see."""
+
+    dtype: o.Dtype = "float64"
+
+
+class VerifyOptions(PlanOptions):
+    """Everything that decides the plan to verify."""
+
+    batch: MaybeBatchOptions
+    planner: ExactPlannerOptions
+
+
 def verify(
+    asked: VerifyOptions,
     dump: DumpPath = "",
-    lengths: MaybeLengths = "",
-    batch: o.BatchNumber = None,
-    mask: o.MaybeMask = None,
-    cluster: o.ClusterText = None,
-    nodes: o.Nodes = None,
-    ranks_per_node: o.RanksPerNode = None,
-    ranks: o.Ranks = None,
-    speeds: o.Speeds = None,
-    model: o.ModelName = None,
-    heads: o.Heads = None,
-    kv_heads: o.KvHeads = None,
-    head_dim: o.HeadDim = None,
-    hidden: o.Hidden = None,
-    layers: o.Layers = None,
-    v_head_dim: o.VHeadDim = None,
-    dtype: o.Dtype = "float64",
-    strategy: o.Strategy = "auto",
-    effort: o.Effort = None,
-    compute_tolerance: o.ComputeTolerance = None,
-    token_tolerance: o.TokenTolerance = None,
-    max_tokens_per_rank: o.MaxTokens = None,
-    max_memory_per_rank: o.MaxMemory = None,
-    keep_kv: o.KeepKv = 0,
-    max_peers: o.MaxPeers = None,
-    tokens: o.Tokens = "balanced",
-    pad_to: o.PadTo = None,
-    layout: o.Layout = "free",
-    cost: o.CostFile = None,
     seed: Seed = 0,
     kernel: Kernel = "cpu",
     as_json: o.Json = False,
@@ -64,22 +55,17 @@ def verify(
     Example: `flexcp verify --lengths 700,31,1 --ranks 3 --strategy blocks --heads 4 --kv-heads 2`, or
     `flexcp verify @dumps` for what ranks with `flexcp.Telemetry("dumps")` left behind (only --seed and --kernel count then).
     """
-    if bool(dump) == bool(lengths):
+    if bool(dump) == bool(asked.batch.lengths):
         raise ValueError("verify takes either --lengths, for a plan made now, or @DUMP, for those of a dump")
     if dump:
         replay_dump(dump, seed, kernel, as_json)
         return
-    from flexcp.cli.shared.batches import take_batch
     from flexcp.measure.ranks import RankPool
 
-    given = dict(locals())
-    asked = o.PlanOptions(**{name: given[name] for name in o.PlanOptions.__dataclass_fields__})
-    planner = asked.planner((4, 4, 32))
-    taken = take_batch(lengths, planner.cluster.ranks, max_tokens_per_rank, batch)
-    if taken.words:
-        say(taken.words)
+    planner = asked.made_planner((4, 4, 32))
+    lengths = asked.taken(planner)
     with compiling():
-        plan = asked.plan(planner, taken.lengths)
+        plan = asked.plan(planner, lengths)
     plan.check()
     from flexcp.measure.verify import Options, check_verifiable, verify_on
 

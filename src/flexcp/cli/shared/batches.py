@@ -6,9 +6,23 @@ Batches are cut as ``flexcp advise`` cuts passes, so both look at the same docum
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from flexcp.cli.shared.groups import Group
+from flexcp.cli.shared.progress import say
+
+if TYPE_CHECKING:
+    from flexcp.batch import MaskLike
+    from flexcp.models.preset import Preset
+
+MASKS = "causal, full, window:W, lambda:S,W, shared-question:N,SHARE, blockwise:B,L, prefix:P, @mask.json"
 TOKENS_PER_RANK = 32_768
 """What a rank is taken to hold where no cap is given."""
+
+Lengths = Annotated[str, typer.Option(help="4096,4k,1 or 64x2048 or @file or NAME:TOKENS:SEED (web:131072:0).")]
+MaybeMask = Annotated[str | None, typer.Option(help=f"{MASKS}; what the model's layers have, else causal, by default.")]
 
 
 @dataclass(frozen=True)
@@ -17,6 +31,37 @@ class Taken:
 
     lengths: list[int]
     words: str = ""
+
+
+class BatchOptions(Group):
+    """One batch of documents, and their mask."""
+
+    lengths: Lengths
+    batch: Annotated[int | None, typer.Option(help="Which batch of a lengths file; the first by default.")] = None
+    mask: MaybeMask = None
+
+    @property
+    def rule(self) -> MaskLike | None:
+        """The mask, or a list with one for each document; None where nothing is told."""
+        from flexcp.masks import parse_mask
+
+        return None if self.mask is None else parse_mask(self.mask)
+
+    def layer_masks(self, model: Preset) -> dict[str, tuple[MaskLike, int]]:
+        """The masks of the model's layers: its own, unless one is told for all."""
+        rule = self.rule
+        return dict(model.masks()) if rule is None else {"mask": (rule, model.model.layers)}
+
+    def taken(self, ranks: int, max_tokens_per_rank: int | None) -> Taken:
+        """The batch, for so many ranks."""
+        return take_batch(self.lengths, ranks, max_tokens_per_rank, self.batch)
+
+    def announced(self, ranks: int, max_tokens_per_rank: int | None) -> list[int]:
+        """Its lengths; which part of a file they are is said at once."""
+        taken = self.taken(ranks, max_tokens_per_rank)
+        if taken.words:
+            say(taken.words)
+        return taken.lengths
 
 
 def take_batch(text: str, ranks: int, max_tokens_per_rank: int | None, number: int | None) -> Taken:

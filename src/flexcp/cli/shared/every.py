@@ -1,7 +1,8 @@
-"""What every command has: ``--quiet``, and mistakes in one line with the nearest name.
+"""What every command has: ``--quiet``, groups of options, and mistakes in one line with the nearest name.
 
-:class:`Commands` gives each command one more option, so that a new command needs no line for it. :func:`one_line` says what was wrong with
-the words of a command line the way the library says what was wrong with a value.
+:class:`Commands` gives each command one more option, so that a new command needs no line for it, and makes options of the groups it takes
+(:mod:`flexcp.cli.shared.groups`). :func:`one_line` says what was wrong with the words of a command line the way the library says what was
+wrong with a value.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from flexcp.cli.shared.groups import options_of, value_of
 from flexcp.cli.shared.progress import QUIET
 
 # Newer typer carries click inside, older ones depend on it; typer's own names are the same in both.
@@ -23,27 +25,29 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no mess
 
 
 class Commands(typer.Typer):
-    """A group of commands that all take ``--quiet``."""
+    """Commands that all take ``--quiet``, and may take groups of options."""
 
     def command(self, *arguments: Any, **options: Any) -> Callable[[Any], Any]:
         """Registers a function as a command, as typer's own does."""
         register = super().command(*arguments, **options)
-        return lambda function: register(_with_quiet(function))
+        return lambda function: register(_as_command(function))
 
 
-def _with_quiet(function: Callable[..., Any]) -> Callable[..., Any]:
+def _as_command(function: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(function, eval_str=True)
+    parameters = tuple(signature.parameters.values())
 
     @functools.wraps(function)
-    def command(*arguments: Any, quiet: bool, **options: Any) -> Any:
+    def command(*, quiet: bool, **given: Any) -> Any:
         before = QUIET.set(quiet)
         try:
-            return function(*arguments, **options)
+            return function(**{parameter.name: value_of(parameter, given) for parameter in parameters})
         finally:
             QUIET.reset(before)
 
+    options = [option for parameter in parameters for option in options_of(parameter)]
     more = inspect.Parameter("quiet", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Quiet)
-    command.__signature__ = signature.replace(parameters=[*signature.parameters.values(), more])  # type: ignore[attr-defined]
+    command.__signature__ = signature.replace(parameters=[*options, more])  # type: ignore[attr-defined]
     return command
 
 

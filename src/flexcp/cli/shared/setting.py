@@ -4,27 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flexcp.cli.shared.options import CostFile as CostFile
+from flexcp.cli.shared import options as o
+from flexcp.cli.shared.batches import BatchOptions
+from flexcp.cli.shared.described import ClusterOptions, ModelOptions
+from flexcp.cli.shared.groups import Group
 
 if TYPE_CHECKING:
     from flexcp.calibration import Calibration
-    from flexcp.cli.shared.options import Described
-    from flexcp.clusters import Cluster
     from flexcp.compare.compare import Compute
     from flexcp.planners.request import Request
     from flexcp.simulator.passes import Rules
     from flexcp.simulator.training import Training
 
-Sync = Annotated[str, typer.Option(help="Gradient sync of a step: fsdp, allreduce or none.")]
-Overlap = Annotated[float, typer.Option(help="Share of a layer's time behind which gradient sync may hide.")]
-NoContention = Annotated[
-    bool, typer.Option("--no-contention", help="Compute and transfers of a rank do not slow each other.")
-]
 SYNCS = ("fsdp", "allreduce", "none")
 
 
@@ -65,38 +60,47 @@ class Setting:
         )
 
 
-def make_setting(
-    lengths: str, batch: int | None, mask: str | None, where: Cluster, model: Described, cost: Path | None, sync: str = "fsdp",
-    overlap: float = 1.0, contention: bool = True, max_tokens_per_rank: int | None = None,
-) -> Setting:  # fmt: skip
-    """What the options describe; a model brings its own heads and masks."""
-    from flexcp.batch import make_batch
-    from flexcp.calibration import Calibration, read_calibration
-    from flexcp.cli.shared.batches import take_batch
-    from flexcp.cost import CostModel
-    from flexcp.masks import parse_mask
-    from flexcp.planners.request import Request, refuse_over_cap
-    from flexcp.simulator.passes import Rules
-    from flexcp.simulator.training import Training
+class SettingOptions(Group):
+    """What a setting is described by."""
 
-    if sync not in SYNCS:
-        raise ValueError(f"--sync is {', '.join(SYNCS)}; got {sync!r}")
-    if not 0 <= overlap <= 1:
-        raise ValueError(f"--overlap is a share between 0 and 1; got {overlap}")
-    if max_tokens_per_rank is not None and max_tokens_per_rank < 1:
-        raise ValueError(f"--max-tokens-per-rank is at least 1; got {max_tokens_per_rank}")
-    found = Calibration(CostModel()) if cost is None else read_calibration(cost)
-    preset, rule = model.whole(), None if mask is None else parse_mask(mask)
-    taken = take_batch(lengths, where.ranks, max_tokens_per_rank, batch)
-    if preset is None:
-        made = make_batch(taken.lengths, parse_mask("causal") if rule is None else rule)
+    batch: BatchOptions
+    cluster: ClusterOptions
+    model: ModelOptions
+    cost: o.CostFile = None
+    sync: Annotated[str, typer.Option(help="Gradient sync of a step: fsdp, allreduce or none.")] = "fsdp"
+    overlap: Annotated[float, typer.Option(help="Share of a layer's time behind which gradient sync may hide.")] = 1.0
+    no_contention: Annotated[
+        bool, typer.Option("--no-contention", help="Compute and transfers of a rank do not slow each other.")
+    ] = False
+    max_tokens_per_rank: o.MaxTokens = None
+
+    def setting(self) -> Setting:
+        """What the options describe; a model brings its own heads and masks."""
+        from flexcp.batch import make_batch
+        from flexcp.masks import causal
+        from flexcp.planners.request import Request, refuse_over_cap
+        from flexcp.simulator.passes import Rules
+        from flexcp.simulator.training import Training
+
+        where = self.cluster.found()
+        if self.sync not in SYNCS:
+            raise ValueError(f"--sync is {', '.join(SYNCS)}; got {self.sync!r}")
+        if not 0 <= self.overlap <= 1:
+            raise ValueError(f"--overlap is a share between 0 and 1; got {self.overlap}")
+        cap = self.max_tokens_per_rank
+        if cap is not None and cap < 1:
+            raise ValueError(f"--max-tokens-per-rank is at least 1; got {cap}")
+        found = o.cost_of(self.cost)
+        preset, rule = self.model.whole(), self.batch.rule
+        taken = self.batch.taken(where.ranks, cap)
         priced, training = found.cost, None
-    else:
-        masks: Any = preset.masks() if rule is None else {"mask": (rule, preset.model.layers)}
-        made = make_batch(taken.lengths, masks=masks)
-        priced, training = replace(found.cost, model=preset.model), Training(preset, sync, round(1000 * overlap))  # type: ignore[arg-type]
-    request = Request(
-        made, model.attention((32, 8, 128)), found.on(where), priced, max_tokens_per_rank=max_tokens_per_rank
-    )
-    refuse_over_cap(request)
-    return Setting(request, training, Rules(contention=contention), found, taken.words)
+        if preset is None:
+            made = make_batch(taken.lengths, causal() if rule is None else rule)
+        else:
+            made = make_batch(taken.lengths, masks=self.batch.layer_masks(preset))
+            priced = replace(found.cost, model=preset.model)
+            training = Training(preset, self.sync, round(1000 * self.overlap))  # type: ignore[arg-type]
+        shape = self.model.attention((32, 8, 128))
+        request = Request(made, shape, found.on(where), priced, max_tokens_per_rank=cap)
+        refuse_over_cap(request)
+        return Setting(request, training, Rules(contention=not self.no_contention), found, taken.words)

@@ -22,16 +22,22 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
+)
+
+from flexcp.executor.kernels.hopper.rings import (
+    first_item,
+    load_box,
+    load_keys,
+    next_item,
+    next_slot,
+    ring_barriers,
 )
 
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
 ROWS = gl.constexpr(64)  # of one warp group
-# A box of a tensor through the copy engine: Triton 3.6 and 3.9 have two names for it.
-load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
 @gluon.jit(do_not_specialize=["n_tiles", "groups", "chunk", "scale", "softcap", "so0", "so1", "sl0", "sl1"])
@@ -44,17 +50,10 @@ def forward_kernel(
     k_smem = gl.allocate_shared_memory(k.dtype, [STAGES, N, 1, D], k.layout)
     v_smem = gl.allocate_shared_memory(v.dtype, [STAGES, N, 1, V], v.layout)
     # full and free: of the queries, then a ring each for keys and values; and whose turn it is
-    q_bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
-    v_bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
+    q_bars = ring_barriers(1, 1)
+    k_bars = ring_barriers(STAGES, 1)
+    v_bars = ring_barriers(STAGES, 1)
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_bars.index(0), count=1)
-    mbarrier.init(q_bars.index(1), count=2)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_bars.index(i), count=1)
-        mbarrier.init(k_bars.index(STAGES + i), count=2)
-        mbarrier.init(v_bars.index(i), count=1)
-        mbarrier.init(v_bars.index(STAGES + i), count=2)
     mbarrier.init(turns.index(0), count=1)
     mbarrier.init(turns.index(1), count=1)
     fence_async_shared()
@@ -85,8 +84,7 @@ def _load(
     stage = 0
     phase = 1  # of the free barriers: new ones count as passed
     q_phase = 1
-    program = gl.program_id(0)
-    step = 2 * (gl.num_programs(0) - program) - 1
+    program, step = first_item()
     while program < n_programs:
         tile, group = whose(program, n_tiles, groups, chunk)
         row0 = gl.load(tiles + tile * 4)
@@ -100,25 +98,10 @@ def _load(
         load_box(q, [row0, group * PACK, 0], q_bars.index(0), q_smem.index(0))
         load_box(q, [row0 + ROWS // PACK, group * PACK, 0], q_bars.index(0), q_smem.index(1))
         head = group * PACK // SHARE
-        for _ in range(blocks):
-            mbarrier.wait(k_bars.index(STAGES + stage), phase)
-            mbarrier.expect(k_bars.index(stage), N * D * size)
-            load_box(k, [key, head, 0], k_bars.index(stage), k_smem.index(stage))
-            mbarrier.wait(v_bars.index(STAGES + stage), phase)
-            mbarrier.expect(v_bars.index(stage), N * V * size)
-            load_box(v, [key, head, 0], v_bars.index(stage), v_smem.index(stage))
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
-            key += N
-            left -= 1
-            if left == 0:
-                segment += 1
-                key = gl.load(segments + segment * 8)
-                left = gl.load(segments + segment * 8 + 1)
-        program += step
-        step = 2 * gl.num_programs(0) - step
+        stage, phase = load_keys(
+            k, v, head, key, left, segment, segments, blocks, k_smem, v_smem, k_bars, v_bars, stage, phase, N, D, V, STAGES
+        )  # fmt: skip
+        program, step = next_item(program, step)
 
 
 @gluon.jit
@@ -146,8 +129,7 @@ def _compute(
     phase = 0
     q_phase = 0
     turn = 1 - group_id  # group 0 begins: a new barrier counts as passed for phase 1
-    program = gl.program_id(0)
-    step = 2 * (gl.num_programs(0) - program) - 1
+    program, step = first_item()
     while program < n_programs:
         tile, group = whose(program, n_tiles, groups, chunk)
         row0 = gl.load(tiles + tile * 4)
@@ -200,10 +182,7 @@ def _compute(
                 edge = gl.load(segments + segment * 8 + 2)
             v_stage = stage
             v_phase = phase
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
+            stage, phase = next_slot(stage, phase, STAGES)
             mbarrier.wait(k_bars.index(stage), phase)
             mbarrier.wait(turns.index(group_id), turn)
             turn ^= 1
@@ -236,18 +215,14 @@ def _compute(
         acc = warpgroup_mma(p, v_smem.index(stage).reshape([N, V]), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(v_bars.index(STAGES + stage))
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+        stage, phase = next_slot(stage, phase, STAGES)
 
         share = 1.0 / gl.where(total == 0.0, 1.0, total)
         acc = acc * gl.convert_layout(share, o_rows)[:, None]
         at = (mo // PACK * so0 + mo % PACK * so1)[:, None] + e[None, :]
         gl.store(out_base + at, acc.to(out.dtype.element_ty), mask=live[:, None])
         gl.store(lse_base + m // PACK * sl0 + m % PACK * sl1, (top + gl.log2(total)) * LN2, mask=row < row1)
-        program += step
-        step = 2 * gl.num_programs(0) - step
+        program, step = next_item(program, step)
 
 
 @gluon.jit

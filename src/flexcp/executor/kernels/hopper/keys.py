@@ -26,7 +26,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flexcp.executor.kernels.hopper.forward import LOG2E, load_box, seen, tanh, zero_tail
+from flexcp.executor.kernels.hopper.forward import LOG2E, seen, tanh, zero_tail
+from flexcp.executor.kernels.hopper.rings import (
+    first_item,
+    load_box,
+    next_block,
+    next_item,
+    next_slot,
+    ring_barriers,
+)
 
 # Numbers to shared memory, asynchronously: Triton 3.6 and 3.9 have two names for it.
 load_numbers = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
@@ -48,14 +56,8 @@ def keys_kernel(
     do_smem = gl.allocate_shared_memory(do.dtype, [STAGES, M // PACK, PACK, V], do.layout)
     stat_smem = gl.allocate_shared_memory(gl.float32, [2 * STAGES, M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     # full and free: of keys and values, and of a ring for queries (with the statistics) and gradients
-    kv_bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_bars = gl.allocate_shared_memory(gl.int64, [3 * STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(kv_bars.index(0), count=1)
-    mbarrier.init(kv_bars.index(1), count=2)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(q_bars.index(i), count=1)
-        mbarrier.init(q_bars.index(STAGES + i), count=1)
-        mbarrier.init(q_bars.index(2 * STAGES + i), count=2)
+    kv_bars = ring_barriers(1, 1)
+    q_bars = ring_barriers(STAGES, 2)
     fence_async_shared()
 
     common = (tiles, segments, groups, n_programs)
@@ -85,8 +87,7 @@ def _load(
     stage = 0
     phase = 1  # of the free barriers: new ones count as passed
     kv_phase = 1
-    program = gl.program_id(0)
-    step = 2 * (gl.num_programs(0) - program) - 1
+    program, step = first_item()
     while program < n_programs:
         tile = program // groups
         group = program % groups
@@ -115,18 +116,9 @@ def _load(
                 full = q_bars.index(STAGES + stage)
                 mbarrier.expect(full, M * V * size)
                 load_box(do, [query, number * PACK, 0], full, do_smem.index(stage))
-                stage += 1
-                if stage == STAGES:
-                    stage = 0
-                    phase ^= 1
-                query += M // PACK
-                left -= 1
-                if left == 0:
-                    segment += 1
-                    query = gl.load(segments + segment * 8)
-                    left = gl.load(segments + segment * 8 + 1)
-        program += step
-        step = 2 * gl.num_programs(0) - step
+                stage, phase = next_slot(stage, phase, STAGES)
+                query, left, segment = next_block(query, left, segment, segments, M // PACK)
+        program, step = next_item(program, step)
 
 
 @gluon.jit
@@ -153,8 +145,7 @@ def _compute(
     stage = 0
     phase = 0
     kv_phase = 0
-    program = gl.program_id(0)
-    step = 2 * (gl.num_programs(0) - program) - 1
+    program, step = first_item()
     while program < n_programs:
         tile = program // groups
         group = program % groups
@@ -210,10 +201,7 @@ def _compute(
 
                 # The next block's logits. After the last block they are of whatever is in the buffer, and unused.
                 done = stage
-                stage += 1
-                if stage == STAGES:
-                    stage = 0
-                    phase ^= 1
+                stage, phase = next_slot(stage, phase, STAGES)
                 query += M // PACK
                 left -= 1
                 more = block + 1 < blocks
@@ -244,5 +232,4 @@ def _compute(
         dv_to = (dv + key0 * sdv0.to(gl.int64) + group * sdv1.to(gl.int64) + nv * sdv0)[:, None] + e[None, :]
         gl.atomic_add(dk_to, dk_acc * unit, mask=(nk < key1 - key0)[:, None], sem="relaxed")
         gl.atomic_add(dv_to, dv_acc, mask=(nv < key1 - key0)[:, None], sem="relaxed")
-        program += step
-        step = 2 * gl.num_programs(0) - step
+        program, step = next_item(program, step)

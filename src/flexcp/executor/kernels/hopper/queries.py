@@ -17,7 +17,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flexcp.executor.kernels.hopper.forward import LOG2E, ROWS, load_box, seen, tanh, whose, zero_tail
+from flexcp.executor.kernels.hopper.forward import LOG2E, ROWS, seen, tanh, whose, zero_tail
+from flexcp.executor.kernels.hopper.rings import (
+    first_item,
+    load_box,
+    load_keys,
+    next_item,
+    next_slot,
+    ring_barriers,
+)
 
 
 @gluon.jit(
@@ -32,16 +40,9 @@ def queries_kernel(
     do_smem = gl.allocate_shared_memory(do.dtype, [2, ROWS // PACK, PACK, V], do.layout)
     k_smem = gl.allocate_shared_memory(k.dtype, [STAGES, N, 1, D], k.layout)
     v_smem = gl.allocate_shared_memory(v.dtype, [STAGES, N, 1, V], v.layout)
-    q_bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
-    v_bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_bars.index(0), count=1)
-    mbarrier.init(q_bars.index(1), count=2)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_bars.index(i), count=1)
-        mbarrier.init(k_bars.index(STAGES + i), count=2)
-        mbarrier.init(v_bars.index(i), count=1)
-        mbarrier.init(v_bars.index(STAGES + i), count=2)
+    q_bars = ring_barriers(1, 1)
+    k_bars = ring_barriers(STAGES, 1)
+    v_bars = ring_barriers(STAGES, 1)
     fence_async_shared()
 
     common = (tiles, segments, n_tiles, groups, chunk)
@@ -70,8 +71,7 @@ def _load(
     stage = 0
     phase = 1
     q_phase = 1
-    program = gl.program_id(0)
-    step = 2 * (gl.num_programs(0) - program) - 1
+    program, step = first_item()
     while program < n_programs:
         tile, group = whose(program, n_tiles, groups, chunk)
         row0 = gl.load(tiles + tile * 4)
@@ -87,25 +87,10 @@ def _load(
             load_box(q, [row, group * PACK, 0], q_bars.index(0), q_smem.index(i))
             load_box(do, [row, group * PACK, 0], q_bars.index(0), do_smem.index(i))
         head = group * PACK // SHARE
-        for _ in range(blocks):
-            mbarrier.wait(k_bars.index(STAGES + stage), phase)
-            mbarrier.expect(k_bars.index(stage), N * D * size)
-            load_box(k, [key, head, 0], k_bars.index(stage), k_smem.index(stage))
-            mbarrier.wait(v_bars.index(STAGES + stage), phase)
-            mbarrier.expect(v_bars.index(stage), N * V * size)
-            load_box(v, [key, head, 0], v_bars.index(stage), v_smem.index(stage))
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
-            key += N
-            left -= 1
-            if left == 0:
-                segment += 1
-                key = gl.load(segments + segment * 8)
-                left = gl.load(segments + segment * 8 + 1)
-        program += step
-        step = 2 * gl.num_programs(0) - step
+        stage, phase = load_keys(
+            k, v, head, key, left, segment, segments, blocks, k_smem, v_smem, k_bars, v_bars, stage, phase, N, D, V, STAGES
+        )  # fmt: skip
+        program, step = next_item(program, step)
 
 
 @gluon.jit
@@ -132,8 +117,7 @@ def _compute(
     stage = 0
     phase = 0
     q_phase = 0
-    program = gl.program_id(0)
-    step = 2 * (gl.num_programs(0) - program) - 1
+    program, step = first_item()
     while program < n_programs:
         tile, group = whose(program, n_tiles, groups, chunk)
         row0 = gl.load(tiles + tile * 4)
@@ -180,10 +164,7 @@ def _compute(
 
             # The next block's logits. After the last block they are of whatever is in the buffer, and unused.
             k_stage = stage
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
+            stage, phase = next_slot(stage, phase, STAGES)
             key += N
             left -= 1
             more = block + 1 < blocks
@@ -212,5 +193,4 @@ def _compute(
             gl.store(to, (acc * unit).to(dq.dtype.element_ty), mask=live)
         else:  # one owner per row: the additions have one order
             gl.atomic_add(to, acc * unit, mask=live, sem="relaxed")
-        program += step
-        step = 2 * gl.num_programs(0) - step
+        program, step = next_item(program, step)

@@ -1,0 +1,176 @@
+"""What commands are told of a model and of a cluster: groups of options, and what they describe."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flexcp.cli.shared.groups import Group
+
+if TYPE_CHECKING:
+    from flexcp.clusters import Cluster
+    from flexcp.models.preset import Preset
+    from flexcp.shape import Shape
+
+MOST_RANKS = 4096
+"""Tables of bytes have a cell for every pair of ranks."""
+HEAD_DIM = 128
+"""Of a model by its numbers, where neither its width nor the head's size is told."""
+
+
+class HeadsOptions(Group):
+    """The heads of attention: those of a model, or by their numbers."""
+
+    model: Annotated[
+        str | None,
+        typer.Option(help="Take the heads of llama3-8b, ..., or of a Hugging Face config.json or its folder."),
+    ] = None
+    heads: Annotated[int | None, typer.Option(help="Query heads.")] = None
+    kv_heads: Annotated[int | None, typer.Option(help="KV heads; as many as query heads by default.")] = None
+    head_dim: Annotated[int | None, typer.Option(help="Size of a query and key head.")] = None
+
+    @property
+    def told(self) -> dict[str, int]:
+        """The numbers that were given, by name."""
+        return {name: value for name, value in vars(self).items() if name != "model" and value is not None}
+
+    @property
+    def flags(self) -> str:
+        """The options that gave numbers, in words."""
+        return ", ".join(flag(name) for name in self.told)
+
+    def whole(self) -> Preset | None:
+        """The whole model; None where nothing, or only heads, are told."""
+        from flexcp.models.find import find_model
+
+        if self.model is None:
+            return None
+        found = find_model(self.model)
+        if self.told:
+            raise ValueError(f"--model {self.model} brings its own sizes; drop {self.flags}, or drop --model")
+        return found
+
+    def attention(self, default: tuple[int, int, int]) -> Shape:
+        """The heads of the model, or those told; else ``default``'s query heads, KV heads and head size.
+
+        There are as many KV heads as query heads once those are told.
+        """
+        from flexcp.shape import Shape
+
+        found = self.whole()
+        if found is not None:
+            return found.shape
+        heads, kv_heads, size = default
+        if self.heads is not None:
+            heads = kv_heads = self.heads
+        kv_heads = kv_heads if self.kv_heads is None else self.kv_heads
+        size = size if self.head_dim is None else self.head_dim
+        return Shape(heads, kv_heads, size, size)
+
+
+class ModelOptions(HeadsOptions):
+    """A whole model, by name or by its numbers; or only the heads of attention alone."""
+
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="llama3-8b, llama3-70b, gpt-8b, qwen3-30b-a3b, qwen2.5-vl-7b, or a Hugging Face config.json or its folder; or describe it "
+            "by --heads, --kv-heads, --head-dim, --hidden and --layers."
+        ),
+    ] = None
+    hidden: Annotated[int | None, typer.Option(help="Width of the model; heads x head-dim by default.")] = None
+    layers: Annotated[int | None, typer.Option(help="Layers of the model.")] = None
+
+    def whole(self) -> Preset | None:
+        """The whole model; None where nothing, or only heads, are told."""
+        from flexcp.models.find import make_model
+
+        if self.model is not None or (self.hidden is None and self.layers is None):
+            return super().whole()
+        if self.heads is None or self.layers is None:
+            missing = "--heads" if self.heads is None else "--layers"
+            raise ValueError(f"a model by its numbers needs --heads and --layers; {missing} is missing")
+        for name, value in self.told.items():
+            if value < 1:
+                raise ValueError(f"{flag(name)} is at least 1; got {value}")
+        head_dim = self.head_dim or (HEAD_DIM if self.hidden is None else max(1, self.hidden // self.heads))
+        return make_model(self.heads, self.kv_heads or self.heads, head_dim, self.hidden, self.layers)
+
+
+class ClusterOptions(Group):
+    """A cluster by its preset and shape, or one node."""
+
+    cluster: Annotated[
+        str | None, typer.Option(help="Preset and shape, as in h100:4x8; --ranks R is one node of R H100.")
+    ] = None
+    ranks: Annotated[int | None, typer.Option(help="One node of this many ranks, in place of --cluster.")] = None
+
+    def found(self, default: str = "h100") -> Cluster:
+        """The cluster that these options describe together; ``default`` where they say nothing."""
+        return find_cluster(self.cluster, self.ranks, default=default)
+
+
+class ShapedClusterOptions(ClusterOptions):
+    """A cluster whose shape and speeds may be given one by one."""
+
+    nodes: Annotated[int | None, typer.Option(help="Number of nodes.")] = None
+    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks on each node.")] = None
+    speeds: Annotated[str | None, typer.Option(help="Speed factor of each rank, 1 being the preset's: 1,0.93,1,1.")] = (
+        None
+    )
+
+    def found(self, default: str = "h100") -> Cluster:
+        """The cluster that these options describe together; ``default`` where they say nothing."""
+        return find_cluster(self.cluster, self.ranks, self.nodes, self.ranks_per_node, self.speeds, default)
+
+
+def flag(name: str) -> str:
+    """An option as it is written on the command line."""
+    return f"--{name.replace('_', '-')}"
+
+
+def find_cluster(
+    text: str | None,
+    ranks: int | None,
+    nodes: int | None = None,
+    ranks_per_node: int | None = None,
+    speeds: str | None = None,
+    default: str = "h100",
+) -> Cluster:
+    """The cluster that ``--cluster``, ``--ranks``, ``--nodes`` and ``--ranks-per-node`` describe together."""
+    from flexcp.clusters import cluster
+
+    shaped = nodes is not None or ranks_per_node is not None
+    if ranks is not None:
+        if nodes is not None and nodes > ranks:
+            raise ValueError(f"--nodes {nodes} is more than --ranks {ranks}: every node has at least one rank")
+        if text or shaped:
+            raise ValueError("--ranks R is one node of R; drop it, or drop --cluster, --nodes and --ranks-per-node")
+        nodes, ranks_per_node, default = 1, ranks, "h100"
+    if text and re.fullmatch(r"\d+x\d+", text):
+        raise ValueError(
+            f"--cluster {text} is a shape without a machine; write h100:{text}, or another preset in its place"
+        )
+    found = cluster(text or default)
+    if text and ":" in text and shaped:
+        raise ValueError(f"--cluster {text} already gives the shape; drop --nodes and --ranks-per-node")
+    made = cluster(
+        found.name,
+        found.nodes if nodes is None else nodes,
+        found.ranks_per_node if ranks_per_node is None else ranks_per_node,
+        None if speeds is None else _factors(speeds),
+    )
+    if made.ranks > MOST_RANKS:
+        raise ValueError(f"{made.ranks:,} ranks are more than a command plans for, which is {MOST_RANKS:,}")
+    return made
+
+
+def _factors(text: str) -> list[float]:
+    try:
+        return [float(word) for word in text.split(",")]
+    except ValueError:
+        raise ValueError(
+            f"--speeds {text!r} is no list of numbers; write one factor per rank, as in 1,0.93,1,1"
+        ) from None

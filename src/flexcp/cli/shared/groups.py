@@ -1,0 +1,56 @@
+"""Groups of options, which a command takes as one argument.
+
+    class ClusterOptions(Group):
+        cluster: Annotated[str | None, typer.Option(help="Preset and shape, as in h100:4x8.")] = None
+        ranks: Annotated[int | None, typer.Option(help="One node of this many ranks.")] = None
+
+    def simulate(where: ClusterOptions, strategy: options.Strategy = "auto") -> None: ...
+
+makes a command with ``--cluster``, ``--ranks`` and ``--strategy``. A field may be a group itself; only the names of options count on the
+command line. An option's name, type, help and default are so declared once, whichever commands have it; a group derived from another
+changes one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from inspect import Parameter
+from typing import Any, dataclass_transform, get_type_hints
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+class Group:
+    """Options by name. A frozen dataclass to type checkers; making real ones would cost every command a millisecond a group."""
+
+    def __init__(self, **options: Any) -> None:
+        vars(self).update(options)
+
+
+def options_of(parameter: Parameter) -> Iterator[Parameter]:
+    """The options that a parameter of a command stands for: itself, or those of its group."""
+    if _is_group(parameter.annotation):
+        for field in fields_of(parameter.annotation):
+            yield from options_of(field)
+    else:
+        yield parameter.replace(kind=Parameter.KEYWORD_ONLY)
+
+
+def value_of(parameter: Parameter, given: Mapping[str, Any]) -> Any:
+    """What a command gets for a parameter, of the options given by name."""
+    if not _is_group(parameter.annotation):
+        return given[parameter.name]
+    return parameter.annotation(**{field.name: value_of(field, given) for field in fields_of(parameter.annotation)})
+
+
+@cache
+def fields_of(group: type[Group]) -> tuple[Parameter, ...]:
+    """The fields of a group, those of the group it derives from first."""
+    return tuple(
+        Parameter(name, Parameter.KEYWORD_ONLY, default=getattr(group, name, Parameter.empty), annotation=annotation)
+        for name, annotation in get_type_hints(group, include_extras=True).items()
+    )
+
+
+def _is_group(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Group)

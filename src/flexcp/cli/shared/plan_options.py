@@ -1,0 +1,87 @@
+"""What decides a plan, as commands that make one are told it. Options carry the names of ``Planner``'s arguments."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flexcp.cli.shared import options as o
+from flexcp.cli.shared.batches import BatchOptions
+from flexcp.cli.shared.described import ModelOptions, ShapedClusterOptions
+from flexcp.cli.shared.groups import Group
+
+if TYPE_CHECKING:
+    from flexcp.plan.plan import Plan
+    from flexcp.planner import Planner
+
+
+class PlannerOptions(Group):
+    """Arguments of ``Planner`` that are options as they are, with the same names and defaults."""
+
+    v_head_dim: Annotated[int | None, typer.Option(help="Size of a value head; head-dim by default.")] = None
+    dtype: o.Dtype = "bfloat16"
+    strategy: o.Strategy = "auto"
+    effort: Annotated[int | None, typer.Option(help="Candidates that may be evaluated; a count, never a clock.")] = None
+    compute_tolerance: Annotated[
+        float | None, typer.Option(help="Compute over the mean a rank may have: 0.05 is 5 %.")
+    ] = None
+    token_tolerance: Annotated[float | None, typer.Option(help="Tokens over the mean a rank may keep.")] = None
+    max_tokens_per_rank: o.MaxTokens = None
+    max_memory_per_rank: Annotated[
+        int | None, typer.Option(help="Hard cap on the bytes attention needs on a rank.")
+    ] = None
+    keep_kv: Annotated[
+        int, typer.Option(help="Bytes a rank may keep received keys in for the backward; 0 fetches them again.")
+    ] = 0
+    max_peers: Annotated[int | None, typer.Option(help="Hard cap on the other ranks that a rank exchanges with.")] = (
+        None
+    )
+
+
+class TokenOptions(Group):
+    """Arguments of a call of a ``Planner`` that are options as they are, with the same names and defaults."""
+
+    tokens: Annotated[str, typer.Option(help="balanced, priced, or equal for the same count on every rank.")] = (
+        "balanced"
+    )
+    pad_to: Annotated[int | None, typer.Option(help="With --tokens equal: round counts up to a multiple.")] = None
+    layout: o.Layout = "free"
+
+
+class PlanOptions(Group):
+    """Everything that decides a plan."""
+
+    batch: BatchOptions
+    cluster: ShapedClusterOptions
+    model: ModelOptions
+    planner: PlannerOptions
+    tokens: TokenOptions
+    cost: o.CostFile = None
+
+    def made_planner(self, default: tuple[int, int, int]) -> Planner:
+        """The planner these options describe; ``default`` are query heads, KV heads and head size where they say nothing."""
+        from flexcp.planner import Planner
+
+        measured = o.cost_of(self.cost)
+        found, shape = self.model.whole(), self.model.attention(default)
+        return Planner(
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            cluster=measured.on(self.cluster.found()),
+            cost=measured.cost,
+            model=None if found is None else found.model,
+            **vars(self.planner),
+        )
+
+    def taken(self, planner: Planner) -> list[int]:
+        """Lengths of the batch; which part of a file they are is said."""
+        return self.batch.announced(planner.cluster.ranks, self.planner.max_tokens_per_rank)
+
+    def plan(self, planner: Planner, lengths: list[int]) -> Plan:
+        """One uncached call of the planner."""
+        found = self.model.whole()
+        if found is None:
+            return planner(lengths, self.batch.rule, **vars(self.tokens))
+        return planner(lengths, masks=self.batch.layer_masks(found), **vars(self.tokens))
