@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from flexcp import Planner
 from flexcp.cli.commands.verify import VerifyOptions
-from flexcp.cli.shared.every import Commands
+from flexcp.cli.shared.command_registry import Commands
 from flexcp.cli.shared.groups import Group, fields_of
 from flexcp.cli.shared.plan_options import PlannerOptions, PlanOptions, TokenOptions
 

@@ -19,7 +19,7 @@ from flexcp.cli.commands.simulate import simulate
 from flexcp.cli.commands.train import train
 from flexcp.cli.commands.verify import verify
 from flexcp.cli.commands.warmup import warmup
-from flexcp.cli.shared.every import Commands, UsageError, one_line
+from flexcp.cli.shared.command_registry import Commands, UsageError, one_line
 from flexcp.io.visible import visible
 
 COLLECT_EVERY = 200_000

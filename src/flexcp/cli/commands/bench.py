@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from flexcp.cli.commands.bench_step import step
-from flexcp.cli.shared.every import Commands
+from flexcp.cli.shared.command_registry import Commands
 from flexcp.cli.shared.options import Json, writable
 from flexcp.io.whole_files import write_whole
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from flexcp.cli.shared import options as o
-from flexcp.cli.shared import setting as s
+from flexcp.cli.shared import scenario as s
 from flexcp.cli.shared.progress import compiling
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ WIDTH = 40
 
 
 def compare(
-    described: s.SettingOptions,
+    described: s.ScenarioOptions,
     strategies: o.Strategies = "all",
     html: o.Html = None,
     as_json: o.Json = False,
@@ -30,20 +30,20 @@ def compare(
     """
     from flexcp.compare.compare import compare as run
 
-    setting, names = described.setting(), o.chosen_strategies(strategies)
+    scenario, names = described.scenario(), o.chosen_strategies(strategies)
     with compiling(f"planning and simulating {len(names)} strategies") as progress:
-        asked = (setting.request, names, setting.rules, setting.training)
-        found = run(*asked, lambda n: progress.update(f"simulating {n}"), setting.compute)
+        asked = (scenario.request, names, scenario.rules, scenario.training)
+        found = run(*asked, lambda n: progress.update(f"simulating {n}"), scenario.compute)
     if html is not None:
-        _report(html, found, setting)
+        _report(html, found, scenario)
     if as_json:
-        typer.echo(json.dumps(as_data(found, setting), indent=2))
+        typer.echo(json.dumps(as_data(found, scenario), indent=2))
         return
-    typer.echo(setting.title)
+    typer.echo(scenario.title)
     typer.echo(table(found))
 
 
-def as_data(found: Comparison, setting: s.Setting) -> dict[str, Any]:
+def as_data(found: Comparison, scenario: s.Scenario) -> dict[str, Any]:
     """The documented JSON keys."""
     from flexcp.cli.commands.simulate import simulation_data
 
@@ -65,9 +65,9 @@ def as_data(found: Comparison, setting: s.Setting) -> dict[str, Any]:
     best = found.best_static
     return {
         "simulated": True,
-        "setting": setting.title,
+        "setting": scenario.title,
         "error_permille": found.request.cost.error_permille,
-        "held_out": setting.calibration.to_json()["held_out"],
+        "held_out": scenario.calibration.to_json()["held_out"],
         "closed_form_error": round(found.predict_error, 4),
         "best_static": None if best is None else best.name,
         "strategies": rows,
@@ -121,7 +121,7 @@ def _bar(row: Row, slowest: int) -> str:
     return text
 
 
-def _report(path: Path, found: Comparison, setting: s.Setting) -> None:
+def _report(path: Path, found: Comparison, scenario: s.Scenario) -> None:
     from flexcp.cli.shared.reports import timed_plan, write
     from flexcp.report.plan_time import PlanTime
     from flexcp.report.sections import StrategyTime, strategies_section
@@ -137,9 +137,9 @@ def _report(path: Path, found: Comparison, setting: s.Setting) -> None:
             parts = (step.attention_ns, step.wait_ns, step.total_ns - step.attention_ns - step.wait_ns)
         mark = "best static" if row is found.best_static else ""
         times.append(StrategyTime(row.name, *parts, row.moved_bytes, row.work_imbalance, mark))
-    of = "attention" if setting.training is None else "step"
-    sections = [strategies_section(times, setting.title, "Strategies side by side, simulated", of)]
+    of = "attention" if scenario.training is None else "step"
+    sections = [strategies_section(times, scenario.title, "Strategies side by side, simulated", of)]
     for row in found.ran[:1]:
         assert row.simulation is not None
         sections.append(timed_plan(row.simulation.plan, row.name, PlanTime.of_simulation(row.simulation)))
-    write(path, sections, f"Strategies on {found.request.cluster}, simulated", setting.title)
+    write(path, sections, f"Strategies on {found.request.cluster}, simulated", scenario.title)

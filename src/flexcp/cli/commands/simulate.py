@@ -10,7 +10,7 @@ import typer
 
 from flexcp.cli.shared import options as o
 from flexcp.cli.shared.progress import compiling
-from flexcp.cli.shared.setting import SettingOptions
+from flexcp.cli.shared.scenario import ScenarioOptions
 from flexcp.io.whole_files import write_whole
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ WIDTH, MOST_RANKS = 60, 32
 
 
 def simulate(
-    described: SettingOptions,
+    described: ScenarioOptions,
     strategy: o.Strategy = "auto",
     events: Events = None,
     html: o.Html = None,
@@ -37,10 +37,10 @@ def simulate(
     """
     from flexcp.compare.compare import compare
 
-    setting = described.setting()
+    scenario = described.scenario()
     with compiling(f"planning and simulating {strategy}"):
-        asked = (setting.request, [strategy], setting.rules, setting.training)
-        row = compare(*asked, compute=setting.compute).rows[0]
+        asked = (scenario.request, [strategy], scenario.rules, scenario.training)
+        row = compare(*asked, compute=scenario.compute).rows[0]
     if row.simulation is None:
         raise ValueError(f"{strategy} refused: {row.refused}")
     found = row.simulation
@@ -52,10 +52,10 @@ def simulate(
 
         report_plan(html, found.plan, PlanTime.of_simulation(found))
     if as_json:
-        data = {"simulated": True, "setting": setting.title, "strategy": row.name, **simulation_data(found)}
-        typer.echo(json.dumps(data | {"held_out": setting.calibration.to_json()["held_out"]}, indent=2))
+        data = {"simulated": True, "setting": scenario.title, "strategy": row.name, **simulation_data(found)}
+        typer.echo(json.dumps(data | {"held_out": scenario.calibration.to_json()["held_out"]}, indent=2))
         return
-    typer.echo(setting.title)
+    typer.echo(scenario.title)
     typer.echo(text(found, row.name))
 
 

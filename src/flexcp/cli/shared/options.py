@@ -2,7 +2,7 @@
 
 Options that always go together are declared in their group, with their defaults: a batch's in :mod:`flexcp.cli.shared.batches`, a model's
 and a cluster's in :mod:`flexcp.cli.shared.described`, a plan's in :mod:`flexcp.cli.shared.plan_options`, a simulation's in
-:mod:`flexcp.cli.shared.setting`. What one command alone has stands beside it.
+:mod:`flexcp.cli.shared.scenario`. What one command alone has stands beside it.
 """
 
 from __future__ import annotations

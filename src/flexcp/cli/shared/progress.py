@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 QUIET: ContextVar[bool] = ContextVar("quiet", default=False)
-"""``--quiet`` of the command at hand; set and reset by :mod:`flexcp.cli.shared.every`."""
+"""``--quiet`` of the command at hand; set and reset by :mod:`flexcp.cli.shared.command_registry`."""
 
 
 class Compiling(logging.Handler):

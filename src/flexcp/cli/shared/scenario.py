@@ -24,7 +24,7 @@ SYNCS = ("fsdp", "allreduce", "none")
 
 
 @dataclass(frozen=True)
-class Setting:
+class Scenario:
     """The request, what surrounds attention, and how the cost model was made."""
 
     request: Request
@@ -47,7 +47,7 @@ class Setting:
 
     @property
     def title(self) -> str:
-        """The setting in one line."""
+        """The scenario in one line."""
         from flexcp.calibration import error_words
 
         batch, shape = self.request.batch, self.request.shape
@@ -60,8 +60,8 @@ class Setting:
         )
 
 
-class SettingOptions(Group):
-    """What a setting is described by."""
+class ScenarioOptions(Group):
+    """What a scenario is described by."""
 
     batch: BatchOptions
     cluster: ClusterOptions
@@ -74,7 +74,7 @@ class SettingOptions(Group):
     ] = False
     max_tokens_per_rank: o.MaxTokens = None
 
-    def setting(self) -> Setting:
+    def scenario(self) -> Scenario:
         """What the options describe; a model brings its own heads and masks."""
         from flexcp.batch import make_batch
         from flexcp.masks import causal
@@ -103,4 +103,4 @@ class SettingOptions(Group):
         shape = self.model.attention((32, 8, 128))
         request = Request(made, shape, found.on(where), priced, max_tokens_per_rank=cap)
         refuse_over_cap(request)
-        return Setting(request, training, Rules(contention=not self.no_contention), found, taken.words)
+        return Scenario(request, training, Rules(contention=not self.no_contention), found, taken.words)
