@@ -61,6 +61,12 @@ def check_running(kernel: object, deterministic: object, sm_margin: object, retu
         raise ValueError(f"sm_margin= is how many multiprocessors to leave free, 0 or more; got {sm_margin}")
 
 
+def is_mean(x: Tensor) -> bool:
+    """Whether the operation that made ``x`` says itself that it took a mean: ``mean()``, or a loss of torch's with that reduction."""
+    # Names of torch's own: a release without them loses this check and nothing else.
+    return type(x.grad_fn).__name__ == "MeanBackward0" or getattr(x.grad_fn, "_saved_reduction", None) == 1
+
+
 def device_of(given: torch.device | str) -> torch.device:
     """A device, from what a user calls it."""
     try:
