@@ -42,7 +42,7 @@ PARTS = {
     "Planner": ("__call__", "micro_batches"),
     "Plan": ("hash", "check", "bytes", "inter_node_bytes", "work", "memory", "rounds", "peers"),
     "Step": (
-        "local_tokens", "indices", "positions", "shard", "gather", "labels", "loss", "roll", "relayout", "restore", "prepare",
+        "local_tokens", "indices", "positions", "shard", "gather", "labels", "loss", "share", "roll", "relayout", "restore", "prepare",
         "cp_rank", "cp_size", "calls", "sent_bytes", "kernels",
     ),
     "Loader": ("state_dict", "load_state_dict", "close"),

@@ -86,6 +86,11 @@ def test_today_decides_what_gains_are_against() -> None:
     assert dp["verdict"] == "free" or dp["verdict"] == "swap"
 
 
+def test_why_todays_method_cannot_be_simulated_is_told() -> None:
+    result = CliRunner().invoke(app, ["advise", "4000,10x500", "--ranks", "8", "--today", "zigzag:3"])
+    assert "zigzag:3 does not divide the 8 ranks into groups; degrees that do: [1, 2, 4, 8]" in str(result.exception)
+
+
 def test_one_rank_and_too_long_a_document() -> None:
     found = advice("100,7", "--cluster", "h100:1x1")
     assert (found["verdict"], found["why"]) == ("static", "there is one rank, so nothing has to be divided")

@@ -133,11 +133,28 @@ def test_a_loss_says_which_shape_it_expects(step: flexcp.Step, given: Any, words
 
 
 def test_a_share_is_the_sum_over_what_all_count(step: flexcp.Step) -> None:
-    assert step.share(torch.tensor(6.0), 4).item() == 1.5
-    assert step.share(torch.tensor(6.0), torch.tensor(0)).item() == 6.0
+    assert step.share(torch.tensor(6.0), 4, without_attention=True).item() == 1.5
+    assert step.share(torch.tensor(6.0), torch.tensor(0), without_attention=True).item() == 6.0
     for wrong in ((6.0, 4), (torch.zeros(2), 4), (torch.tensor(6.0), None), (torch.tensor(6.0), torch.ones(2))):
         with pytest.raises(ValueError, match=r"is (a tensor of )?one number"):
             step.share(*wrong)  # type: ignore[arg-type]
+
+
+def test_a_mean_is_no_sum_to_be_shared(step: flexcp.Step) -> None:
+    rows = logits().requires_grad_()
+    for mean in (torch.nn.functional.cross_entropy(rows, labels()), rows.mean()):
+        with pytest.raises(ValueError, match=r'total is a mean.* by the 8 labels.*reduction="sum"'):
+            step.share(mean, 8, without_attention=True)
+        assert step.share(mean, 1, without_attention=True).item() == mean.item(), "the mean over ranks of their means"
+    total = torch.nn.functional.cross_entropy(rows, labels(), reduction="sum")
+    assert step.share(total, 8, without_attention=True).item() == pytest.approx(total.item() / 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int32])
+def test_labels_of_narrow_token_ids_have_room_for_what_is_ignored(step: flexcp.Step, dtype: torch.dtype) -> None:
+    tokens = torch.arange(step.plan.batch.tokens)
+    assert torch.equal(step.labels(tokens.to(dtype)), step.labels(tokens))
+    assert (step.labels(tokens) == -100).any()
 
 
 @pytest.mark.parametrize(

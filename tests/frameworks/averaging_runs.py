@@ -157,10 +157,12 @@ def run_huggingface(group: dist.ProcessGroup, gradients: Gradients, wrapper: str
 
     from flexcp.frameworks import fsdp, huggingface
 
-    model: nn.Module = make_model(RUN, "eager")
-    huggingface.turn_on(model)
+    huggingface.register()
+    model: nn.Module = make_model(RUN, "flexcp" if wrapper == "DDP, registered" else "eager")
+    if wrapper != "DDP, registered":
+        huggingface.turn_on(model)
     plan = make_plan(RUN, model.config, 0)
-    if wrapper == "DDP":
+    if wrapper.startswith("DDP"):
         model = DistributedDataParallel(model, process_group=group)
     else:
         fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
@@ -168,7 +170,8 @@ def run_huggingface(group: dist.ProcessGroup, gradients: Gradients, wrapper: str
             fsdp.sum_gradients(model)
     step = flexcp.bind(plan, group)
     try:
-        loss = model(**huggingface.inputs(RUN.tokens(0), step, gradients=gradients)).loss
+        given = huggingface.inputs(RUN.tokens(0), step, gradients=gradients)
+        loss = model(**(given | ({"num_items_in_batch": 99} if wrapper == "DDP, another count" else {}))).loss
         loss.backward()
     except ValueError as error:
         return {"refused": str(error)}

@@ -288,6 +288,26 @@ def with_evaluation(group: dist.ProcessGroup, run: Run) -> tuple[list[float], li
     return losses[True], losses[False]
 
 
+def streams_of_their_own(group: dist.ProcessGroup) -> str:
+    """What a rank hears that gives other token ids than the rank before it to a group's first step."""
+    from flexcp.frameworks import huggingface
+
+    plan = flexcp.Planner(2, 2, 8, dtype="float32", cluster=flexcp.cluster("cpu", 1, 2))([8, 8])
+    step = flexcp.bind(plan, group)
+    huggingface.inputs(torch.arange(16) + step.rank, flexcp.bind(plan, group))  # later steps are not compared
+    step.talk.step = 1  # the pool's groups had theirs long ago
+    if step.rank == 0:
+        group.get_group_store().delete_key("flexcp/same/tokens")
+        huggingface.inputs(torch.arange(16), step)
+        huggingface.inputs(torch.arange(16) + 5, step)  # a step that is used again is not compared
+    dist.barrier(group)
+    try:
+        huggingface.inputs(torch.arange(16) + step.rank, step)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
 def without_a_step(group: dist.ProcessGroup, tokens: Tensor, positions: Tensor) -> str:
     training = Training(group, Run("llama"))
     given = {"input_ids": tokens[None], "position_ids": positions[None], "use_cache": False}

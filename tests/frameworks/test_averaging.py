@@ -68,7 +68,8 @@ def test_one_process_may_say_either(two: RankPool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gradients", "wrapper"), [("averaged", "DDP"), ("averaged", "FSDP2"), ("summed", "FSDP2 summed")]
+    ("gradients", "wrapper"),
+    [("averaged", "DDP"), ("averaged", "DDP, registered"), ("averaged", "FSDP2"), ("summed", "FSDP2 summed")],
 )
 def test_a_hugging_face_loss_can_be_averaged(two: RankPool, gradients: Gradients, wrapper: str) -> None:
     right = train_alone(RUN)
@@ -81,6 +82,8 @@ def test_a_hugging_face_loss_can_be_averaged(two: RankPool, gradients: Gradients
     ("gradients", "wrapper", "words"),
     [
         ("summed", "DDP", r"DistributedDataParallel averages .* 1/2 of .*gradients='averaged'"),
+        ("summed", "DDP, registered", r"DistributedDataParallel averages .* 1/2 of .*gradients='averaged'"),
+        ("averaged", "DDP, another count", r"num_items_in_batch=99 is not what flexcp made .*To accumulate gradients"),
         ("summed", "FSDP2", r"FSDP2, without .* averages .* 1/2 of .*gradients='averaged'"),
         ("averaged", "FSDP2 summed", r"FSDP2, after .* sums .* 2 times .*gradients='summed'"),
     ],

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
 import pytest
 import torch
-from parallel_runs import without_a_step
+from parallel_runs import streams_of_their_own, without_a_step
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
@@ -115,6 +116,31 @@ def test_labels_of_ones_own_are_shifted_and_counted() -> None:
     assert given["num_items_in_batch"] == int((given["shift_labels"] != -100).sum()) == len(TOKENS) - len(LENGTHS) - 5
 
 
+def test_labels_that_are_already_shifted_are_refused() -> None:
+    step = bound()
+    shifted = step.labels(TOKENS)[step.indices.argsort()]
+    for labels in (shifted, TOKENS.roll(-1), torch.where(torch.arange(len(TOKENS)) < 5, -100, shifted)):
+        with pytest.raises(ValueError, match=r"labels are already shifted.*once more"):
+            huggingface.inputs(TOKENS, step, labels)
+    huggingface.inputs(torch.ones_like(TOKENS), step, torch.ones_like(TOKENS))
+    huggingface.inputs(TOKENS, step, torch.full_like(TOKENS, -100))
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn")
+def test_autocast_reaches_queries_keys_and_values() -> None:
+    """RoPE in float32 leaves queries and keys there, and values in autocast's dtype."""
+    model, where = make_model(Run("llama", dtype="float32"), "sdpa"), flexcp.cluster("cpu", 1, 1)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        right = torch.cat([model(t[None], use_cache=False).logits[0] for t in TOKENS.split(LENGTHS)])
+        huggingface.turn_on(model)
+        step = flexcp.bind(huggingface.planner(model, where, dtype="bfloat16", strategy="dp")(LENGTHS))
+        found = model(step.shard(TOKENS)[None], step=step, use_cache=False).logits[0]
+        torch.testing.assert_close(step.gather(found), right, atol=2e-2, rtol=0)
+        step = flexcp.bind(huggingface.planner(model, where)(LENGTHS))
+        with pytest.raises(ValueError, match=r'q is torch.bfloat16, .*plan with Planner\(dtype="bfloat16"\)'):
+            model(step.shard(TOKENS)[None], step=step, use_cache=False)
+
+
 # --- which mask a layer uses ------------------------------------------------------------------------------------------
 
 
@@ -198,6 +224,29 @@ def test_a_full_mask_under_a_causal_model_is_refused(models: dict[str, Any]) -> 
 def test_token_ids_of_another_shape_are_named() -> None:
     with pytest.raises(ValueError, match=r"33 tokens, but 1 rows of token ids were given \(shape \(1, 33\)\)"):
         huggingface.inputs(TOKENS[None], bound())
+
+
+def test_what_is_no_stream_of_token_ids_is_named(models: dict[str, Any]) -> None:
+    step = bound()
+    with pytest.raises(ValueError, match=r"huggingface\.inputs takes a tensor .*got a list"):
+        huggingface.inputs(TOKENS.tolist(), step)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"input_ids has shape \(33,\).*input_ids\[None\]"):
+        models["llama"][0](TOKENS, step=step)
+
+
+def test_a_loss_without_the_count_of_labels_is_refused(models: dict[str, Any]) -> None:
+    model, step = models["llama"][0], bound()
+    given = huggingface.inputs(TOKENS, step)
+    with pytest.raises(ValueError, match=r"num_items_in_batch=None is not what flexcp made"):
+        model(**(given | {"num_items_in_batch": None}))
+    half = model(**(given | {"num_items_in_batch": 2 * (len(TOKENS) - len(LENGTHS))})).loss
+    assert half.item() == pytest.approx(model(**given).loss.item() / 2), "nothing is averaged: any number is right"
+
+
+def test_token_ids_that_differ_between_ranks_are_refused(pool: RankPool) -> None:
+    first, second = pool.run(streams_of_their_own, ranks=2)
+    assert first == "accepted"
+    assert re.match(r"the token ids of rank 1 are not those of another rank.*huggingface_trainer\.prepared", second)
 
 
 def test_a_planner_has_the_models_heads() -> None:
@@ -298,6 +347,15 @@ def test_registering_is_known_to_both_interfaces_and_may_be_repeated() -> None:
     assert make_model(Run("llama"), "flexcp").config._attn_implementation == "flexcp"
 
 
+def test_turning_on_again_changes_nothing() -> None:
+    model, step = make_model(Run("llama"), "sdpa"), bound()
+    for _ in range(2):
+        huggingface.turn_on(model)
+        hooks = len(model._forward_pre_hooks), len(model._forward_hooks)
+        assert model(**huggingface.inputs(TOKENS, step)).loss.isfinite()
+    assert hooks == (4, 1)
+
+
 # --- a step cannot go unused --------------------------------------------------------------------------------------------
 
 
@@ -307,6 +365,8 @@ def test_a_step_given_to_a_model_that_ignores_it_is_an_error() -> None:
     assert step.calls == 0
     with pytest.raises(RuntimeError, match=r"never ran.*docs/frameworks\.md"):
         step.loss(logits, step.labels(TOKENS))
+    with pytest.raises(RuntimeError, match=r"never ran.*docs/frameworks\.md"):
+        step.share(logits.sum(), len(TOKENS))
     with pytest.raises(RuntimeError, match=r"never used it"), used(step):
         model(**huggingface.inputs(TOKENS, step))
     huggingface.turn_on(model)

@@ -21,14 +21,14 @@ from dataclasses import dataclass, replace
 from flexcp.arrays.totals import imbalance
 from flexcp.batch import make_batch
 from flexcp.clusters import Cluster
-from flexcp.compare.compare import STATIC, Row, common_degree, compare
+from flexcp.compare.compare import STATIC, Row, common_degree, compare, planned
 from flexcp.cost import CostModel
 from flexcp.data.lengths import batch_tokens, cut_batches
 from flexcp.masks import Mask
 from flexcp.models.preset import Preset
 from flexcp.plan.plan import Plan
 from flexcp.planners.layouts import user_layout
-from flexcp.planners.request import Request
+from flexcp.planners.request import Refused, Request
 from flexcp.schedule.predict import lower_bound
 from flexcp.simulator.passes import Rules
 from flexcp.simulator.training import StepTime, Training
@@ -170,12 +170,14 @@ def advise(question: Question, lengths: Sequence[int], tell: Callable[[str], Non
     static = fastest(_answers(question, requests, (question.today,) if question.today else STATIC, tell))
     free = fastest(_answers(question, requests, FREE, tell))
     if static is None or free is None:
+        why = ""
         if static is None and question.today:
-            what, out = f"{question.today}, what you use today, does not fit", "name another method with --today, "
+            what, out = f"{question.today}, what you use today, does not suit", "name another method with --today, "
+            why = _refusal(question.today, requests)
         else:
             what, out = "no static method fits" if static is None else "no strategy fits", ""
         raise ValueError(
-            f"{what} these documents on {question.cluster} with at most {question.max_tokens_per_rank:,} tokens a rank; {out}raise "
+            f"{what} these documents on {question.cluster} with at most {question.max_tokens_per_rank:,} tokens a rank{why}; {out}raise "
             "--max-tokens-per-rank, use more ranks, or ask for fewer --tokens-per-step"
         )
     fixed = [replace(r, layout=user_layout("contiguous", r.batch.tokens, r.ranks)) for r in requests]
@@ -241,6 +243,16 @@ def _answers(
         )
         rows = {row.name: [*rows[row.name], row] for row in found.rows if row.simulation is not None}
     return [_answer(name, found) for name, found in rows.items()]
+
+
+def _refusal(name: str, requests: Sequence[Request]) -> str:
+    """Why a strategy takes not all requests, for the end of a sentence."""
+    for request in requests:
+        try:
+            planned(request, name)
+        except Refused as error:
+            return f" ({error})"
+    return ""
 
 
 def _answer(name: str, rows: Sequence[Row]) -> Answer:

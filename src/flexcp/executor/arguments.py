@@ -90,6 +90,12 @@ def attention_scale(q: Tensor, scale: float | None) -> float:
     return q.shape[-1] ** -0.5 if scale is None else float(scale)
 
 
+def is_mean(x: Tensor) -> bool:
+    """Whether the operation that made ``x`` says itself that it took a mean: ``mean()``, or a loss of torch's with that reduction."""
+    # Names of torch's own: a release without them loses this check and nothing else.
+    return type(x.grad_fn).__name__ == "MeanBackward0" or getattr(x.grad_fn, "_saved_reduction", None) == 1
+
+
 def device_of(given: torch.device | str) -> torch.device:
     """A device, from what a user calls it."""
     try:

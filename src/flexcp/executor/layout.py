@@ -84,14 +84,15 @@ def _filled(x: Tensor, rows: NDArray[np.bool_], value: float | int) -> Tensor:
 
 
 def next_tokens(tokens: Tensor, batch: Batch, ignore: int) -> Tensor:
-    """Labels of the whole stream: each token's successor in its document, ``ignore`` at the documents' ends."""
+    """Labels of the whole stream, int64: each token's successor in its document, ``ignore`` at the documents' ends."""
     if len(tokens) != batch.tokens:
         raise ValueError(
             f"the plan's batch has {batch.tokens} tokens, but {len(tokens)} rows of token ids were given (shape {tuple(tokens.shape)}): "
             "pass the ids of the whole batch, its documents end to end, one number a token"
         )
     refuse_branches(batch, "next-token labels know")
-    labels = torch.roll(tokens, -1, 0).clone()
+    # Bytes, in which small vocabularies are kept, would have no room for ``ignore``.
+    labels = torch.roll(tokens.to(torch.int64), -1, 0)
     labels.index_fill_(0, uploaded(batch.starts[1:] - 1, tokens.device), ignore)
     return labels
 

@@ -179,8 +179,18 @@ def _check(q: Tensor, k: Tensor, v: Tensor, step: Step) -> None:
             )
         if str(x.dtype).removeprefix("torch.") != shape.dtype:
             raise ValueError(
-                f"{name} is {x.dtype}, but the plan counts bytes of {shape.dtype}; plan with Planner(dtype=...)"
+                f"{name} is {x.dtype}, but the plan counts bytes of {shape.dtype}; " + _dtype_hint(q, k, v, shape.dtype)
             )
+
+
+def _dtype_hint(q: Tensor, k: Tensor, v: Tensor, planned: str) -> str:
+    """What to say of tensors in another dtype than the plan's."""
+    if q.dtype == k.dtype == v.dtype:
+        return f'plan with Planner(dtype="{str(q.dtype).removeprefix("torch.")}")'
+    return (
+        f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}: cast them to one (RoPE in float32 under autocast leaves q and k in it), here "
+        f"torch.{planned} or that of Planner(dtype=...)"
+    )
 
 
 def _way_out(name: str, x: Tensor, size: tuple[int, int, int], step: Step) -> str:

@@ -24,6 +24,7 @@ from flexcp.executor.arguments import (
     check_rows,
     check_whole,
     device_of,
+    is_mean,
     named_kind,
     process_group,
     time_limit,
@@ -255,21 +256,24 @@ class Step:
         with self.talk.checking("step.loss"):
             layout.check_logits(logits, labels, self.local_tokens)
         self._check_rows(logits, "step.loss")
-        if not self.calls and not without_attention:
-            raise RuntimeError(
-                f"a loss is asked of {self!r}, but its attention never ran: the model's layers still use their own. Turn flexcp on "
-                "(docs/frameworks.md), or pass without_attention=True if the logits come from elsewhere"
-            )
+        self._check_attended(without_attention)
         self.loss_said = True
         if logits.requires_grad:
             self.check_reduction(gradients)
         return layout.token_mean_loss(logits, labels, self.talk, ignore) * factor
 
-    def share(self, total: Tensor, count: Tensor | int, *, gradients: Gradients = "summed") -> Tensor:
+    def share(
+        self,
+        total: Tensor,
+        count: Tensor | int,
+        *,
+        gradients: Gradients = "summed",
+        without_attention: bool = False,
+    ) -> Tensor:
         """This rank's share of a mean of one's own: ``total`` (a sum over local rows) / ``count`` of all ranks, as :meth:`loss` does it.
 
-        ``count`` is what this rank's sum would be divided by if it were alone, such as its valid labels. ``gradients`` is
-        :meth:`loss`'s.
+        ``count`` is what this rank's sum would be divided by if it were alone, such as its valid labels. ``gradients`` and
+        ``without_attention`` are :meth:`loss`'s. A ``total`` that is plainly a mean is refused, unless ``count`` is 1.
         """
         factor = share_factor(gradients, self.plan.ranks)
         if not isinstance(total, Tensor) or total.dim():
@@ -277,10 +281,23 @@ class Step:
         if not isinstance(count, int | float | Tensor) or (isinstance(count, Tensor) and count.dim()):
             raise ValueError(f"count is one number, of what this rank's sum is over; got {named_kind(count)}")
         here = torch.as_tensor(count, device=total.device)
+        if is_mean(total) and float(here) > 1:
+            raise ValueError(
+                f"total is a mean, and would be divided once more by the {float(here):g} labels it is over: pass the sum over this rank's "
+                'rows, as of cross_entropy(..., reduction="sum")'
+            )
+        self._check_attended(without_attention)
         self.loss_said = True
         if total.requires_grad:
             self.check_reduction(gradients)
         return layout.mean_over_ranks(total, here, self.talk, "step.share") * factor
+
+    def _check_attended(self, without_attention: bool) -> None:
+        if not self.calls and not without_attention:
+            raise RuntimeError(
+                f"a loss is asked of {self!r}, but its attention never ran: the model's layers still use their own. Turn flexcp on "
+                "(docs/frameworks.md), or pass without_attention=True if the logits come from elsewhere"
+            )
 
     def check_reduction(self, gradients: Gradients) -> None:
         """Raise for shares made for one treatment of gradients where this step's attention saw the other."""

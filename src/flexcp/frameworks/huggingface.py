@@ -18,6 +18,7 @@ weights as output, keywords nobody here knows.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,9 +28,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from flexcp.batch import MaskLike
+from flexcp.batch import Batch, MaskLike
 from flexcp.clusters import Cluster
+from flexcp.executor.arguments import check_rows
 from flexcp.executor.averaging import Gradients, share_factor
+from flexcp.executor.exchange.agree import same_as_first
 from flexcp.executor.layout import next_tokens
 from flexcp.executor.op import attention
 from flexcp.executor.slice_attention import slice_attention
@@ -69,6 +72,8 @@ def turn_on(model: PreTrainedModel | DistributedDataParallel) -> None:
         )
     register()
     model.set_attn_implementation(NAME)
+    if _refuse_wrong_use in model._forward_pre_hooks.values():
+        return  # turned on before
     model.register_forward_pre_hook(_refuse_wrong_use, with_kwargs=True)
     model.register_forward_pre_hook(_with_count, with_kwargs=True)
     model.register_forward_pre_hook(_with_positions, with_kwargs=True)
@@ -134,28 +139,61 @@ def inputs(tokens: Tensor, step: Step, labels: Tensor | None = None, gradients: 
     sum / the batch's valid labels. ``gradients`` says what happens to gradients over the ranks of the step, as in ``step.loss``: where they
     are summed the batch's loss is the sum of the ranks'; where they are averaged (DDP) each rank's is multiplied by the number of ranks,
     and the batch's loss is their mean. A rank that keeps no token gets one that nobody sees, because models are not written for none.
+    The stream is the same on every rank; the first of a group is compared.
     """
     check_bound(step)
+    check_rows(tokens, "huggingface.inputs")
     batch = step.plan.batch
     shifted = next_tokens(tokens if labels is None else labels, batch, IGNORE)
+    if labels is not None:
+        _refuse_shifted(tokens, labels, batch)
+    _refuse_other_stream(step, tokens)
     valid = batch.tokens - batch.documents if labels is None else int((shifted != IGNORE).sum())
-    keywords = keywords_of(rows_of(step, tokens, shifted), max(1, valid), gradients)
-    return keywords | {"num_items_in_batch": ValidLabels(keywords["num_items_in_batch"], step)}
+    return keywords_of(rows_of(step, tokens, shifted), max(1, valid), gradients)
+
+
+def _refuse_shifted(tokens: Tensor, labels: Tensor, batch: Batch) -> None:
+    """Raise for labels that are already each token's successor, and would be shifted once more."""
+    successors = next_tokens(tokens, batch, IGNORE)
+    given = (labels != IGNORE) & (successors != IGNORE)
+    if bool((labels == successors)[given].all()) and not bool((labels == tokens)[given].all()):
+        raise ValueError(
+            "labels are already shifted: each is the token after its own, and huggingface.inputs would shift them once more; pass labels "
+            "that stand beside their own tokens, as Transformers takes them, or none for every next token"
+        )
+
+
+def _refuse_other_stream(step: Step, tokens: Tensor) -> None:
+    """Raise where another rank gave other token ids to the group's first step, as samplers do that deal documents over ranks.
+
+    Documents of equal lengths have equal plans on all ranks, so binding cannot see it.
+    """
+    if step.group is None or step.talk.step != 1 or step.loss_said:
+        return
+    digest = hashlib.sha256(tokens.cpu().to(torch.int64).numpy().tobytes()).hexdigest()
+    if not same_as_first("tokens", digest, step.group, step.timeout):
+        raise ValueError(
+            f"the token ids of rank {step.rank} are not those of another rank: huggingface.inputs takes the stream of the whole batch, the "
+            "same on every rank. Where a sampler gives every rank documents of its own, gather them with "
+            "flexcp.frameworks.huggingface_trainer.prepared(batch, planner, gradients=...)"
+        )
 
 
 class ValidLabels:
-    """The number a model's loss is divided by. Dividing by it raises where no attention ran under the step.
+    """The number a model's loss is divided by. Dividing by it raises where no attention ran under the step, or gradients come out wrong.
 
     A model that was not turned on takes a step among its keywords and drops it; its loss is the first thing that can tell. One that was
     turned on gets the plain number, and is checked after its forward.
     """
 
-    def __init__(self, count: float | Tensor, step: Step) -> None:
-        self.count, self.step = count, step
+    def __init__(self, count: float | Tensor, step: Step, gradients: Gradients) -> None:
+        self.count, self.step, self.gradients = count, step, gradients
 
     def __rtruediv__(self, total: Tensor) -> Tensor:
         if not self.step.calls:
             raise RuntimeError(not_used(self.step))
+        if total.requires_grad:
+            self.step.check_reduction(self.gradients)
         return total / self.count
 
     def __eq__(self, other: object) -> bool:
@@ -177,7 +215,7 @@ def keywords_of(rows: Rows, valid: int | Tensor, gradients: Gradients) -> dict[s
         "position_ids": rows.positions[None],
         "labels": rows.labels[None],
         "shift_labels": rows.labels[None],
-        "num_items_in_batch": valid if factor == 1 else valid / factor,
+        "num_items_in_batch": ValidLabels(valid if factor == 1 else valid / factor, rows.step, gradients),
         "step": rows.step,
         "gradients": gradients,
         "use_cache": False,
@@ -204,6 +242,7 @@ def flexcp_attention(
 ) -> tuple[Tensor, None]:
     """What Transformers calls in every layer: ``[B, H, S, D]`` in, ``[B, S, H, D]`` out, and no weights."""
     _refuse(module, query, key, attention_mask, dropout, is_causal, others)
+    query, key, value = (_autocast(x) for x in (query, key, value))
     # A parameter kept in float32 under autocast joins the activations here, as in the model's own attention.
     sinks = None if s_aux is None else s_aux.to(query.dtype)
     # Views whose backward is a view too: one taken by x[0] would fill zeros and copy the gradient into them.
@@ -229,6 +268,14 @@ def flexcp_attention(
     if query.shape[2] == 1 and step.local_tokens == 0:
         out = nn.functional.pad(out, (0, 0, 0, 0, 0, 1))
     return out[None], None
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """``x`` in autocast's dtype where that is on: RoPE in float32 leaves queries and keys in another dtype than values."""
+    kind = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
 
 
 def flexcp_mask(
@@ -313,7 +360,8 @@ def _refuse_alone(step: str | None) -> None:
     if step is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(
             f"no step was given to the model on {dist.get_world_size()} ranks: call model(..., step=flexcp.bind(plan, group)), or "
-            "model(..., step='alone') when every rank attends to its own documents only"
+            "model(..., step='alone') when every rank attends to its own documents only. To generate, turn flexcp off before: "
+            "model.set_attn_implementation('sdpa')"
         )
 
 
@@ -371,15 +419,21 @@ def _inside(model: Any) -> Any:
 
 
 def _refuse_wrong_use(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-    """Raise for labels that the model would shift over this rank's rows, and for a mask that shows a causal model what it predicts."""
+    """Raise for rows of another shape, labels that the model would shift over this rank's rows or divide by something else, and a mask
+    that shows a causal model what it predicts."""
     step = keywords.get("step")
     if not isinstance(step, Step) or torch.compiler.is_compiling():
         return
+    ids = arguments[0] if arguments else keywords.get("input_ids")
+    if isinstance(ids, Tensor) and ids.dim() == 1:
+        raise ValueError(f"input_ids has shape {tuple(ids.shape)}, but a model takes [1, tokens]: pass input_ids[None]")
     if keywords.get("labels") is not None and keywords.get("shift_labels") is None:
         raise ValueError(
             "labels beside a step would be shifted over this rank's rows, across documents, and averaged over this rank alone: take the "
             "keywords of flexcp.frameworks.huggingface.inputs(tokens, step, labels), or leave labels out and call step.loss on the logits"
         )
+    if keywords.get("labels") is not None and "gradients" in keywords:
+        _refuse_other_count(keywords.get("num_items_in_batch"), step, keywords["gradients"])
     if any(full() in mask.rules for mask in step.plan.batch.masks) and any(
         getattr(part, "is_causal", False) is True for part in module.modules()
     ):
@@ -387,6 +441,17 @@ def _refuse_wrong_use(module: nn.Module, arguments: tuple[Any, ...], keywords: d
             f"{type(module).__name__} is causal, but this plan's mask is full: every token would see the one it predicts; plan with "
             "masks=flexcp.frameworks.huggingface.masks(model.config)"
         )
+
+
+def _refuse_other_count(count: Any, step: Step, gradients: Gradients) -> None:
+    """Raise for a number of labels that is not the one made with the labels, where that one also holds how gradients are reduced."""
+    if isinstance(count, ValidLabels) or (count is not None and share_factor(gradients, step.cp_size) == 1):
+        return
+    raise ValueError(
+        f"num_items_in_batch={count} is not what flexcp made with these labels, which under gradients={gradients!r} also holds the "
+        f"{step.cp_size} ranks: leave it as it is. To accumulate gradients, multiply each loss by the labels of its batch / those of all "
+        "batches"
+    )
 
 
 def _with_count(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:

@@ -175,7 +175,7 @@ class FlexcpTrainer(Trainer):
     def _prepared(self, inputs: dict[str, Any]) -> dict[str, Any]:
         found = prepared(self._prepare_inputs(inputs), self._planner, **self._options)
         del found["gradients"]  # the Trainer scales losses itself, for gradients that are averaged
-        return found
+        return found | {"num_items_in_batch": found["num_items_in_batch"].count}
 
     def _prepare_context_parallel_inputs(
         self, model: nn.Module, inputs: dict[str, Any]

@@ -30,6 +30,12 @@ def agree(
     return through_store(timeout, lambda: _meet(digest, group, timeout, mistake, calls))
 
 
+def same_as_first(name: str, digest: str, group: dist.ProcessGroup, timeout: timedelta) -> bool:
+    """Whether ``digest`` is what the first rank of ``group`` to ask under this ``name`` gave. Waits for nobody."""
+    key = f"flexcp/same/{name}"
+    return through_store(timeout, lambda: group.get_group_store().compare_set(key, "", digest).decode() == digest)
+
+
 def _meet(digest: str, group: dist.ProcessGroup, timeout: timedelta, mistake: str | None, calls: CallSettings) -> int:
     store = group.get_group_store()
     rank, size = dist.get_rank(group), dist.get_world_size(group)
