@@ -46,7 +46,7 @@ Framework = Annotated[
 Tokenizer = Annotated[
     str | None, typer.Option(help="For texts: a tokenizer.json, or the name of a Hugging Face tokenizer.")
 ]
-Field = Annotated[
+LengthsField = Annotated[
     str | None, typer.Option(help="The field of a .jsonl or data set that holds the text or the token ids.")
 ]
 
@@ -61,7 +61,7 @@ def advise(
     today: Today = None,
     framework: Framework = "pytorch",
     tokenizer: Tokenizer = None,
-    field: Field = None,
+    field: LengthsField = None,
     cost: o.CostFile = None,
     html: o.Html = None,
     as_json: o.Json = False,

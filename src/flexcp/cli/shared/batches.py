@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flexcp.cli.shared.groups import Group
+from flexcp.cli.shared.option_groups import OptionGroup
 from flexcp.cli.shared.progress import say
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Taken:
     words: str = ""
 
 
-class BatchOptions(Group):
+class BatchOptions(OptionGroup):
     """One batch of documents, and their mask."""
 
     lengths: Lengths

@@ -1,8 +1,8 @@
 """Registry of commands, with what every command has: ``--quiet``, groups of options, and mistakes in one line with the nearest name.
 
 :class:`Commands` gives each command one more option, so that a new command needs no line for it, and makes options of the groups it takes
-(:mod:`flexcp.cli.shared.groups`). :func:`one_line` says what was wrong with the words of a command line the way the library says what was
-wrong with a value.
+(:mod:`flexcp.cli.shared.option_groups`). :func:`one_line` says what was wrong with the words of a command line the way the library says
+what was wrong with a value.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flexcp.cli.shared.groups import options_of, value_of
+from flexcp.cli.shared.option_groups import options_of, value_of
 from flexcp.cli.shared.progress import QUIET
 
 # Newer typer carries click inside, older ones depend on it; typer's own names are the same in both.

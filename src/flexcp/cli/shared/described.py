@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flexcp.cli.shared.groups import Group
+from flexcp.cli.shared.option_groups import OptionGroup
 
 if TYPE_CHECKING:
     from flexcp.clusters import Cluster
@@ -20,7 +20,7 @@ HEAD_DIM = 128
 """Of a model by its numbers, where neither its width nor the head's size is told."""
 
 
-class HeadsOptions(Group):
+class HeadsOptions(OptionGroup):
     """The heads of attention: those of a model, or by their numbers."""
 
     model: Annotated[
@@ -99,7 +99,7 @@ class ModelOptions(HeadsOptions):
         return make_model(self.heads, self.kv_heads or self.heads, head_dim, self.hidden, self.layers)
 
 
-class ClusterOptions(Group):
+class ClusterOptions(OptionGroup):
     """A cluster by its preset and shape, or one node."""
 
     cluster: Annotated[

@@ -9,14 +9,14 @@ import typer
 from flexcp.cli.shared import options as o
 from flexcp.cli.shared.batches import BatchOptions
 from flexcp.cli.shared.described import ModelOptions, ShapedClusterOptions
-from flexcp.cli.shared.groups import Group
+from flexcp.cli.shared.option_groups import OptionGroup
 
 if TYPE_CHECKING:
     from flexcp.plan.plan import Plan
     from flexcp.planner import Planner
 
 
-class PlannerOptions(Group):
+class PlannerOptions(OptionGroup):
     """Arguments of ``Planner`` that are options as they are, with the same names and defaults."""
 
     v_head_dim: Annotated[int | None, typer.Option(help="Size of a value head; head-dim by default.")] = None
@@ -39,7 +39,7 @@ class PlannerOptions(Group):
     )
 
 
-class TokenOptions(Group):
+class TokenOptions(OptionGroup):
     """Arguments of a call of a ``Planner`` that are options as they are, with the same names and defaults."""
 
     tokens: Annotated[str, typer.Option(help="balanced, priced, or equal for the same count on every rank.")] = (
@@ -49,7 +49,7 @@ class TokenOptions(Group):
     layout: o.Layout = "free"
 
 
-class PlanOptions(Group):
+class PlanOptions(OptionGroup):
     """Everything that decides a plan."""
 
     batch: BatchOptions

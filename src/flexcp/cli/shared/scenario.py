@@ -11,7 +11,7 @@ import typer
 from flexcp.cli.shared import options as o
 from flexcp.cli.shared.batches import BatchOptions
 from flexcp.cli.shared.described import ClusterOptions, ModelOptions
-from flexcp.cli.shared.groups import Group
+from flexcp.cli.shared.option_groups import OptionGroup
 
 if TYPE_CHECKING:
     from flexcp.calibration import Calibration
@@ -60,7 +60,7 @@ class Scenario:
         )
 
 
-class ScenarioOptions(Group):
+class ScenarioOptions(OptionGroup):
     """What a scenario is described by."""
 
     batch: BatchOptions

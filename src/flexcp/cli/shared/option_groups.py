@@ -1,6 +1,6 @@
 """Groups of options, which a command takes as one argument.
 
-    class ClusterOptions(Group):
+    class ClusterOptions(OptionGroup):
         cluster: Annotated[str | None, typer.Option(help="Preset and shape, as in h100:4x8.")] = None
         ranks: Annotated[int | None, typer.Option(help="One node of this many ranks.")] = None
 
@@ -20,7 +20,7 @@ from typing import Any, dataclass_transform, get_type_hints
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
-class Group:
+class OptionGroup:
     """Options by name. A frozen dataclass to type checkers; making real ones would cost every command a millisecond a group."""
 
     def __init__(self, **options: Any) -> None:
@@ -44,7 +44,7 @@ def value_of(parameter: Parameter, given: Mapping[str, Any]) -> Any:
 
 
 @cache
-def fields_of(group: type[Group]) -> tuple[Parameter, ...]:
+def fields_of(group: type[OptionGroup]) -> tuple[Parameter, ...]:
     """The fields of a group, those of the group it derives from first."""
     return tuple(
         Parameter(name, Parameter.KEYWORD_ONLY, default=getattr(group, name, Parameter.empty), annotation=annotation)
@@ -53,4 +53,4 @@ def fields_of(group: type[Group]) -> tuple[Parameter, ...]:
 
 
 def _is_group(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, Group)
+    return isinstance(annotation, type) and issubclass(annotation, OptionGroup)

@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 from flexcp import Planner
 from flexcp.cli.commands.verify import VerifyOptions
 from flexcp.cli.shared.command_registry import Commands
-from flexcp.cli.shared.groups import Group, fields_of
+from flexcp.cli.shared.option_groups import OptionGroup, fields_of
 from flexcp.cli.shared.plan_options import PlannerOptions, PlanOptions, TokenOptions
 
 
-class Inner(Group):
+class Inner(OptionGroup):
     depth: Annotated[int, typer.Option(help="How deep.")]
     color: Annotated[str, typer.Option("--paint", help="Which color.")] = "red"
 
@@ -26,7 +26,7 @@ class Blue(Inner):
     color: Annotated[str, typer.Option("--paint", help="Which color.")] = "blue"
 
 
-class Outer(Group):
+class Outer(OptionGroup):
     inner: Inner
     width: Annotated[int, typer.Option(help="How wide.")] = 2
 
@@ -62,7 +62,7 @@ def test_a_derived_group_changes_a_default_and_keeps_the_order() -> None:
 
 @pytest.mark.parametrize(("group", "call"), [(PlannerOptions, Planner.__init__), (TokenOptions, Planner.__call__)])
 def test_options_that_are_arguments_of_the_planner_have_its_names_and_defaults(
-    group: type[Group], call: object
+    group: type[OptionGroup], call: object
 ) -> None:
     arguments = inspect.signature(call).parameters  # type: ignore[arg-type]
     assert {f.name: f.default for f in fields_of(group)} == {
