@@ -83,8 +83,8 @@ def wrong_factor(who: str, gradients: Gradients, ranks: int) -> str:
     right = "averaged" if gradients == "summed" else "summed"
     return (
         f"{who} {done} gradients over the {ranks} ranks that share this batch, but each of them holds a share of one loss made for "
-        f"gradients={gradients!r}, so gradients would be {off} the batch's: say gradients={right!r} (in step.loss, huggingface.inputs "
-        "or prepared) and drop any factor of your own"
+        f"gradients={gradients!r}, so gradients would be {off} the batch's: say gradients={right!r} (in step.loss, step.share, "
+        "huggingface.inputs or prepared) and drop any factor of your own"
     )
 
 
