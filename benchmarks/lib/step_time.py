@@ -29,6 +29,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flexcp.executor.exchange.passes import Passes
 from flexcp.executor.kernels import cpu
 from flexcp.executor.op import attention
 from flexcp.executor.step import Step, bind
@@ -61,7 +62,7 @@ def time_steps(
     """Collective over ``group``: run the plan on CPU ranks, once to warm up and then ``repeats`` times."""
     step = bind(plan, group, rounds_per_call=rounds_per_call)
     if part == "compute":
-        step = Step(plan, step.rank, _silent(group), step.timeout)
+        step = Step(Passes(plan, step.rank, _silent(group), step.timeout))
     inputs = _inputs(step)
     seconds = []
     with _kernel(math.inf if part == "communication" else gflops):

@@ -43,7 +43,7 @@ from flexcp.executor.exchange.arena import Arena
 from flexcp.executor.exchange.connect import Progress, connect
 from flexcp.executor.exchange.exchange import Exchange
 from flexcp.executor.exchange.passes import Passes
-from flexcp.executor.exchange.rank_calls import WHOLE_STAGES, Call, CallSettings
+from flexcp.executor.exchange.rank_calls import Call, CallSettings
 from flexcp.executor.handles import live_steps, new_handle
 from flexcp.executor.kernels import uploaded
 from flexcp.executor.kernels.choose import choose_kernel
@@ -73,19 +73,11 @@ class Step:
     - what it is and did: ``plan``, ``group``, ``cp_rank``, ``cp_size``, ``calls``, ``sent_bytes``, ``kernels``, ``arena``.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        rank: int,
-        group: dist.ProcessGroup | None,
-        timeout: timedelta,
-        number: int = 0,
-        calls: CallSettings = WHOLE_STAGES,
-    ) -> None:
-        self.plan, self.rank, self.group, self.timeout = plan, rank, group, timeout
-        self.passes = Passes(plan, rank, group, timeout, number, calls)
-        self.talk = self.passes.talk
+    def __init__(self, passes: Passes) -> None:
+        self.passes, self.talk = passes, passes.talk
         """What its ranks tell each other outside attention: see :mod:`flexcp.executor.exchange.talk`."""
+        self.plan, self.rank = plan, rank = passes.plan, passes.rank
+        self.group, self.timeout = self.talk.group, self.talk.timeout
         self.local_tokens = int(plan.placement.tokens[rank])
         """Tokens on this rank, pads included."""
         self.sent_bytes = {"forward": [0] * plan.ranks, "backward": [0] * plan.ranks}
@@ -472,7 +464,7 @@ def _bound(
             raise ValueError(
                 f"the plan is for {plan.ranks} ranks: bind it to a process group or a DeviceMesh axis of that size"
             )
-        return Step(plan, 0, None, limit, calls=calls)
+        return Step(Passes(plan, 0, None, limit, settings=calls))
     ranks = process_group(group, "bind")
     size = dist.get_world_size(ranks)
     mistake = None
@@ -490,4 +482,4 @@ def _bound(
             connect(plan.peers(rank), ranks, torch.device("cuda"), progress)
     elif mistake:
         raise ValueError(mistake)
-    return Step(plan, rank, ranks if size > 1 else None, limit, number, calls)
+    return Step(Passes(plan, rank, ranks if size > 1 else None, limit, number, calls))

@@ -84,6 +84,13 @@ def merge(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> tuple
     return out * weight[..., None] + more_out * more_weight[..., None], total
 
 
+def merge_into(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
+    """Add a partial attention of the same rows to ``out`` and ``lse``, in their dtypes."""
+    total_out, total_lse = merge(out, lse, more_out, more_lse)
+    out.copy_(total_out)
+    lse.copy_(total_lse)
+
+
 def uploaded(array: NDArray[Any], device: torch.device) -> Tensor:
     """An array on the device; to a GPU through pinned memory, so that the host does not wait."""
     tensor = torch.from_numpy(array)

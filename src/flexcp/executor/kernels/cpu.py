@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from flexcp.executor.kernels import Ints, Settings, merge
+from flexcp.executor.kernels import Ints, Settings, merge_into
 from flexcp.executor.kernels.seen import seen_product
 
 FRESH = False
@@ -43,8 +43,7 @@ def forward(
         total = p_GRK.sum(-1, keepdim=True)
         more = _heads_last(seen_product(p_GRK, hidden, _by_group(v_TGV[keys], work)) / total, q_THD.shape[1])
         more_lse = _heads_last(top + torch.log(total), q_THD.shape[1]).squeeze(-1)
-        out, lse = merge(out_THV[rows], lse_TH[rows], more, more_lse)
-        out_THV[rows], lse_TH[rows] = out.to(out_THV.dtype), lse.to(lse_TH.dtype)
+        merge_into(out_THV[rows], lse_TH[rows], more, more_lse)
 
 
 def backward(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexcp.executor.kernels import Ints, Settings, accumulator_dtype, merge
+from flexcp.executor.kernels import Ints, Settings, accumulator_dtype, merge_into
 from flexcp.executor.kernels.seen import seen_product
 
 FRESH = False
@@ -35,9 +35,7 @@ def forward(
     p_HQK = torch.exp(logits_HQK - torch.where(lse_HQ == -torch.inf, 0.0, lse_HQ)[..., None])
     v_HKV = _by_head(v_TGV).repeat_interleave(share, 0)
     more_HQV = seen_product(p_HQK.to(v_TGV.dtype).to(v_HKV.dtype), hidden_QK, v_HKV)
-    out, lse = merge(out_THV, lse_TH, more_HQV.transpose(0, 1), lse_HQ.T)
-    out_THV.copy_(out)
-    lse_TH.copy_(lse)
+    merge_into(out_THV, lse_TH, more_HQV.transpose(0, 1), lse_HQ.T)
 
 
 def backward(

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from flexcp import masks
-from flexcp.executor.kernels import Ints, Settings, find_kernel, merge, uploaded
+from flexcp.executor.kernels import Ints, Settings, find_kernel, merge_into, uploaded
 from flexcp.masks import HI, K0, K1, LO, Q0, Q1
 
 FRESH = False
@@ -108,9 +108,7 @@ def forward(
     for call in work.calls(len(q_THD), len(k_TGD)):
         more_THV, more_HT = attend(q_THD, k_TGD, v_TGV, call, settings.scale)
         more_TH = more_HT.T.masked_fill(~call.row_touched[:, None], -torch.inf)
-        out, lse = merge(out_THV, lse_TH, more_THV.to(out_THV.dtype), more_TH)
-        out_THV.copy_(out)
-        lse_TH.copy_(lse)
+        merge_into(out_THV, lse_TH, more_THV.to(out_THV.dtype), more_TH)
 
 
 def backward(

@@ -266,10 +266,15 @@ def pack_statistics(lse_TH: Tensor, delta_TH: Tensor, pack: int, base: float) ->
     return packed
 
 
+def _float32_blocks(work: WorkList) -> Blocks:
+    """Sizes of every kernel in float32."""
+    return Blocks(32, 32, 8, 1) if work.widest <= 128 else Blocks(16, 32, 8, 1)
+
+
 def forward_blocks(work: WorkList, dtype: torch.dtype) -> Blocks:
     """Sizes of the forward kernel, by what was fastest on an H200 (docs/kernels.md) and what fits other chips' shared memory."""
     if dtype == torch.float32:
-        return Blocks(32, 32, 8, 1) if work.widest <= 128 else Blocks(16, 32, 8, 1)
+        return _float32_blocks(work)
     if work.copy_engine:
         return Blocks(128, 64, 4, 2, 2, tma=True) if work.widest <= 128 else Blocks(128, 64, 8, 2, tma=True)
     return Blocks(128, 64, 8, 2) if work.widest <= 128 else Blocks(64, 32, 4, 2)
@@ -278,7 +283,7 @@ def forward_blocks(work: WorkList, dtype: torch.dtype) -> Blocks:
 def keys_blocks(work: WorkList, dtype: torch.dtype) -> Blocks:
     """Sizes of the dk and dv kernel."""
     if dtype == torch.float32:
-        return Blocks(32, 32, 8, 1) if work.widest <= 128 else Blocks(16, 32, 8, 1)
+        return _float32_blocks(work)
     if work.copy_engine:
         return Blocks(64, 64, 4, 2, 2, tma=True) if work.widest <= 128 else Blocks(64, 64, 8, 1, tma=True)
     return Blocks(64, 64, 4, 1) if work.widest <= 128 else Blocks(32, 32, 4, 1)
@@ -287,7 +292,7 @@ def keys_blocks(work: WorkList, dtype: torch.dtype) -> Blocks:
 def queries_blocks(work: WorkList, dtype: torch.dtype) -> Blocks:
     """Sizes of the dq kernel."""
     if dtype == torch.float32:
-        return Blocks(32, 32, 8, 1) if work.widest <= 128 else Blocks(16, 32, 8, 1)
+        return _float32_blocks(work)
     if work.copy_engine:
         return Blocks(64, 64, 4, 2, 2, tma=True) if work.widest <= 128 else Blocks(64, 32, 8, 2, tma=True)
     return Blocks(64, 64, 4, 1) if work.widest <= 128 else Blocks(32, 32, 4, 1)
