@@ -14,7 +14,7 @@ Ints = NDArray[np.int64]
 TILE_PRICE = 3
 """What beginning and ending a tile costs, in blocks."""
 ADDED_KEY_PRICE = 5e-4
-"""What adding up and rounding the gradients of one key of one head costs, in blocks: about 150 us for 131,072 of them on an H200."""
+"""What adding up and rounding the gradients of one key of one head costs, in blocks, by a count of the bytes that move."""
 
 
 def in_turns(tiles: int, groups: int, turn: int) -> Ints:
