@@ -22,7 +22,7 @@ from flexcp.models.find import find_model
 from flexcp.shape import Shape
 from flexcp.simulator.passes import Rules
 from flexcp.simulator.training import Simulation, Training
-from simulated import OURS, STATIC, Experiment, best, mean, off, row_of, scaled_lengths, simulations, table
+from simulated import OURS, STATIC, Experiment, best, cut_lengths, mean, off, row_of, scaled_lengths, simulations, table
 
 TOKENS = 131_072
 SCALES = (0.5, 1.0, 2.0, 4.0)
@@ -151,11 +151,7 @@ def end_to_end(seeds: int = 2) -> list[str]:
 
 def capped(name: str, cap: int, seed: int) -> list[int]:
     """131,072 tokens of documents no longer than ``cap``; scaled so that the longest reach it."""
-    lengths = scaled_lengths(name, TOKENS, cap / 65_536, seed)
-    parts: list[int] = []
-    for n in lengths:
-        parts += [cap] * (n // cap) + [n % cap] * (n % cap > 0)
-    return parts
+    return cut_lengths(scaled_lengths(name, TOKENS, cap / 65_536, seed), cap)
 
 
 def sample() -> float:
