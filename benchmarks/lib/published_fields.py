@@ -26,6 +26,7 @@ UNITS = ("ms", "s", *RATES)
 SYNCS = ("fsdp", "allreduce", "none")
 MOST_SEEDS = 100
 MOST_TOKENS = 1 << 28
+MOST_RANKS = 4096
 
 
 def distribution(text: str) -> tuple[str, int] | None:
@@ -46,7 +47,9 @@ def _text(value: Any) -> str:
 
 
 def _cluster(value: Any) -> str:
-    place(_text(value), None)
+    found, _, _ = place(_text(value), None)
+    if found.ranks > MOST_RANKS:
+        raise ValueError(f"{value} has {found.ranks:,} ranks; at most {MOST_RANKS:,} are simulated")
     return str(value)
 
 

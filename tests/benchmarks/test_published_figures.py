@@ -63,6 +63,7 @@ def test_our_file_has_figures_of_many_systems() -> None:
         ({"heads": "many"}, "as in [64, 8, 128]"),
         ({"cluster": "h10:1x8"}, "field 'cluster': unknown cluster 'h10': did you mean 'h100'?"),
         ({"cluster": "p4de:4by8"}, "field 'cluster': "),
+        ({"cluster": "h100:99999x8"}, "field 'cluster': h100:99999x8 has 799,992 ranks; at most 4,096 are simulated"),
         ({"lengths": "8x"}, "field 'lengths': lengths '8x'"),
         ({"lengths": []}, "field 'lengths': it is []; write 8x32768"),
         ({"lengths": [0, 5]}, "field 'lengths': it is [0, 5]"),
@@ -169,6 +170,8 @@ def test_batches_are_averaged_and_the_fastest_method_is_taken() -> None:
     assert simulated(lengths="web:8192", seeds=2) != simulated(lengths="web:8192")
     found = published.simulate(1, figure(method=["ring:4", "zigzag:4"]))
     assert found.simulated == min(simulated(method="ring:4"), simulated()) and found.method in ("ring:4", "zigzag:4")
+    rates = [simulated(method=each, unit="iter/s") for each in ("ring:4", "zigzag:4", ["ring:4", "zigzag:4"])]
+    assert rates[2] == max(rates[:2]) > min(rates[:2]), "of rates the largest is the fastest"
     ratio = simulated(unit="ratio", over="ring:4", value=1.2)
     assert ratio == pytest.approx(simulated(method="ring:4") / simulated())
     assert max(published.Setting(figure(lengths=[5000], longest=2048)).batches[0]) == 2048
