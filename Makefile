@@ -66,7 +66,7 @@ memory: .venv/ready
 experiments: .venv/ready
 	$(BIN)/python benchmarks/experiments.py --write docs/results/experiments.md $(if $(QUICK),--quick)
 
-# 77 published figures beside simulated ones, with errors; writes docs/results/published.md. Ten minutes.
+# Published figures beside simulated ones, with errors; writes docs/results/published.md. Ten minutes.
 published: .venv/ready
 	$(BIN)/python benchmarks/published.py --write docs/results/published.md
 
