@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start hundreds of Python processes: bytecode is kept whatever the environment says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test loops kernels lint docs screenshots verify-all planning auto groups regimes memory multimodal models experiments hypergraph properties data fuzz-plans clean
+.PHONY: demo test loops kernels lint docs screenshots verify-all planning auto groups regimes memory multimodal models experiments published hypergraph properties data fuzz-plans clean
 
 demo: .venv/ready
 	$(BIN)/flexcp demo
@@ -65,6 +65,10 @@ memory: .venv/ready
 # Published figures beside ours in the same settings, all simulated; writes docs/results/experiments.md. QUICK=1 draws fewer batches.
 experiments: .venv/ready
 	$(BIN)/python benchmarks/experiments.py --write docs/results/experiments.md $(if $(QUICK),--quick)
+
+# Published figures beside simulated ones, with errors; writes docs/results/published.md. Ten minutes.
+published: .venv/ready
+	$(BIN)/python benchmarks/published.py --write docs/results/published.md
 
 # Every model family x strategy x layout x ranks over 50 steps against one process; writes docs/results/models.md.
 models: .venv/ready

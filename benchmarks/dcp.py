@@ -22,11 +22,13 @@ from flexcp.models.find import find_model
 from flexcp.shape import Shape
 from flexcp.simulator.passes import Rules
 from flexcp.simulator.training import Simulation, Training
-from simulated import OURS, STATIC, Experiment, best, mean, off, row_of, scaled_lengths, simulations, table
+from simulated import OURS, STATIC, Experiment, best, cut_lengths, mean, off, row_of, scaled_lengths, simulations, table
 
 TOKENS = 131_072
 SCALES = (0.5, 1.0, 2.0, 4.0)
 SHARED = Rules(ranks_per_nic=2)
+TENSOR_PARALLEL = 4
+"""GPUs that are one rank end to end."""
 MICRO = Experiment(cluster("a100", 4, 8), Shape(8, 2, 128, 128), rules=SHARED)
 THEIR_STATIC = ("ring:32", "zigzag:32", "usp:2,16", "allgather:32")
 PUBLISHED = {
@@ -121,7 +123,7 @@ def _cells(mask: str, name: str, scale: float, seeds: int) -> list[str]:
 def end_to_end(seeds: int = 2) -> list[str]:
     """Iteration seconds of a Megatron-like static method and ours."""
     a100 = cluster("a100", 8, 2)
-    machine = replace(a100, gflops=4 * a100.gflops, inter_mbps=4 * a100.inter_mbps)
+    machine = replace(a100, gflops=TENSOR_PARALLEL * a100.gflops, inter_mbps=TENSOR_PARALLEL * a100.inter_mbps)
     preset = find_model("gpt-8b")
     where = Experiment(machine, preset.shape, rules=Rules(), training=Training(preset, "allreduce"))
     rows = []
@@ -149,11 +151,7 @@ def end_to_end(seeds: int = 2) -> list[str]:
 
 def capped(name: str, cap: int, seed: int) -> list[int]:
     """131,072 tokens of documents no longer than ``cap``; scaled so that the longest reach it."""
-    lengths = scaled_lengths(name, TOKENS, cap / 65_536, seed)
-    parts: list[int] = []
-    for n in lengths:
-        parts += [cap] * (n // cap) + [n % cap] * (n % cap > 0)
-    return parts
+    return cut_lengths(scaled_lengths(name, TOKENS, cap / 65_536, seed), cap)
 
 
 def sample() -> float:

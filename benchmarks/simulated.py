@@ -55,6 +55,14 @@ def scaled_lengths(name: str, tokens: int, scale: float, seed: int) -> list[int]
     return found
 
 
+def cut_lengths(lengths: Sequence[int], longest: int) -> list[int]:
+    """Documents of at most ``longest`` tokens: longer ones are cut."""
+    parts: list[int] = []
+    for n in lengths:
+        parts += [longest] * (n // longest) + [n % longest] * (n % longest > 0)
+    return parts
+
+
 def simulations(found: Comparison, names: Iterable[str]) -> dict[str, Simulation]:
     """Simulations by the strategy asked for, without its degree."""
     wanted = set(names)

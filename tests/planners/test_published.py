@@ -71,7 +71,7 @@ def test_plans_are_right(strategy: Strategy, data: st.DataObject) -> None:
     masks = {"a": (data.draw(rules), 2), "b": (data.draw(rules), 1)} if data.draw(st.booleans()) else None
     equal = data.draw(st.booleans())
     pad_to = data.draw(st.sampled_from([1, 8])) if equal else 1
-    argument = data.draw(st.sampled_from(["", "7", "64"])) if strategy is minheap else ""
+    argument = data.draw(st.sampled_from(["", "7", "64", "7,relay"])) if strategy is minheap else ""
     request = asked(
         lengths, ranks, data.draw(rules), nodes, masks, equal_tokens=equal, pad_to=pad_to, argument=argument
     )
@@ -94,6 +94,11 @@ def test_refusals_of_all(strategy: Strategy) -> None:
     [
         (minheap, "0", "minheap takes a number of tokens in a chunk of at least 1, as in minheap:512; got 'minheap:0'"),
         (minheap, "big", "got 'minheap:big'"),
+        (
+            minheap,
+            "8,once",
+            "after a chunk's tokens minheap takes only 'relay', as in minheap:1024,relay; got 'minheap:8,once'",
+        ),
         (pow2, "-4", "pow2 takes a number of tokens a rank of at least 1, as in pow2:8192; got 'pow2:-4'"),
         (
             pow2,
@@ -111,6 +116,15 @@ def test_refused_arguments(strategy: Strategy, argument: str, message: str) -> N
 
 
 # --- minheap ----------------------------------------------------------------------------------------------------------
+
+
+def test_minheap_with_a_relay_crosses_to_a_node_once() -> None:
+    """The same rows on the same ranks; fewer bytes between nodes, never more than all keys to each other node."""
+    plans = {text: planned(minheap, asked([4096], 8, nodes=2, argument=text)) for text in ("256", "256,relay")}
+    node = np.arange(8) // 4
+    across = {text: int(plan.bytes()[node[:, None] != node].sum()) for text, plan in plans.items()}
+    assert (plans["256"].work() == plans["256,relay"].work()).all()
+    assert across["256,relay"] <= 4096 * KV_BYTES < across["256"]
 
 
 def test_minheap_deals_by_area_and_fetches_exact_keys() -> None:

@@ -8,11 +8,12 @@
 | `wlb`          | WLB-LLM                  | zig-zag of each document, or of the stream if that wins  | all keys to all                  |
 
 They are the *dealing* of these systems, not their kernels, schedulers or loaders. Where a system runs several micro-batches after one
-another, one plan is one of them. None of them knows tolerances, rank speeds or nodes (keys come straight from their owners), and
-`max_tokens_per_rank` is only checked.
+another, one plan is one of them. None of them knows tolerances, rank speeds or nodes (keys come straight from their owners, unless a
+relay is asked for), and `max_tokens_per_rank` is only checked.
 
 - `minheap`: c is 1,024 unless given. Longest processing time by area among the ranks that still have room; counts differ by one chunk at
-  most (MagiAttention pads the stream so that they do not). Chunks may span documents.
+  most (MagiAttention pads the stream so that they do not). Chunks may span documents. With `minheap:c,relay` keys that several ranks of a
+  node read cross to it once and are passed on inside, as by MagiAttention's native group collectives (from version 1.1 on).
 - `pow2`: a document of n tokens needs the smallest power of two d with n / d <= b; b is the mean of tokens a rank unless given. Longest
   first: a new group of that size while ranks are free, then the group of that size with the least sum of n^2 / d, then of any larger size
   (Megatron would leave those documents to the next micro-batch). Ranks left empty double the most loaded of the smallest groups. Groups
@@ -27,6 +28,7 @@ another, one plan is one of them. None of them knows tolerances, rank speeds or 
 from __future__ import annotations
 
 import heapq
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,16 +43,22 @@ Ints = NDArray[np.int64]
 Ranges = tuple[Ints, Ints, Ints]
 """Parallel columns: rank, start and stop on the stream."""
 CHUNK = 1024
+RELAY = "relay"
 
 
 def minheap(request: Request) -> Placement:
     """MagiAttention: chunks of the stream, equally many on every rank, dealt by area."""
-    chunk = _argument(request, "minheap", "tokens in a chunk", 512) or CHUNK
+    number, comma, word = request.argument.partition(",")
+    if comma and word != RELAY:
+        raise ValueError(
+            f"after a chunk's tokens minheap takes only {RELAY!r}, as in minheap:1024,{RELAY}; got 'minheap:{request.argument}'"
+        )
+    chunk = _argument(replace(request, argument=number), "minheap", "tokens in a chunk", 512) or CHUNK
     tokens = request.batch.tokens
     start = np.arange(0, tokens, chunk, dtype=np.int64)
     stop = np.minimum(start + chunk, tokens)
     rank = _dealt_equally(_area(request.batch, start, stop), request.ranks)
-    return _placement(request, "minheap", (rank, start, stop), Traffic(relay=False))
+    return _placement(request, "minheap", (rank, start, stop), Traffic(relay=word == RELAY))
 
 
 def pow2(request: Request) -> Placement:

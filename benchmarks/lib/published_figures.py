@@ -1,0 +1,196 @@
+"""Published figures in a file: one JSON object a line, read believing nothing, so that anybody's file can be run.
+
+================  =====================================================================================================================
+field             what it holds
+================  =====================================================================================================================
+``source``        where the figure is published: paper, table, repository
+``system``        whose time it is
+``cluster``       a preset or a measured machine with its size, as in ``h100:4x8``
+``heads``         query heads, KV heads and their size: ``[64, 8, 128]``, or ``"64/8/128"``; without a size 128
+``lengths``       documents: ``"8x32768"``, ``"web:65536:0"``, ``[4096, 512]``, or a list of such lists; a time is the mean over the batches
+``mask``          as ``--mask`` takes it: ``causal``, ``full``, ``window:4096``, ``lambda:64,4096``
+``method``        a strategy with its degree, as in ``zigzag:8``; a list stands for the fastest of it
+``direction``     ``forward``, ``backward``, ``both`` (of attention alone), or ``step``
+``value``         the published number, above 0
+``unit``          ``ms``, ``s``, ``iter/s``, ``tokens/s`` or ``TFLOP/s`` (of a GPU), ``MFU`` and ``efficiency`` (from 0 to 1), ``ratio``
+``over``          of a ratio: the method (or the fastest of a list) whose time is divided by ``method``'s
+``kernel``        a measured kernel; without one the analytic cost model
+``seeds``         how many batches are drawn of a distribution that is named without its seed (1 unless given)
+``scale``         a factor on every document's length; batches keep their tokens
+``longest``       documents longer than this are cut
+``model``         of a step: whose layers surround attention; ``sync`` is ``fsdp``, ``allreduce`` or ``none``
+``recompute``     of a step: whether the forward runs once more in the backward
+``rules``         how the plan is executed, as in ``{"overlap": false}``
+``stated``        whether the source states the setting; where it does not, ``assumed`` says what was taken
+``assumed``       what the source leaves open, or what stands in for data that is not here
+``reason``        why the simulated figure is off, where somebody knows
+================  =====================================================================================================================
+
+The first ten are needed. A file with a mistake is refused whole, with the line, the field and the way out of every mistake.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from flexcp.io.json_files import json_line
+from flexcp.models.find import find_model
+from flexcp.shape import Shape
+from lib.published_fields import PARSERS, WORDS, Batches, distribution, short
+from published_parameters import place
+
+ATTENTION_ONLY = ("TFLOP/s", "MFU", "efficiency")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One published figure and its setting."""
+
+    source: str
+    system: str
+    cluster: str
+    heads: tuple[int, int, int]
+    lengths: str | Batches
+    mask: str
+    method: tuple[str, ...]
+    direction: Literal["forward", "backward", "both", "step"]
+    value: float
+    unit: str
+    over: tuple[str, ...] = ()
+    kernel: str | None = None
+    seeds: int = 1
+    scale: float = 1.0
+    longest: int | None = None
+    model: str | None = None
+    sync: Literal["fsdp", "allreduce", "none"] = "fsdp"
+    recompute: bool = False
+    rules: tuple[tuple[str, int], ...] = ()
+    stated: bool = True
+    assumed: str = ""
+    reason: str = ""
+
+    @property
+    def shape(self) -> Shape:
+        heads, kv_heads, size = self.heads
+        return Shape(heads, kv_heads, size, size)
+
+    @property
+    def setting(self) -> tuple[object, ...]:
+        """What figures have in common that differ in system and method only."""
+        where = (self.cluster, self.heads, self.lengths, self.seeds, self.scale, self.longest, self.mask)
+        return (*where, self.direction, self.unit, self.model, self.sync, self.recompute)
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether its lengths are a distribution without a seed."""
+        return isinstance(self.lengths, str) and distribution(self.lengths) is not None
+
+
+class FiguresError(ValueError):
+    """All mistakes of a file, a line each."""
+
+
+def read_figures(path: Path | str) -> list[tuple[int, Figure]]:
+    """The figures of a file with their lines; :class:`FiguresError` with every mistake in it."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise FiguresError(f"cannot read figures from {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise FiguresError(f"{path} is not a text file; it should hold one JSON object a line") from None
+    found, mistakes = [], []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            found.append((number, parse_figure(json_line(line, "it"))))
+        except ValueError as error:
+            mistakes += [f"{path}, line {number}: {each}" for each in str(error).splitlines()]
+    if mistakes:
+        raise FiguresError("\n".join(mistakes))
+    if not found:
+        raise FiguresError(f"{path} holds no figures; it should hold one JSON object a line")
+    return found
+
+
+def parse_figure(values: Any) -> Figure:
+    """One line's figure; ValueError has a line for each wrong field."""
+    if not isinstance(values, dict):
+        raise ValueError(f'a figure is a JSON object with fields, as in {{"source": ...}}; got {short(values)}')
+    names = [f.name for f in fields(Figure)]
+    mistakes = [_unknown(name, names) for name in values if name not in names]
+    needed = [f.name for f in fields(Figure) if f.default is MISSING]
+    mistakes += [f"field {name!r} is missing; {WORDS[name]}" for name in needed if name not in values]
+    parsed: dict[str, Any] = {}
+    for name in names:
+        if name in values:
+            try:
+                parsed[name] = PARSERS[name](values[name])
+            except ValueError as error:
+                mistakes.append(f"field {name!r}: {error}")
+    if mistakes:
+        raise ValueError("\n".join(mistakes))
+    figure = Figure(**parsed)
+    _check_together(figure)
+    return figure
+
+
+def _check_together(figure: Figure) -> None:
+    """What fields must agree on, with a line for each that do not."""
+    checks: list[tuple[bool, str]] = [
+        (
+            figure.direction == "step" and figure.model is None,
+            "field 'model' is missing: a step needs one, as in llama3-8b",
+        ),
+        (
+            figure.direction != "step" and figure.recompute,
+            "field 'recompute' is of a step; drop it, or say direction step",
+        ),
+        (
+            figure.direction == "step" and figure.unit in ATTENTION_ONLY,
+            f"field 'unit': {figure.unit} is of attention alone; give a step in s, ms, iter/s, tokens/s or ratio",
+        ),
+        (
+            figure.direction == "both" and figure.unit == "TFLOP/s",
+            "field 'unit': TFLOP/s are of one direction; give forward or backward, or both in ms or iter/s",
+        ),
+        (figure.unit == "ratio" and not figure.over, "field 'over' is missing: a ratio needs the method it is over"),
+        (figure.unit != "ratio" and bool(figure.over), "field 'over' is of a ratio; drop it, or say unit ratio"),
+        (
+            figure.unit in ("MFU", "efficiency") and figure.value > 1,
+            f"field 'value': {figure.unit} is a share from 0 to 1; got {figure.value:g}; 93 % is 0.93",
+        ),
+        (
+            not figure.stated and not figure.assumed,
+            "field 'assumed' is missing: say what was taken for what is not stated",
+        ),
+        (
+            figure.seeds > 1 and not figure.is_drawn,
+            "field 'seeds': these lengths are not drawn; drop it, or name a distribution without its seed, as in web:65536",
+        ),
+        (
+            figure.scale != 1 and not figure.is_drawn,
+            "field 'scale': only a distribution without its seed is scaled, as in longalign:131072; scale the lengths yourself",
+        ),
+    ]
+    mistakes = [words for wrong, words in checks if wrong]
+    try:
+        place(figure.cluster, figure.kernel)
+    except ValueError as error:
+        mistakes.append(f"field 'kernel': {error}")
+    if figure.model is not None and find_model(figure.model).shape != figure.shape:
+        own = find_model(figure.model).shape
+        mistakes.append(
+            f"field 'heads': {figure.model} has {own.heads} / {own.kv_heads} heads of {own.head_dim}; got {list(figure.heads)}"
+        )
+    if mistakes:
+        raise ValueError("\n".join(mistakes))
+
+
+def _unknown(name: str, names: list[str]) -> str:
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"field {name!r} is not known: {hint}fields are {', '.join(names)}"

@@ -1,0 +1,171 @@
+"""Tables of published figures beside simulated ones, and the page of results that ``published.py`` writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import date
+
+from lib.published_judging import APART, MISS, Pair, Result, Spread, pairs, spread
+from published_parameters import show
+from simulated import table
+
+KINDS: tuple[tuple[str, Callable[[Result], bool]], ...] = (
+    ("source states its setting", lambda r: r.figure.stated),
+    ("the same, nothing stands in for it", lambda r: r.figure.stated and not r.figure.assumed),
+    ("source leaves something open", lambda r: not r.figure.stated),
+    ("all", lambda r: True),
+)
+
+
+def figures_table(results: Sequence[Result]) -> list[str]:
+    """A row for every figure."""
+    heads = [
+        "line",
+        "system",
+        "cluster",
+        "lengths",
+        "method",
+        "direction",
+        "published",
+        "simulated",
+        "off by",
+        "setting",
+    ]
+    return table(heads, [_row(each) for each in results])
+
+
+def _row(each: Result) -> list[str]:
+    figure = each.figure
+    scaled = f" x {figure.scale:g}" if figure.scale != 1 else ""
+    rules = "".join(f", {name} {str(value).lower()}" for name, value in figure.rules)
+    cells = [
+        str(each.line),
+        figure.system,
+        figure.cluster,
+        _lengths(each) + scaled,
+        (each.method or " or ".join(figure.method)) + rules,
+    ]
+    cells += [figure.direction, f"{figure.value:g} {figure.unit}"]
+    cells += ["refused", ""] if each.simulated is None else [f"{each.simulated:.3g}", f"{each.error:+.0%}"]
+    return [*cells, "assumed" if not figure.stated else "stated, stand-in" if figure.assumed else "stated"]
+
+
+def _lengths(each: Result) -> str:
+    lengths = each.figure.lengths
+    if isinstance(lengths, str):
+        return lengths
+    return f"{len(lengths)} batches" if len(lengths) > 1 else ", ".join(str(n) for n in lengths[0])
+
+
+def summary(results: Sequence[Result]) -> list[str]:
+    """Errors, and order and ratios of pairs, by what the sources state and by source."""
+    rows = [_errors(words, [r for r in results if wanted(r)]) for words, wanted in KINDS]
+    systems = sorted({_who(r) for r in results})
+    rows += [_errors(who, [r for r in results if _who(r) == who]) for who in systems]
+    lines = table(["figures", "simulated", "median error", "90th percentile", "worst"], rows)
+    found = pairs(results)
+    rows = []
+    for words, wanted in KINDS:
+        some = [p for p in found if wanted(p.first) and wanted(p.second)]
+        rows.append([words, str(len(some)), _right(some), *_cells(spread(p.error for p in some))])
+    heads = [f"pairs of one setting, published {APART - 1:.0%} apart or more", "pairs", "order right"]
+    return [*lines, *table([*heads, "median error of the ratio", "90th percentile", "worst"], rows)]
+
+
+def _who(each: Result) -> str:
+    """The source by its first words."""
+    return each.figure.source.split(",")[0].split(" (")[0].removeprefix("https://github.com/").removesuffix(" README")
+
+
+def _errors(words: str, some: Sequence[Result]) -> list[str]:
+    ran = [r for r in some if r.simulated is not None]
+    return [words, f"{len(ran)} of {len(some)}", *_cells(spread(r.error for r in ran))]
+
+
+def _cells(found: Spread | None) -> list[str]:
+    return ["", "", ""] if found is None else [f"{x:.0%}" for x in (found.median, found.p90, found.worst)]
+
+
+def _right(some: Sequence[Pair]) -> str:
+    right = sum(p.is_right for p in some)
+    return f"{right} ({right / len(some):.0%})" if some else ""
+
+
+def misses(results: Sequence[Result]) -> list[str]:
+    """Every figure that is off by more than ``MISS`` or was refused, with its reason."""
+    rows = []
+    for each in results:
+        if each.is_miss:
+            off = "refused" if each.simulated is None else f"{each.error:+.0%}"
+            rows.append([str(each.line), each.figure.system, off, each.refused or each.figure.reason or "not known"])
+    return table(["line", "system", "off by", "reason"], rows) if rows else ["None.", ""]
+
+
+def assumptions(results: Sequence[Result]) -> list[str]:
+    """What was assumed, once for all lines that share it."""
+    lines: dict[str, list[int]] = {}
+    for each in results:
+        if each.figure.assumed:
+            lines.setdefault(each.figure.assumed, []).append(each.line)
+    return table(["lines", "assumed, or standing in"], [[_ranges(numbers), words] for words, numbers in lines.items()])
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """3, 4, 5, 9 as '3 to 5, 9'."""
+    parts: list[list[int]] = []
+    for n in numbers:
+        if parts and parts[-1][-1] == n - 1:
+            parts[-1].append(n)
+        else:
+            parts.append([n])
+    return ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]} to {p[-1]}" for p in parts)
+
+
+def page(results: Sequence[Result]) -> str:
+    """The page of results."""
+    lines = [
+        "# Published figures, simulated",
+        "",
+        f"**Simulated**, by `make published` on {date.today().isoformat()}: {len(results)} published figures (benchmarks/published.jsonl), "
+        "each planned with the strategy that stands for its method and run by the event simulator. Links are NCCL's in public tables and "
+        "kernels are rates measured on one GPU; nothing is fitted to a figure that is counted. Figures and parameters were committed "
+        "before the script first ran; settings of MagiAttention, DCP, FCP, DHP and Libra had been simulated earlier, by "
+        "[scripts of their own](experiments.md). `python benchmarks/published.py FILE` does the same with figures of yours; the format is "
+        "at the top of benchmarks/lib/published_figures.py.",
+        "",
+        "A source *states its setting* when it names the GPU, the nodes, the network between them where there are several, heads, lengths "
+        "or their distribution, mask and method. Something *stands in* where it does, but the data is not here. Misses stay in every "
+        "median.",
+        "",
+        "## How far off",
+        "",
+        *summary(results),
+        *CHANGED,
+        "## Every figure",
+        "",
+        *figures_table(results),
+        f"## Figures off by more than {MISS:.0%}",
+        "",
+        *misses(results),
+        "## What was assumed",
+        "",
+        *assumptions(results),
+        "## Parameters",
+        "",
+        "Sources are in benchmarks/published_parameters.py. Efficiencies (forward / backward) are per mille of the GPU's bf16 peak.",
+        "",
+        *(f"- {line}" for line in show()),
+        "",
+        "Striped attention (ring-flash-attention) has no strategy here, so its rows are not entered; nor are NeMo's FLOPs, whose formula "
+        "is not stated, and a public table whose H100 rows repeat its 4090 rows.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+CHANGED = (
+    "In the first run `minheap:2048` stood for MagiAttention, with every key sent straight from its owner: off by -1 %, -35 %, -39 % and "
+    "-21 % at 8, 16, 32 and 64 GPUs. Its charts are of its native group collectives, which cross to a node once, so `minheap:2048,relay` "
+    "stands for it since; this is the one choice made with a figure in sight.",
+    "",
+)
