@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexcp.clusters import cluster
-from flexcp.executor.op import attention
+from flexcp.executor.attention import attention
 from flexcp.executor.step import Step, bind
 from flexcp.plan.plan import Plan
 from flexcp.planner import Planner

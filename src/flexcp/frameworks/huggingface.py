@@ -31,10 +31,10 @@ from torch.nn.parallel import DistributedDataParallel
 from flexcp.batch import Batch, MaskLike
 from flexcp.clusters import Cluster
 from flexcp.executor.arguments import check_rows
+from flexcp.executor.attention import attention
 from flexcp.executor.averaging import Gradients, share_factor
-from flexcp.executor.exchange.agree import same_as_first
-from flexcp.executor.layout import next_tokens
-from flexcp.executor.op import attention
+from flexcp.executor.exchange.plan_agreement import same_as_first
+from flexcp.executor.local_rows import next_tokens
 from flexcp.executor.slice_attention import slice_attention
 from flexcp.executor.step import Step, check_bound
 from flexcp.frameworks import fsdp, not_used
@@ -168,7 +168,7 @@ def _refuse_other_stream(step: Step, tokens: Tensor) -> None:
 
     Documents of equal lengths have equal plans on all ranks, so binding cannot see it.
     """
-    if step.group is None or step.talk.step != 1 or step.loss_said:
+    if step.group is None or step.collectives.step != 1 or step.loss_said:
         return
     digest = hashlib.sha256(tokens.cpu().to(torch.int64).numpy().tobytes()).hexdigest()
     if not same_as_first("tokens", digest, step.group, step.timeout):

@@ -41,7 +41,7 @@ from torch import Tensor
 from flexcp.batch import MaskLike
 from flexcp.clusters import Cluster
 from flexcp.cost import Model
-from flexcp.executor.op import attention
+from flexcp.executor.attention import attention
 from flexcp.executor.step import Step, bind
 from flexcp.masks import causal, window
 from flexcp.planner import Planner

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexcp.executor import kernels
+from flexcp.executor.attention import attention
 from flexcp.executor.kernels import Settings, reference
 from flexcp.executor.kernels.choose import choose_kernel
-from flexcp.executor.op import attention
 from flexcp.executor.step import bind
 from flexcp.masks import shift
 from flexcp.plan.plan import Plan

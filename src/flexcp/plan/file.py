@@ -2,7 +2,7 @@
 
     magic (8)  version (4)  length of the file (8)  length of the body (8)  checksum of all the rest (16)  body, deflated
 
-    body: length of the facts (8), facts as JSON (:mod:`flexcp.plan.facts` lists them), then blocks of integer columns (see ``columns.py``):
+    body: length of the facts (8), facts as JSON (:mod:`flexcp.plan.fields`), then blocks of integer columns (``packed_columns.py``):
     document lengths, the rule of every document where a mask has several, explicit slices, and the plan's tables in the order of
     ``Plan.tables()``
 
@@ -28,12 +28,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexcp import masks as m
-from flexcp.arrays.columns import Reader, packed
+from flexcp.arrays.packed_columns import Reader, packed
 from flexcp.arrays.tables import Table
 from flexcp.batch import Batch, make_batch
 from flexcp.io.plain_values import MAX_NUMBER, integer, items, refuse_constant, small_integer
 from flexcp.masks import Mask
-from flexcp.plan.facts import MAX_RANKS, different_rules, read_facts, saved_facts
+from flexcp.plan.fields import MAX_RANKS, different_rules, read_facts, saved_facts
 from flexcp.plan.placement import Placement, Regions, Runs
 from flexcp.plan.plan import Plan
 from flexcp.plan.program import Program, Transfers

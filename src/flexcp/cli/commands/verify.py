@@ -12,10 +12,10 @@ from flexcp.cli.shared import options as o
 from flexcp.cli.shared.batches import BatchOptions, Lengths
 from flexcp.cli.shared.plan_options import PlannerOptions, PlanOptions
 from flexcp.cli.shared.progress import compiling, console, plain
-from flexcp.io.visible import visible, visible_lines
+from flexcp.io.terminal_text import visible, visible_lines
 
 if TYPE_CHECKING:
-    from flexcp.measure.dumps import Replay
+    from flexcp.measure.replay_dumps import Replay
 
 DumpPath = Annotated[
     str, typer.Argument(metavar="[@DUMP]", help="Replay the plans of a dump, or of all dumps in a folder, instead.")
@@ -87,7 +87,7 @@ def verify(
 
 def replay_dump(dump: str, seed: int, kernel: str, as_json: bool) -> None:
     """Replay what ranks dumped; exit code 1 when a plan is bad or ranks held different ones."""
-    from flexcp.measure.dumps import replay
+    from flexcp.measure.replay_dumps import replay
 
     if not dump.startswith("@"):
         raise ValueError(f"a dump is given as @file or @folder, as in @{dump}; got {dump!r}")

@@ -22,8 +22,8 @@ from flexcp import masks
 from flexcp.executor.kernels import Ints, Settings, uploaded
 from flexcp.executor.kernels.cute import kernel as cute_kernel
 from flexcp.executor.kernels.cute.kernel import CuteWork
-from flexcp.executor.kernels.ends import OutputGradient
-from flexcp.executor.kernels.simple_lists import cheaper, form_of
+from flexcp.executor.kernels.fa4_lists import cheaper, form_of
+from flexcp.executor.kernels.sinks_and_delta import OutputGradient
 
 FRESH = True
 FORWARD = {
