@@ -153,7 +153,7 @@ TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import flexcp.
 )
 def test_the_reader_sees_every_kind_of_import(text: str, tmp_path: Path) -> None:
     found = made_house(
-        tmp_path, {"executor/op": text, "planners/auto": "from flexcp.executor.attention import attention\n"}
+        tmp_path, {"executor/attention": text, "planners/auto": "from flexcp.executor.attention import attention\n"}
     )
     pairs = house.arrows(found, house.module_files(tmp_path))
     assert house.circles(set(pairs)) == [["executor", "planners"]]

@@ -30,9 +30,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flexcp.executor.attention import attention
+from flexcp.executor.bind import bind
 from flexcp.executor.exchange.pass_exchanges import Passes
 from flexcp.executor.kernels import cpu
-from flexcp.executor.step import Step, bind
+from flexcp.executor.step import Step
 from flexcp.masks import area
 from flexcp.plan.plan import Plan
 

@@ -42,7 +42,7 @@ _HOMES = {
     "from_key_ranges": "masks",
     "from_cu_seqlens": "masks",
     "from_mask_mod": "masks",
-    "bind": "executor.step",
+    "bind": "executor.bind",
     "Step": "executor.step",
     "ExchangeError": "executor.exchange.transports",
     "attention": "executor.attention",
@@ -98,12 +98,13 @@ if TYPE_CHECKING:
     from flexcp.compare.latent_forms import LatentForms
     from flexcp.cost import CostModel, Model
     from flexcp.executor.attention import attention
+    from flexcp.executor.bind import bind
     from flexcp.executor.exchange.transports import ExchangeError
     from flexcp.executor.fastest_kernel import fastest_kernel
     from flexcp.executor.kernels.choose import choose_kernel
     from flexcp.executor.latent import latent_attention
     from flexcp.executor.slice_attention import packed_slices, slice_attention
-    from flexcp.executor.step import Step, bind
+    from flexcp.executor.step import Step
     from flexcp.masks import (
         Mask,
         causal,

@@ -40,7 +40,7 @@ from flexcp.data.samples import LABELS, TOKENS, Fields, MaskChoice, Masks, Sampl
 from flexcp.data.sources import Known, Read, Reading, is_map_style
 from flexcp.data.stats import Stats
 from flexcp.executor.arguments import named_kind, process_group
-from flexcp.executor.step import bind
+from flexcp.executor.bind import bind
 from flexcp.executor.step_watcher import Watcher
 from flexcp.masks import Mask, causal
 from flexcp.plan.plan import Plan

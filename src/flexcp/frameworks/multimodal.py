@@ -30,7 +30,8 @@ from flexcp.executor import local_rows
 from flexcp.executor.attention import attention
 from flexcp.executor.step import Step
 from flexcp.frameworks import used
-from flexcp.frameworks.huggingface import check_use, positions_given, refuse_ignored, refuse_padding
+from flexcp.frameworks.huggingface_attention import refuse_ignored, refuse_padding
+from flexcp.frameworks.huggingface_checks import check_use, positions_given
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

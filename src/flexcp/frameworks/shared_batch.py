@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flexcp.executor.bind import DEFAULT_TIMEOUT, bind
 from flexcp.executor.exchange.collectives import Collectives
-from flexcp.executor.step import DEFAULT_TIMEOUT, Step, bind
+from flexcp.executor.step import Step
 from flexcp.plan.positions import refuse_branches
 from flexcp.planner import Planner
 

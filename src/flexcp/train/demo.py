@@ -183,9 +183,9 @@ def train_alone(group: dist.ProcessGroup, config: DemoConfig) -> Generator[float
     """All of it on one process, with torch's attention; yields losses, returns (losses, seconds)."""
     import torch
 
+    from flexcp.executor.bind import DEFAULT_TIMEOUT
     from flexcp.executor.exchange.collectives import Collectives
     from flexcp.executor.local_rows import next_tokens, token_mean_loss
-    from flexcp.executor.step import DEFAULT_TIMEOUT
     from flexcp.train.update import update
 
     model, optimizer = _model(config)
@@ -215,7 +215,8 @@ def train_on_ranks(group: dist.ProcessGroup, config: DemoConfig, strategy: str) 
     import torch.distributed as dist
 
     from flexcp.executor.attention import attention
-    from flexcp.executor.step import Step, bind
+    from flexcp.executor.bind import bind
+    from flexcp.executor.step import Step
     from flexcp.train.update import total_loss, update
 
     model, optimizer = _model(config)

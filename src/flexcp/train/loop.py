@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from flexcp.arrays.totals import imbalance
 from flexcp.clusters import cluster
-from flexcp.executor.step import bind
+from flexcp.executor.bind import bind
 from flexcp.plan.plan import Plan
 from flexcp.schedule.predict import predict
 from flexcp.train.documents import Documents

@@ -22,7 +22,14 @@ from flexcp.executor.exchange.arena import Buffers
 from flexcp.executor.exchange.connect import connect
 from flexcp.executor.exchange.failure_notes import within
 from flexcp.executor.exchange.rank_calls import Call, MessageRange
-from flexcp.executor.exchange.transports import ExchangeError, HostExchange, PassLabel, Wire
+from flexcp.executor.exchange.transports import (
+    DeviceExchange,
+    ExchangeError,
+    HostExchange,
+    PassLabel,
+    Wire,
+    transport_for,
+)
 from flexcp.executor.step import Step
 from flexcp.measure.ranks import RankPool
 from flexcp.plan.plan import Plan
@@ -56,6 +63,11 @@ def run(step: Step) -> dict[str, np.ndarray]:
     assert isinstance(out, torch.Tensor)
     grads = torch.autograd.grad(out, leaves, do)
     return dict(zip(("out", "dq", "dk", "dv"), (x.detach().numpy() for x in (out, *grads)), strict=True))
+
+
+def test_the_device_chooses_the_transport() -> None:
+    assert transport_for(torch.device("cpu")) is HostExchange
+    assert transport_for(torch.device("cuda", 1)) is DeviceExchange
 
 
 def dawdling(rank: int, seed: int) -> type[HostExchange]:
