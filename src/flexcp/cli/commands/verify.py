@@ -67,12 +67,12 @@ def verify(
     with compiling():
         plan = asked.plan(planner, lengths)
     plan.check()
-    from flexcp.measure.verify import Options, check_verifiable, verify_on
+    from flexcp.measure.verify import Options, check_verifiable, verifying
 
     options = Options(seed=seed, kernel=kernel)
     check_verifiable(plan, options)
-    with console().status(plain(f"running {plan!r} on real processes")), RankPool(plan.ranks) as pool:
-        verdict = pool.run(verify_on, plan, options)[0]
+    with console().status(plain("starting processes")) as status, RankPool(plan.ranks) as pool:
+        verdict = pool.run(verifying, plan, options, on_item=lambda text: status.update(plain(text)))[0]
     result = {**verdict.errors, "bytes_match": verdict.bytes_match, "passed": verdict.passed}
     if as_json:
         typer.echo(json.dumps(result, indent=2))
