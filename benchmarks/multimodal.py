@@ -27,7 +27,7 @@ from flexcp.arrays.totals import imbalance
 from flexcp.clusters import Cluster
 from flexcp.data.images import ImageBatch, Span
 from flexcp.data.lengths import draw_lengths
-from flexcp.executor.layout import local_stream
+from flexcp.executor.local_rows import local_stream
 from flexcp.plan.plan import Plan
 from flexcp.planners.request import Refused
 from flexcp.schedule.predict import predict

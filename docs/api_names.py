@@ -61,8 +61,9 @@ OTHERS = {
     "frameworks.multimodal": ("turn_on", "qwen2_vl", "image_rows", "VisionDocument"),
     "frameworks.pipeline": ("PlannedMicroBatches", "PlannedStage"),
     "report.page": ("write_report",),
-    "report.plan_section": ("plan_section",),
-    "report.sections": ("words_section", "code_section", "table_section", "strategies_section", "lines_section"),
+    "report.plan_tables": ("plan_section",),
+    "report.strategies_table": ("strategies_section",),
+    "report.sections": ("words_section", "code_section", "table_section", "lines_section"),
 }
 """Modules that need nothing but torch and Transformers; torchtitan and Megatron are described in the pages on them."""
 HEAD = """# API

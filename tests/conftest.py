@@ -35,7 +35,7 @@ LONGEST = [
     "test_kernels_triton.py",
     "test_triton_attention.py",
     "test_interrupt.py",
-    "test_exchange.py",
+    "test_transports.py",
     "test_huggingface_training.py",
     "test_communication.py",
     "test_code_blocks.py",

@@ -152,11 +152,13 @@ TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import flexcp.
     ["from flexcp.planners import auto\n", LAZY, TYPES, "import os\nimport flexcp.planners.auto as a\n"],
 )
 def test_the_reader_sees_every_kind_of_import(text: str, tmp_path: Path) -> None:
-    found = made_house(tmp_path, {"executor/op": text, "planners/auto": "from flexcp.executor.op import attention\n"})
+    found = made_house(
+        tmp_path, {"executor/attention": text, "planners/auto": "from flexcp.executor.attention import attention\n"}
+    )
     pairs = house.arrows(found, house.module_files(tmp_path))
     assert house.circles(set(pairs)) == [["executor", "planners"]]
     (up,) = house.arrows_up(pairs)
-    assert up.startswith("executor.op, line ") and up.endswith("(executor stands below planners)")
+    assert up.startswith("executor.attention, line ") and up.endswith("(executor stands below planners)")
 
 
 def test_the_reader_sees_torch_behind_others_and_in_packages(tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from flexcp.measure.fork_server import server
 from flexcp.measure.ranks import PRELOAD, RankPool, answer_calls
-from flexcp.measure.started import server
 
 PREFIX = "flexcp-box-"
 NAMESPACES = Path("/run/netns")

@@ -31,15 +31,16 @@ from torch import Tensor
 
 from flexcp import masks
 from flexcp.clusters import cluster
+from flexcp.executor.attention import attention
+from flexcp.executor.bind import bind
 from flexcp.executor.exchange.arena import Buffers
 from flexcp.executor.kernels import Settings, find_kernel, row_kernels
-from flexcp.executor.op import attention
 from flexcp.executor.run.message_layout import Shelves, message_bytes, new_inputs, new_results, types_of
 from flexcp.executor.run.packing import FieldPacking, Packing
-from flexcp.executor.run.program import rank_program
+from flexcp.executor.run.rank_program import rank_program
 from flexcp.executor.run.row_packing import RowPacking
 from flexcp.executor.slice_attention import packed_slices, slice_attention
-from flexcp.executor.step import Step, bind
+from flexcp.executor.step import Step
 from flexcp.masks import Mask
 from flexcp.measure.verify import Options, verify_on
 from flexcp.plan.plan import Plan

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flexcp import masks
-from flexcp.executor.kernels import find_kernel, simple_lists
+from flexcp.executor.kernels import fa4_lists, find_kernel
 from flexcp.executor.slice_attention import packed_slices, slice_attention
 from flexcp.masks import Mask
 
@@ -77,7 +77,7 @@ def check_cases(model: KernelSetup, seeds: range) -> Worst:
     worst: dict[str, float] = {}
     failed = 0
     if model.foreign:
-        simple_lists.OWN_PRICES = ((1e9, 1e9, 1e9), (1e9, 1e9, 1e9))
+        fa4_lists.OWN_PRICES = ((1e9, 1e9, 1e9), (1e9, 1e9, 1e9))
     for seed in seeds:
         shares = case_shares(model, seed)
         failed += not all(s <= 1 for s in shares.values())
@@ -152,7 +152,7 @@ def plain_results(
 
 
 def _plain_sinks_gradient(sinks: Tensor, own: dict[str, Tensor], grads: list[Tensor], dlse: bool) -> Tensor:
-    """The gradient of sinks summed in float32; ours is in float64 (:mod:`flexcp.executor.kernels.ends`)."""
+    """The gradient of sinks summed in float32; ours is in float64 (:mod:`flexcp.executor.kernels.sinks_and_delta`)."""
     delta = (grads[0].float() * own["out"].float()).sum(-1) - (grads[1].float() if dlse else 0.0)
     lse = own["lse"].float()
     terms = torch.exp(sinks.float() - torch.where(lse == -torch.inf, 0.0, lse)) * delta

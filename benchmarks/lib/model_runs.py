@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flexcp.clusters import cluster
-from flexcp.executor.step import bind
+from flexcp.executor.bind import bind
 from flexcp.plan.plan import Plan
 from flexcp.train.update import sum_gradients, total_loss
 

@@ -24,8 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexcp.clusters import cluster
-from flexcp.executor.op import attention
-from flexcp.executor.step import Step, bind
+from flexcp.executor.attention import attention
+from flexcp.executor.bind import bind
+from flexcp.executor.step import Step
 from flexcp.plan.plan import Plan
 from flexcp.planner import Planner
 from lib.gpu_checks import LENGTHS, GpuCase, gpu_cases, verify_gpu

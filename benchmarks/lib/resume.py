@@ -18,10 +18,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from flexcp.io.whole_files import write_whole
+from flexcp.io.atomic_files import write_whole
+from flexcp.measure.fork_server import server
 from flexcp.measure.local_store import joined_store, kept_store, stay_local
 from flexcp.measure.ranks import PRELOAD
-from flexcp.measure.started import server
 
 EVERY = 2
 """Steps between checkpoints."""

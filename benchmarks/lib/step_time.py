@@ -29,10 +29,11 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flexcp.executor.exchange.passes import Passes
+from flexcp.executor.attention import attention
+from flexcp.executor.bind import bind
+from flexcp.executor.exchange.pass_exchanges import Passes
 from flexcp.executor.kernels import cpu
-from flexcp.executor.op import attention
-from flexcp.executor.step import Step, bind
+from flexcp.executor.step import Step
 from flexcp.masks import area
 from flexcp.plan.plan import Plan
 

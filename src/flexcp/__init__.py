@@ -42,10 +42,10 @@ _HOMES = {
     "from_key_ranges": "masks",
     "from_cu_seqlens": "masks",
     "from_mask_mod": "masks",
-    "bind": "executor.step",
+    "bind": "executor.bind",
     "Step": "executor.step",
-    "ExchangeError": "executor.exchange.exchange",
-    "attention": "executor.op",
+    "ExchangeError": "executor.exchange.transports",
+    "attention": "executor.attention",
     "Telemetry": "telemetry.telemetry",
     "MismatchError": "telemetry.sample",
     "slice_attention": "executor.slice_attention",
@@ -53,7 +53,7 @@ _HOMES = {
     "LatentForms": "compare.latent_forms",
     "packed_slices": "executor.slice_attention",
     "choose_kernel": "executor.kernels.choose",
-    "fastest_kernel": "executor.fastest",
+    "fastest_kernel": "executor.fastest_kernel",
 }
 
 __all__ = [
@@ -97,13 +97,14 @@ if TYPE_CHECKING:
     from flexcp.clusters import Cluster, cluster
     from flexcp.compare.latent_forms import LatentForms
     from flexcp.cost import CostModel, Model
-    from flexcp.executor.exchange.exchange import ExchangeError
-    from flexcp.executor.fastest import fastest_kernel
+    from flexcp.executor.attention import attention
+    from flexcp.executor.bind import bind
+    from flexcp.executor.exchange.transports import ExchangeError
+    from flexcp.executor.fastest_kernel import fastest_kernel
     from flexcp.executor.kernels.choose import choose_kernel
     from flexcp.executor.latent import latent_attention
-    from flexcp.executor.op import attention
     from flexcp.executor.slice_attention import packed_slices, slice_attention
-    from flexcp.executor.step import Step, bind
+    from flexcp.executor.step import Step
     from flexcp.masks import (
         Mask,
         causal,

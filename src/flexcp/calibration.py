@@ -19,7 +19,7 @@ from flexcp.clusters import Cluster
 from flexcp.cost import FORMAT as COST_FORMAT
 from flexcp.cost import CostModel
 from flexcp.io.json_files import read_json
-from flexcp.io.visible import visible
+from flexcp.io.terminal_text import visible
 
 FORMAT = "flexcp-calibration-1"
 SPEEDS = ("gflops", "intra_mbps", "inter_mbps", "latency_ns")

@@ -13,10 +13,10 @@ from flexcp.clusters import Cluster, cluster
 from flexcp.cost import CostModel, Model
 from flexcp.masks import causal
 from flexcp.plan.plan import Plan
-from flexcp.planners.layouts import user_layout
 from flexcp.planners.microbatch import document_loads, split
 from flexcp.planners.request import Request, refuse_over_cap, refuse_over_memory, refuse_over_peers
 from flexcp.planners.strategies import find_strategy
+from flexcp.planners.token_runs import user_layout
 from flexcp.schedule.transfers import make_plan
 from flexcp.shape import Shape
 

@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 
 from flexcp.arrays import jit
-from flexcp.io import own_files
+from flexcp.io import private_files
 
 SOURCE = """
 from flexcp.arrays.jit import compiled
@@ -80,7 +80,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The small module, with the user's cache folder where nobody can write."""
     monkeypatch.setattr(numba.config, "CACHE_DIR", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(nowhere(tmp_path)))
-    path = tmp_path / "package" / "loops_small.py"
+    path = tmp_path / "package" / "compiled_small.py"
     path.parent.mkdir()
     path.write_text(SOURCE)
     return path
@@ -110,7 +110,7 @@ def records(caplog: pytest.LogCaptureFixture, path: Path, values: np.ndarray = V
     return [record.getMessage() for record in caplog.records]
 
 
-BOTH = ["compiling loops_small.total", "compiling loops_small.scaled"]
+BOTH = ["compiling compiled_small.total", "compiling compiled_small.scaled"]
 
 
 def kept(folder: Path) -> list[Path]:
@@ -120,8 +120,8 @@ def kept(folder: Path) -> list[Path]:
 def test_compiled_once_and_found_again(source: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert records(caplog, source) == BOTH
     assert [file.name.split("-")[0] for file in kept(source.parent / "__pycache__")] == [
-        "loops_small.scaled",
-        "loops_small.total",
+        "compiled_small.scaled",
+        "compiled_small.total",
     ]
     assert records(caplog, source) == []
     assert records(caplog, source, VALUES.astype(np.float64)) == BOTH, "another signature"
@@ -193,7 +193,7 @@ def test_a_broken_file_is_replaced(source: Path, caplog: pytest.LogCaptureFixtur
 def test_a_change_in_another_file_counts(source: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Compiled code has the code of others inside."""
     records(caplog, source)
-    (source.parent / "loops_other.py").write_text("# new\n")
+    (source.parent / "compiled_other.py").write_text("# new\n")
     assert records(caplog, source) == BOTH
     (source.parent / "unrelated.py").write_text("# new\n")
     assert records(caplog, source) == []
@@ -202,10 +202,10 @@ def test_a_change_in_another_file_counts(source: Path, caplog: pytest.LogCapture
 def test_loops_of_the_whole_package_count(source: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A loop may call others from a folder above or below its own."""
     (source.parent / "__init__.py").touch()
-    inner = source.parent / "inner" / "loops_small.py"
+    inner = source.parent / "inner" / "compiled_small.py"
     inner.parent.mkdir()
     inner.write_text(SOURCE)
-    said = [s.replace("loops_small", "inner.loops_small") for s in BOTH]
+    said = [s.replace("compiled_small", "inner.compiled_small") for s in BOTH]
     assert records(caplog, inner) == said
     assert records(caplog, source) == BOTH, "of the same name, in another folder"
     assert records(caplog, inner) == records(caplog, source) == []
@@ -306,9 +306,9 @@ if sys.argv[2] == "nobody" and os.geteuid() == 0:
     os.setgroups([])
     os.setgid(65534)
     os.setuid(65534)
-import loops_small
+import compiled_small
 values = np.arange(1, 5, dtype=sys.argv[3])
-print(json.dumps({"total": int(loops_small.total(values)), "said": said}))
+print(json.dumps({"total": int(compiled_small.total(values)), "said": said}))
 """
 
 
@@ -463,18 +463,18 @@ def test_folders_are_made_for_nobody_else_to_write(
 
 def test_a_kept_file_is_whole_from_its_first_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is written is not yet under the name that readers look for, and stays away from it when writing fails."""
-    own_files.write_own(tmp_path / "kept", "loop", b"old")
+    private_files.write_own(tmp_path / "kept", "loop", b"old")
     names: list[list[str]] = []
     replace = os.replace
 
     def seen(*args: Any, **kwargs: Any) -> None:
         names.append(sorted(os.listdir(tmp_path / "kept")))
-        assert own_files.read_own(tmp_path / "kept", "loop") == b"old"
+        assert private_files.read_own(tmp_path / "kept", "loop") == b"old"
         replace(*args, **kwargs)
 
     monkeypatch.setattr(os, "replace", seen)
-    own_files.write_own(tmp_path / "kept", "loop", b"new")
-    assert own_files.read_own(tmp_path / "kept", "loop") == b"new"
+    private_files.write_own(tmp_path / "kept", "loop", b"new")
+    assert private_files.read_own(tmp_path / "kept", "loop") == b"new"
     assert len(names) == 1 and len(names[0]) == 2 and "loop" in names[0]
 
     def full(*args: Any, **kwargs: Any) -> None:
@@ -482,9 +482,9 @@ def test_a_kept_file_is_whole_from_its_first_moment(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="No space"):
-        own_files.write_own(tmp_path / "kept", "loop", b"newer")
+        private_files.write_own(tmp_path / "kept", "loop", b"newer")
     assert os.listdir(tmp_path / "kept") == ["loop"]
-    assert own_files.read_own(tmp_path / "kept", "loop") == b"new"
+    assert private_files.read_own(tmp_path / "kept", "loop") == b"new"
 
 
 def test_processes_that_compile_at_once(source: Path, tmp_path: Path) -> None:

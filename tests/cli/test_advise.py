@@ -252,10 +252,10 @@ def test_a_saved_data_set(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ('{"text": "a"}', ["documents.jsonl, document 0", "--tokenizer"]),
+        ('{"text": "a"}', ["documents.jsonl, line 1", "--tokenizer"]),
         ('{"body": 3}', ["no field input_ids", "it has body", "--field"]),
         ("[1, 2]\nnot", ["documents.jsonl, line 2 is no JSON"]),
-        ("0", ["document 0", "0 is no document"]),
+        ("\n0", ["documents.jsonl, line 2", "0 is no document"]),
         ("true", ["True is no document"]),
         ("", ["holds no documents"]),
     ],

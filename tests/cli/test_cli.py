@@ -219,7 +219,7 @@ ASK = ["plan", "--lengths", "100,7"]
 MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "missing file": (["plan", "--lengths", "@nowhere.txt"], ["nowhere.txt", "No such file"]),
     "empty file": (["plan", "--lengths", "@empty"], ["empty", "holds no lengths"]),
-    "file of words": (["plan", "--lengths", "words"], ["words, entry 2", "'abc'"]),
+    "file of words": (["plan", "--lengths", "words"], ["words, line 2", "'abc'"]),
     "binary file": (["plan", "--lengths", "@binary"], ["binary", "not a text file"]),
     "directory": (["plan", "--lengths", "@."], ["directory"]),
     "text": (["plan", "--lengths", "hello"], ["'hello'", "web:131072:0"]),
@@ -388,7 +388,7 @@ def test_a_failed_verification_exits_1(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def __exit__(self, *_: object) -> None: ...
 
-        def run(self, *_: object) -> list[Verdict]:
+        def run(self, *_: object, on_item: object) -> list[Verdict]:
             return [Verdict({"out": 0.0}, {"out": 1e-10}, bytes_match=False)]
 
     monkeypatch.setattr(ranks, "RankPool", Pool)

@@ -49,7 +49,7 @@ def test_listening_ends() -> None:
 
 
 def warmup(monkeypatch: pytest.MonkeyPatch, warm: object, *options: str) -> tuple[int, str, str]:
-    from flexcp.measure import warm as module
+    from flexcp.measure import warmup as module
 
     monkeypatch.setattr(module, "warm", warm)
     result = CliRunner().invoke(app, ["warmup", *options], catch_exceptions=False)

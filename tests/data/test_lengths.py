@@ -203,8 +203,10 @@ def test_wrong_text_is_refused(text: str, words: list[str]) -> None:
     [
         (b"", ["holds no lengths", "one number a line"]),
         (b" \n\n", ["holds no lengths"]),
-        (b"12\nabc\n", ["entry 2", "'abc'", "one number a line"]),
-        (b"1.5\n", ["entry 1", "'1.5'"]),
+        (b"12\nabc\n", ["line 2", "'abc'", "one number a line"]),
+        (b"1.5\n", ["line 1", "'1.5'"]),
+        (b"7 8\n\n9\n0\n", ["line 4", "'0'", "at least 1"]),
+        (b"7\n-3\n", ["line 2", "'-3'"]),
         (b"\xff\xfe\x00\x81", ["not a text file"]),
     ],
 )
@@ -223,8 +225,12 @@ def test_batches_of_a_data_set_are_cut_in_order() -> None:
     assert cut_batches([5], 70) == [[5]]
 
 
-def test_a_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"the file .* is a folder"):
+def test_a_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "inside").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="inside is a folder"):
+        parse_lengths("inside")
+    with pytest.raises(ValueError, match=r"lengths '.*': .* is a folder; name a file in it"):
         parse_lengths(str(tmp_path))
     with pytest.raises(ValueError, match=r"cannot read lengths.*directory"):
         parse_lengths(f"@{tmp_path}")

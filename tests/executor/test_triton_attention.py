@@ -21,7 +21,7 @@ SCRIPT = """
 import json, sys
 import torch
 import flexcp
-from flexcp.executor import op
+from flexcp.executor import attention
 from flexcp.executor.run import prepared
 from flexcp.executor.run.message_layout import Types
 from flexcp.executor.run.row_packing import RowPacking
@@ -39,7 +39,7 @@ ROWS = [("usp:3,1", {}), ("ring", {}), ("blocks", {"layout": [ORDER[r::3] for r 
 
 def on_rows(group, plan, options):
     # As on a GPU: all statistics in float32, packed by rows.
-    op.types_of = lambda x: Types(x.dtype, torch.float32, torch.float32, x.device)
+    attention.types_of = lambda x: Types(x.dtype, torch.float32, torch.float32, x.device)
     prepared._packing = RowPacking
     return verify_on(group, plan, options)
 

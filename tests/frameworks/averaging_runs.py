@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import flexcp
 from flexcp.executor.averaging import Gradients
-from flexcp.executor.layout import next_tokens
+from flexcp.executor.local_rows import next_tokens
 from flexcp.executor.step import Step
 from lib.model_runs import Run, make_model, make_plan
 

@@ -295,7 +295,7 @@ def streams_of_their_own(group: dist.ProcessGroup) -> str:
     plan = flexcp.Planner(2, 2, 8, dtype="float32", cluster=flexcp.cluster("cpu", 1, 2))([8, 8])
     step = flexcp.bind(plan, group)
     huggingface.inputs(torch.arange(16) + step.rank, flexcp.bind(plan, group))  # later steps are not compared
-    step.talk.step = 1  # the pool's groups had theirs long ago
+    step.collectives.step = 1  # the pool's groups had theirs long ago
     if step.rank == 0:
         group.get_group_store().delete_key("flexcp/same/tokens")
         huggingface.inputs(torch.arange(16), step)

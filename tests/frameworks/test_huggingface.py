@@ -17,7 +17,7 @@ from transformers.masking_utils import and_masks, bidirectional_mask_function, c
 import flexcp
 from flexcp.executor.step import Step
 from flexcp.frameworks import huggingface, used
-from flexcp.frameworks.huggingface import flexcp_attention, flexcp_mask
+from flexcp.frameworks.huggingface_attention import flexcp_attention, flexcp_mask
 from flexcp.measure.ranks import RankPool
 from lib.model_runs import FAMILIES, WINDOW, Run, make_config, make_model, train_alone
 
@@ -393,7 +393,7 @@ def test_nothing_is_copied_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.extend([q, k, v])
         return q
 
-    monkeypatch.setattr(huggingface, "attention", look)
+    monkeypatch.setattr("flexcp.frameworks.huggingface_attention.attention", look)
     x = torch.zeros(1, len(TOKENS), 4, 8, dtype=torch.float64)
     out, _ = call(query=x.transpose(1, 2), key=x.transpose(1, 2), value=x.transpose(1, 2))
     assert all(y.data_ptr() == x.data_ptr() and y.is_contiguous() for y in [*seen, out])

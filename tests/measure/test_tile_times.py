@@ -14,7 +14,7 @@ import flexcp
 from flexcp.calibration import Calibration, CallPrices, TileTimes, read_calibration
 from flexcp.cli.main import app
 from flexcp.cost import CostModel
-from flexcp.executor.run.program import rank_program
+from flexcp.executor.run.rank_program import rank_program
 from flexcp.measure.calibrate.kernels import sample_of
 from flexcp.measure.calibrate.tiles import FITTED, PlanSlots, fit_tiles, one_kv_head, single_call, the_plan
 from flexcp.measure.tile_times import TimedCalls, adding, call_ns, counted, fit_prices, plan_calls, slot_times

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flexcp
-from flexcp.executor.run.program import RankProgram, rank_program
+from flexcp.executor.run.rank_program import RankProgram, rank_program
 from flexcp.plan.check import PlanError
 from flexcp.plan.memory import KEYS, QUERIES, aligned, arena_layout, field_sizes, first_fit
 from flexcp.plan.plan import Plan

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 import flexcp
-from flexcp.arrays.columns import Reader, packed
+from flexcp.arrays.packed_columns import Reader, packed
 from flexcp.data.lengths import parse_lengths
 from flexcp.masks import Mask
 from flexcp.plan import file as wire

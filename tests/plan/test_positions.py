@@ -14,7 +14,7 @@ import torch
 
 import flexcp
 from flexcp.batch import make_batch
-from flexcp.executor.layout import next_tokens
+from flexcp.executor.local_rows import next_tokens
 from flexcp.frameworks import huggingface, pipeline, shared_batch
 from flexcp.masks import Mask, depths
 from flexcp.measure.ranks import RankPool

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import flexcp
 from flexcp.clusters import Cluster, cluster
-from flexcp.plan.loops_rounds import colour_edges
+from flexcp.plan.compiled_rounds import colour_edges
 from flexcp.plan.program import Program, Transfers
 from flexcp.plan.rounds import MOST_CHUNKS, WORTH_PERMILLE, plan_rounds
 from flexcp.planners.strategies import STRATEGIES

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import flexcp
-from flexcp.executor.run.program import rank_program
+from flexcp.executor.run.rank_program import rank_program
 from flexcp.plan.plan import Plan
 from flexcp.plan.program import Program, Transfers
 from flexcp.plan.slots import held_slot, pass_inputs, work_slot

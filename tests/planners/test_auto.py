@@ -22,10 +22,10 @@ from flexcp.plan.placement import Placement
 from flexcp.planners.auto import CLOSE_TO_PERFECT, HIGH_EFFORT, _Scored, _Search, auto
 from flexcp.planners.blocks.blocks import blocks
 from flexcp.planners.groups.groups import groups
-from flexcp.planners.layouts import user_layout
 from flexcp.planners.request import Request
 from flexcp.planners.static.bounds import StaticBounds, StaticMethod, static_methods
 from flexcp.planners.strategies import STRATEGIES
+from flexcp.planners.token_runs import user_layout
 from flexcp.schedule.predict import lower_bound, predict
 from flexcp.schedule.transfers import make_plan
 from flexcp.shape import Shape

@@ -9,15 +9,8 @@ from flexcp.arrays.totals import imbalance
 from flexcp.cli.shared.reports import timed_plan
 from flexcp.plan.plan import Plan
 from flexcp.report.page import write_report
-from flexcp.report.sections import (
-    Section,
-    StrategyTime,
-    code_section,
-    lines_section,
-    strategies_section,
-    table_section,
-    words_section,
-)
+from flexcp.report.sections import Section, code_section, lines_section, table_section, words_section
+from flexcp.report.strategies_table import StrategyTime, strategies_section
 from flexcp.schedule.predict import predict
 
 LENGTHS = [24_000, 3_000, 2_000, 700, 300, 41, 1]

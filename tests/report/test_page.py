@@ -17,7 +17,7 @@ from flexcp.cli.main import app
 from flexcp.data.lengths import draw_lengths
 from flexcp.report.page import page, write_report
 from flexcp.report.plan_data import MOST_PAIRS, drawn_documents, plan_data
-from flexcp.report.plan_section import plan_section
+from flexcp.report.plan_tables import plan_section
 from flexcp.report.plan_time import PlanTime
 from flexcp.report.sections import code_section, lines_section, table_section, words_section
 from flexcp.report.timeline import MOST_BARS, timeline_data

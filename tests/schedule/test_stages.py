@@ -16,7 +16,7 @@ from flexcp.clusters import Cluster, cluster
 from flexcp.compare.compare import attention_only, planned
 from flexcp.cost import CostModel
 from flexcp.data.lengths import draw_lengths
-from flexcp.executor.run.program import rank_program
+from flexcp.executor.run.rank_program import rank_program
 from flexcp.masks import area
 from flexcp.plan.memory import KEYS, QUERIES
 from flexcp.planners.request import Request

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flexcp
-from flexcp.executor.run.program import rank_program
+from flexcp.executor.run.rank_program import rank_program
 from flexcp.masks import area
 from flexcp.plan.plan import Plan
 from flexcp.schedule.rings import count_static_pairs, rings_of

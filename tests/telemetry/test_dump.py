@@ -30,7 +30,7 @@ def on_death(group: dist.ProcessGroup, plan: Plan, folder: str) -> str:
     """Rank 1 breaks in its kernel; the others wait for it in vain."""
     telemetry = flexcp.Telemetry(folder, stall=None)
     step = flexcp.bind(plan, group, timeout=30.0, telemetry=telemetry)
-    step.talk.timeout = timedelta(seconds=1)
+    step.collectives.timeout = timedelta(seconds=1)
     try:
         if step.rank == 1:
             with kernel_forward(broken):
@@ -128,7 +128,7 @@ def test_dumps_are_bounded(tmp_path: Path) -> None:
     for _ in range(MOST_DUMPS + 3):
         with kernel_forward(broken), pytest.raises(RuntimeError):
             flexcp.attention(*qkv(step), step)
-        step.talk.failure = None
+        step.collectives.failure = None
     assert len(list(tmp_path.iterdir())) == len(telemetry.dumps) == MOST_DUMPS
 
 

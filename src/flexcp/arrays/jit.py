@@ -11,7 +11,7 @@ where two processes may exchange names; it does not notice changes in other file
   cache folder;
 - written under another name and renamed, so that readers see all of it or nothing, whoever writes at the same time;
 - executed when they are read, so folders and files that another user could have written are refused with a warning
-  (:mod:`flexcp.io.own_files`), and the next place is tried;
+  (:mod:`flexcp.io.private_files`), and the next place is tried;
 - what fails otherwise is logged and no more: then the loop is compiled in this process only.
 
 This rests on names inside Numba, which are the same in the versions ``KNOWN``. With any other, loops are compiled plainly, anew in every
@@ -35,7 +35,7 @@ from typing import Any, cast
 
 import numba
 
-from flexcp.io.own_files import NotOwnError, read_own, write_own
+from flexcp.io.private_files import NotOwnError, read_own, write_own
 
 Loop = Callable[..., Any]
 KNOWN = ((0, 60), (0, 68))
@@ -165,7 +165,7 @@ def _warn_of_version() -> None:
 
 def cache_folders() -> tuple[Path, ...]:
     """Where compilations of this version are looked for; they are kept in the first that can be written."""
-    return _folders(Path(__file__).with_name("loops_sort.py"))
+    return _folders(Path(__file__).with_name("compiled_sort.py"))
 
 
 @cache
@@ -185,7 +185,7 @@ def _folders(source: Path) -> tuple[Path, ...]:
 def _digest(source: Path) -> str:
     """Changes with any loop of the package, Python and Numba: compiled code has others' code inside."""
     versions = f"{sys.implementation.cache_tag} {numba.__version__}"
-    files = sorted({source, *_package(source).rglob("loops*.py")})
+    files = sorted({source, *_package(source).rglob("compiled*.py")})
     return hashlib.sha256(versions.encode() + b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 

@@ -20,7 +20,7 @@ from flexcp.cli.commands.train import train
 from flexcp.cli.commands.verify import verify
 from flexcp.cli.commands.warmup import warmup
 from flexcp.cli.shared.command_registry import Commands, UsageError, one_line
-from flexcp.io.visible import visible
+from flexcp.io.terminal_text import visible
 
 COLLECT_EVERY = 200_000
 """Objects between collections: imports make many and no garbage, and looking for some is a tenth of a short command."""

@@ -27,8 +27,8 @@ from flexcp.data.lengths import batch_tokens, cut_batches
 from flexcp.masks import Mask
 from flexcp.models.preset import Preset
 from flexcp.plan.plan import Plan
-from flexcp.planners.layouts import user_layout
 from flexcp.planners.request import Refused, Request
+from flexcp.planners.token_runs import user_layout
 from flexcp.schedule.predict import lower_bound
 from flexcp.simulator.passes import Rules
 from flexcp.simulator.training import StepTime, Training

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 _HOMES = {
     "Loader": "loader",
     "LocalBatch": "local_batch",
-    "PlanningError": "planning",
+    "PlanningError": "planning_pool",
     "Stats": "stats",
-    "dataset_lengths": "columns",
+    "dataset_lengths": "arrow_lengths",
     "jsonl_lengths": "lengths",
     "parse_lengths": "lengths",
 }
@@ -21,11 +21,11 @@ _HOMES = {
 __all__ = ["Loader", "LocalBatch", "PlanningError", "Stats", "dataset_lengths", "jsonl_lengths", "parse_lengths"]
 
 if TYPE_CHECKING:
-    from flexcp.data.columns import dataset_lengths
+    from flexcp.data.arrow_lengths import dataset_lengths
     from flexcp.data.lengths import jsonl_lengths, parse_lengths
     from flexcp.data.loader import Loader
     from flexcp.data.local_batch import LocalBatch
-    from flexcp.data.planning import PlanningError
+    from flexcp.data.planning_pool import PlanningError
     from flexcp.data.stats import Stats
 
 

@@ -200,7 +200,7 @@ def parse_lengths(text: str) -> list[int]:
 
 def is_lengths_file(text: str) -> bool:
     """Whether a text form names a file: by its ``@``, or because there is a file of that name."""
-    return text.startswith("@") or (not text.isdigit() and _is_file(text))
+    return text.startswith("@") or (not text.isdigit() and _is(text, Path.is_file))
 
 
 def batch_tokens(max_tokens_per_rank: int, ranks: int) -> int:
@@ -228,16 +228,17 @@ def _no_length(text: str, word: str) -> str:
     """Why ``word`` of the lengths ``text`` is none: a missing file and a name without its budget are told as such."""
     if text in DISTRIBUTIONS:
         return f"lengths {text!r}: a named distribution needs a token budget and a seed, as in {text}:131072:0"
+    if word == text and text and _is(text, Path.is_dir):
+        return f"lengths {text!r}: {text} is a folder; name a file in it, or write {FORMS}"
     if word == text and re.search(r"[./\\~]", text) and not re.fullmatch(r"[-+.\d]+", text):
-        problem = "is a folder" if Path(text).is_dir() else "does not exist"
-        return f"lengths {text!r}: the file {text} {problem}; write {FORMS}"
+        return f"lengths {text!r}: the file {text} does not exist; write {FORMS}"
     what = "is not a length, and there is no such file" if word == text else "is not a length"
     return f"lengths {text!r}: {word!r} {what}; write {FORMS}"
 
 
-def _is_file(text: str) -> bool:
+def _is(text: str, kind: Callable[[Path], bool]) -> bool:
     try:
-        return Path(text).is_file()
+        return kind(Path(text))
     except OSError:  # longer than a file name can be: a list
         return False
 
@@ -285,19 +286,22 @@ def _read(path: Path) -> list[int]:
     if path.suffix == ".jsonl":
         return jsonl_lengths(path)
     try:
-        lines = path.read_text().split()
+        lines = path.read_text().splitlines()
     except OSError as error:
         raise ValueError(f"cannot read lengths from {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ValueError(f"cannot read lengths from {path}: it is not a text file") from None
     found = []
-    for number, word in enumerate(lines, 1):
+    for number, word in ((number, word) for number, line in enumerate(lines, 1) for word in line.split()):
         try:
-            found.append(parse_count(word))
+            length = parse_count(word)
         except ValueError:
+            length = 0
+        if length < 1:
             raise ValueError(
-                f"{path}, entry {number}: {word!r} is not a length; the file holds one number a line, as in 4096 or 4k"
-            ) from None
+                f"{path}, line {number}: {word!r} is not a length; the file holds one number a line, as in 4096 or 4k, each at least 1"
+            )
+        found.append(length)
     if not found:
         raise ValueError(f"{path} holds no lengths; it should hold one number a line")
     return found

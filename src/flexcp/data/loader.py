@@ -6,8 +6,8 @@
         loss   = cross_entropy(logits, batch.labels, reduction="sum") / batch.valid
 
 The way of a batch: a source says what lies at the next places (``sources.py``), ``next_batch`` fills the budget, the pool plans it while
-earlier steps train (``planning.py``, ``shared_plans.py``), and when its turn comes the plan is bound and this rank's rows are read or
-received (``sharing.py``). The loader has one place, moved when a batch is handed out; everything ahead of it is remade from that place,
+earlier steps train (``planning_pool.py``, ``plan_sharing.py``), and when its turn comes the plan is bound and this rank's rows are read or
+received (``row_sharing.py``). The loader has one place, moved when a batch is handed out; everything ahead of it is remade from that place,
 so a state is small, and look-ahead, number of workers and number of ranks may change from run to run.
 
 All ranks of the group make the loader with the same arguments and take the same steps. Nothing here runs in a thread of the training
@@ -28,20 +28,20 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from flexcp.data.agreement import check_same, sampler_share
 from flexcp.data.documents import BatchLimits, BatchSpec, next_batch
 from flexcp.data.lengths import parse_lengths
+from flexcp.data.loader_agreement import check_same, sampler_share
 from flexcp.data.local_batch import LocalBatch, local_batch
 from flexcp.data.order import count_batches
-from flexcp.data.planning import PlannerLike, Pool
+from flexcp.data.plan_sharing import SharedPlans
+from flexcp.data.planning_pool import PlannerLike, Pool
+from flexcp.data.row_sharing import Peers, local_columns, segments, shared
 from flexcp.data.samples import LABELS, TOKENS, Fields, MaskChoice, Masks, Sample
-from flexcp.data.shared_plans import SharedPlans
-from flexcp.data.sharing import Peers, local_columns, segments, shared
 from flexcp.data.sources import Known, Read, Reading, is_map_style
 from flexcp.data.stats import Stats
 from flexcp.executor.arguments import named_kind, process_group
-from flexcp.executor.step import bind
-from flexcp.executor.watcher import Watcher
+from flexcp.executor.bind import bind
+from flexcp.executor.step_watcher import Watcher
 from flexcp.masks import Mask, causal
 from flexcp.plan.plan import Plan
 

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flexcp.data.documents import BatchSpec
+from flexcp.data.row_sharing import Segments
 from flexcp.data.samples import LABELS, TOKENS
-from flexcp.data.sharing import Segments
 from flexcp.executor.step import Step
 
 Ints = NDArray[np.int64]

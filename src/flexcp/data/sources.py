@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from flexcp.data.documents import BatchLimits, Document
 from flexcp.data.order import epoch_order
+from flexcp.data.row_sharing import Peers
 from flexcp.data.samples import Fields, Masks, Sample, Schema, opened
-from flexcp.data.sharing import Peers
 from flexcp.data.stats import Stats
 
 Ints = NDArray[np.int64]

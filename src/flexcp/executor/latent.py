@@ -11,7 +11,7 @@ heads' FLOPs for every pair. This file runs it:
 All keys lie in one *arena*, as :mod:`flexcp.executor.latent_program` derives from the plan. Bytes are the plan's, in both directions. There
 is no overlap: everything arrives, then everything is computed. So a backward's latents and gradients, which share stages in the plan,
 travel one after the other here. Each stage is one call of the step's exchange: tags, time limits and words on who is late are the same as
-in any attention (:mod:`flexcp.executor.exchange.exchange`).
+in any attention (:mod:`flexcp.executor.exchange.transports`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from torch import Tensor
 
 from flexcp.executor.arguments import attention_scale, check_call, check_running, check_tensors
 from flexcp.executor.exchange.arena import Buffers
-from flexcp.executor.exchange.exchange import Exchange
 from flexcp.executor.exchange.rank_calls import Call, MessageRange
+from flexcp.executor.exchange.transports import Exchange
 from flexcp.executor.kernels import Settings, find_kernel, uploaded
-from flexcp.executor.kernels.ends import OutputGradient
+from flexcp.executor.kernels.sinks_and_delta import OutputGradient
 from flexcp.executor.latent_program import LatentProgram, RowBlock, Stage, make_latent_program
 from flexcp.executor.layer_masks import mask_number
 from flexcp.executor.run.message_layout import types_of
@@ -61,7 +61,7 @@ def latent_attention(
     check_bound(step)
     check_tensors({"q": q, "latent": latent})
     check_running(kernel, False, 0)
-    with step.talk.checking("latent_attention"):
+    with step.collectives.checking("latent_attention"):
         _check(q, latent, step)
         check_call(q, {"latent": latent}, scale, softcap)
         number = mask_number(step.plan.batch, mask, None)

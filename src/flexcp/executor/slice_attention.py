@@ -24,11 +24,11 @@ from flexcp.batch import Batch, MaskLike, make_batch
 from flexcp.executor.arguments import attention_scale, check_call, check_running, check_tensors
 from flexcp.executor.kernels import Ints, accumulator_dtype, find_kernel
 from flexcp.executor.kernels.choose import choose_kernel
-from flexcp.executor.kernels.ends import OutputGradient, sinks_gradient, with_sinks
-from flexcp.executor.registered import Gradients, Inputs, Numbers, Results, register_attention
+from flexcp.executor.kernels.sinks_and_delta import OutputGradient, sinks_gradient, with_sinks
 from flexcp.executor.run.message_layout import types_of
 from flexcp.executor.run.one_device import local_backward, local_forward
 from flexcp.executor.run.prepared import covers
+from flexcp.executor.torch_operators import Gradients, Inputs, Numbers, Results, register_attention
 from flexcp.masks import K1, Q1, is_empty, overlapping_pair, shift, trim
 
 REMEMBERED = 64

@@ -1,4 +1,4 @@
-"""Step: a plan bound to a process group on this rank.
+"""Step: a plan bound to a process group on this rank; :mod:`flexcp.executor.bind` makes it.
 
 The step knows which tokens of the stream are here and in which order, moves any per-token tensor in and out of that layout, and carries
 the rank's programs for :func:`flexcp.attention`. It travels as an argument, never through a global.
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext
-from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -18,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexcp.executor import layout
+from flexcp.executor import local_rows
 from flexcp.executor.arguments import (
     check_number,
     check_rows,
@@ -26,8 +24,6 @@ from flexcp.executor.arguments import (
     device_of,
     is_mean,
     named_kind,
-    process_group,
-    time_limit,
 )
 from flexcp.executor.averaging import (
     Gradients,
@@ -38,28 +34,24 @@ from flexcp.executor.averaging import (
     unsaid_loss,
     wrong_factor,
 )
-from flexcp.executor.exchange.agree import agree
 from flexcp.executor.exchange.arena import Arena
-from flexcp.executor.exchange.connect import Progress, connect
-from flexcp.executor.exchange.exchange import Exchange
-from flexcp.executor.exchange.passes import Passes
-from flexcp.executor.exchange.rank_calls import Call, CallSettings
-from flexcp.executor.handles import live_steps, new_handle
+from flexcp.executor.exchange.pass_exchanges import Passes
+from flexcp.executor.exchange.rank_calls import Call
+from flexcp.executor.exchange.transports import Exchange
 from flexcp.executor.kernels import uploaded
 from flexcp.executor.kernels.choose import choose_kernel
 from flexcp.executor.run.message_layout import Types, types_of
 from flexcp.executor.run.prepared import Prepared, WorkLists
 from flexcp.executor.run.prepared import prepare as prepare_program
-from flexcp.executor.run.program import RankProgram, rank_program
-from flexcp.executor.watcher import Watcher
+from flexcp.executor.run.rank_program import RankProgram, rank_program
+from flexcp.executor.step_handles import live_steps, new_handle
+from flexcp.executor.step_watcher import Watcher
 from flexcp.plan.plan import Plan
 from flexcp.plan.positions import refuse_branches, token_positions
 from flexcp.plan.user_layouts import user_layout
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-DEFAULT_TIMEOUT = timedelta(seconds=120)
+    pass
 
 
 class Step:
@@ -74,10 +66,10 @@ class Step:
     """
 
     def __init__(self, passes: Passes) -> None:
-        self.passes, self.talk = passes, passes.talk
-        """What its ranks tell each other outside attention: see :mod:`flexcp.executor.exchange.talk`."""
+        self.passes, self.collectives = passes, passes.collectives
+        """What its ranks tell each other outside attention: see :mod:`flexcp.executor.exchange.collectives`."""
         self.plan, self.rank = plan, rank = passes.plan, passes.rank
-        self.group, self.timeout = self.talk.group, self.talk.timeout
+        self.group, self.timeout = self.collectives.group, self.collectives.timeout
         self.local_tokens = int(plan.placement.tokens[rank])
         """Tokens on this rank, pads included."""
         self.sent_bytes = {"forward": [0] * plan.ranks, "backward": [0] * plan.ranks}
@@ -85,7 +77,7 @@ class Step:
         self.telemetry: Watcher | None = None
         """Who watches this step, if anybody: see :mod:`flexcp.telemetry`."""
         self.handle = new_handle(self)
-        """This step as a tensor, for operators: see :mod:`flexcp.executor.handles`."""
+        """This step as a tensor, for operators: see :mod:`flexcp.executor.step_handles`."""
         self.calls = 0
         """Attention calls of this step so far, recomputed ones included. 0 after a model's forward: the model does not use flexcp."""
         self.averaged_by: str | None = None
@@ -118,7 +110,7 @@ class Step:
     @cached_property
     def indices(self) -> Tensor:
         """The stream token of each local row, int64; -1 for a pad."""
-        index = layout.local_stream(self.plan.placement, self.rank)
+        index = local_rows.local_stream(self.plan.placement, self.rank)
         return torch.from_numpy(np.where(index < self.plan.batch.tokens, index, -1))
 
     @cached_property
@@ -127,7 +119,7 @@ class Step:
 
         Every answer of a shared question goes on from the question: see :mod:`flexcp.plan.positions`.
         """
-        index = layout.local_stream(self.plan.placement, self.rank)
+        index = local_rows.local_stream(self.plan.placement, self.rank)
         batch = self.plan.batch
         real = np.minimum(index, batch.tokens - 1)
         return torch.from_numpy(np.where(index < batch.tokens, token_positions(batch, real), 0))
@@ -135,7 +127,7 @@ class Step:
     @cached_property
     def kept_order(self) -> Tensor | None:
         """Local rows in stream order, or None when they already are."""
-        index = layout.local_stream(self.plan.placement, self.rank)
+        index = local_rows.local_stream(self.plan.placement, self.rank)
         order = np.argsort(index, kind="stable")
         return None if np.array_equal(order, np.arange(len(order))) else torch.from_numpy(order)
 
@@ -164,14 +156,14 @@ class Step:
         """This rank's rows of a stream tensor ``[tokens, ...]``; pads get the value ``pad``."""
         check_rows(full, "step.shard")
         check_number("pad", pad)
-        return layout.shard(full, self.indices, self.plan.batch.tokens, pad)
+        return local_rows.shard(full, self.indices, self.plan.batch.tokens, pad)
 
     def gather(self, local: Tensor) -> Tensor:
         """The stream tensor ``[tokens, ...]`` on every rank, from every rank's local rows. Differentiable."""
         self._check_rows(local, "step.gather")
         # A loss of the gathered rows is the whole batch's on every rank, and its gradients are right where they are averaged.
         self.loss_said = self.loss_said or local.requires_grad
-        return layout.gather(local, self.plan.placement, self.talk)
+        return local_rows.gather(local, self.plan.placement, self.collectives)
 
     def roll(self, local: Tensor, shift: int = -1, fill: float | int = 0) -> Tensor:
         """Local rows moved by ``shift`` inside their documents, across ranks: ``roll(x, -1)`` is each token's successor.
@@ -182,7 +174,7 @@ class Step:
         check_whole("shift", shift)
         check_number("fill", fill)
         self._check_rows(local, "step.roll")
-        return layout.roll(local, self.plan.placement, self.talk, shift, fill)
+        return local_rows.roll(local, self.plan.placement, self.collectives, shift, fill)
 
     def relayout(self, local: Tensor, to: str | Sequence[Sequence[int]] = "contiguous") -> Tensor:
         """Local rows in another layout of the same stream: ``"contiguous"``, ``"zigzag"``, or an index array per rank. Differentiable.
@@ -191,20 +183,20 @@ class Step:
         :meth:`restore`. Pads stay behind.
         """
         self._check_rows(local, "step.relayout")
-        return layout.relayout(local, self.plan.placement, self.talk, self._maps(to), back=False)
+        return local_rows.relayout(local, self.plan.placement, self.collectives, self._maps(to), back=False)
 
     def restore(self, moved: Tensor, of: str | Sequence[Sequence[int]] = "contiguous") -> Tensor:
         """Undo :meth:`relayout`: rows in the layout ``of`` moved back to the plan's, zeros where it has pads. Differentiable."""
         maps = self._maps(of)
         check_rows(moved, "step.restore")
-        with self.talk.checking("step.restore"):
+        with self.collectives.checking("step.restore"):
             if len(moved) != len(maps[self.rank]):
                 raise ValueError(
                     f"rank {self.rank} holds {len(maps[self.rank])} tokens in the layout {of!r}, but got a tensor of {len(moved)} rows"
                 )
-        return layout.relayout(moved, self.plan.placement, self.talk, maps, back=True, place="step.restore")
+        return local_rows.relayout(moved, self.plan.placement, self.collectives, maps, back=True, place="step.restore")
 
-    def _maps(self, name: str | Sequence[Sequence[int]]) -> tuple[layout.Ints, ...]:
+    def _maps(self, name: str | Sequence[Sequence[int]]) -> tuple[local_rows.Ints, ...]:
         maps = user_layout(name, self.plan.batch.tokens, self.plan.ranks)
         if maps is None:
             raise ValueError(
@@ -219,7 +211,7 @@ class Step:
         """
         check_rows(tokens, "step.labels")
         check_whole("ignore", ignore)
-        return self.shard(layout.next_tokens(tokens, self.plan.batch, ignore), pad=ignore)
+        return self.shard(local_rows.next_tokens(tokens, self.plan.batch, ignore), pad=ignore)
 
     def loss(
         self,
@@ -245,14 +237,14 @@ class Step:
         refuse_branches(self.plan.batch, "step.loss knows")
         factor = share_factor(gradients, self.plan.ranks)
         check_whole("ignore", ignore)
-        with self.talk.checking("step.loss"):
-            layout.check_logits(logits, labels, self.local_tokens)
+        with self.collectives.checking("step.loss"):
+            local_rows.check_logits(logits, labels, self.local_tokens)
         self._check_rows(logits, "step.loss")
         self._check_attended(without_attention)
         self.loss_said = True
         if logits.requires_grad:
             self.check_reduction(gradients)
-        return layout.token_mean_loss(logits, labels, self.talk, ignore) * factor
+        return local_rows.token_mean_loss(logits, labels, self.collectives, ignore) * factor
 
     def share(
         self,
@@ -282,7 +274,7 @@ class Step:
         self.loss_said = True
         if total.requires_grad:
             self.check_reduction(gradients)
-        return layout.mean_over_ranks(total, here, self.talk, "step.share") * factor
+        return local_rows.mean_over_ranks(total, here, self.collectives, "step.share") * factor
 
     def _check_attended(self, without_attention: bool) -> None:
         if not self.calls and not without_attention:
@@ -311,7 +303,7 @@ class Step:
         """Warn where rows that a user cut himself would fit this rank in number, but not be the plan's: tensors do not show it."""
         if self.plan.ranks == 1 or not {"indices", "positions"}.isdisjoint(vars(self)):
             return
-        rows = layout.local_stream(self.plan.placement, self.rank)
+        rows = local_rows.local_stream(self.plan.placement, self.rank)
         cuts = (user_layout(name, self.plan.batch.tokens, self.plan.ranks) for name in ("contiguous", "zigzag"))
         mine = [cut[self.rank] for cut in cuts if cut is not None]
         if len(rows) == len(mine[0]) and not any(np.array_equal(rows, cut) for cut in mine):
@@ -389,8 +381,8 @@ class Step:
             )
 
     def _check_rows(self, local: Tensor, place: str) -> None:
-        self.talk.check_usable()
-        with self.talk.checking(place):
+        self.collectives.check_usable()
+        with self.collectives.checking(place):
             check_rows(local, place)
             if len(local) != self.local_tokens:
                 raise ValueError(
@@ -412,74 +404,3 @@ def check_bound(step: object) -> None:
         raise ValueError(
             f"attention runs a step, made by flexcp.bind(plan, group); got {named_kind(step)} in its place"
         )
-
-
-def bind(
-    plan: Plan,
-    group: dist.ProcessGroup | DeviceMesh | None = None,
-    timeout: timedelta | float = DEFAULT_TIMEOUT,
-    telemetry: Watcher | None = None,
-    arena: Arena | None = None,
-    rounds_per_call: int | None = None,
-    chunk_bytes: int | None = None,
-    progress: Progress | None = None,
-) -> Step:
-    """Bind a plan to this rank of ``group``: a 1-D DeviceMesh axis, a ProcessGroup, or nothing for one rank.
-
-    Every rank of the group calls this with the same plan; they compare its hash through the store, and a rank that holds another plan is
-    an error on all of them within ``timeout`` (seconds or timedelta). A :class:`flexcp.Telemetry` follows what the step does.
-    ``arena``, that of an earlier step, is memory to go on with instead of new.
-
-    ``rounds_per_call`` posts the messages of a stage that many conflict-free rounds at a time, in chunks of at most ``chunk_bytes``;
-    without it all of a stage start at once (docs/communication.md). ``progress(done, all)`` is told how many peers are connected, where
-    that takes time (NCCL); by default a terminal is.
-    """
-    calls = CallSettings(rounds_per_call, chunk_bytes)
-    _check_bind(plan, telemetry, arena)
-    limit = time_limit(timeout)
-    with nullcontext() if telemetry is None else telemetry.binding(plan):
-        step = _bound(plan, group, limit, calls, progress)
-    step.telemetry, step.arena = telemetry, arena or step.arena
-    return step
-
-
-def _check_bind(plan: object, telemetry: object, arena: object) -> None:
-    if not isinstance(plan, Plan):
-        raise ValueError(f"bind takes a plan, made by a planner from lengths: planner([...]); got {plan!r}")
-    if telemetry is not None and not hasattr(telemetry, "binding"):
-        raise ValueError(f"telemetry= is a flexcp.Telemetry(...) or None; got {telemetry!r}")
-    if arena is not None and not isinstance(arena, Arena):
-        raise ValueError(f"arena= is that of an earlier step, step.arena, or None; got {arena!r}")
-
-
-def _bound(
-    plan: Plan,
-    group: dist.ProcessGroup | DeviceMesh | None,
-    limit: timedelta,
-    calls: CallSettings,
-    progress: Progress | None,
-) -> Step:
-    if group is None:
-        if plan.ranks != 1:
-            raise ValueError(
-                f"the plan is for {plan.ranks} ranks: bind it to a process group or a DeviceMesh axis of that size"
-            )
-        return Step(Passes(plan, 0, None, limit, settings=calls))
-    ranks = process_group(group, "bind")
-    size = dist.get_world_size(ranks)
-    mistake = None
-    if size != plan.ranks:
-        mistake = (
-            f"the plan is for {plan.ranks} ranks but the group has {size}; plan for a cluster of {size}, or bind to the group, or the axis "
-            f"of a DeviceMesh, of the {plan.ranks} ranks that share the batch"
-        )
-    rank, number = dist.get_rank(ranks), 0
-    if size > 1:
-        number = agree(plan.hash, ranks, limit, mistake, calls)
-        if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(ranks)):
-            # NCCL's first call of a group needs all its ranks, which the first exchange of a plan may not have.
-            dist.all_reduce(torch.zeros(1, device="cuda"), group=ranks)
-            connect(plan.peers(rank), ranks, torch.device("cuda"), progress)
-    elif mistake:
-        raise ValueError(mistake)
-    return Step(Passes(plan, rank, ranks if size > 1 else None, limit, number, calls))

@@ -41,8 +41,9 @@ from torch import Tensor
 from flexcp.batch import MaskLike
 from flexcp.clusters import Cluster
 from flexcp.cost import Model
-from flexcp.executor.op import attention
-from flexcp.executor.step import Step, bind
+from flexcp.executor.attention import attention
+from flexcp.executor.bind import bind
+from flexcp.executor.step import Step
 from flexcp.masks import causal, window
 from flexcp.planner import Planner
 

@@ -26,11 +26,12 @@ import torch
 from torch import Tensor, nn
 
 from flexcp.data.images import ImageBatch
-from flexcp.executor import layout
-from flexcp.executor.op import attention
+from flexcp.executor import local_rows
+from flexcp.executor.attention import attention
 from flexcp.executor.step import Step
 from flexcp.frameworks import used
-from flexcp.frameworks.huggingface import check_use, positions_given, refuse_ignored, refuse_padding
+from flexcp.frameworks.huggingface_attention import refuse_ignored, refuse_padding
+from flexcp.frameworks.huggingface_checks import check_use, positions_given
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -127,10 +128,12 @@ def image_rows(features: Tensor, encoder: Step, language: Step, batch: ImageBatc
             f"{encoder.plan.batch.tokens} and {language.plan.batch.tokens}; plan batch.encoder_lengths and batch.lengths"
         )
     padded = np.concatenate([sources, np.full((language.plan.placement.pads, batch.merge), -1)])
-    wanted = [padded[layout.local_stream(language.plan.placement, r)] for r in range(language.cp_size)]
+    wanted = [padded[local_rows.local_stream(language.plan.placement, r)] for r in range(language.cp_size)]
     rows = np.flatnonzero(wanted[language.rank][:, 0] >= 0)
     maps = [w[w[:, 0] >= 0].reshape(-1) for w in wanted]
-    found = layout.relayout(features, encoder.plan.placement, encoder.talk, maps, back=False, place="image_rows")
+    found = local_rows.relayout(
+        features, encoder.plan.placement, encoder.collectives, maps, back=False, place="image_rows"
+    )
     return torch.from_numpy(rows).to(features.device), found.unflatten(0, (len(rows), batch.merge))
 
 

@@ -27,7 +27,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flexcp.executor.averaging import Gradients, share_factor
-from flexcp.executor.step import Step, bind
+from flexcp.executor.bind import bind
+from flexcp.executor.step import Step
 from flexcp.plan.plan import Plan
 from flexcp.plan.positions import refuse_branches
 

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexcp.executor.exchange.talk import Talk
-from flexcp.executor.step import DEFAULT_TIMEOUT, Step, bind
+from flexcp.executor.bind import DEFAULT_TIMEOUT, bind
+from flexcp.executor.exchange.collectives import Collectives
+from flexcp.executor.step import Step
 from flexcp.plan.positions import refuse_branches
 from flexcp.planner import Planner
 
@@ -82,12 +83,12 @@ def rows_of(step: Step, tokens: Tensor, labels: Tensor) -> Rows:
 
 def _gathered(tensors: list[Tensor], group: dist.ProcessGroup) -> list[list[Tensor]]:
     """Every rank's 1-D tensors of integers: one exchange of sizes, one of everything."""
-    talk = Talk(group, DEFAULT_TIMEOUT)
+    collectives = Collectives(group, DEFAULT_TIMEOUT)
     sizes = torch.tensor([len(x) for x in tensors], device=tensors[0].device)
-    counts = [size.tolist() for size in talk.gathered("the exchange of batch sizes", sizes)]
+    counts = [size.tolist() for size in collectives.gathered("the exchange of batch sizes", sizes)]
     mine = torch.cat([x.to(torch.int64) for x in tensors])
     padded = mine.new_zeros(max(sum(c) for c in counts))
     padded[: len(mine)] = mine
-    everything = talk.gathered("the exchange of documents", padded)
+    everything = collectives.gathered("the exchange of documents", padded)
     split = [x[: sum(c)].split(c) for x, c in zip(everything, counts, strict=True)]
     return [list(part) for part in zip(*split, strict=True)]

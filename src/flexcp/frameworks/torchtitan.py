@@ -29,7 +29,7 @@ from torchtitan.trainer import Trainer
 
 from flexcp.batch import MaskLike
 from flexcp.clusters import Cluster
-from flexcp.executor.op import attention
+from flexcp.executor.attention import attention
 from flexcp.executor.step import Step
 from flexcp.frameworks import not_used
 from flexcp.frameworks.shared_batch import share

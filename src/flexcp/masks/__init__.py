@@ -1,8 +1,9 @@
 """Masks: which (query, key) pairs of a document attend.
 
 A mask is a disjoint union of *slices* (:mod:`flexcp.masks.slices`), found for a document by the mask's rule (:mod:`flexcp.masks.mask`).
-Users make one by name (:mod:`flexcp.masks.named`), from another description (:mod:`flexcp.masks.conversions`) or from text
-(:mod:`flexcp.masks.text`); where a document branches, :mod:`flexcp.masks.branches` knows. All names are importable from here.
+Users make one by name (:mod:`flexcp.masks.named`, which holds all that is known of each), from another description
+(:mod:`flexcp.masks.conversions`) or from text (:mod:`flexcp.masks.text`); where a document branches, :mod:`flexcp.masks.branches` knows.
+All names are importable from here.
 """
 
 from flexcp.masks.branches import depths
@@ -14,8 +15,18 @@ from flexcp.masks.conversions import (
     from_mask_mod,
     from_slices,
 )
-from flexcp.masks.mask import NO_LIMIT, Mask
-from flexcp.masks.named import causal, causal_blockwise, full, lambda_, modality, prefix, shared_question, window
+from flexcp.masks.mask import EXPLICIT, NO_LIMIT, Mask
+from flexcp.masks.named import (
+    causal,
+    causal_blockwise,
+    full,
+    lambda_,
+    modality,
+    named_mask,
+    prefix,
+    shared_question,
+    window,
+)
 from flexcp.masks.slices import (
     HI,
     K0,
@@ -33,9 +44,10 @@ from flexcp.masks.slices import (
     shift,
     trim,
 )
-from flexcp.masks.text import MASK_FORMS, parse_mask
+from flexcp.masks.text import MASK_FORMS, MASK_SIGNATURES, parse_mask
 
 __all__ = [
+    "EXPLICIT",
     "HI",
     "K0",
     "K1",
@@ -44,6 +56,7 @@ __all__ = [
     "MASK_FORMS",
     "MASK_MOD_MAX_LENGTH",
     "MASK_MOD_MAX_SLICES",
+    "MASK_SIGNATURES",
     "NO_LIMIT",
     "Q0",
     "Q1",
@@ -62,6 +75,7 @@ __all__ = [
     "is_empty",
     "lambda_",
     "modality",
+    "named_mask",
     "overlapping_pair",
     "parse_mask",
     "prefix",

@@ -15,7 +15,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from flexcp.masks.mask import Mask, question_and_answer
+from flexcp.masks.mask import EXPLICIT, Mask
+from flexcp.masks.named import question_and_answer
 from flexcp.masks.slices import HI, K0, K1, LO, Q0, Q1, UNBOUNDED, Ints, is_empty, trim
 
 
@@ -36,7 +37,7 @@ def _answers(mask: Mask, length: int) -> Ints | None:
         question, each = (int(x[0]) for x in question_and_answer(mask, np.array([length], np.int64)))
         answers = int(mask.params[0]) if each else 1  # type: ignore[arg-type]
         return np.array([*(question + each * i for i in range(answers)), length])
-    if mask.name != "slices" or length != mask.length:
+    if mask.name != EXPLICIT or length != mask.length:
         return None
     if mask.table[:1] == ((0, length, 0, 0, -UNBOUNDED, 0),):  # a question of no tokens, of which no slice is left
         ends = [0, *(row[Q1] for row in mask.table[1:])]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcp.masks.mask import Mask, document_length, token_count
+from flexcp.masks.mask import EXPLICIT, Mask, document_length, token_count
 from flexcp.masks.named import causal
 from flexcp.masks.slices import UNBOUNDED, Ints, is_empty, overlapping_pair, trim
 
@@ -43,7 +43,7 @@ def from_slices(length: int, slices: Iterable[Sequence[int | None]]) -> Mask:
     if clash:
         a, b = (table[kept[i]] for i in clash)
         raise ValueError(f"slices {a} and {b} share a (query, key) pair; make them disjoint")
-    return Mask("slices", length=length, table=tuple(table))
+    return Mask(EXPLICIT, length=length, table=tuple(table))
 
 
 def from_key_ranges(ranges: Sequence[Sequence[Sequence[int]]] | NDArray[np.integer]) -> Mask:

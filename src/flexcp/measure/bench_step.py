@@ -23,8 +23,9 @@ from flexcp.calibration import TileTimes
 from flexcp.clusters import Cluster
 from flexcp.compare.compare import planned
 from flexcp.cost import CostModel
-from flexcp.executor.op import attention
-from flexcp.executor.step import Step, bind
+from flexcp.executor.attention import attention
+from flexcp.executor.bind import bind
+from flexcp.executor.step import Step
 from flexcp.masks import Mask
 from flexcp.measure.baselines import Run, baselines
 from flexcp.measure.tile_times import slot_times

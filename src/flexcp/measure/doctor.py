@@ -135,7 +135,7 @@ def _kernels() -> Iterator[Finding]:
 def _cache() -> Finding:
     """Where compiled planning loops are kept, and whether they are there."""
     from flexcp.arrays.jit import cache_folders
-    from flexcp.io.own_files import refusal
+    from flexcp.io.private_files import refusal
 
     folders = cache_folders()
     refused = next((why for folder in folders if (why := refusal(folder)) is not None), None)

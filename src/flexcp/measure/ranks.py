@@ -18,11 +18,11 @@ from multiprocessing.process import BaseProcess
 from types import GeneratorType, TracebackType
 from typing import Any, Self
 
+from flexcp.measure.fork_server import server, without_interrupt
 from flexcp.measure.local_store import joined_store, kept_store, stay_local
-from flexcp.measure.started import server, without_interrupt
 
 # Registered operators need torch._dynamo at their first call.
-PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "flexcp.executor.op", "flexcp.planner"]
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "flexcp.executor.attention", "flexcp.planner"]
 
 
 class RankError(RuntimeError):

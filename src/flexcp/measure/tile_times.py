@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from flexcp.calibration import CallPrices, TileTimes
 from flexcp.clusters import NOMINAL_SPEED
 from flexcp.executor.kernels.hopper.tiles import launches
-from flexcp.executor.run.program import rank_program
+from flexcp.executor.run.rank_program import rank_program
 from flexcp.plan.plan import Plan
 from flexcp.shape import Shape
 

@@ -7,6 +7,7 @@ precisions at most twice the reference kernel's own error in that dtype plus one
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexcp.executor import kernels
+from flexcp.executor.attention import attention
+from flexcp.executor.bind import bind
 from flexcp.executor.kernels import Settings, reference
 from flexcp.executor.kernels.choose import choose_kernel
-from flexcp.executor.op import attention
-from flexcp.executor.step import bind
 from flexcp.masks import shift
 from flexcp.plan.plan import Plan
 
@@ -66,6 +67,12 @@ class _Stream:
 
 def verify_on(group: dist.ProcessGroup | None, plan: Plan, options: Options) -> Verdict | None:
     """Collective over ``group`` (None: one rank): the verdict on rank 0, None elsewhere."""
+    return _ended(verifying(group, plan, options))
+
+
+def verifying(group: dist.ProcessGroup | None, plan: Plan, options: Options) -> Generator[str, None, Verdict | None]:
+    """As :func:`verify_on`, saying on the way what is being done: dense attention of long documents takes minutes."""
+    yield f"forward and backward under the plan, on {plan.ranks} process{'es' if plan.ranks > 1 else ''}"
     dtype = getattr(torch, plan.shape.dtype)
     stream = _converted(_stream(plan, options, dtype), torch.device(options.device))
     step = bind(plan, group)
@@ -79,11 +86,11 @@ def verify_on(group: dist.ProcessGroup | None, plan: Plan, options: Options) -> 
     match = all(
         [everyone[r][d] for r in range(plan.ranks)] == plan.bytes(bool(d), options.mask).tolist() for d in (0, 1)
     )
-    exact = _dense(plan, _converted(stream, torch.float64), options, torch.float64)
+    exact = yield from _dense(plan, _converted(stream, torch.float64), options, torch.float64)
     errors = {n: _error(results[n], exact[n]) for n in results}
     allowed = dict.fromkeys(errors, 1e-10)
     if dtype != torch.float64:
-        rounded = _dense(plan, stream, options, dtype)
+        rounded = yield from _dense(plan, stream, options, dtype)
         eps = torch.finfo(dtype).eps
         allowed = {n: 2 * _error(rounded[n], exact[n]) + eps for n in errors}
     return Verdict(errors, allowed, match)
@@ -146,8 +153,20 @@ def _under_plan(step: Any, stream: _Stream, options: Options) -> dict[str, Tenso
     return results
 
 
-def _dense(plan: Plan, stream: _Stream, options: Options, dtype: torch.dtype) -> dict[str, Tensor]:
-    """All results on one rank, document by document, by the reference kernel."""
+def _ended(steps: Generator[str, None, Verdict | None]) -> Verdict | None:
+    """What a generator returns at its end."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            verdict: Verdict | None = end.value
+            return verdict
+
+
+def _dense(
+    plan: Plan, stream: _Stream, options: Options, dtype: torch.dtype
+) -> Generator[str, None, dict[str, Tensor]]:
+    """All results on one rank, document by document, by the reference kernel; says which tokens are next."""
     batch, shape = plan.batch, plan.shape
     accumulator = kernels.accumulator_dtype(dtype)
     settings = Settings(shape.head_dim**-0.5, options.softcap)
@@ -156,7 +175,9 @@ def _dense(plan: Plan, stream: _Stream, options: Options, dtype: torch.dtype) ->
     lse = torch.full((tokens, shape.heads), -torch.inf, dtype=accumulator, device=device)
     dq, dk, dv = (torch.zeros(x.shape, dtype=accumulator, device=device) for x in (stream.q, stream.k, stream.v))
     pieces = list(_documents(plan, options))
+    name = str(dtype).removeprefix("torch.")
     for at, slices in pieces:
+        yield f"dense {name} attention to compare with, on one process: forward, {at.stop:,} of {tokens:,} tokens"
         reference.forward(stream.q[at], stream.k[at], stream.v[at], slices, settings, out[at], lse[at])
     if stream.sinks is not None:
         total = torch.logaddexp(lse, stream.sinks.to(accumulator).expand_as(lse))
@@ -167,6 +188,7 @@ def _dense(plan: Plan, stream: _Stream, options: Options, dtype: torch.dtype) ->
     if options.lse_gradient:
         delta -= stream.dlse.to(accumulator)
     for at, slices in pieces:
+        yield f"dense {name} attention to compare with, on one process: backward, {at.stop:,} of {tokens:,} tokens"
         reference.backward(
             stream.q[at],
             stream.k[at],

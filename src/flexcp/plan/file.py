@@ -1,8 +1,8 @@
-"""Wire: a plan as bytes, and back.
+"""A plan as bytes, and back.
 
     magic (8)  version (4)  length of the file (8)  length of the body (8)  checksum of all the rest (16)  body, deflated
 
-    body: length of the facts (8), facts as JSON (:mod:`flexcp.plan.facts` lists them), then blocks of integer columns (see ``columns.py``):
+    body: length of the facts (8), facts as JSON (:mod:`flexcp.plan.fields`), then blocks of integer columns (``packed_columns.py``):
     document lengths, the rule of every document where a mask has several, explicit slices, and the plan's tables in the order of
     ``Plan.tables()``
 
@@ -21,19 +21,19 @@ import hashlib
 import json
 import struct
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flexcp import masks as m
-from flexcp.arrays.columns import Reader, packed
+from flexcp.arrays.packed_columns import Reader, packed
 from flexcp.arrays.tables import Table
 from flexcp.batch import Batch, make_batch
 from flexcp.io.plain_values import MAX_NUMBER, integer, items, refuse_constant, small_integer
 from flexcp.masks import Mask
-from flexcp.plan.facts import MAX_RANKS, different_rules, read_facts, saved_facts
+from flexcp.plan.fields import MAX_RANKS, different_rules, read_facts, saved_facts
 from flexcp.plan.placement import Placement, Regions, Runs
 from flexcp.plan.plan import Plan
 from flexcp.plan.program import Program, Transfers
@@ -74,7 +74,7 @@ def save_plan(plan: Plan) -> bytes:
     number = {rule: i for i, rule in enumerate(rules)}
     blocks = [[plan.batch.lengths]]
     blocks += [[np.array([number[r] for r in mask.rules], np.int64)] for mask in plan.batch.masks]
-    blocks += [list(np.array(r.table, np.int64).reshape(-1, 6).T) for r in rules if r.name == "slices"]
+    blocks += [list(np.array(r.table, np.int64).reshape(-1, 6).T) for r in rules if r.name == m.EXPLICIT]
     blocks += [[getattr(table, name) for name in table.names()] for table in plan.tables()]
     facts = json.dumps(saved_facts(plan), separators=(",", ":")).encode()
     body = struct.pack("<Q", len(facts)) + facts + b"".join(packed(block) for block in blocks)
@@ -102,16 +102,9 @@ def _checksum(head: bytes, deflated: bytes) -> bytes:
     return hashlib.blake2b(head + deflated, digest_size=16).digest()
 
 
-_FIXED_SLICES = {"full": 1, "causal": 1, "window": 1, "lambda": 2, "blockwise": 3, "prefix": 2}
-
-
 def _slice_count(rule: Mask) -> int:
     """Slices of a document under a rule, at most."""
-    if rule.name == "shared-question":
-        return int(rule.params[0]) + 1  # type: ignore[arg-type]
-    if rule.name == "modality":
-        return len(rule.params[0]) + 1  # type: ignore[arg-type]
-    return _FIXED_SLICES.get(rule.name, len(rule.table))
+    return len(rule.table) if rule.name == m.EXPLICIT else m.named_mask(rule.name).most_slices(rule)
 
 
 def _slices_memory(rules: Sequence[Mask], chosen: Sequence[Sequence[int]], documents: int) -> int:
@@ -239,33 +232,20 @@ def _batch(facts: Mapping[str, Any], reader: Reader) -> Batch:
     return make_batch(lengths, masks=chosen)
 
 
-_MAKERS: dict[str, Callable[..., Mask]] = {
-    "full": m.full,
-    "causal": m.causal,
-    "window": m.window,
-    "lambda": m.lambda_,
-    "shared-question": m.shared_question,
-    "blockwise": m.causal_blockwise,
-    "prefix": m.prefix,
-    "modality": lambda flat, self_only: m.modality(zip(flat[::2], flat[1::2], strict=True), self_only),
-}
-
-
 def _rule(entry: Any, reader: Reader) -> Mask:
     """A mask made by the function that makes such masks, and equal to what was saved."""
     name, params, length = items(entry, "a rule")
-    if name == "slices":
+    if name == m.EXPLICIT:
         columns = reader.block(6)
         reader.spend(PART_BYTES * len(columns[0]), f"{len(columns[0])} slices")
         rows = np.stack(columns, axis=1).tolist()
         _check_comparisons(rows)
         found = m.from_slices(integer(length, "a mask's length"), rows)
-        saved = Mask("slices", (), length, tuple(tuple(row) for row in rows))
+        saved = Mask(m.EXPLICIT, (), length, tuple(tuple(row) for row in rows))
     else:
-        if name not in _MAKERS:
-            raise ValueError(f"no mask is called {name!r}")
+        kind = m.named_mask(name)
         values = tuple(tuple(p) if isinstance(p, list) else p for p in items(params, "a mask's numbers"))
-        found = _MAKERS[name](*values)
+        found = kind.make(*kind.arguments(values))
         saved = Mask(name, values, length)
     if found != saved:
         raise ValueError(f"mask {found} was saved as {saved}")

@@ -21,7 +21,7 @@ from flexcp.arrays.tables import Table
 from flexcp.batch import Batch
 from flexcp.clusters import Cluster
 from flexcp.cost import CostModel
-from flexcp.plan.facts import header
+from flexcp.plan.fields import header
 from flexcp.plan.placement import Placement
 from flexcp.plan.program import Program
 from flexcp.shape import Shape

@@ -2,8 +2,9 @@
 
 What one rank sends another in a stage is one message. Inside a node and across nodes are two *levels* with ports of their own, and what
 moves in one stage on one level is an *exchange*. Its messages are cut into chunks of at most ``chunk_bytes``, and the chunks coloured into
-rounds (:mod:`flexcp.plan.loops_rounds`): in a round every rank sends to one peer at most and receives from one at most. There are exactly
-as many rounds as the busiest port has chunks; fewer cannot be. A few consecutive rounds are a *call*, what an executor posts together.
+rounds (:mod:`flexcp.plan.compiled_rounds`): in a round every rank sends to one peer at most and receives from one at most. There are
+exactly as many rounds as the busiest port has chunks; fewer cannot be. A few consecutive rounds are a *call*, what an executor posts
+together.
 
 A round lasts as long as its largest chunk, so rounds hold chunks of similar size, the largest first. What an exchange loses is its
 *efficiency*: the sum over rounds of the largest chunk / the bytes of the busiest port, 1.0 when that port never waits. Smaller chunks lose
@@ -105,7 +106,7 @@ def plan_rounds(
     rounds_per_call: int | None = None,
 ) -> Rounds:
     """The rounds of every stage and level of a program; without ``chunk_bytes`` each has chunks as large as pays."""
-    from flexcp.plan.loops_rounds import in_rounds  # compiled: only who asks for rounds loads Numba
+    from flexcp.plan.compiled_rounds import in_rounds  # compiled: only who asks for rounds loads Numba
 
     if chunk_bytes is not None:
         _check_count("chunk_bytes", chunk_bytes)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from flexcp.arrays.totals import imbalance
 from flexcp.io.sizes import size
-from flexcp.io.visible import visible
+from flexcp.io.terminal_text import visible
 from flexcp.plan.plan import Plan
 
 Ints = NDArray[np.int64]

@@ -27,9 +27,9 @@ from dataclasses import dataclass, replace
 from flexcp.plan.placement import Placement
 from flexcp.planners.blocks.blocks import blocks
 from flexcp.planners.groups.groups import groups
-from flexcp.planners.layouts import check_tolerances
 from flexcp.planners.request import Refused, Request, refuse_over_memory, refuse_over_peers
 from flexcp.planners.static.bounds import Place, StaticBounds, StaticMethod, static_methods
+from flexcp.planners.token_runs import check_tolerances
 from flexcp.schedule.predict import lower_bound, milliseconds, predict
 from flexcp.schedule.transfers import make_plan
 

@@ -36,8 +36,8 @@ from numpy.typing import NDArray
 from flexcp.batch import Batch
 from flexcp.cost import TILE_ROWS
 from flexcp.plan.placement import Placement, Regions, Traffic
-from flexcp.planners.layouts import check_cap, equalised, row_regions, runs_of_ranges
 from flexcp.planners.request import Refused, Request, refuse_tolerances
+from flexcp.planners.token_runs import check_cap, equalised, row_regions, runs_of_ranges
 
 Ints = NDArray[np.int64]
 Ranges = tuple[Ints, Ints, Ints]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from flexcp.clusters import Cluster
 from flexcp.data.lengths import batch_tokens
-from flexcp.masks import Mask
+from flexcp.masks import Mask, named_mask
 from flexcp.shape import Shape
 
 PLANNER = """import flexcp
@@ -155,5 +155,5 @@ def _masks(masks: Mapping[str, tuple[Mask, int]]) -> str:
 
 def _call(mask: Mask) -> str:
     """The Python call that makes a named mask."""
-    makers = {"lambda": "lambda_", "shared-question": "shared_question", "blockwise": "causal_blockwise"}
-    return f"flexcp.{makers.get(mask.name, mask.name)}({', '.join(map(repr, mask.params))})"
+    kind = named_mask(mask.name)
+    return f"flexcp.{kind.make.__name__}({', '.join(map(repr, kind.arguments(mask.params)))})"

@@ -8,7 +8,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
-from flexcp.io.whole_files import write_whole
+from flexcp.io.atomic_files import write_whole
 from flexcp.report.sections import Section
 from flexcp.version import __version__
 

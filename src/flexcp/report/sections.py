@@ -1,7 +1,7 @@
 """The parts a report is made of. A section is a title, words and tables as HTML, and the numbers its pictures are drawn from.
 
-Everything a command can tell becomes one of these: words (:func:`words_section`), code to copy (:func:`code_section`), strategies side by
-side (:func:`strategies_section`), lines over steps (:func:`lines_section`), and plans (:func:`flexcp.report.plan_section.plan_section`).
+Sections of any content are made here: words (:func:`words_section`), code to copy (:func:`code_section`), a table (:func:`table_section`),
+lines over steps (:func:`lines_section`). Those with columns of their own have their own files, which ``report/__init__.py`` lists.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from flexcp.report.markup import Cell, figure, folded, paragraphs, table, tiles
+from flexcp.report.markup import figure, folded, paragraphs, table, tiles
 
 
 @dataclass(frozen=True)
@@ -21,23 +21,6 @@ class Section:
     title: str
     body: Callable[[int], str]
     data: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class StrategyTime:
-    """A strategy's predicted step, in nanoseconds of its slowest rank; ``mark`` says what is special about it."""
-
-    name: str
-    attention_ns: int
-    exposed_ns: int
-    linear_ns: int
-    bytes: int
-    compute_imbalance: float
-    mark: str = ""
-
-    @property
-    def total_ns(self) -> int:
-        return self.attention_ns + self.exposed_ns + self.linear_ns
 
 
 KEYS = '<p class="tools">{}</p>'.format(
@@ -67,60 +50,6 @@ def table_section(
 ) -> Section:
     """A table alone."""
     return Section(title, lambda _: paragraphs([says]) + table(headers, rows, title), {})
-
-
-def strategies_section(
-    strategies: Sequence[StrategyTime], says: str, title: str = "Strategies side by side", of: str = "step"
-) -> Section:
-    """Predicted time of strategies, the fastest first; ``of`` says what the times are of: a step, a pass, attention."""
-    ordered = sorted(strategies, key=lambda s: s.total_ns)
-    best = ordered[0]
-    rows: list[list[Cell]] = [
-        [
-            s.name,
-            round(s.total_ns / 1e6, 3),
-            round(s.total_ns / best.total_ns, 3),
-            round(s.attention_ns / 1e6, 3),
-            round(s.exposed_ns / 1e6, 3),
-            round(s.linear_ns / 1e6, 3),
-            s.bytes,
-            round(s.compute_imbalance, 3),
-            s.mark,
-        ]
-        for s in ordered
-    ]
-    headers = [
-        "strategy",
-        f"{of} ms",
-        "x fastest",
-        "attention ms",
-        "waiting ms",
-        "other layers ms",
-        "bytes a layer",
-        "imbalance",
-        "remark",
-    ]
-    slowest = ordered[-1]
-    shown = f"{best.name} is fastest with {best.total_ns / 1e6:.2f} ms, {slowest.name} slowest with {slowest.total_ns / 1e6:.2f} ms."
-
-    def body(number: int) -> str:
-        return figure(
-            "strategies",
-            number,
-            title=f"Predicted {of} time",
-            says=shown,
-            caption=says,
-            behind=KEYS + folded("As a table", table(headers, rows, title)),
-            zoom=False,
-        )
-
-    times = {"attention": "attention_ns", "exposed": "exposed_ns", "linear": "linear_ns"}
-    data = {
-        "names": [s.name for s in ordered],
-        "marks": [s.mark for s in ordered],
-        "time": {kind: [getattr(s, field) for s in ordered] for kind, field in times.items()},
-    }
-    return Section(title, body, data)
 
 
 def lines_section(

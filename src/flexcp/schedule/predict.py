@@ -1,4 +1,4 @@
-"""Simulate: how long a placement takes.
+"""Predict: how long a placement takes.
 
 :func:`predict` is the closed short form, what ``auto`` is scored by: nothing is scheduled, everything is arithmetic on columns. It counts
 the same bytes as the plan would move (exactly, by rank, direction and level) and the same pairs (exactly, those that a rank can compute

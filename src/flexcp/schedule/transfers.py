@@ -1,4 +1,4 @@
-"""Schedule: a placement becomes a plan.
+"""Transfers: a placement becomes a plan.
 
 For each mask and direction this writes the table of transfers. Two ways of travel:
 

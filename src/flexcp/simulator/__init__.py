@@ -2,7 +2,7 @@
 
 slot_work.py    plan -> nanoseconds of every rank in every slot
 messages.py     plan -> chunks of messages in the order of their rounds, with how long each holds its ports
-loops_events.py the events, compiled: slots begin, compute ends, chunks come and go
+compiled_events.py  the events, compiled: slots begin, compute ends, chunks come and go
 passes.py       one pass (a mask, a direction) of all ranks: Pass, and its timeline
 bounds.py       what no placement can be faster than
 training.py     attention alone or a whole training step: Simulation

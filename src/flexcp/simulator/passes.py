@@ -131,7 +131,7 @@ def pass_model(
 
 def run_pass(model: PassModel, start: Ints) -> Pass:
     """Run a pass in which each rank begins when it is ready."""
-    from flexcp.simulator.loops_events import run_events  # compiled: only who simulates loads Numba
+    from flexcp.simulator.compiled_events import run_events  # compiled: only who simulates loads Numba
 
     work, c, ranks = model.ns, model.chunks, model.ranks
     stage = c.stage

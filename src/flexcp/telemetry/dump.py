@@ -20,8 +20,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from flexcp.io.atomic_files import write_whole
 from flexcp.io.json_files import read_json
-from flexcp.io.whole_files import write_whole
 from flexcp.plan.file import PlanFormatError, load_plan, save_plan
 from flexcp.plan.plan import Plan
 from flexcp.telemetry.records import PassRecord, StepRecord

@@ -18,7 +18,7 @@ import numpy as np
 
 from flexcp.arrays.totals import imbalance
 from flexcp.plan.plan import Plan
-from flexcp.telemetry.stamps import Stamp, gaps, passed
+from flexcp.telemetry.timestamps import Stamp, gaps, passed
 
 PASSES = 1024
 IN_SLOT = ("wait", "pack", "compute")

@@ -97,7 +97,7 @@ def worst_row(
             _weighted(logits[rounded], total[rounded], v, seen, q.dtype),
         ]
     )
-    right_NHV, size_NHV, own_NHV = step.talk.summed("the check of sampled rows, values", sums_3NHV)
+    right_NHV, size_NHV, own_NHV = step.collectives.summed("the check of sampled rows, values", sums_3NHV)
     size_NH = size_NHV.amax(-1).nan_to_num(nan=1.0).clamp_min(torch.finfo(torch.float64).tiny)
     lse_size_NH = total[exact].abs().nan_to_num(nan=1.0, posinf=1.0).clamp_min(1.0)
 
@@ -117,7 +117,7 @@ def _everywhere(step: Step, here: Ints, tokens: Ints, *tensors: Tensor) -> list[
     flat = [x.detach().flatten(1).double() for x in (t[at] for t in tensors)]
     rows = torch.zeros(len(tokens), sum(x.shape[1] for x in flat), dtype=torch.float64, device=device)
     rows[to] = torch.cat(flat, 1)
-    parts = step.talk.summed("the check of sampled rows", rows).split([x.shape[1] for x in flat], 1)
+    parts = step.collectives.summed("the check of sampled rows", rows).split([x.shape[1] for x in flat], 1)
     return [part.reshape(len(tokens), *t.shape[1:]) for part, t in zip(parts, tensors, strict=True)]
 
 
@@ -147,7 +147,7 @@ def _logits(q_NHD: Tensor, k: Tensor, seen: list[Ints], settings: Settings, dtyp
 def _total_lse(step: Step, logits: list[Tensor], sink: Tensor | None) -> Tensor:
     """``[N, H]`` in float64: the LSE over the keys of all ranks, and the sink."""
     mine_NH = torch.stack([torch.logsumexp(s_HM, 1) for s_HM in logits]).double()
-    everyone = step.talk.gathered("the check of sampled rows, LSEs", mine_NH)
+    everyone = step.collectives.gathered("the check of sampled rows, LSEs", mine_NH)
     if sink is not None:
         everyone.append(sink.expand_as(mine_NH))
     return torch.logsumexp(torch.stack(everyone), 0)

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexcp.executor.kernels import Settings
-from flexcp.io.whole_files import write_whole
+from flexcp.io.atomic_files import write_whole
 from flexcp.plan.plan import Plan
 from flexcp.telemetry.dump import write_dump
 from flexcp.telemetry.finite import FiniteWatch
@@ -40,7 +40,7 @@ from flexcp.telemetry.records import PassRecord, StepRecord
 from flexcp.telemetry.sample import MismatchError, chosen_rows, worst_row
 from flexcp.telemetry.scalars import ScalarWriter, write_scalars
 from flexcp.telemetry.stall import Progress, StallWatch, thread_stacks
-from flexcp.telemetry.stamps import passed, stamper
+from flexcp.telemetry.timestamps import passed, stamper
 from flexcp.telemetry.trace import rank_log, trace
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Any
 
 from flexcp.io.sizes import size
 from flexcp.telemetry.records import PassRecord, StepRecord
-from flexcp.telemetry.stamps import host_times
+from flexcp.telemetry.timestamps import host_times
 
 TRACKS = {name: number for number, name in enumerate(("slots", "compute", "wait", "pack", "send", "receive"), 1)}
 Event = dict[str, Any]

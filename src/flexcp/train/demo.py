@@ -183,9 +183,9 @@ def train_alone(group: dist.ProcessGroup, config: DemoConfig) -> Generator[float
     """All of it on one process, with torch's attention; yields losses, returns (losses, seconds)."""
     import torch
 
-    from flexcp.executor.exchange.talk import Talk
-    from flexcp.executor.layout import next_tokens, token_mean_loss
-    from flexcp.executor.step import DEFAULT_TIMEOUT
+    from flexcp.executor.bind import DEFAULT_TIMEOUT
+    from flexcp.executor.exchange.collectives import Collectives
+    from flexcp.executor.local_rows import next_tokens, token_mean_loss
     from flexcp.train.update import update
 
     model, optimizer = _model(config)
@@ -202,7 +202,7 @@ def train_alone(group: dist.ProcessGroup, config: DemoConfig) -> Generator[float
             return torch.cat([_torch_attention(*part) for part in parts])
 
         begin = time.perf_counter()
-        loss = token_mean_loss(model(tokens, positions, attend), labels, Talk(None, DEFAULT_TIMEOUT), -100)
+        loss = token_mean_loss(model(tokens, positions, attend), labels, Collectives(None, DEFAULT_TIMEOUT), -100)
         update(optimizer, loss, None)
         seconds += time.perf_counter() - begin
         losses.append(float(loss.detach()))
@@ -214,8 +214,9 @@ def train_on_ranks(group: dist.ProcessGroup, config: DemoConfig, strategy: str) 
     """This rank's share under a strategy; yields the batch's loss, returns (losses, seconds)."""
     import torch.distributed as dist
 
-    from flexcp.executor.op import attention
-    from flexcp.executor.step import Step, bind
+    from flexcp.executor.attention import attention
+    from flexcp.executor.bind import bind
+    from flexcp.executor.step import Step
     from flexcp.train.update import total_loss, update
 
     model, optimizer = _model(config)

@@ -16,12 +16,12 @@ import torch.distributed as dist
 
 from flexcp.arrays.totals import imbalance
 from flexcp.clusters import cluster
-from flexcp.executor.step import bind
+from flexcp.executor.bind import bind
 from flexcp.plan.plan import Plan
 from flexcp.schedule.predict import predict
 from flexcp.train.documents import Documents
+from flexcp.train.model_setup import make_trainee
 from flexcp.train.source import check_data, check_model, check_numbers
-from flexcp.train.trainee import make_trainee
 from flexcp.train.update import total_loss, update
 
 

@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import flexcp
-from flexcp.executor import op
+from flexcp.executor import attention
 from flexcp.executor.exchange.arena import Arena, Buffers
-from flexcp.executor.run.program import rank_program
+from flexcp.executor.run.rank_program import rank_program
 from flexcp.executor.step import Step
 from flexcp.measure.ranks import RankPool
 from flexcp.plan.plan import Plan
@@ -75,12 +75,12 @@ def watching() -> Iterator[list[Seen]]:
 
         return wrapped
 
-    before = op.run_forward, op.run_backward
-    op.run_forward, op.run_backward = (seen(run) for run in before)
+    before = attention.run_forward, attention.run_backward
+    attention.run_forward, attention.run_backward = (seen(run) for run in before)
     try:
         yield made
     finally:
-        op.run_forward, op.run_backward = before
+        attention.run_forward, attention.run_backward = before
 
 
 def one_layer(step: Step, mask: str | None = None, seed: int = 0, recompute: bool = False) -> list[Tensor]:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import flexcp
-from flexcp.executor.exchange.exchange import HostExchange
+from flexcp.executor.exchange.transports import HostExchange
 from flexcp.executor.step import Step
 from flexcp.measure.local_store import joined_store, kept_store
 from flexcp.measure.ranks import PRELOAD

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flexcp.executor.kernels import Settings
-from flexcp.executor.kernels.ends import OutputGradient
+from flexcp.executor.kernels.sinks_and_delta import OutputGradient
 from flexcp.executor.run.message_layout import types_of
 from flexcp.executor.run.one_device import local_backward, local_forward
 

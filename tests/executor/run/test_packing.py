@@ -30,7 +30,7 @@ import flexcp
 from flexcp.executor.exchange.arena import Buffers
 from flexcp.executor.run.message_layout import Types, message_bytes, message_parts, new_inputs, new_results
 from flexcp.executor.run.packing import FieldPacking
-from flexcp.executor.run.program import rank_program
+from flexcp.executor.run.rank_program import rank_program
 from flexcp.executor.run.row_packing import RowPacking
 
 def shelves_of(program, shape, types, backward, generator):
@@ -90,7 +90,7 @@ import torch
 from flexcp.executor.exchange.arena import Buffers
 from flexcp.executor.run.message_layout import Types, message_bytes, message_parts, new_inputs, new_results
 from flexcp.executor.run.packing import FieldPacking
-from flexcp.executor.run.program import Block, Message, RankProgram, Shelf, Slot
+from flexcp.executor.run.rank_program import Block, Message, RankProgram, Shelf, Slot
 from flexcp.plan.memory import KEYS, QUERIES, Layout
 from flexcp.executor.run.row_packing import RowPacking
 from flexcp.shape import Kind, Shape

@@ -20,8 +20,8 @@ import flexcp
 from flexcp.arrays.totals import imbalance
 from flexcp.data.lengths import draw_lengths
 from flexcp.plan.plan import Plan
-from flexcp.planners.blocks import loops_climb, loops_even, loops_node
-from flexcp.planners.blocks.loops import BIN, HI, LO, LOAD, Reads, Ruler, load_of, total_cost
+from flexcp.planners.blocks import compiled_climb, compiled_even, compiled_node
+from flexcp.planners.blocks.compiled_shared import BIN, HI, LO, LOAD, Reads, Ruler, load_of, total_cost
 from flexcp.planners.blocks.pack import BinLimits, make_row_loads, pack, place_node
 from flexcp.shape import Kind
 
@@ -160,7 +160,7 @@ def test_climbing_saves_keys_within_limits(lengths: list[int], mask: str, seed: 
     load, rows = sums(before, before[:, LOAD], bins), sums(before, before[:, HI] - before[:, LO], bins)
     caps = np.full(bins, load.sum() // bins + 1), np.full(bins, rows.sum() // bins + 1)
     keys = total_cost(table, n, bins, reads)
-    n = loops_climb.climb(table, n, bins, ruler, *caps, reads, 4)
+    n = compiled_climb.climb(table, n, bins, ruler, *caps, reads, 4)
     after = table[:n]
     assert total_cost(table, n, bins, reads) <= keys
     for d, length in enumerate(lengths):
@@ -180,7 +180,7 @@ def test_climbing_exchanges_what_belongs_together() -> None:
         table[i] = d, lo, hi, load_of(ruler, d, lo, hi), b
     load = sums(table[:4], table[:4, LOAD], 2)
     caps = np.full(2, load.max()), np.full(2, 512)
-    n = loops_climb.climb(table, 4, 2, ruler, *caps, reads, 4)
+    n = compiled_climb.climb(table, 4, 2, ruler, *caps, reads, 4)
     assert total_cost(table, n, 2, reads) == 0 and n == 2
 
 
@@ -189,20 +189,20 @@ def test_even_rows_follow_cuts() -> None:
     ruler, reads = field_of([1000, 1000], flexcp.window(50, 0))
     work = np.array([(0, 1, 0, 0, 700), (1, 1, 0, 700, 1000), (1, 1, 1, 0, 367), (2, 1, 1, 367, 1000)], np.int64)
     targets, limit = np.array([667, 667, 666]), np.full(3, 1 << 40)
-    found = loops_even.even_rows(work, targets, limit, ruler, 1024, 4096, reads)
+    found = compiled_even.even_rows(work, targets, limit, ruler, 1024, 4096, reads)
     rows = np.zeros(3, np.int64)
     np.add.at(rows, found[:, 0], found[:, 4] - found[:, 3])
     assert rows.tolist() == targets.tolist()
     assert len(found) == 4, "only the cuts moved"
-    kept = loops_node.kept_rows(found, 3, targets)
-    assert loops_node.received(found, kept, 3, 1024, 4096, reads) <= 2 * 50 * 1024
+    kept = compiled_node.kept_rows(found, 3, targets)
+    assert compiled_node.received(found, kept, 3, 1024, 4096, reads) <= 2 * 50 * 1024
 
 
 def lines_run(documents: int) -> int:
     """Lines that counting the bytes of so many documents on two ranks takes, in the loop itself."""
     from flexcp.batch import make_batch
 
-    function = loops_node.received.py_func  # type: ignore[attr-defined]
+    function = compiled_node.received.py_func  # type: ignore[attr-defined]
     reads = make_row_loads(make_batch([10] * documents, flexcp.causal(), None), 1, 0, None).reads
     number, zeros = np.arange(documents), np.zeros(documents, np.int64)
     work = np.stack([number % 2, zeros + 1, number, zeros, zeros + 10], axis=1)
@@ -228,9 +228,9 @@ def test_counting_bytes_takes_as_long_as_there_are_documents() -> None:
 
 
 def test_water_rises_evenly() -> None:
-    assert loops_node.water(np.array([5, 0, 9, 1]), 7).tolist() == [0, 4, 0, 3]
-    assert loops_node.water(np.array([2, 2]), 5).tolist() == [3, 2]
-    assert loops_node.water(np.array([0, 50, 0]), 0).tolist() == [0, 0, 0]
+    assert compiled_node.water(np.array([5, 0, 9, 1]), 7).tolist() == [0, 4, 0, 3]
+    assert compiled_node.water(np.array([2, 2]), 5).tolist() == [3, 2]
+    assert compiled_node.water(np.array([0, 50, 0]), 0).tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("team", [1, 2])

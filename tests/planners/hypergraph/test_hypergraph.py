@@ -17,7 +17,7 @@ from flexcp.masks import causal, causal_blockwise, from_slices, full, lambda_, p
 from flexcp.plan.plan import Plan
 from flexcp.planners.blocks.blocks import blocks
 from flexcp.planners.hypergraph.hypergraph import DEFAULT_TOLERANCE, hypergraph
-from flexcp.planners.hypergraph.vcycle import partitioner
+from flexcp.planners.hypergraph.mt_kahypar import partitioner
 from flexcp.planners.request import Request
 from flexcp.shape import Shape
 

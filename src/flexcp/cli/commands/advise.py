@@ -10,7 +10,7 @@ import typer
 
 from flexcp.cli.shared import options as o
 from flexcp.cli.shared.batches import MaybeMask
-from flexcp.cli.shared.described import ClusterOptions, ModelOptions
+from flexcp.cli.shared.model_and_cluster_options import ClusterOptions, ModelOptions
 from flexcp.cli.shared.progress import compiling
 
 if TYPE_CHECKING:
@@ -175,7 +175,8 @@ def as_data(advice: Advice, code: list[tuple[str, str]]) -> dict[str, Any]:
 def _report(path: Path, advice: Advice, code: list[tuple[str, str]]) -> None:
     from flexcp.cli.shared.reports import write
     from flexcp.report.advice_words import advice_words
-    from flexcp.report.sections import StrategyTime, code_section, strategies_section, words_section
+    from flexcp.report.sections import code_section, words_section
+    from flexcp.report.strategies_table import StrategyTime, strategies_section
 
     times = []
     for mark, found in (

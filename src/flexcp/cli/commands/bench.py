@@ -11,7 +11,7 @@ import typer
 from flexcp.cli.commands.bench_step import step
 from flexcp.cli.shared.command_registry import Commands
 from flexcp.cli.shared.options import Json, writable
-from flexcp.io.whole_files import write_whole
+from flexcp.io.atomic_files import write_whole
 
 app = Commands(help="Measure on this machine.", no_args_is_help=True)
 

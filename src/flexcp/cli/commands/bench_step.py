@@ -17,9 +17,9 @@ import typer
 
 from flexcp.cli.shared import options as o
 from flexcp.cli.shared.batches import MASKS, BatchOptions
-from flexcp.cli.shared.described import HeadsOptions
+from flexcp.cli.shared.model_and_cluster_options import HeadsOptions
 from flexcp.cli.shared.progress import compiling
-from flexcp.io.whole_files import write_whole
+from flexcp.io.atomic_files import write_whole
 
 if TYPE_CHECKING:
     from flexcp.measure.bench_step import BenchTask, Measured

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flexcp.cli.shared import options as o
-from flexcp.cli.shared.described import HeadsOptions
+from flexcp.cli.shared.model_and_cluster_options import HeadsOptions
 from flexcp.cli.shared.progress import compiling
-from flexcp.io.whole_files import write_whole
+from flexcp.io.atomic_files import write_whole
 
 if TYPE_CHECKING:
     from flexcp.calibration import Calibration

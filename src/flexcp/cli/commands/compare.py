@@ -124,7 +124,7 @@ def _bar(row: Row, slowest: int) -> str:
 def _report(path: Path, found: Comparison, scenario: s.Scenario) -> None:
     from flexcp.cli.shared.reports import timed_plan, write
     from flexcp.report.plan_time import PlanTime
-    from flexcp.report.sections import StrategyTime, strategies_section
+    from flexcp.report.strategies_table import StrategyTime, strategies_section
 
     times = []
     for row in found.ran:

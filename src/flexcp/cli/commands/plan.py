@@ -73,7 +73,7 @@ def _rounds_text(plan: Plan) -> str:
 
 def _write(plan: Plan, path: Path) -> None:
     """The plan in a file of that name, whole or not at all."""
-    from flexcp.io.whole_files import write_whole
+    from flexcp.io.atomic_files import write_whole
     from flexcp.plan.file import save_plan
 
     try:

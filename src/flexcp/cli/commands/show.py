@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from flexcp.cli.shared.described import MOST_RANKS
+from flexcp.cli.shared.model_and_cluster_options import MOST_RANKS
 from flexcp.cli.shared.options import Html, Json
 from flexcp.cli.shared.reports import report_plan
 

@@ -11,7 +11,7 @@ import typer
 from flexcp.cli.shared import options as o
 from flexcp.cli.shared.progress import compiling
 from flexcp.cli.shared.scenario import ScenarioOptions
-from flexcp.io.whole_files import write_whole
+from flexcp.io.atomic_files import write_whole
 
 if TYPE_CHECKING:
     from flexcp.simulator.passes import Pass

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flexcp.cli.shared import options as o
-from flexcp.cli.shared.described import ModelOptions
+from flexcp.cli.shared.model_and_cluster_options import ModelOptions
 from flexcp.cli.shared.progress import console
 from flexcp.cli.shared.reports import report_training
 

@@ -12,10 +12,10 @@ from flexcp.cli.shared import options as o
 from flexcp.cli.shared.batches import BatchOptions, Lengths
 from flexcp.cli.shared.plan_options import PlannerOptions, PlanOptions
 from flexcp.cli.shared.progress import compiling, console, plain
-from flexcp.io.visible import visible, visible_lines
+from flexcp.io.terminal_text import visible, visible_lines
 
 if TYPE_CHECKING:
-    from flexcp.measure.dumps import Replay
+    from flexcp.measure.replay_dumps import Replay
 
 DumpPath = Annotated[
     str, typer.Argument(metavar="[@DUMP]", help="Replay the plans of a dump, or of all dumps in a folder, instead.")
@@ -67,12 +67,12 @@ def verify(
     with compiling():
         plan = asked.plan(planner, lengths)
     plan.check()
-    from flexcp.measure.verify import Options, check_verifiable, verify_on
+    from flexcp.measure.verify import Options, check_verifiable, verifying
 
     options = Options(seed=seed, kernel=kernel)
     check_verifiable(plan, options)
-    with console().status(plain(f"running {plan!r} on real processes")), RankPool(plan.ranks) as pool:
-        verdict = pool.run(verify_on, plan, options)[0]
+    with console().status(plain("starting processes")) as status, RankPool(plan.ranks) as pool:
+        verdict = pool.run(verifying, plan, options, on_item=lambda text: status.update(plain(text)))[0]
     result = {**verdict.errors, "bytes_match": verdict.bytes_match, "passed": verdict.passed}
     if as_json:
         typer.echo(json.dumps(result, indent=2))
@@ -87,7 +87,7 @@ def verify(
 
 def replay_dump(dump: str, seed: int, kernel: str, as_json: bool) -> None:
     """Replay what ranks dumped; exit code 1 when a plan is bad or ranks held different ones."""
-    from flexcp.measure.dumps import replay
+    from flexcp.measure.replay_dumps import replay
 
     if not dump.startswith("@"):
         raise ValueError(f"a dump is given as @file or @folder, as in @{dump}; got {dump!r}")

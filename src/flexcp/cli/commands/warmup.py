@@ -20,7 +20,7 @@ def warmup(as_json: Json = False) -> None:
 
     Example: `flexcp warmup`
     """
-    from flexcp.measure.warm import warm
+    from flexcp.measure.warmup import warm
 
     begin = time.perf_counter()
     with compiling() as found:

@@ -21,7 +21,8 @@ def document_lengths(
 ) -> list[int]:
     """The lengths that ``text`` names. Texts are counted by ``tokenizer``; ``tell`` hears how far reading is."""
     if text.startswith("hf:"):
-        return _lengths(_dataset(text), text, field, _counter(tokenizer), tell)
+        rows = ((f"{text}, row {number}", row) for number, row in enumerate(_dataset(text)))
+        return _lengths(rows, text, field, _counter(tokenizer), tell)
     path = Path(text.removeprefix("@"))
     if path.suffix in (".jsonl", ".ndjson"):
         return _lengths(_lines(path), str(path), field, _counter(tokenizer), tell)
@@ -31,11 +32,12 @@ def document_lengths(
 
 
 def _lengths(
-    records: Iterable[Any], where: str, field: str | None, count: Count | None, tell: Callable[[str], None]
+    records: Iterable[tuple[str, Any]], where: str, field: str | None, count: Count | None, tell: Callable[[str], None]
 ) -> list[int]:
+    """The lengths of (place, document) pairs."""
     found: list[int] = []
-    for number, record in enumerate(records, 1):
-        found.append(_length(record, f"{where}, document {number - 1}", field, count))
+    for number, (place, record) in enumerate(records, 1):
+        found.append(_length(record, place, field, count))
         if number % EVERY == 0:
             tell(f"read {number:,} documents of {where}")
     if not found:
@@ -65,12 +67,13 @@ def _length(record: Any, where: str, field: str | None, count: Count | None) -> 
     return value
 
 
-def _lines(path: Path) -> Iterable[Any]:
+def _lines(path: Path) -> Iterable[tuple[str, Any]]:
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield json_line(line, f"{path}, line {number}")
+                    place = f"{path}, line {number}"
+                    yield place, json_line(line, place)
     except OSError as error:
         raise ValueError(f"cannot read documents from {path}: {error.strerror}") from None
     except UnicodeDecodeError:

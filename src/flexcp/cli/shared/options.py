@@ -1,7 +1,7 @@
 """Options: the name, type and help of those that several commands have beside different others, and what their words mean.
 
 Options that always go together are declared in their group, with their defaults: a batch's in :mod:`flexcp.cli.shared.batches`, a model's
-and a cluster's in :mod:`flexcp.cli.shared.described`, a plan's in :mod:`flexcp.cli.shared.plan_options`, a simulation's in
+and a cluster's in :mod:`flexcp.cli.shared.model_and_cluster_options`, a plan's in :mod:`flexcp.cli.shared.plan_options`, a simulation's in
 :mod:`flexcp.cli.shared.scenario`. What one command alone has stands beside it.
 """
 

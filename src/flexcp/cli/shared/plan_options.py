@@ -8,7 +8,7 @@ import typer
 
 from flexcp.cli.shared import options as o
 from flexcp.cli.shared.batches import BatchOptions
-from flexcp.cli.shared.described import ModelOptions, ShapedClusterOptions
+from flexcp.cli.shared.model_and_cluster_options import ModelOptions, ShapedClusterOptions
 from flexcp.cli.shared.option_groups import OptionGroup
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
-from flexcp.io.visible import visible
+from flexcp.io.terminal_text import visible
 
 if TYPE_CHECKING:
     from rich.console import Console

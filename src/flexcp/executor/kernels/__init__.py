@@ -17,7 +17,7 @@ of the forward and ``dq`` of the backward are then empty memory to be written, n
 A module may have one more function for a list whose rows nobody else adds to, each of which sees a key:
 
     backward_alone(q_THD, k_TGD, v_TGV, lse_TH, back, work, settings) -> dq, dk, dv in the model's dtype
-        from the gradient of the output (:class:`flexcp.executor.kernels.ends.OutputGradient`), delta included
+        from the gradient of the output (:class:`flexcp.executor.kernels.sinks_and_delta.OutputGradient`), delta included
 """
 
 from __future__ import annotations

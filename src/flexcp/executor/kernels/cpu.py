@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexcp.executor.kernels import Ints, Settings, merge_into
-from flexcp.executor.kernels.seen import seen_product
+from flexcp.executor.kernels.masked_product import seen_product
 
 FRESH = False
 TILE_LOGITS = 1 << 21

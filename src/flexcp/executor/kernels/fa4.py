@@ -1,6 +1,6 @@
 """FlashAttention-4 for lists it is faster on, the CuTe kernel for all others (``flexcp[fa4]``). Same interface as every kernel.
 
-A list that :mod:`simple_lists` calls simple is one call of FlashAttention-4. Which kernel runs it is decided when the list is made, for
+A list that :mod:`fa4_lists` calls simple is one call of FlashAttention-4. Which kernel runs it is decided when the list is made, for
 each direction, by prices; nothing is timed during training. Everything else is the CuTe kernel's: other lists, results that others add
 to, a softcap, an SM margin, deterministic gradients, the forward under sinks.
 
@@ -22,8 +22,8 @@ from flexcp import masks
 from flexcp.executor.kernels import Ints, Settings, uploaded
 from flexcp.executor.kernels.cute import kernel as cute_kernel
 from flexcp.executor.kernels.cute.kernel import CuteWork
-from flexcp.executor.kernels.ends import OutputGradient
-from flexcp.executor.kernels.simple_lists import cheaper, form_of
+from flexcp.executor.kernels.fa4_lists import cheaper, form_of
+from flexcp.executor.kernels.sinks_and_delta import OutputGradient
 
 FRESH = True
 FORWARD = {

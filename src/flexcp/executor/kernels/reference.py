@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexcp.executor.kernels import Ints, Settings, accumulator_dtype, merge_into
-from flexcp.executor.kernels.seen import seen_product
+from flexcp.executor.kernels.masked_product import seen_product
 
 FRESH = False
 

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from flexcp.executor.exchange.arena import Arena, Buffers
-from flexcp.executor.exchange.exchange import Exchange
+from flexcp.executor.exchange.transports import Exchange
 from flexcp.executor.kernels import Settings
-from flexcp.executor.kernels.ends import OutputGradient
+from flexcp.executor.kernels.sinks_and_delta import OutputGradient
 from flexcp.executor.run.message_layout import Shelves, Types, new_inputs, new_results
 from flexcp.executor.run.one_device import local_backward, local_forward
+from flexcp.executor.run.pass_watch import Watch
 from flexcp.executor.run.prepared import Prepared, PreparedWork
-from flexcp.executor.run.watch import Watch
 from flexcp.plan.memory import KEYS, QUERIES
 from flexcp.shape import Shape
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexcp.executor.kernels import accumulator_dtype
-from flexcp.executor.run.program import Block, Message, Shelf
+from flexcp.executor.run.rank_program import Block, Message, Shelf
 from flexcp.plan.memory import aligned_starts, field_sizes, shelf_fields
 from flexcp.shape import FIELDS, Field, Shape
 

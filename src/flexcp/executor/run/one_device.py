@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexcp.executor.kernels import Settings
-from flexcp.executor.kernels.ends import OutputGradient
+from flexcp.executor.kernels.sinks_and_delta import OutputGradient
 from flexcp.executor.run.message_layout import Types
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from flexcp.executor.exchange.arena import Buffers
 from flexcp.executor.kernels import merge, uploaded
 from flexcp.executor.run.message_layout import MessagePart, Shelves, Types, message_parts
-from flexcp.executor.run.program import Block, Message, RankProgram
+from flexcp.executor.run.rank_program import Block, Message, RankProgram
 from flexcp.shape import FIELDS, OUTPUTS, Field, Kind, Shape
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from flexcp.executor.kernels import find_kernel, has_triton
 from flexcp.executor.run.message_layout import Types, message_bytes
 from flexcp.executor.run.packing import FieldPacking, Packing
-from flexcp.executor.run.program import RankProgram, ShelfWork
+from flexcp.executor.run.rank_program import RankProgram, ShelfWork
 from flexcp.masks import Q0, Q1
 from flexcp.plan.memory import KEYS, QUERIES
 from flexcp.shape import Shape

@@ -21,7 +21,7 @@ from flexcp.arrays.intervals import spread
 from flexcp.executor.exchange.arena import Buffers
 from flexcp.executor.kernels import row_kernels, uploaded
 from flexcp.executor.run.message_layout import Shelves, Types, message_bytes, message_parts
-from flexcp.executor.run.program import Block, Message, RankProgram, Rows
+from flexcp.executor.run.rank_program import Block, Message, RankProgram, Rows
 from flexcp.plan.memory import aligned_starts
 from flexcp.shape import FIELDS, OUTPUTS, Field, Kind, Shape
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from flexcp.cost import CostModel
 from flexcp.executor.kernels import Settings, accumulator_dtype, find_kernel
 from flexcp.executor.kernels.choose import choose_kernel
-from flexcp.executor.run.program import RankProgram, ShelfWork, rank_program
+from flexcp.executor.run.rank_program import RankProgram, ShelfWork, rank_program
 from flexcp.measure.calibrate.kernels import keep_busy
 from flexcp.plan.memory import KEYS
 from flexcp.plan.plan import Plan

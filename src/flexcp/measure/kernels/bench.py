@@ -24,7 +24,7 @@ from torch import Tensor
 from flexcp import masks
 from flexcp.executor.kernels import Settings, find_kernel
 from flexcp.executor.kernels.choose import why_not
-from flexcp.executor.kernels.ends import OutputGradient
+from flexcp.executor.kernels.sinks_and_delta import OutputGradient
 from flexcp.executor.slice_attention import packed_slices, slice_attention
 from flexcp.masks import Q0, Q1
 from flexcp.measure.kernels.work import WINDOW, Workload, mask_mod, workload

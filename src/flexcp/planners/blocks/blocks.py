@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 
 from flexcp.arrays.intervals import spread
 from flexcp.plan.placement import Placement, Regions
-from flexcp.planners.blocks.level import even, level_rows, level_work
 from flexcp.planners.blocks.pack import (
     UNLIMITED,
     VIOLATION_WEIGHT,
@@ -35,7 +34,9 @@ from flexcp.planners.blocks.pack import (
     pack,
     place_node,
 )
-from flexcp.planners.layouts import (
+from flexcp.planners.blocks.row_limits import even, level_rows, level_work
+from flexcp.planners.request import Request, refuse_over_cap
+from flexcp.planners.token_runs import (
     check_cap,
     check_tolerances,
     equalised,
@@ -44,7 +45,6 @@ from flexcp.planners.layouts import (
     runs_of_maps,
     runs_of_ranges,
 )
-from flexcp.planners.request import Request, refuse_over_cap
 from flexcp.shape import Kind
 
 Ints = NDArray[np.int64]

@@ -6,7 +6,7 @@ An *item* is a range of a document's rows with all their keys, so whoever takes 
   causal document is just a shorter document that needs nothing from outside, and a cut at row x costs exactly x keys, so cuts are few.
 - *deal*: the rest, largest first, whole into the bin that is then fullest least in the worse of its two limits.
 - *repair*: move, cut or swap items out of the worst bin while violation, weighed against the keys it fetches, falls.
-- *climb*: move or exchange rows between bins that share a document while that saves keys (:mod:`flexcp.planners.blocks.loops_climb`).
+- *climb*: move or exchange rows between bins that share a document while that saves keys (:mod:`flexcp.planners.blocks.compiled_climb`).
 
 *Thin rows.* A few rows that see a whole document (causal blockwise's last block) would make their rank fetch all keys. Instead
 every owner of keys computes those rows against its own keys. So the load of a row is its own attention, unless it is thin, plus
@@ -74,20 +74,20 @@ class RowLoads:
     @property
     def ruler(self) -> Any:
         """The loads as the compiled loops take them."""
-        from flexcp.planners.blocks.loops import Ruler
+        from flexcp.planners.blocks.compiled_shared import Ruler
 
         return Ruler(self.prefix, self.first, self.batch.lengths, self.grain)
 
     @property
     def reads(self) -> Any:
         """What rows read as the compiled loops take it."""
-        from flexcp.planners.blocks.loops import Reads
+        from flexcp.planners.blocks.compiled_shared import Reads
 
         return Reads(self.slices, self.slice_first, self.thin_keys)
 
     def of_documents(self, documents: Ints) -> tuple[Any, Any]:
         """Ruler and reads of some documents only, numbered anew: the loops go over all documents they are given, many times."""
-        from flexcp.planners.blocks.loops import Reads, Ruler
+        from flexcp.planners.blocks.compiled_shared import Reads, Ruler
 
         counts = self.slice_first[documents + 1] - self.slice_first[documents]
         index, within = spread(counts)
@@ -111,7 +111,7 @@ def make_row_loads(batch: Batch, grain: int, price: int, thin_price: int | None)
 
     ``thin_price`` is how many keys cost as much as computing a part of a thin row, None if there are to be none.
     """
-    from flexcp.planners.blocks import loops_level
+    from flexcp.planners.blocks import compiled_level
 
     first = offsets(-(-batch.lengths // grain) + 1)
     thin, terms, owners = [], [], []
@@ -136,7 +136,7 @@ def make_row_loads(batch: Batch, grain: int, price: int, thin_price: int | None)
     layers = np.concatenate([np.full(len(slices), layers, np.int64) for layers, slices in terms])[order]
     slice_first = offsets(np.bincount(owner, minlength=batch.documents))
     row_price = price * sum(m.layers for m in batch.masks)
-    loads = loops_level.loads_before(batch.lengths, first, grain, row_price, layers, slice_first, slices)
+    loads = compiled_level.loads_before(batch.lengths, first, grain, row_price, layers, slice_first, slices)
     shift = max(0, int(loads[first[1:] - 1].sum()).bit_length() - 40)
     return RowLoads(
         batch,
@@ -199,15 +199,15 @@ class Packed:
 
 def pack(loads: RowLoads, items: Ints, limits: BinLimits) -> Packed:
     """Items ``[n, 3]`` into bins: peel, deal, repair in a few variants, and climb from the best of them."""
-    from flexcp.planners.blocks import loops_pack
+    from flexcp.planners.blocks import compiled_pack
 
-    table, keys, over = loops_pack.pack(*_arguments(loads, items, limits, loads.ruler, loads.reads))
-    return Packed(table[:, :3], table[:, loops_pack.BIN], int(keys), int(over))
+    table, keys, over = compiled_pack.pack(*_arguments(loads, items, limits, loads.ruler, loads.reads))
+    return Packed(table[:, :3], table[:, compiled_pack.BIN], int(keys), int(over))
 
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """A node's items on its ranks, in the columns of :mod:`flexcp.planners.blocks.loops_node`; bytes received; worst violation."""
+    """A node's items on its ranks, in the columns of :mod:`flexcp.planners.blocks.compiled_node`; bytes received; worst violation."""
 
     work: Ints
     kept: Ints
@@ -219,7 +219,7 @@ def place_node(
     loads: RowLoads, items: Ints, limits: BinLimits, teams: Sequence[int], key_bytes: int, row_bytes: int
 ) -> list[Placed]:
     """Items ``[n, 3]`` of a node to its ranks, once by teams of each size."""
-    from flexcp.planners.blocks import loops_node
+    from flexcp.planners.blocks import compiled_node
 
     documents, measures = np.arange(loads.batch.documents), (loads.ruler, loads.reads)
     if len(items) < len(documents):
@@ -228,7 +228,7 @@ def place_node(
     arguments = _arguments(loads, items, limits, *measures)
     found = []
     for team in teams:
-        work, kept, moved, over = loops_node.node(*arguments, team, key_bytes, row_bytes)
+        work, kept, moved, over = compiled_node.node(*arguments, team, key_bytes, row_bytes)
         work[:, 2], kept[:, 1] = documents[work[:, 2]], documents[kept[:, 1]]
         found.append(Placed(work, kept, int(moved), int(over)))
     return found

@@ -51,6 +51,7 @@ from numpy.typing import NDArray
 
 from flexcp.clusters import NOMINAL_SPEED, Cluster
 from flexcp.plan.placement import Placement
+from flexcp.planners.groups.group_rows import Group, stream_ranges
 from flexcp.planners.groups.priced_documents import (
     CLOSE_TO_BEST,
     NEVER,
@@ -60,9 +61,8 @@ from flexcp.planners.groups.priced_documents import (
     least_degree,
     price_documents,
 )
-from flexcp.planners.groups.shares import Group, stream_ranges
-from flexcp.planners.layouts import equalised, row_regions, runs_of_ranges
 from flexcp.planners.request import Refused, Request, refuse_tolerances
+from flexcp.planners.token_runs import equalised, row_regions, runs_of_ranges
 
 Ints = NDArray[np.int64]
 

@@ -2,8 +2,8 @@
 
 Four files: the hypergraph of a batch (:mod:`~flexcp.planners.hypergraph.model`), partitions of it
 (:mod:`~flexcp.planners.hypergraph.partition`), our search over partitions (:mod:`~flexcp.planners.hypergraph.search`) and Mt-KaHyPar's
-V-cycles (:mod:`~flexcp.planners.hypergraph.vcycle`). This one is the strategy: rounds, each from the best placement so far (the first goes
-straight to the second step):
+V-cycles (:mod:`~flexcp.planners.hypergraph.mt_kahypar`). This one is the strategy: rounds, each from the best placement so far (the first
+goes straight to the second step):
 
 1. Mt-KaHyPar improves the partition by a V-cycle over nodes, then by one over the ranks of each node.
 2. *repair* brings every rank back within its compute and its tokens. Where bundles are too large, blocks are cut finer.
@@ -30,11 +30,11 @@ import numpy as np
 from flexcp.plan.placement import Placement
 from flexcp.planners.blocks.blocks import pack_rows
 from flexcp.planners.hypergraph.model import make_tiling
+from flexcp.planners.hypergraph.mt_kahypar import improve, partitioner
 from flexcp.planners.hypergraph.partition import Partition, placement_of
 from flexcp.planners.hypergraph.search import RankLimits, Search
-from flexcp.planners.hypergraph.vcycle import improve, partitioner
-from flexcp.planners.layouts import even_borders, is_scattered
 from flexcp.planners.request import Refused, Request
+from flexcp.planners.token_runs import even_borders, is_scattered
 
 DEFAULT_TOLERANCE = 0.1
 FEWEST_ROUNDS, MOST_ROUNDS = 2, 6

@@ -17,8 +17,8 @@ from flexcp.clusters import Cluster
 from flexcp.cost import CostModel
 from flexcp.plan.placement import Placement, Regions
 from flexcp.planners.hypergraph.model import Tiling
-from flexcp.planners.layouts import equalised, runs_of_ranges
 from flexcp.planners.request import Request
+from flexcp.planners.token_runs import equalised, runs_of_ranges
 
 Ints = NDArray[np.int64]
 

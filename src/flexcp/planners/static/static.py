@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 
 from flexcp.arrays.intervals import offsets, spread, united
 from flexcp.plan.placement import Placement, Regions, Runs, Traffic
-from flexcp.planners.layouts import (
+from flexcp.planners.request import Refused, Request, refuse_tolerances
+from flexcp.planners.token_runs import (
     check_cap,
     equalised,
     even_borders,
@@ -35,7 +36,6 @@ from flexcp.planners.layouts import (
     runs_of_maps,
     runs_of_ranges,
 )
-from flexcp.planners.request import Refused, Request, refuse_tolerances
 from flexcp.shape import Shape
 
 Ints = NDArray[np.int64]

@@ -24,10 +24,10 @@ from flexcp.executor.kernels.cute.backward import Backward
 from flexcp.executor.kernels.cute.forward import Forward
 from flexcp.executor.kernels.cute.items import ADDED_KEY_PRICE, dealt, group_by_group, in_turns, longest_program
 from flexcp.executor.kernels.cute.rows import SPARE, After, Before
-from flexcp.executor.kernels.ends import OutputGradient
 from flexcp.executor.kernels.hopper import kernel as hopper_kernel
 from flexcp.executor.kernels.hopper.kernel import STAGES, HopperWork, Segments, programs_of
 from flexcp.executor.kernels.hopper.tiles import BEYOND_L2, BLOCK, QUERIES, longest_part
+from flexcp.executor.kernels.sinks_and_delta import OutputGradient
 from flexcp.executor.kernels.triton.kernel import aligned, base_of, check, multiprocessors, pack_statistics
 from flexcp.masks import Q0, Q1
 

@@ -1,0 +1,172 @@
+"""Row sharing: samples that one rank read go, row by row, to the ranks that keep them.
+
+Everybody knows the plan, who read which document and how rows look, so each side of a message knows its content and size without asking. A
+message from reader to keeper holds, for every column, the keeper's rows of the reader's documents in the keeper's order, then the values of
+those documents. Messages travel through the group (or the CPU group given for it): on gloo from memory, on NCCL by way of the device.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flexcp.data.documents import Document
+from flexcp.data.samples import Sample, Schema
+from flexcp.executor.exchange.collectives import Collectives
+from flexcp.plan.placement import Placement
+
+Ints = NDArray[np.int64]
+
+
+class Peers:
+    """The ranks that read together; alone without a group. None waits longer than ``timeout`` for another."""
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta) -> None:
+        self.collectives = Collectives(group, timeout)
+        self.group, self.rank, self.size = group, self.collectives.rank, self.collectives.size
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors have to be to travel."""
+        if self.group is None or "gloo" in str(dist.get_backend_config(self.group)):
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """What every rank says, on every rank."""
+        return self.collectives.told("the loader's exchange of lengths", value, self.device)
+
+    def total(self, count: int) -> int:
+        """The sum over ranks."""
+        return int(self.collectives.summed("the loader's count of labels", torch.tensor(count, device=self.device)))
+
+    def exchange(self, sent: Mapping[int, Tensor], sizes: Mapping[int, int]) -> dict[int, Tensor]:
+        """Bytes to and from each peer; empty messages do not travel."""
+        device = self.device
+        arriving = {r: torch.empty(n, dtype=torch.uint8, device=device) for r, n in sizes.items() if n}
+        self.collectives.exchange(
+            "the loader's exchange of rows", {r: data.to(device) for r, data in sent.items()}, arriving
+        )
+        return {peer: buffer.cpu() for peer, buffer in arriving.items()}
+
+
+@dataclass(frozen=True)
+class Segments:
+    """What a rank keeps, in local order: ``rows[i]`` tokens from ``first[i]`` of ``document[i]`` lie at local row ``at[i]``."""
+
+    at: Ints
+    document: Ints
+    first: Ints
+    rows: Ints
+
+    def of_documents(self, documents: NDArray[np.bool_]) -> Segments:
+        """Those of the marked documents."""
+        keep = documents[self.document]
+        return Segments(self.at[keep], self.document[keep], self.first[keep], self.rows[keep])
+
+
+def segments(placement: Placement, rank: int) -> Segments:
+    """A rank's rows as ranges of documents; pads are in none."""
+    runs = placement.runs.take(placement.runs.rank == rank)
+    sizes = runs.stop - runs.start
+    begin = np.cumsum(sizes) - sizes
+    run, document, first, last = placement.batch.split_by_document(runs.start, runs.stop)
+    at = begin[run] + placement.batch.starts[document] + first - runs.start[run]
+    return Segments(at, document, first, last - first)
+
+
+def local_columns(
+    kept: Segments, rows: int, samples: Mapping[int, Sample], schema: Schema, pads: Mapping[str, int]
+) -> dict[str, Tensor]:
+    """Columns of ``rows`` local rows, those of the given segments filled from the samples, the others with their pad."""
+    out = {}
+    for name, dtype, shape in schema:
+        out[name] = torch.full((rows, *shape), pads.get(name, 0), dtype=dtype)
+    for at, document, first, count in zip(
+        *(x.tolist() for x in (kept.at, kept.document, kept.first, kept.rows)), strict=True
+    ):
+        columns = samples[document].columns
+        for name, column in out.items():
+            column[at : at + count] = columns[name][first : first + count]
+    return out
+
+
+def shared(
+    placement: Placement,
+    documents: Sequence[Document],
+    held: Mapping[int, Sample],
+    schema: Schema,
+    pads: Mapping[str, int],
+    peers: Peers,
+) -> tuple[dict[str, Tensor], dict[int, dict[str, Any]]]:
+    """This rank's columns, and the values of the documents it keeps tokens of; ``held`` are the documents it read."""
+    readers = np.array([d.reader for d in documents], np.int64)
+    mine = segments(placement, peers.rank)
+    columns = local_columns(
+        mine.of_documents(readers == peers.rank), int(placement.tokens[peers.rank]), held, schema, pads
+    )
+    values = {d: held[d].values for d in _documents_of(mine) if readers[d] == peers.rank}
+    others = [r for r in range(peers.size) if r != peers.rank]
+    sent = {r: _message(segments(placement, r).of_documents(readers == peers.rank), held, schema) for r in others}
+    parts = {r: mine.of_documents(readers == r) for r in others}
+    sizes = {r: _message_bytes(part, documents, schema) for r, part in parts.items()}
+    for reader, data in peers.exchange(sent, sizes).items():
+        values.update(_unpacked(data, parts[reader], documents, schema, columns))
+    return columns, values
+
+
+def _documents_of(part: Segments) -> list[int]:
+    found: list[int] = np.unique(part.document).tolist()
+    return found
+
+
+def _message(part: Segments, held: Mapping[int, Sample], schema: Schema) -> Tensor:
+    rows = list(zip(part.document.tolist(), part.first.tolist(), part.rows.tolist(), strict=True))
+    pieces = []
+    for name, _, _ in schema:
+        pieces += [_bytes(held[d].columns[name][first : first + count]) for d, first, count in rows]
+    for d in _documents_of(part):
+        if held[d].values:
+            pieces.append(torch.frombuffer(bytearray(pickle.dumps(held[d].values)), dtype=torch.uint8))
+    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
+
+
+def _bytes(rows: Tensor) -> Tensor:
+    return rows.contiguous().view(-1).view(torch.uint8)
+
+
+def _row_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+
+
+def _message_bytes(part: Segments, documents: Sequence[Document], schema: Schema) -> int:
+    each = sum(_row_bytes(dtype, shape) for _, dtype, shape in schema)
+    return int(part.rows.sum()) * each + sum(documents[d].value_bytes for d in _documents_of(part))
+
+
+def _unpacked(
+    data: Tensor, part: Segments, documents: Sequence[Document], schema: Schema, columns: dict[str, Tensor]
+) -> dict[int, dict[str, Any]]:
+    """Put a message's rows where they belong; the values of its documents."""
+    at = 0
+    for name, dtype, shape in schema:
+        each = _row_bytes(dtype, shape)
+        for local, count in zip(part.at.tolist(), part.rows.tolist(), strict=True):
+            rows = data[at : at + count * each].clone().view(dtype).view(count, *shape)
+            columns[name][local : local + count] = rows
+            at += count * each
+    values: dict[int, dict[str, Any]] = {}
+    for d in _documents_of(part):
+        size = documents[d].value_bytes
+        values[d] = pickle.loads(data[at : at + size].numpy().tobytes()) if size else {}
+        at += size
+    return values

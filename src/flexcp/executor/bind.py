@@ -1,0 +1,96 @@
+"""Bind: a plan and this rank of a process group become a :class:`flexcp.Step`, once all ranks are seen to hold the same plan."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from flexcp.executor.arguments import process_group, time_limit
+from flexcp.executor.exchange.arena import Arena
+from flexcp.executor.exchange.connect import Progress, connect
+from flexcp.executor.exchange.pass_exchanges import Passes
+from flexcp.executor.exchange.plan_agreement import agree
+from flexcp.executor.exchange.rank_calls import CallSettings
+from flexcp.executor.step import Step
+from flexcp.executor.step_watcher import Watcher
+from flexcp.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+DEFAULT_TIMEOUT = timedelta(seconds=120)
+
+
+def bind(
+    plan: Plan,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    timeout: timedelta | float = DEFAULT_TIMEOUT,
+    telemetry: Watcher | None = None,
+    arena: Arena | None = None,
+    rounds_per_call: int | None = None,
+    chunk_bytes: int | None = None,
+    progress: Progress | None = None,
+) -> Step:
+    """Bind a plan to this rank of ``group``: a 1-D DeviceMesh axis, a ProcessGroup, or nothing for one rank.
+
+    Every rank of the group calls this with the same plan; they compare its hash through the store, and a rank that holds another plan is
+    an error on all of them within ``timeout`` (seconds or timedelta). A :class:`flexcp.Telemetry` follows what the step does.
+    ``arena``, that of an earlier step, is memory to go on with instead of new.
+
+    ``rounds_per_call`` posts the messages of a stage that many conflict-free rounds at a time, in chunks of at most ``chunk_bytes``;
+    without it all of a stage start at once (docs/communication.md). ``progress(done, all)`` is told how many peers are connected, where
+    that takes time (NCCL); by default a terminal is.
+    """
+    calls = CallSettings(rounds_per_call, chunk_bytes)
+    _check_bind(plan, telemetry, arena)
+    limit = time_limit(timeout)
+    with nullcontext() if telemetry is None else telemetry.binding(plan):
+        step = _bound(plan, group, limit, calls, progress)
+    step.telemetry, step.arena = telemetry, arena or step.arena
+    return step
+
+
+def _check_bind(plan: object, telemetry: object, arena: object) -> None:
+    if not isinstance(plan, Plan):
+        raise ValueError(f"bind takes a plan, made by a planner from lengths: planner([...]); got {plan!r}")
+    if telemetry is not None and not hasattr(telemetry, "binding"):
+        raise ValueError(f"telemetry= is a flexcp.Telemetry(...) or None; got {telemetry!r}")
+    if arena is not None and not isinstance(arena, Arena):
+        raise ValueError(f"arena= is that of an earlier step, step.arena, or None; got {arena!r}")
+
+
+def _bound(
+    plan: Plan,
+    group: dist.ProcessGroup | DeviceMesh | None,
+    limit: timedelta,
+    calls: CallSettings,
+    progress: Progress | None,
+) -> Step:
+    if group is None:
+        if plan.ranks != 1:
+            raise ValueError(
+                f"the plan is for {plan.ranks} ranks: bind it to a process group or a DeviceMesh axis of that size"
+            )
+        return Step(Passes(plan, 0, None, limit, settings=calls))
+    ranks = process_group(group, "bind")
+    size = dist.get_world_size(ranks)
+    mistake = None
+    if size != plan.ranks:
+        mistake = (
+            f"the plan is for {plan.ranks} ranks but the group has {size}; plan for a cluster of {size}, or bind to the group, or the axis "
+            f"of a DeviceMesh, of the {plan.ranks} ranks that share the batch"
+        )
+    rank, number = dist.get_rank(ranks), 0
+    if size > 1:
+        number = agree(plan.hash, ranks, limit, mistake, calls)
+        if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(ranks)):
+            # NCCL's first call of a group needs all its ranks, which the first exchange of a plan may not have.
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=ranks)
+            connect(plan.peers(rank), ranks, torch.device("cuda"), progress)
+    elif mistake:
+        raise ValueError(mistake)
+    return Step(Passes(plan, rank, ranks if size > 1 else None, limit, number, calls))

@@ -1,0 +1,85 @@
+"""Plan agreement: all ranks of a group hold the same plan, or all of them raise.
+
+Once per bind, through the group's store and off the device. The n-th bind of every rank meets under the same key: the first rank there
+leaves its hash, later ones compare, a rank that differs says so at once to everybody, and the last one lets all go on. Keys are deleted by
+whoever leaves last. Nothing is remembered in this process; the count of binds lives in the store. A store that no longer answers, because
+the process that keeps it stands still, is an error within the same time limit.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from flexcp.executor.exchange.failure_notes import through_store
+from flexcp.executor.exchange.rank_calls import WHOLE_STAGES, CallSettings
+
+
+def agree(
+    digest: str,
+    group: dist.ProcessGroup,
+    timeout: timedelta,
+    mistake: str | None = None,
+    calls: CallSettings = WHOLE_STAGES,
+) -> int:
+    """The number of this bind, when every rank of ``group`` called this with the same plan and settings; raises within ``timeout`` else.
+
+    A rank that already knows of a ``mistake`` raises it as ValueError, and the others hear of it instead of waiting.
+    """
+    return through_store(timeout, lambda: _meet(digest, group, timeout, mistake, calls))
+
+
+def same_as_first(name: str, digest: str, group: dist.ProcessGroup, timeout: timedelta) -> bool:
+    """Whether ``digest`` is what the first rank of ``group`` to ask under this ``name`` gave. Waits for nobody."""
+    key = f"flexcp/same/{name}"
+    return through_store(timeout, lambda: group.get_group_store().compare_set(key, "", digest).decode() == digest)
+
+
+def _meet(digest: str, group: dist.ProcessGroup, timeout: timedelta, mistake: str | None, calls: CallSettings) -> int:
+    store = group.get_group_store()
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    number = int(store.add(f"flexcp/binds/{rank}", 1))
+    key = f"flexcp/bind/{number}"
+    if mistake:
+        store.set(f"{key}/verdict", f"rank {rank} cannot bind: {mistake}")
+        raise ValueError(mistake)
+    mine = f"{digest} {calls.rounds_per_call} {calls.chunk_bytes}"
+    first = store.compare_set(f"{key}/first", "", f"{rank}:{mine}").decode()
+    other, _, theirs = first.partition(":")
+    if theirs != mine:
+        verdict = _disagreement(number, rank, mine, other, theirs)
+        store.set(f"{key}/verdict", verdict)
+        raise RuntimeError(verdict)
+    if store.add(f"{key}/count", 1) == size:
+        store.set(f"{key}/verdict", "same")
+    try:
+        store.wait([f"{key}/verdict"], timeout)
+    except dist.DistStoreError as error:
+        there = [r for r in range(size) if store.add(f"flexcp/binds/{r}", 0) >= number]
+        missing = sorted(set(range(size)) - set(there))
+        raise RuntimeError(
+            f"only {len(there)} of {size} ranks came to bind number {number} within {timeout.total_seconds():g} s, without "
+            f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}; a rank died, stalled, or skipped this step"
+        ) from error
+    verdict = store.get(f"{key}/verdict").decode()
+    if verdict != "same":
+        raise RuntimeError(verdict)
+    if store.add(f"{key}/left", 1) == size:
+        for name in ("first", "count", "verdict", "left"):
+            store.delete_key(f"{key}/{name}")
+    return number
+
+
+def _disagreement(number: int, rank: int, mine: str, other: str, theirs: str) -> str:
+    mine, _, my_calls = mine.partition(" ")
+    theirs, _, their_calls = theirs.partition(" ")
+    if mine == theirs:
+        return (
+            f"ranks disagree on the calls of bind number {number}: rank {rank} has rounds_per_call and chunk_bytes {my_calls}, rank "
+            f"{other} has {their_calls}; bind with the same on every rank"
+        )
+    return (
+        f"ranks disagree on the plan of bind number {number}: rank {rank} has {mine[:12]}, rank {other} has {theirs[:12]}; "
+        "plan from the same lengths, masks, cluster and flexcp version on every rank"
+    )

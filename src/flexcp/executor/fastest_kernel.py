@@ -1,0 +1,104 @@
+"""Fastest kernel: the choice of a kernel by measurement, for those who want to know rather than to trust :mod:`choose`.
+
+    print(flexcp.fastest_kernel("cuda", torch.bfloat16, heads=32, kv_heads=8, head_dim=128))
+
+Times every kernel that can run such tensors on this device, forward and backward, over one causal document or slices of yours, and names
+the fastest with everybody's times. Run it once for a model and pass the name as ``kernel=``; nothing measures by itself during training.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from flexcp.executor.kernels import HOMES, Ints, Settings, find_kernel
+from flexcp.executor.kernels.choose import Choice, why_not
+from flexcp.executor.kernels.sinks_and_delta import OutputGradient
+from flexcp.executor.run.message_layout import types_of
+from flexcp.executor.run.one_device import local_backward, local_forward
+from flexcp.executor.run.prepared import covers
+from flexcp.masks import K1, Q1, causal
+
+SLOW = ("cpu", "reference")
+"""Not tried on a GPU: plain torch that is there to be right."""
+
+
+def fastest_kernel(
+    device: torch.device | str,
+    dtype: torch.dtype,
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    v_head_dim: int | None = None,
+    slices: Ints | None = None,
+    repeats: int = 10,
+) -> Choice:
+    """The kernel with the least time forward and backward together; ``slices`` are rows of six integers (a causal 8,192 without)."""
+    times = kernel_times(
+        device,
+        dtype,
+        heads,
+        kv_heads,
+        head_dim,
+        v_head_dim or head_dim,
+        causal().slices(8192) if slices is None else slices,
+        repeats,
+    )
+    best = min(times, key=lambda name: sum(times[name]))
+    told = ", ".join(f"{name} {a:.3g} + {b:.3g} ms" for name, (a, b) in times.items())
+    return Choice(best, f"measured fastest on {torch.device(device)}: {told}")
+
+
+def kernel_times(
+    device: torch.device | str,
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    v_head_dim: int,
+    slices: Ints,
+    repeats: int,
+) -> dict[str, tuple[float, float]]:
+    """Median milliseconds (forward, backward) of every kernel that can run this."""
+    device = torch.device(device)
+    sizes = (heads, kv_heads, head_dim, v_head_dim)
+    queries, keys = int(slices[:, Q1].max()), int(slices[:, K1].max())
+    q, k = (torch.randn(n, h, head_dim, device=device, dtype=dtype) for n, h in ((queries, heads), (keys, kv_heads)))
+    v, do = (torch.randn(n, h, v_head_dim, device=device, dtype=dtype) for n, h in ((keys, kv_heads), (queries, heads)))
+    types, settings, whole = types_of(q), Settings(head_dim**-0.5), covers(slices, queries)
+    found = {}
+    for name in HOMES:
+        if (device.type == "cuda" and name in SLOW) or why_not(name, device, dtype, head_dim, v_head_dim):
+            continue
+        kernel = find_kernel(name)
+        work = kernel.prepare(np.ascontiguousarray(slices), *sizes, device)
+        out, lse = local_forward(kernel, work, whole, types, settings, q, k, v, rounded=True)
+        inputs = (q, k, v, lse, OutputGradient(do, out, None, lse.dtype))
+        forward = partial(local_forward, kernel, work, whole, types, settings, q, k, v, rounded=True)
+        backward = partial(local_backward, kernel, work, whole, types, settings, *inputs)
+        found[name] = (_median(forward, device, repeats), _median(backward, device, repeats))
+    return found
+
+
+def _median(call: Any, device: torch.device, repeats: int) -> float:
+    """Milliseconds of a call, after one to warm up."""
+    call()
+    times = []
+    for _ in range(repeats):
+        _settle(device)
+        begin = time.perf_counter()
+        call()
+        _settle(device)
+        times.append(time.perf_counter() - begin)
+    return 1e3 * statistics.median(times)
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,81 @@
+"""Lists for FlashAttention-4: *simple* ones, which it runs in one call, and whether it is the faster kernel for them. Integers only.
+
+A list is simple where its slices are whole documents one behind the other, in rows and in keys, all causal, all full, or all under one
+window. What a kernel takes for it is counted in blocks and tiles, at prices fitted to both kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp import masks
+from flexcp.masks import HI, K0, K1, LO, Q0, Q1
+
+Ints = NDArray[np.int64]
+BLOCK = 128
+OWN_PRICES = ((1.0, 3.0, 0.0), (1.0, 6.0, 0.0))
+ONE_DOCUMENT_PRICES = ((0.955, 3.0, 0.0), (0.905, 7.1, 2700.0))
+DOCUMENTS_PRICES = ((0.97, 4.3, 0.0), (0.93, 7.4, 2700.0))
+"""Of the CuTe kernel, and of FlashAttention-4 on one document and on several; forward and backward: a block of 128 queries and keys of one
+head, what a tile of 128 queries costs besides, and what a call costs, in blocks of the CuTe kernel. Set by hand so that they
+give the ratios of eight workloads on an H200."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """A simple list: documents by their borders in rows and keys, and the window they share (None: no limit on that side)."""
+
+    rows_at: Ints
+    keys_at: Ints
+    left: int | None
+    right: int | None
+
+    @property
+    def window(self) -> dict[str, Any]:
+        """The mask as FlashAttention-4 takes it."""
+        if self.left is None and self.right == 0:
+            return {"causal": True}
+        return {"causal": False, "window_size_left": self.left, "window_size_right": self.right}
+
+
+def form_of(slices: Ints) -> Form | None:
+    """The list as one call of FlashAttention-4, or None.
+
+    Its windows count from the diagonal through a document's last row and last key.
+    """
+    slices = masks.trim(slices.reshape(-1, 6))
+    slices = slices[~masks.is_empty(slices)]
+    slices = slices[np.argsort(slices[:, Q0], kind="stable")]
+    if not len(slices) or slices[0, Q0] or slices[0, K0]:
+        return None
+    if (slices[1:, [Q0, K0]] != slices[:-1, [Q1, K1]]).any():
+        return None
+    diagonal = slices[:, K1] - slices[:, Q1]
+    # What a side must reach for its limit to cut nothing.
+    sides = (
+        (diagonal - slices[:, LO], diagonal - (slices[:, K0] - (slices[:, Q1] - 1))),
+        (slices[:, HI] - diagonal, (slices[:, K1] - 1 - slices[:, Q0]) - diagonal),
+    )
+    limits: list[int | None] = []
+    for limit, reach in sides:
+        cut = limit < reach
+        found = np.unique(limit[cut])
+        if len(found) > 1 or (len(found) and ((found[0] < 0) or (reach[~cut] > found[0]).any())):
+            return None
+        limits.append(int(found[0]) if len(found) else None)
+    rows_at, keys_at = (np.append(slices[:, a], slices[-1, b]) for a, b in ((Q0, Q1), (K0, K1)))
+    return Form(rows_at, keys_at, *limits)
+
+
+def cheaper(form: Form, pairs: int, heads: int) -> tuple[bool, bool]:
+    """Whether FlashAttention-4 runs such a list in less time than the CuTe kernel: forward, backward."""
+    counts = np.array([pairs / BLOCK**2 * heads, (-(-np.diff(form.rows_at) // BLOCK)).sum() * heads, 1.0])
+    theirs = ONE_DOCUMENT_PRICES if len(form.rows_at) == 2 else DOCUMENTS_PRICES
+    forward, backward = (
+        bool(counts @ np.array(a) < counts @ np.array(b)) for a, b in zip(theirs, OWN_PRICES, strict=True)
+    )
+    return forward, backward

@@ -1,0 +1,215 @@
+"""Local rows: per-token tensors between the stream and the ranks, and the loss that goes with them.
+
+``local_stream`` is the coordinate everything here hangs on: the stream token of each local row, in local order, for any rank, computed
+from the plan alone. So each side of a move knows what the other sends without asking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flexcp.arrays.intervals import spread
+from flexcp.batch import Batch
+from flexcp.executor.exchange.collectives import Collectives
+from flexcp.executor.kernels import uploaded
+from flexcp.plan.placement import Placement
+from flexcp.plan.positions import refuse_branches
+
+Ints = NDArray[np.int64]
+
+
+def local_stream(placement: Placement, rank: int) -> Ints:
+    """The stream token of each of a rank's rows, in local order; pads lie beyond the batch's tokens."""
+    runs = placement.runs.take(placement.runs.rank == rank)
+    index, within = spread(runs.stop - runs.start)
+    return runs.start[index] + within
+
+
+def shard(full: Tensor, indices: Tensor, tokens: int, pad: float | int) -> Tensor:
+    """Rows ``indices`` of a stream tensor; -1 gives ``pad``."""
+    if len(full) != tokens:
+        raise ValueError(f"the plan's batch has {tokens} tokens, but the tensor to shard has {len(full)} rows")
+    local = full[uploaded(indices.clamp(min=0).numpy(), full.device)]
+    missing = indices < 0
+    return _filled(local, missing.numpy(), pad) if bool(missing.any()) else local
+
+
+def gather(local: Tensor, placement: Placement, collectives: Collectives) -> Tensor:
+    """All ranks' rows in stream order, without pads, on every rank."""
+    everyone: Tensor = _AllGather.apply(local, placement.tokens.tolist(), collectives)
+    source = np.concatenate([local_stream(placement, r) for r in range(placement.ranks)])
+    order = np.argsort(source, kind="stable")[: placement.batch.tokens]
+    return everyone[uploaded(order, local.device)]
+
+
+def roll(local: Tensor, placement: Placement, collectives: Collectives, shift: int, fill: float | int) -> Tensor:
+    """Row t of the result is row ``t - shift`` of the stream where that is the same document, else ``fill``."""
+    batch = placement.batch
+    wanted = []
+    for r in range(placement.ranks):
+        index = local_stream(placement, r)
+        source = index - shift
+        inside = (index < batch.tokens) & (source >= 0) & (source < batch.tokens)
+        safe, at = np.clip(source, 0, batch.tokens - 1), np.minimum(index, batch.tokens - 1)
+        inside &= batch.document_of(safe) == batch.document_of(at)
+        wanted.append(np.where(inside, source, -1))
+    here = [local_stream(placement, r) for r in range(placement.ranks)]
+    rows_by_peer, mine = _rows_by_peer(here, placement.stream, wanted, collectives.rank), wanted[collectives.rank]
+    return _filled(_Fetch.apply(local, rows_by_peer, len(mine), collectives, "step.roll"), mine < 0, fill)
+
+
+def relayout(
+    local: Tensor,
+    placement: Placement,
+    collectives: Collectives,
+    maps: Sequence[Ints],
+    back: bool,
+    place: str = "step.relayout",
+) -> Tensor:
+    """Rows of the plan's layout moved to that of ``maps`` (stream tokens of every rank in order); or ``back``, pads zero."""
+    here = [local_stream(placement, r) for r in range(placement.ranks)]
+    there = [np.asarray(index, np.int64) for index in maps]
+    source, wanted = (there, here) if back else (here, there)
+    wanted = [np.where(index < placement.batch.tokens, index, -1) for index in wanted]
+    rows_by_peer = _rows_by_peer(source, placement.stream, wanted, collectives.rank)
+    found: Tensor = _Fetch.apply(local, rows_by_peer, len(wanted[collectives.rank]), collectives, place)
+    return found
+
+
+def _filled(x: Tensor, rows: NDArray[np.bool_], value: float | int) -> Tensor:
+    """``x`` with the marked rows set to ``value``."""
+    marked = uploaded(rows, x.device).view((-1,) + (1,) * (x.dim() - 1))
+    return torch.where(marked, torch.full((), value, dtype=x.dtype, device=x.device), x)
+
+
+def next_tokens(tokens: Tensor, batch: Batch, ignore: int) -> Tensor:
+    """Labels of the whole stream, int64: each token's successor in its document, ``ignore`` at the documents' ends."""
+    if len(tokens) != batch.tokens:
+        raise ValueError(
+            f"the plan's batch has {batch.tokens} tokens, but {len(tokens)} rows of token ids were given (shape {tuple(tokens.shape)}): "
+            "pass the ids of the whole batch, its documents end to end, one number a token"
+        )
+    refuse_branches(batch, "next-token labels know")
+    # Bytes, in which small vocabularies are kept, would have no room for ``ignore``.
+    labels = torch.roll(tokens.to(torch.int64), -1, 0)
+    labels.index_fill_(0, uploaded(batch.starts[1:] - 1, tokens.device), ignore)
+    return labels
+
+
+def token_mean_loss(logits: Tensor, labels: Tensor, collectives: Collectives, ignore: int) -> Tensor:
+    """Sum of this rank's cross entropies / valid labels on all ranks; a sum over none depends on ``logits`` too."""
+    wide = logits.float() if logits.dtype.itemsize < 4 else logits
+    try:
+        total = torch.nn.functional.cross_entropy(wide, labels, ignore_index=ignore, reduction="sum")
+    except IndexError as error:
+        with collectives.checking("step.loss"):
+            raise ValueError(_wrong_label(labels, logits.shape[1], ignore)) from error
+    return mean_over_ranks(total, (labels != ignore).sum(), collectives, "step.loss")
+
+
+def check_logits(logits: Tensor, labels: Tensor, tokens: int) -> None:
+    """Raise for what is no ``[tokens, vocabulary]`` of logits and ``[tokens]`` of labels."""
+    wanted = {"logits": (logits, 2, f"({tokens}, vocabulary)"), "labels": (labels, 1, f"({tokens},)")}
+    for name, (x, dims, shape) in wanted.items():
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} is a tensor of this rank's {tokens} rows, of shape {shape}; got {x!r}")
+        if x.dim() != dims:
+            way = f"; pass {name}[0]" if x.dim() == dims + 1 and len(x) == 1 else ""
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, but step.loss expects {shape}, this rank's rows{way}")
+    if not logits.is_floating_point():
+        raise ValueError(f"logits are {logits.dtype}; a cross entropy is of floating point numbers")
+    if labels.dtype not in (torch.int64, torch.uint8):
+        raise ValueError(f"labels are {labels.dtype}; token ids are torch.int64: pass labels.long()")
+    if len(logits) == tokens != len(labels):
+        raise ValueError(f"{len(labels)} labels for {len(logits)} rows of logits; take them by step.labels(tokens)")
+
+
+def _wrong_label(labels: Tensor, vocabulary: int, ignore: int) -> str:
+    outside = ((labels < 0) | (labels >= vocabulary)) & (labels != ignore)
+    row = int(outside.nonzero()[0])
+    label = int(labels[row])
+    way = f"; where {label} marks rows without a label pass ignore={label}" if label < 0 else ""
+    return (
+        f"the label of row {row} is {label}, outside of the vocabulary 0..{vocabulary - 1} and not ignore={ignore}{way}"
+    )
+
+
+def mean_over_ranks(total: Tensor, count: Tensor, collectives: Collectives, place: str) -> Tensor:
+    """This rank's share of a mean over all ranks: its sum / what all of them count, at least 1."""
+    return total / collectives.summed(place, count).clamp(min=1)
+
+
+SentAndReceived = list[tuple[Tensor, Tensor]]
+
+
+def _rows_by_peer(source: list[Ints], stream: int, wanted: list[Ints], rank: int) -> SentAndReceived:
+    """For each peer: (local rows this rank sends it, local rows of the result that come from it). ``source`` says who holds what."""
+    owner = np.full(stream, -1)
+    place = np.empty(stream, np.int64)
+    for r, index in enumerate(source):
+        owner[index], place[index] = r, np.arange(len(index))
+    rows_by_peer = []
+    mine = wanted[rank]
+    for peer in range(len(source)):
+        theirs = wanted[peer][wanted[peer] >= 0]
+        sent = place[theirs[owner[theirs] == rank]]
+        got = np.flatnonzero((mine >= 0) & (owner[np.maximum(mine, 0)] == peer))
+        rows_by_peer.append((torch.from_numpy(sent), torch.from_numpy(got)))
+    return rows_by_peer
+
+
+class _Fetch(torch.autograd.Function):
+    """Rows from wherever they are; backward sends gradients back and adds them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: Tensor, rows_by_peer: SentAndReceived, rows: int, collectives: Collectives, place: str
+    ) -> Tensor:
+        ctx.rows_by_peer, ctx.collectives, ctx.place, ctx.rows = rows_by_peer, collectives, place, len(local)
+        return _exchange_rows(local, rows_by_peer, rows, collectives, place)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        back = [(got, sent) for sent, got in ctx.rows_by_peer]
+        place = f"the backward of {ctx.place}"
+        return _exchange_rows(grads[0], back, ctx.rows, ctx.collectives, place), None, None, None, None
+
+
+def _exchange_rows(
+    local: Tensor, rows_by_peer: SentAndReceived, rows: int, collectives: Collectives, place: str
+) -> Tensor:
+    """Rows sent and received by ``rows_by_peer``; received rows are added where they belong."""
+    out = local.new_zeros((rows, *local.shape[1:]))
+    on_device = [[uploaded(rows.numpy(), local.device) for rows in pair] for pair in rows_by_peer]
+    sends = {peer: local[on_device[peer][0]].contiguous() for peer in collectives.others}
+    arriving = {peer: local.new_empty((len(on_device[peer][1]), *local.shape[1:])) for peer in collectives.others}
+    collectives.exchange(place, sends, arriving)
+    for peer, (sent, got) in enumerate(on_device):
+        out.index_add_(0, got, local[sent] if peer == collectives.rank else arriving[peer])
+    return out
+
+
+class _AllGather(torch.autograd.Function):
+    """Rows of all ranks, rank after rank; backward sums the gradients of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, counts: list[int], collectives: Collectives) -> Tensor:
+        ctx.counts, ctx.collectives = counts, collectives
+        if collectives.size == 1:
+            return local.clone()
+        padded = local.new_zeros((max(counts), *local.shape[1:]))
+        padded[: len(local)] = local.detach()
+        parts = collectives.gathered("step.gather", padded)
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        grad = ctx.collectives.summed("the backward of step.gather", grads[0].contiguous())
+        before = sum(ctx.counts[: ctx.collectives.rank])
+        return grad[before : before + ctx.counts[ctx.collectives.rank]], None, None

@@ -1,0 +1,218 @@
+"""The attention and mask functions that :mod:`flexcp.frameworks.huggingface` registers with Transformers.
+
+What cannot be honoured raises: dropout, padding, 4-D masks, bidirectional and chunked layers, biases, KV caches from earlier calls,
+weights as output, keywords nobody here knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flexcp.executor.attention import attention
+from flexcp.executor.slice_attention import slice_attention
+from flexcp.executor.step import Step, check_bound
+from flexcp.frameworks.shared_batch import lengths_of
+from flexcp.masks import causal, window
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+ELSEWHERE = frozenset({
+    "num_items_in_batch", "output_hidden_states", "output_router_logits", "max_length_q", "max_length_k", "seq_idx", "use_cache",
+    "past_key_values", "past_key_value", "cache_position", "position_embeddings", "labels", "shift_labels", "return_dict",
+    "gradients",
+})  # fmt: skip
+"""Keywords that reach attention functions and mean something to other parts of a model."""
+
+
+def flexcp_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    step: Step | Literal["alone"] | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """What Transformers calls in every layer: ``[B, H, S, D]`` in, ``[B, S, H, D]`` out, and no weights."""
+    _refuse(module, query, key, attention_mask, dropout, is_causal, others)
+    query, key, value = (_autocast(x) for x in (query, key, value))
+    # A parameter kept in float32 under autocast joins the activations here, as in the model's own attention.
+    sinks = None if s_aux is None else s_aux.to(query.dtype)
+    # Views whose backward is a view too: one taken by x[0] would fill zeros and copy the gradient into them.
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    if step is None or step == "alone":
+        _refuse_alone(step)
+        lengths = _lengths(query, position_ids, cu_seq_lens_q, cu_seq_lens_k)
+        mask = window(sliding_window - 1) if sliding_window else causal()
+        out = slice_attention(q, k, v, mask, lengths, scale=scaling, softcap=softcap, sinks=sinks)
+        assert isinstance(out, Tensor)
+        return out.unflatten(0, (query.shape[0], query.shape[2])), None
+    check_bound(step)
+    if query.shape[0] != 1:
+        raise ValueError(
+            f"under a step a rank's tokens are one row: shape [1, tokens], but the model got {query.shape[0]} rows of {query.shape[2]}; "
+            "lay the documents end to end"
+        )
+    _check_documents(step, query, position_ids, cu_seq_lens_q)
+    if query.shape[2] == 1 and step.local_tokens == 0:
+        q, k, v = q[:0], k[:0], v[:0]
+    out = attention(q, k, v, step, window=sliding_window or 0, scale=scaling, softcap=softcap, sinks=sinks)
+    assert isinstance(out, Tensor)
+    if query.shape[2] == 1 and step.local_tokens == 0:
+        out = nn.functional.pad(out, (0, 0, 0, 0, 0, 1))
+    return out[None], None
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """``x`` in autocast's dtype where that is on: RoPE in float32 leaves queries and keys in another dtype than values."""
+    kind = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
+
+
+def flexcp_mask(
+    attention_mask: Tensor | None = None,
+    mask_function: Any = None,
+    use_vmap: bool = False,
+    local_size: int | None = None,
+    config: PreTrainedConfig | None = None,
+    **others: Any,
+) -> None:
+    """What Transformers calls for a model's mask. There is none to build: the plan has it, and what it cannot have is refused."""
+    if use_vmap or (not torch.compiler.is_compiling() and not _is_plain(mask_function)):
+        raise NotImplementedError(
+            f"this model adds a mask function of its own ({_name(mask_function)}) to causal and window masks, which flexcp would ignore; "
+            "plan such a mask with masks={...} and call flexcp.attention in the layers themselves"
+        )
+    if local_size is not None and local_size == getattr(config, "attention_chunk_size", None):
+        raise NotImplementedError(f"chunked attention (attention_chunk_size={local_size}) is not supported")
+    refuse_padding(attention_mask)
+
+
+def refuse_padding(attention_mask: Tensor | None) -> None:
+    """Raise for a mask that hides tokens; one that hides none says nothing."""
+    if attention_mask is not None and (torch.compiler.is_compiling() or not bool(attention_mask.all())):
+        raise NotImplementedError(
+            "a padding mask is not supported: lay the documents end to end without padding and drop attention_mask"
+        )
+
+
+PLAIN = (
+    "causal_mask_function",
+    "sliding_window_overlay.<locals>.inner_mask",
+    "packed_sequence_mask_function.<locals>.inner_mask",
+)
+"""Mask functions that say nothing but causal, window and the borders of documents."""
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__qualname__", function))
+
+
+def _is_plain(function: Any) -> bool:
+    """Whether a mask function is made of :data:`PLAIN` ones by intersection alone."""
+    if function is None or _name(function) in PLAIN:
+        return True
+    if _name(function) != "and_masks.<locals>.and_mask":
+        return False
+    return all(_is_plain(part) for cell in function.__closure__ for part in cell.cell_contents)
+
+
+def _refuse(
+    module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, dropout: float, is_causal: bool | None, others: Mapping[str, Any]
+) -> None:  # fmt: skip
+    if dropout:
+        raise NotImplementedError(
+            f"attention dropout is not supported (got {dropout}); set attention_dropout=0 in the config"
+        )
+    if mask is not None:
+        raise NotImplementedError(
+            f"a mask tensor of shape {tuple(mask.shape)} is not supported; plan with masks=... and drop attention_mask"
+        )
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise NotImplementedError(f"{type(module).__name__} is bidirectional (is_causal=False), which is not supported")
+    if query.shape[2] != key.shape[2]:
+        raise NotImplementedError(
+            f"{query.shape[2]} queries against {key.shape[2]} keys: a KV cache from an earlier call is not supported; "
+            "generate with another attn_implementation"
+        )
+    refuse_ignored(module, others)
+
+
+def refuse_ignored(module: nn.Module, others: Mapping[str, Any]) -> None:
+    """Raise for a keyword of attention that nobody here knows and that is not for :data:`ELSEWHERE`."""
+    for name, value in others.items():
+        if name not in ELSEWHERE and value is not None and value is not False:
+            raise NotImplementedError(
+                f"{type(module).__name__} passes {name}=... to attention, which flexcp would ignore"
+            )
+
+
+def _refuse_alone(step: str | None) -> None:
+    if step is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            f"no step was given to the model on {dist.get_world_size()} ranks: call model(..., step=flexcp.bind(plan, group)), or "
+            "model(..., step='alone') when every rank attends to its own documents only. To generate, turn flexcp off before: "
+            "model.set_attn_implementation('sdpa')"
+        )
+
+
+def _lengths(query: Tensor, position_ids: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None) -> list[int]:
+    """Documents of this process, row after row."""
+    if torch.compiler.is_compiling():
+        raise ValueError("under torch.compile give the model a step, on one process too: step=flexcp.bind(plan)")
+    rows, tokens = query.shape[0], query.shape[2]
+    if (cu_q is None) != (cu_k is None) or (cu_q is not None and cu_k is not None and not torch.equal(cu_q, cu_k)):
+        raise NotImplementedError(f"cu_seq_lens_q and cu_seq_lens_k must be the same; got {cu_q} and {cu_k}")
+    if cu_q is not None:
+        return [n for n in cu_q.diff().tolist() if n]
+    if position_ids is None or position_ids.dim() != 2:
+        return [tokens] * rows
+    return lengths_of(position_ids.expand(rows, -1))
+
+
+def _check_documents(step: Step, query: Tensor, position_ids: Tensor | None, cu_seq_lens: Tensor | None) -> None:
+    """Refuse borders that are not the plan's, and positions nobody gave; once a step, and never inside a graph."""
+    if torch.compiler.is_compiling():
+        if cu_seq_lens is not None:
+            raise ValueError(
+                "the step says where documents end; under torch.compile drop cu_seq_lens_q and cu_seq_lens_k"
+            )
+        return
+    if step.calls:
+        return
+    starts = step.plan.batch.starts
+    if cu_seq_lens is not None and cu_seq_lens.tolist() != starts.tolist():
+        raise ValueError(
+            f"cu_seq_lens_q {cu_seq_lens.tolist()} is not the batch of the step's plan, {starts.tolist()}; drop it, or plan these lengths"
+        )
+    refuse_counted(position_ids, step)
+
+
+def refuse_counted(position_ids: Tensor | None, step: Step) -> None:
+    """Raise for positions that a model or its caller made by counting this rank's rows."""
+    tokens = step.local_tokens
+    if position_ids is None or position_ids.shape[-1] != tokens:
+        return
+    counted = torch.arange(tokens)
+    given = position_ids.reshape(-1)[-tokens:].cpu()
+    if torch.equal(given, counted) and not torch.equal(step.positions, counted):
+        raise ValueError(
+            "position_ids count this rank's rows, not the documents' tokens: pass position_ids=step.positions[None], which RoPE needs"
+        )

@@ -1,0 +1,160 @@
+"""Hooks around the forward of a Hugging Face model: a step that is not used, a loss that is divided wrongly, positions nobody gave.
+
+:func:`check_forwards` is for models turned on by :mod:`flexcp.frameworks.huggingface`, :func:`check_use` for those whose keywords somebody
+else looks after.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flexcp.executor.averaging import Gradients, share_factor
+from flexcp.executor.step import Step
+from flexcp.frameworks import fsdp, not_used
+from flexcp.frameworks.huggingface_attention import refuse_counted
+from flexcp.masks import full
+
+_CALLS = "_flexcp_calls"
+
+
+def check_forwards(model: nn.Module) -> None:
+    """Refuse wrong keywords beside a step from now on, fill in what the step knows, and :func:`check_use`. Once is enough."""
+    if _refuse_wrong_use in model._forward_pre_hooks.values():
+        return
+    model.register_forward_pre_hook(_refuse_wrong_use, with_kwargs=True)
+    model.register_forward_pre_hook(_with_count, with_kwargs=True)
+    model.register_forward_pre_hook(_with_positions, with_kwargs=True)
+    check_use(model)
+
+
+def check_use(model: nn.Module) -> None:
+    """Raise from now on whenever ``model`` is given a step and no attention inside it uses it, or a loss whose gradients come out wrong."""
+    model.register_forward_pre_hook(_note_calls, with_kwargs=True)
+    model.register_forward_hook(_check_calls, with_kwargs=True)
+
+
+class ValidLabels:
+    """The number a model's loss is divided by. Dividing by it raises where no attention ran under the step, or gradients come out wrong.
+
+    A model that was not turned on takes a step among its keywords and drops it; its loss is the first thing that can tell. One that was
+    turned on gets the plain number, and is checked after its forward.
+    """
+
+    def __init__(self, count: float | Tensor, step: Step, gradients: Gradients) -> None:
+        self.count, self.step, self.gradients = count, step, gradients
+
+    def __rtruediv__(self, total: Tensor) -> Tensor:
+        if not self.step.calls:
+            raise RuntimeError(not_used(self.step))
+        if total.requires_grad:
+            self.step.check_reduction(self.gradients)
+        return total / self.count
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self.count == other)
+
+    def __hash__(self) -> int:
+        return hash(self.count)
+
+    def __repr__(self) -> str:
+        return f"{self.count} labels"
+
+
+def _refuse_wrong_use(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    """Raise for rows of another shape, labels that the model would shift over this rank's rows or divide by something else, and a mask
+    that shows a causal model what it predicts."""
+    step = keywords.get("step")
+    if not isinstance(step, Step) or torch.compiler.is_compiling():
+        return
+    ids = arguments[0] if arguments else keywords.get("input_ids")
+    if isinstance(ids, Tensor) and ids.dim() == 1:
+        raise ValueError(f"input_ids has shape {tuple(ids.shape)}, but a model takes [1, tokens]: pass input_ids[None]")
+    if keywords.get("labels") is not None and keywords.get("shift_labels") is None:
+        raise ValueError(
+            "labels beside a step would be shifted over this rank's rows, across documents, and averaged over this rank alone: take the "
+            "keywords of flexcp.frameworks.huggingface.inputs(tokens, step, labels), or leave labels out and call step.loss on the logits"
+        )
+    if keywords.get("labels") is not None and "gradients" in keywords:
+        _refuse_other_count(keywords.get("num_items_in_batch"), step, keywords["gradients"])
+    if any(full() in mask.rules for mask in step.plan.batch.masks) and any(
+        getattr(part, "is_causal", False) is True for part in module.modules()
+    ):
+        raise ValueError(
+            f"{type(module).__name__} is causal, but this plan's mask is full: every token would see the one it predicts; plan with "
+            "masks=flexcp.frameworks.huggingface.masks(model.config)"
+        )
+
+
+def _refuse_other_count(count: Any, step: Step, gradients: Gradients) -> None:
+    """Raise for a number of labels that is not the one made with the labels, where that one also holds how gradients are reduced."""
+    if isinstance(count, ValidLabels) or (count is not None and share_factor(gradients, step.cp_size) == 1):
+        return
+    raise ValueError(
+        f"num_items_in_batch={count} is not what flexcp made with these labels, which under gradients={gradients!r} also holds the "
+        f"{step.cp_size} ranks: leave it as it is. To accumulate gradients, multiply each loss by the labels of its batch / those of all "
+        "batches"
+    )
+
+
+def _with_count(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """The plain number of labels."""
+    found = keywords.get("num_items_in_batch")
+    return (arguments, keywords | {"num_items_in_batch": found.count}) if isinstance(found, ValidLabels) else None
+
+
+def _with_positions(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """The step's positions in the place of none, and none that were counted."""
+    step = keywords.get("step")
+    if not isinstance(step, Step):
+        return None
+    at, given = positions_given(module, arguments, keywords)
+    if at is None:
+        return None
+    if torch.compiler.is_compiling():
+        if given is None:
+            raise ValueError("under torch.compile give the model position_ids: step.positions[None]")
+        return None
+    if given is not None:
+        refuse_counted(given, step)
+        return None
+    # A rank without a token gets a row that nobody sees.
+    found = step.positions[None] if step.local_tokens else step.positions.new_zeros(1, 1)
+    tensors = [x for x in (*arguments, *keywords.values()) if isinstance(x, Tensor)]
+    found = found.to(tensors[0].device) if tensors else found
+    if at < len(arguments):
+        return (*arguments[:at], found, *arguments[at + 1 :]), keywords
+    return arguments, keywords | {"position_ids": found}
+
+
+def positions_given(
+    module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> tuple[int | None, Any]:
+    """(Where a forward's ``position_ids`` stand among its parameters, None if it has none; what was given for them, or None)."""
+    names = list(inspect.signature(module.forward).parameters)
+    if "position_ids" not in names:
+        return None, keywords.get("position_ids")
+    at = names.index("position_ids")
+    return at, arguments[at] if at < len(arguments) else keywords.get("position_ids")
+
+
+def _note_calls(module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
+    step = keywords.get("step")
+    if isinstance(step, Step) and not torch.compiler.is_compiling():
+        setattr(module, _CALLS, step.calls)
+
+
+def _check_calls(module: nn.Module, arguments: Any, keywords: dict[str, Any], output: Any) -> None:
+    step = keywords.get("step")
+    if not isinstance(step, Step) or torch.compiler.is_compiling():
+        return
+    if step.calls == getattr(module, _CALLS):
+        raise RuntimeError(not_used(step))
+    fsdp.note_reduction(module, step)
+    loss = getattr(output, "loss", None)
+    if loss is not None and loss.requires_grad and "gradients" in keywords:
+        step.check_reduction(keywords["gradients"])

@@ -1,0 +1,131 @@
+"""Replay of dumps: the plans of a dump once more, on this machine. Which of them is bad?
+
+Every plan is read, executed symbolically, and, where it fits here, run on real processes forward and backward under each of its masks
+against dense float64 attention. Inputs are random: a dump holds plans, not data. A plan that fails its symbolic check is not run: it
+could hang. Dumps of several ranks are one story: a plan that many of them hold is replayed once, and steps in which they hold
+different plans are named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flexcp.measure.ranks import RankError, RankPool
+from flexcp.measure.verify import Options, Verdict, check_verifiable, verify_on
+from flexcp.plan.check import PlanError
+from flexcp.plan.plan import Plan
+from flexcp.telemetry.dump import Dump, find_dumps, read_dump
+
+MOST_RANKS = 16
+"""Processes that are started here for a plan; one for more ranks is only checked symbolically."""
+
+
+@dataclass
+class Replayed:
+    """A plan of a dump: where it was held, what is wrong with it, or why it was not run."""
+
+    plan: Plan
+    held: list[tuple[int, int]]
+    """(global rank, step number) of everyone who had it."""
+    problem: str = ""
+    not_run: str = ""
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    """By mask."""
+
+    @property
+    def passed(self) -> bool:
+        return not self.problem and all(v.passed for v in self.verdicts.values())
+
+
+@dataclass(frozen=True)
+class Replay:
+    """All dumps read, all plans replayed, and the steps in which ranks held different plans."""
+
+    dumps: list[Dump]
+    plans: list[Replayed]
+    disagreements: list[str]
+
+    @property
+    def passed(self) -> bool:
+        return not self.disagreements and all(p.passed for p in self.plans)
+
+
+def replay(
+    path: Path, seed: int, kernel: str | None, progress: Callable[[str], None], pool: RankPool | None = None
+) -> Replay:
+    """Replay the dump at ``path``, or all dumps of that folder; ``progress`` hears what is being done.
+
+    Runs on ``pool`` if that is large enough, else on processes of its own.
+    """
+    dumps = [read_dump(file) for file in find_dumps(path)]
+    plans: dict[str, Replayed] = {}
+    for dump in dumps:
+        for step in dump.steps:
+            found = plans.setdefault(step.plan.hash, Replayed(step.plan, []))
+            if (dump.global_rank, step.number) not in found.held:
+                found.held.append((dump.global_rank, step.number))
+    for found in plans.values():
+        progress(f"checking {found.plan!r}")
+        _check(found, kernel)
+    runnable = [p for p in plans.values() if not p.problem and not p.not_run]
+    most = max((p.plan.ranks for p in runnable), default=0)
+    if runnable:
+        with nullcontext(pool) if pool is not None and pool.size >= most else RankPool(most) as ranks:
+            for found in runnable:
+                progress(f"running {found.plan!r} on real processes")
+                _run(ranks, found, seed, kernel)
+                if found.problem:
+                    break  # its ranks may be stuck; what follows would only say so again
+    for found in runnable:
+        if not found.problem and not found.verdicts:
+            found.not_run = "a plan before it stopped the ranks"
+    return Replay(dumps, list(plans.values()), _disagreements(dumps))
+
+
+def _check(found: Replayed, kernel: str | None) -> None:
+    try:
+        found.plan.check()
+    except PlanError as error:
+        found.problem = f"symbolic execution: {error}"
+        return
+    if found.plan.ranks > MOST_RANKS:
+        found.not_run = f"it is for {found.plan.ranks} ranks, and at most {MOST_RANKS} are started here"
+        return
+    try:
+        check_verifiable(found.plan, Options(kernel=kernel))
+    except ValueError as error:
+        found.not_run = str(error)
+
+
+def _run(pool: RankPool, found: Replayed, seed: int, kernel: str | None) -> None:
+    for number, mask in enumerate(found.plan.batch.masks):
+        options = Options(seed=seed, kernel=kernel, mask=number)
+        try:
+            found.verdicts[mask.name] = pool.run(verify_on, found.plan, options, ranks=found.plan.ranks)[0]
+        except RankError as error:
+            found.problem = f"under mask {mask.name!r}: {error}"
+            return
+
+
+def _disagreements(dumps: list[Dump]) -> list[str]:
+    """Steps of one number in which ranks that were bound together hold different plans."""
+    by_step: dict[int, dict[str, list[int]]] = {}
+    for dump in dumps:
+        for step in dump.steps:
+            by_step.setdefault(step.number, {}).setdefault(step.plan.hash, []).append(dump.global_rank)
+    found = []
+    for number, holders in sorted(by_step.items()):
+        ranks = [rank for some in holders.values() for rank in some]
+        if len(holders) > 1 and _one_group(dumps, number, len(set(ranks))):
+            words = "; ".join(f"{digest[:12]} on ranks {sorted(set(some))}" for digest, some in holders.items())
+            found.append(f"step {number}: {words}")
+    return found
+
+
+def _one_group(dumps: list[Dump], number: int, ranks: int) -> bool:
+    """Whether the ranks that dumped a step fit into one group. With several groups different plans are as they should be."""
+    sizes = [step.plan.ranks for dump in dumps for step in dump.steps if step.number == number]
+    return ranks <= min(sizes)

@@ -1,0 +1,30 @@
+"""Warm-up: small plans that between them need every compiled loop with every kind of argument, so that later ones find all of them kept.
+
+What a loop is compiled for depends on how it is reached: one node or several, a free layout, a fixed one or scattered tokens, equal tokens,
+tolerances, several masks; rounds in addition to a plan. The test beside it plans at large and finds nothing left to compile.
+"""
+
+from __future__ import annotations
+
+from flexcp.clusters import cluster
+from flexcp.masks import causal, causal_blockwise, window
+from flexcp.plan.rounds import plan_rounds
+from flexcp.planner import Planner
+
+LENGTHS = [3000, 700, 40, 1]
+
+
+def warm() -> None:
+    """Plan, and forget the plans."""
+    for nodes in (1, 2):
+        where = cluster("h100", nodes, 2)
+        planner = Planner(4, 2, 32, cluster=where, strategy="blocks", compute_tolerance=0.05, token_tolerance=0.05)
+        plan = planner(LENGTHS)
+        for program in plan.programs[0]:
+            plan_rounds(program, plan.shape, where)
+        planner = Planner(4, 2, 32, cluster=where, strategy="blocks")
+        planner(LENGTHS, causal_blockwise(64, 2))
+        planner(LENGTHS, masks={"near": (window(100, 0), 3), "all": (causal(), 1)})
+        planner(LENGTHS, tokens="equal")
+        planner(LENGTHS, layout="zigzag")
+        planner(LENGTHS, layout=[list(range(r, sum(LENGTHS), where.ranks)) for r in range(where.ranks)])

@@ -1,0 +1,374 @@
+"""Loops of packing: peel, deal and repair, compiled. ``pack.py`` says what the steps mean; this file is how they run fast."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flexcp.arrays.compiled_sort import stable_order
+from flexcp.arrays.jit import compiled, compiled_leaf
+from flexcp.planners.blocks.compiled_climb import climb
+from flexcp.planners.blocks.compiled_shared import (
+    BIN,
+    DOC,
+    HI,
+    HUGE,
+    LO,
+    LOAD,
+    MILLION,
+    bin_cost,
+    chains,
+    cost_change,
+    fetched,
+    head_within,
+    load_of,
+    most_slices,
+    tail_within,
+    total_cost,
+    write_item,
+)
+
+
+@compiled_leaf
+def snapped(cut, lo, hi, slices, s0, s1):
+    """A cut moved to where a slice begins a little later, if one does: rows before it are then of no use to rows behind it."""
+    reach = cut + (hi - cut) // 4
+    best = cut
+    for s in range(s0, s1):
+        if cut < slices[s, 0] <= reach and slices[s, 2] > lo:
+            best = slices[s, 0]
+    return best
+
+
+@compiled_leaf
+def violation(load, rows, cap_load, cap_rows, mean_load, mean_rows):
+    """How far a bin is over its limits, in millionths of the mean, linear plus ten times quadratic."""
+    found = 0
+    if load > cap_load:  # rarely: divisions are dear
+        x = min((load - cap_load) * MILLION // mean_load, 1 << 28)
+        found += x + x * x // 100_000
+    if rows > cap_rows:
+        y = min((rows - cap_rows) * MILLION // mean_rows, 1 << 28)
+        found += y + y * y // 100_000
+    return found
+
+
+@compiled
+def peel(items, n, bins, ruler, aim_load, cap_rows, reads, fill):
+    """Open bins for the tails of items that exceed one; returns the item count.
+
+    A tail bin is filled up to its share of rows with the lightest whole items, then with the first rows of the item itself:
+    dense late rows and light early ones together meet both limits, and the early rows are keys the tail needs anyway.
+    """
+    grain = ruler.grain
+    opened, lightest = 0, 0
+    density = np.zeros(n, np.int64)
+    for i in range(n):
+        density[i] = items[i, LOAD] * 64 // (items[i, HI] - items[i, LO])
+    order = stable_order(density)
+    while opened < bins - 1:
+        big, left_rows = -1, 0
+        for i in range(n):
+            if items[i, BIN] < 0:
+                left_rows += items[i, HI] - items[i, LO]
+                if big < 0 or items[i, LOAD] > items[big, LOAD]:
+                    big = i
+        if big < 0 or items[big, LOAD] <= aim_load[opened] or n + 4 >= len(items):
+            break
+        d, lo, hi = items[big, DOC], items[big, LO], items[big, HI]
+        aim = aim_load[opened]
+        share = min(left_rows // (bins - opened), cap_rows[opened])
+        cut = tail_within(ruler, d, lo, hi, aim)
+        cut = max(cut, hi - cap_rows[opened] // grain * grain)
+        rows, load = hi - cut, 0
+        if fill:
+            own_density = items[big, LOAD] * 64 // (hi - lo)
+            # The lightest items by load per row, whole, as long as they fit.
+            while lightest < len(order) and items[order[lightest], BIN] >= 0:
+                lightest += 1
+            for at in range(lightest, len(order)):
+                i = order[at]
+                if items[i, BIN] >= 0 or i == big:
+                    continue
+                length = items[i, HI] - items[i, LO]
+                if rows + length > share:
+                    continue
+                if items[i, LOAD] * 64 // length >= own_density or load + items[i, LOAD] > aim // 2:
+                    break
+                items[i, BIN] = opened
+                rows += length
+                load += items[i, LOAD]
+                new = tail_within(ruler, d, lo, hi, aim - load)
+                rows += cut - new
+                cut = new
+            missing = (share - rows) // grain * grain
+            if missing > 0:
+                stop = min(lo + missing, cut)
+                stop = min(stop, head_within(ruler, d, lo, hi, (aim - load) // 2))
+                extra = load_of(ruler, d, lo, stop)
+                if stop > lo:
+                    cut = tail_within(ruler, d, stop, hi, aim - load - extra)
+                    write_item(items, n, d, lo, stop, extra, opened)
+                    n += 1
+                    lo = stop
+        cut = snapped(cut, lo, hi, reads.slices, reads.first[d], reads.first[d + 1])
+        if cut >= hi:
+            cut = max(lo, hi - grain)
+        tail = load_of(ruler, d, cut, hi)
+        if lo < cut:
+            write_item(items, big, d, lo, cut, load_of(ruler, d, lo, cut), -1)
+            write_item(items, n, d, cut, hi, tail, opened)
+            n += 1
+        else:
+            write_item(items, big, d, cut, hi, tail, opened)
+        opened += 1
+    return n
+
+
+@compiled
+def deal(items, n, bins, cap_load, cap_rows, mean_load, mean_rows):
+    """The items not yet in a bin, largest first, each whole into the bin that is then fullest least."""
+    load, rows = np.zeros(bins, np.int64), np.zeros(bins, np.int64)
+    size = np.zeros(n, np.int64)
+    for i in range(n):
+        length = items[i, HI] - items[i, LO]
+        if items[i, BIN] >= 0:
+            load[items[i, BIN]] += items[i, LOAD]
+            rows[items[i, BIN]] += length
+        size[i] = -max(items[i, LOAD] * MILLION // mean_load, length * MILLION // mean_rows)
+    for i in stable_order(size):
+        if items[i, BIN] >= 0:
+            continue
+        best, best_over, best_full = -1, False, 0
+        length = items[i, HI] - items[i, LO]
+        for b in range(bins):
+            over = load[b] + items[i, LOAD] > cap_load[b] or rows[b] + length > cap_rows[b]
+            full = max((load[b] + items[i, LOAD]) * MILLION // cap_load[b], (rows[b] + length) * MILLION // cap_rows[b])
+            if best < 0 or (best_over and not over) or (over == best_over and full < best_full):
+                best, best_over, best_full = b, over, full
+        items[i, BIN] = best
+        load[best] += items[i, LOAD]
+        rows[best] += length
+
+
+@compiled
+def repair(items, n, bins, ruler, cap_load, cap_rows, mean_load, mean_rows, reads, weight, moves):
+    """Move, cut and swap items out of the worst bin while that lowers violation x weight + keys fetched; returns the item count."""
+    grain = ruler.grain
+    load, rows = np.zeros(bins, np.int64), np.zeros(bins, np.int64)
+    for i in range(n):
+        load[items[i, BIN]] += items[i, LOAD]
+        rows[items[i, BIN]] += items[i, HI] - items[i, LO]
+    most = most_slices(reads)
+    ranges = np.zeros((len(items) + 2, 2), np.int64)
+    spans = np.zeros(((len(items) + 2) * most, 2), np.int64)
+    chain = chains(items, n, len(reads.thin))
+    holds, known = np.zeros(bins, np.int64), np.zeros((5, 4), np.int64)
+    over, arrives, swaps = np.zeros(bins, np.int64), np.zeros(bins, np.int64), np.zeros(len(items), np.int64)
+    for _ in range(moves):
+        worst, worst_value = -1, 0
+        for b in range(bins):
+            over[b] = violation(load[b], rows[b], cap_load[b], cap_rows[b], mean_load, mean_rows)
+            if over[b] > worst_value:
+                worst, worst_value = b, over[b]
+        if worst < 0 or n + 2 >= len(items):
+            break
+        w = worst
+        excess_load, excess_rows = load[w] - cap_load[w], rows[w] - cap_rows[w]
+        best_score, best_item, best_bin, best_lo, best_hi, best_swap = HUGE, -1, -1, 0, 0, -1
+        for b in range(bins):
+            holds[b] = -1
+        for i in range(n):
+            if items[i, BIN] != w:
+                continue
+            d, lo, hi = items[i, DOC], items[i, LO], items[i, HI]
+            here = bin_cost(items, chain, w, d, -1, 0, 0, 0, 0, reads, ranges, spans)
+            other = chain[0, d]
+            while other >= 0:
+                holds[items[other, BIN]] = i
+                other = chain[1, other]
+            for kind in range(5):
+                known[kind, 0] = -1
+            for b in range(bins):
+                if b == w:
+                    continue
+                room_load, room_rows = cap_load[b] - load[b], cap_rows[b] - rows[b]
+                before = worst_value + over[b]
+                there = -1
+                for kind in range(5):
+                    x, y = lo, hi
+                    if kind == 1 or kind == 2:
+                        if excess_load <= 0 or room_load <= 0:
+                            continue
+                        # Enough load to clear the excess, or what fits.
+                        wanted = min(excess_load, room_load)
+                        if kind == 1:
+                            x = tail_within(ruler, d, lo, hi, wanted)
+                            if excess_load <= room_load and x > lo:
+                                x = max(lo, x - grain)
+                        else:
+                            y = head_within(ruler, d, lo, hi, wanted)
+                            if excess_load <= room_load and y < hi:
+                                y = min(hi, y + grain)
+                    elif kind >= 3:
+                        if excess_rows <= 0 or room_rows <= 0:
+                            continue
+                        length = min((excess_rows + grain - 1) // grain * grain, room_rows // grain * grain)
+                        if kind == 3:
+                            x = max(lo, (hi - length + grain - 1) // grain * grain)
+                        else:
+                            y = min(hi, lo + length)
+                    if x >= y or (kind > 0 and x == lo and y == hi):
+                        continue
+                    part = load_of(ruler, d, x, y)
+                    after = violation(load[w] - part, rows[w] - (y - x), cap_load[w], cap_rows[w], mean_load, mean_rows)
+                    after += violation(
+                        load[b] + part, rows[b] + (y - x), cap_load[b], cap_rows[b], mean_load, mean_rows
+                    )
+                    if after >= before:
+                        continue
+                    if known[kind, 0] != x or known[kind, 1] != y:
+                        # The same for most bins: what w saves, and what a bin without this document fetches.
+                        r0, r1 = (lo, x) if x > lo else (y, hi)
+                        ranges[0, 0], ranges[0, 1] = x, y
+                        known[kind, 0], known[kind, 1] = x, y
+                        known[kind, 3] = reads.thin[d] + fetched(
+                            ranges, 1, ranges, 1, reads.slices, reads.first[d], reads.first[d + 1], spans
+                        )
+                        known[kind, 2] = bin_cost(items, chain, w, d, i, r0, r1, 0, 0, reads, ranges, spans) - here
+                    change = known[kind, 2]
+                    if holds[b] == i:
+                        if there < 0:
+                            there = bin_cost(items, chain, b, d, -1, 0, 0, 0, 0, reads, ranges, spans)
+                        change += bin_cost(items, chain, b, d, -1, x, y, 0, 0, reads, ranges, spans) - there
+                    else:
+                        change += known[kind, 3]
+                    score = (after - before) * weight // MILLION + change
+                    if score < best_score:
+                        best_score, best_item, best_bin, best_lo, best_hi, best_swap = score, i, b, x, y, -1
+        # Swaps only where no single item can move: they are many. What an exchange changes is a sum over its four sides, each known once.
+        pairs = best_item < 0
+        for j in range(n if pairs else 0):
+            swaps[j] = HUGE
+        for i in range(n if pairs else 0):
+            if items[i, BIN] != w:
+                continue
+            d, lo, hi = items[i, DOC], items[i, LO], items[i, HI]
+            leaves = cost_change(items, chain, w, d, i, 0, 0, reads, ranges, spans)
+            for b in range(bins):
+                arrives[b] = HUGE
+            for j in range(n):
+                b = items[j, BIN]
+                if b == w:
+                    continue
+                part, length = items[i, LOAD] - items[j, LOAD], (hi - lo) - (items[j, HI] - items[j, LO])
+                before = worst_value + over[b]
+                after = violation(load[w] - part, rows[w] - length, cap_load[w], cap_rows[w], mean_load, mean_rows)
+                if after >= before:
+                    continue
+                after += violation(load[b] + part, rows[b] + length, cap_load[b], cap_rows[b], mean_load, mean_rows)
+                e = items[j, DOC]
+                if after >= before or e == d:
+                    continue
+                if arrives[b] == HUGE:
+                    arrives[b] = cost_change(items, chain, b, d, -1, lo, hi, reads, ranges, spans)
+                if swaps[j] == HUGE:
+                    swaps[j] = cost_change(items, chain, b, e, j, 0, 0, reads, ranges, spans)
+                    swaps[j] += cost_change(items, chain, w, e, -1, items[j, LO], items[j, HI], reads, ranges, spans)
+                score = (after - before) * weight // MILLION + leaves + arrives[b] + swaps[j]
+                if score < best_score:
+                    best_score, best_item, best_bin, best_lo, best_hi, best_swap = score, i, b, lo, hi, j
+        if best_item < 0 or best_score >= 0:
+            break
+        i, b = best_item, best_bin
+        d, lo, hi = items[i, DOC], items[i, LO], items[i, HI]
+        if best_swap >= 0:
+            j = best_swap
+            part, length = items[i, LOAD] - items[j, LOAD], (hi - lo) - (items[j, HI] - items[j, LO])
+            items[i, BIN], items[j, BIN] = b, w
+        else:
+            part, length = load_of(ruler, d, best_lo, best_hi), best_hi - best_lo
+            if length == hi - lo:
+                items[i, BIN] = b
+            else:
+                write_item(items, n, d, best_lo, best_hi, part, b)
+                chain[1, n], chain[0, d] = chain[0, d], n
+                n += 1
+                if best_lo > lo:
+                    items[i, HI] = best_lo
+                else:
+                    items[i, LO] = best_hi
+                items[i, LOAD] -= part
+        load[w] -= part
+        rows[w] -= length
+        load[b] += part
+        rows[b] += length
+    return n
+
+
+@compiled
+def at_least_one(caps):
+    """Limits that can be divided by."""
+    found = np.empty(len(caps), np.int64)
+    for b in range(len(caps)):
+        found[b] = max(caps[b], 1)
+    return found
+
+
+@compiled
+def with_room(items, count):
+    """The items in a table of ``count`` rows."""
+    table = np.zeros((count, 5), np.int64)
+    for i in range(len(items)):
+        write_item(table, i, items[i, DOC], items[i, LO], items[i, HI], items[i, LOAD], items[i, BIN])
+    return table
+
+
+@compiled
+def pack(items, ruler, cap_load, cap_rows, aim, reads, weight, moves, fills, aims, enough, sweeps):
+    """Peel, deal and repair once for each variant, climb from the best; (table, keys it fetches, worst violation in millionths)."""
+    bins, count = len(cap_load), len(items)
+    best = np.zeros((count, 5), np.int64)
+    if bins == 1:
+        for i in range(count):
+            d, lo, hi = items[i, DOC], items[i, LO], items[i, HI]
+            write_item(best, i, d, lo, hi, load_of(ruler, d, lo, hi), 0)
+        return best, 0, 0
+    mean_load, mean_rows = 1, 0
+    for b in range(bins):
+        mean_load += aim[b]
+    for i in range(count):
+        mean_rows += items[i, HI] - items[i, LO]
+    mean_load, mean_rows = max(1, mean_load // bins), max(1, mean_rows // bins)
+    used, load, rows = np.zeros(bins, np.int64), np.zeros(bins, np.int64), np.zeros(bins, np.int64)
+    caps, row_caps = at_least_one(cap_load), at_least_one(cap_rows)
+    best_keys, best_over, feasible = HUGE, HUGE, 0
+    for variant in range(len(fills)):
+        table = np.zeros((count + 4 * bins + moves + 16, 5), np.int64)
+        for i in range(count):
+            d, lo, hi = items[i, DOC], items[i, LO], items[i, HI]
+            write_item(table, i, d, lo, hi, load_of(ruler, d, lo, hi), -1)
+        for b in range(bins):
+            used[b] = aim[b] + (cap_load[b] - aim[b]) * aims[variant] // 100
+            load[b], rows[b] = 0, 0
+        n = peel(table, count, bins, ruler, used, row_caps, reads, fills[variant])
+        deal(table, n, bins, caps, row_caps, mean_load, mean_rows)
+        n = repair(table, n, bins, ruler, caps, row_caps, mean_load, mean_rows, reads, weight, moves)
+        keys = total_cost(table, n, bins, reads)
+        for i in range(n):
+            load[table[i, BIN]] += table[i, LOAD]
+            rows[table[i, BIN]] += table[i, HI] - table[i, LO]
+        over = 0
+        for b in range(bins):
+            over = max(over, (load[b] - cap_load[b]) * MILLION // mean_load)
+            over = max(over, (rows[b] - cap_rows[b]) * MILLION // mean_rows)
+        if over < best_over or (over == best_over and keys < best_keys):
+            best, best_keys, best_over = table[:n], keys, over
+        feasible += over == 0
+        if feasible == enough or (keys == 0 and over == 0):
+            break
+    if sweeps > 0 and best_keys > 0:
+        n = len(best)
+        best = with_room(best, 2 * n + 4 * bins + 64)
+        n = climb(best, n, bins, ruler, caps, row_caps, reads, sweeps)
+        best, best_keys = best[:n], total_cost(best, n, bins, reads)
+    return best, best_keys, best_over

@@ -1,0 +1,195 @@
+"""Loops: what the compiled loops of packing share: loads of rows, items, and the keys that rows read.
+
+Everything is 64-bit integers: the same result on every machine. Items are rows of one array with the columns ``DOC LO HI LOAD BIN``.
+
+Compiling them must not take long. So loops go over elements, as operations on whole arrays bring Numba's wording of their errors along; and
+sorting is our own (:mod:`flexcp.arrays.compiled_sort`). A loop has all that it calls compiled into it once more: the large ones are called
+from few.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flexcp.arrays.jit import compiled, compiled_leaf
+
+DOC, LO, HI, LOAD, BIN = range(5)
+MILLION = 1_000_000
+HUGE = 1 << 62
+
+
+class Ruler(NamedTuple):
+    """Loads of rows: ``before[first[d] + i]`` is the load of document d's rows before ``min(i * grain, lengths[d])``."""
+
+    before: Any
+    first: Any
+    lengths: Any
+    grain: int
+
+
+class Reads(NamedTuple):
+    """What rows read: document d's slices are ``slices[first[d] : first[d + 1]]``. Its thin rows, which are in none of them, cost
+    every bin with rows of it ``thin[d]`` keys."""
+
+    slices: Any
+    first: Any
+    thin: Any
+
+
+@compiled_leaf
+def write_item(items, i, d, lo, hi, load, b):
+    """Write item ``i``."""
+    items[i, DOC] = d
+    items[i, LO] = lo
+    items[i, HI] = hi
+    items[i, LOAD] = load
+    items[i, BIN] = b
+
+
+@compiled_leaf
+def most_slices(reads):
+    """The most slices that a document has, at least 1."""
+    most = 1
+    for d in range(len(reads.thin)):
+        most = max(most, reads.first[d + 1] - reads.first[d])
+    return most
+
+
+@compiled_leaf
+def load_before(ruler, d, row):
+    """Load of document d's rows before ``row``: exact at the grain, in between in proportion."""
+    base, grain = ruler.first[d], ruler.grain
+    at, rest = base + row // grain, row % grain
+    if rest == 0:
+        return ruler.before[at]
+    width = min(grain, ruler.lengths[d] - (row - rest))
+    return ruler.before[at] + (ruler.before[at + 1] - ruler.before[at]) * rest // width
+
+
+@compiled_leaf
+def load_of(ruler, d, lo, hi):
+    return load_before(ruler, d, hi) - load_before(ruler, d, lo)
+
+
+@compiled_leaf
+def tail_within(ruler, d, lo, hi, load):
+    """Smallest cut x in [lo, hi] at the grain such that rows x..hi carry at most ``load``; hi if there is none."""
+    base, grain = ruler.first[d], ruler.grain
+    low, high = (lo + grain - 1) // grain, (hi + grain - 1) // grain
+    wanted = load_before(ruler, d, hi) - load
+    while low < high:
+        middle = (low + high) // 2
+        if ruler.before[base + middle] >= wanted:
+            high = middle
+        else:
+            low = middle + 1
+    return min(max(low * grain, lo), hi)
+
+
+@compiled_leaf
+def head_within(ruler, d, lo, hi, load):
+    """Largest cut x in [lo, hi] at the grain such that rows lo..x carry at most ``load``; lo if there is none."""
+    base, grain = ruler.first[d], ruler.grain
+    low, high = lo // grain, (hi + grain - 1) // grain
+    wanted = load_before(ruler, d, lo) + load
+    while low < high:
+        middle = (low + high + 1) // 2
+        if ruler.before[base + middle] <= wanted:
+            low = middle
+        else:
+            high = middle - 1
+    return min(max(low * grain, lo), hi)
+
+
+@compiled_leaf
+def fetched(reads, count, owned, kept, slices, s0, s1, spans):
+    """Keys that the rows ``reads[:count]`` of a document read and that are not among the rows ``owned[:kept]``."""
+    found = 0
+    for j in range(count):
+        for s in range(s0, s1):
+            r0, r1 = max(slices[s, 0], reads[j, 0]), min(slices[s, 1], reads[j, 1])
+            if r0 >= r1:
+                continue
+            lo, hi, k0, k1 = slices[s, 4], slices[s, 5], slices[s, 2], slices[s, 3]
+            r0, r1 = max(r0, k0 - hi), min(r1, k1 - lo)
+            a, b = max(k0, r0 + lo), min(k1, r1 + hi)
+            if r0 >= r1 or a >= b:
+                continue
+            at = found
+            while at > 0 and spans[at - 1, 0] > a:
+                spans[at, 0], spans[at, 1] = spans[at - 1, 0], spans[at - 1, 1]
+                at -= 1
+            spans[at, 0], spans[at, 1] = a, b
+            found += 1
+    total, reach = 0, -1
+    for i in range(found):
+        a, b = max(spans[i, 0], reach), spans[i, 1]
+        if b <= a:
+            continue
+        reach = b
+        total += b - a
+        for j in range(kept):
+            both = min(b, owned[j, 1]) - max(a, owned[j, 0])
+            if both > 0:
+                total -= both
+    return total
+
+
+@compiled
+def chains(items, n, documents):
+    """Items of each document as a chain: ``chain[0, d]`` is the first, ``chain[1, i]`` the one after i, -1 the end."""
+    chain = np.full((2, max(documents, len(items))), -1, np.int64)
+    for i in range(n - 1, -1, -1):
+        chain[1, i] = chain[0, items[i, DOC]]
+        chain[0, items[i, DOC]] = i
+    return chain
+
+
+@compiled_leaf
+def bin_cost(items, chain, b, d, skip, x0, x1, y0, y1, reads, ranges, spans):
+    """Keys bin ``b`` fetches for document ``d`` without item ``skip`` and with the rows x0..x1 and y0..y1 (when not empty)."""
+    count = 0
+    i = chain[0, d]
+    while i >= 0:
+        if items[i, BIN] == b and i != skip:
+            ranges[count, 0], ranges[count, 1] = items[i, LO], items[i, HI]
+            count += 1
+        i = chain[1, i]
+    if x0 < x1:
+        ranges[count, 0], ranges[count, 1] = x0, x1
+        count += 1
+    if y0 < y1:
+        ranges[count, 0], ranges[count, 1] = y0, y1
+        count += 1
+    if count == 0:
+        return 0
+    return reads.thin[d] + fetched(
+        ranges, count, ranges, count, reads.slices, reads.first[d], reads.first[d + 1], spans
+    )
+
+
+@compiled_leaf
+def cost_change(items, chain, b, d, skip, x0, x1, reads, ranges, spans):
+    """What :func:`bin_cost` becomes without item ``skip`` and with the rows x0..x1, against what it is."""
+    change = -bin_cost(items, chain, b, d, -1, 0, 0, 0, 0, reads, ranges, spans)
+    return change + bin_cost(items, chain, b, d, skip, x0, x1, 0, 0, reads, ranges, spans)
+
+
+@compiled
+def total_cost(items, n, bins, reads):
+    """Keys that all bins fetch."""
+    most = most_slices(reads)
+    ranges = np.zeros((n + 2, 2), np.int64)
+    spans = np.zeros(((n + 2) * most, 2), np.int64)
+    total = 0
+    chain = chains(items, n, len(reads.thin))
+    for i in range(n):
+        # A bin's share of a document is counted at its last item in the chain.
+        j = chain[1, i]
+        while j >= 0 and items[j, BIN] != items[i, BIN]:
+            j = chain[1, j]
+        if j < 0:
+            total += bin_cost(items, chain, items[i, BIN], items[i, DOC], -1, 0, 0, 0, 0, reads, ranges, spans)
+    return total

@@ -1,0 +1,130 @@
+"""Token runs: who keeps which tokens, as runs; and the regions of "rows are computed where they are kept".
+
+A planner thinks in stream ranges per rank. The functions here turn such ranges into :class:`~flexcp.plan.placement.Runs`, even out counts
+with pads when equal tokens are asked for, and read the layouts a user may already have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.arrays.intervals import offsets, united
+from flexcp.batch import Batch
+from flexcp.plan.placement import Placement, Regions, Runs
+from flexcp.plan.user_layouts import user_layout as user_layout
+from flexcp.planners.request import Refused, Request
+
+Ints = NDArray[np.int64]
+SCATTERED_RUN = 32
+"""Own tokens whose runs are shorter than this on average are put in stream order together with received ones."""
+
+
+def even_borders(size: int, parts: int) -> Ints:
+    """Borders of ``tensor_split``: the first ``size % parts`` parts are one longer."""
+    each, extra = divmod(size, parts)
+    return offsets(np.where(np.arange(parts) < extra, each + 1, each))
+
+
+def runs_of_maps(maps: Sequence[Ints]) -> Runs:
+    """Runs of index maps, in the maps' own order."""
+    ranks, starts, stops = [], [], []
+    for rank, index in enumerate(maps):
+        if len(index) == 0:
+            continue
+        first = np.concatenate([[True], np.diff(index) != 1])
+        last = np.concatenate([first[1:], [True]])
+        ranks.append(np.full(int(first.sum()), rank, np.int64))
+        starts.append(index[first])
+        stops.append(index[last] + 1)
+    return Runs(np.concatenate(ranks), np.concatenate(starts), np.concatenate(stops))
+
+
+def is_scattered(runs: Runs) -> bool:
+    """Whether runs are so short that work on own tokens alone would be in crumbs."""
+    return bool((runs.stop - runs.start).sum() < SCATTERED_RUN * len(runs) and len(runs) > 4 * (runs.rank.max() + 1))
+
+
+def runs_of_ranges(rank: Ints, start: Ints, stop: Ints) -> Runs:
+    """Runs of free stream ranges: each rank's, in stream order, merged where they touch."""
+    return Runs(*united(rank, start, stop))
+
+
+def equalised(runs: Runs, ranks: int, tokens: int, pad_to: int) -> tuple[Runs, int]:
+    """The runs with pads so that every rank keeps the largest count, rounded up to ``pad_to``; and how many pads that took.
+
+    Pads follow the documents in the stream and a rank's documents in its local order.
+    """
+    counts = np.zeros(ranks, np.int64)
+    np.add.at(counts, runs.rank, runs.stop - runs.start)
+    target = -(-int(counts.max()) // pad_to) * pad_to
+    borders = tokens + offsets(target - counts)
+    short = np.flatnonzero(target > counts)
+    pads = Runs(short, borders[short], borders[short + 1])
+    return Runs.join([runs, pads]).sorted_by("rank", "start"), int(borders[-1] - tokens)
+
+
+def check_cap(runs: Runs, cap: int | None) -> None:
+    """Refuse when a rank keeps more than ``max_tokens_per_rank``, pads included."""
+    tokens = np.zeros(int(runs.rank.max()) + 1, np.int64)
+    np.add.at(tokens, runs.rank, runs.stop - runs.start)
+    if cap is not None and tokens.max() > cap:
+        raise Refused(
+            f"this strategy keeps {int(tokens.max())} tokens on rank {int(tokens.argmax())}, over max_tokens_per_rank={cap}; "
+            "raise the cap, use blocks with a free layout, or cut the batch into micro-batches"
+        )
+
+
+def check_tolerances(request: Request, placement: Placement) -> None:
+    """Refuse a placement beyond the user's tolerances by more than a token or a row of the longest document.
+
+    Ranks of different speeds are to have work in proportion. Where the token counts are given, only the work is judged.
+    """
+    batch, ranks = request.batch, request.ranks
+    if request.token_tolerance is not None and request.layout is None and not request.equal_tokens:
+        most = max(math.ceil(batch.tokens / ranks), math.floor(batch.tokens * (1 + request.token_tolerance) / ranks))
+        if placement.tokens.max() > most + 1:
+            raise Refused(
+                f"keeps {int(placement.tokens.max())} tokens on rank {int(placement.tokens.argmax())}, but token_tolerance="
+                f"{request.token_tolerance:g} allows {most}; raise it"
+            )
+    if request.compute_tolerance is not None:
+        layers = sum(m.layers for m in batch.masks)
+        work = np.array([m.layers * placement.work(i) for i, m in enumerate(batch.masks)]).sum(axis=0)
+        total, speeds = int(work.sum()), request.cluster.rank_speeds
+        row = int(batch.lengths.max()) * request.shape.heads * layers
+        allowed = [math.floor(total * s * (1 + request.compute_tolerance) / sum(speeds)) + row for s in speeds]
+        over = work - np.array(allowed)
+        if over.max() > 0:
+            worst = int(over.argmax())
+            raise Refused(
+                f"computes {int(work[worst])} pairs x heads on rank {worst}, but compute_tolerance={request.compute_tolerance:g} allows "
+                f"{allowed[worst]}; raise it"
+            )
+
+
+def row_regions(batch: Batch, heads: int, rank: Ints, start: Ints, stop: Ints) -> Regions:
+    """All keys and heads of the rows in the given stream ranges, computed by the given ranks."""
+    return head_regions(batch, rank, start, stop, np.zeros(len(rank), np.int64), np.full(len(rank), heads, np.int64))
+
+
+def head_regions(batch: Batch, rank: Ints, start: Ints, stop: Ints, h0: Ints, h1: Ints) -> Regions:
+    """All keys of the rows in the given stream ranges, for the given query heads; neighbours are joined."""
+    wide = int(h1.max()) + 1 if len(h1) else 1
+    label, start, stop = united((rank * wide + h0) * wide + h1, start, stop)
+    rank, h0, h1 = label // wide // wide, label // wide % wide, label % wide
+    index, document, q0, q1 = batch.split_by_document(start, stop)
+    return Regions.make(
+        len(index),
+        rank=rank[index],
+        document=document,
+        q0=q0,
+        q1=q1,
+        k0=0,
+        k1=batch.lengths[document],
+        h0=h0[index],
+        h1=h1[index],
+    )

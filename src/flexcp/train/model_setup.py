@@ -1,0 +1,84 @@
+"""Model setup: a model to train, its planner and its masks, whatever library the model comes from.
+
+``gpt`` is our small GPT; anything else is a Hugging Face configuration, a file or a folder with ``config.json``, with fresh weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flexcp.batch import MaskLike
+from flexcp.clusters import Cluster
+from flexcp.executor.attention import attention
+from flexcp.executor.step import Step
+from flexcp.masks import causal
+from flexcp.planner import Planner
+from flexcp.train.gpt import Gpt, GptConfig
+
+
+@dataclass(frozen=True)
+class Trainee:
+    """A model on a device; ``logits(tokens, step)`` are of this rank's rows of the stream ``tokens``."""
+
+    model: nn.Module
+    logits: Callable[[Tensor, Step], Tensor]
+    planner: Planner
+    masks: dict[str, tuple[MaskLike, int]]
+    vocabulary: int
+
+
+def make_trainee(
+    name: str, dtype: str, device: torch.device, cluster: Cluster, strategy: str, sizes: Mapping[str, int]
+) -> Trainee:
+    """The model ``name`` with the same weights on every rank; ``sizes`` are of ``gpt``."""
+    torch.manual_seed(0)
+    return (
+        _gpt(dtype, device, cluster, strategy, sizes)
+        if name == "gpt"
+        else _huggingface(name, dtype, device, cluster, strategy)
+    )
+
+
+def _gpt(dtype: str, device: torch.device, cluster: Cluster, strategy: str, sizes: Mapping[str, int]) -> Trainee:
+    config = GptConfig(**sizes)
+    model = Gpt(config).to(device, getattr(torch, dtype))
+
+    def logits(tokens: Tensor, step: Step) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = attention(q, k, v, step)
+            assert isinstance(out, Tensor)
+            return out
+
+        found: Tensor = model(step.shard(tokens), step.positions.to(device), attend)
+        return found
+
+    planner = Planner(config.heads, config.kv_heads, config.head_dim, dtype=dtype, cluster=cluster, strategy=strategy)
+    return Trainee(model, logits, planner, {"causal": (causal(), config.layers)}, config.vocabulary)
+
+
+def _huggingface(name: str, dtype: str, device: torch.device, cluster: Cluster, strategy: str) -> Trainee:
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        raise ValueError("a Hugging Face configuration needs transformers: pip install flexcp[huggingface]") from None
+    from flexcp.frameworks import huggingface
+
+    config: Any = AutoConfig.from_pretrained(name)
+    huggingface.register()
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation=huggingface.NAME)
+    model.to(device)
+    huggingface.turn_on(model)
+
+    def logits(tokens: Tensor, step: Step) -> Tensor:
+        given = huggingface.inputs(tokens, step)
+        del given["labels"]  # the loss is taken by who asks, once
+        found: Tensor = model(**given).logits.flatten(0, 1)
+        return found if step.local_tokens else found[:0]
+
+    planner = huggingface.planner(config, cluster, dtype, strategy=strategy)
+    return Trainee(model, logits, planner, huggingface.masks(config), int(config.vocab_size))

@@ -1,0 +1,173 @@
+"""Proves that planner processes may die, stop, dawdle or fail: training goes on with a warning or stops with the cause.
+
+No sample is lost or given twice by that. Processes misbehave on purpose, told by files in a folder (see ``misbehaving.py``).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from made import LENGTHS, Numbered, batches_by_hand
+from misbehaving import Misbehaving, Unloadable, planner
+
+from flexcp.data import Loader, PlanningError
+from flexcp.data.planning_pool import Pool
+from flexcp.data.stats import Stats
+
+BUDGET = 150
+EXPECTED = batches_by_hand(list(range(len(LENGTHS))), LENGTHS, BUDGET)
+
+
+def loader(folder: Path, **options: Any) -> Loader:
+    options = {"budget": BUDGET, "document_fields": ["images"], "lookahead": 2, **options}
+    return Loader(Numbered(known=True), Misbehaving(folder), **options)
+
+
+def gone(pid: int, seconds: float = 10.0) -> bool:
+    """Whether a process ends within a time; one that only waits to be collected has ended."""
+    for _ in range(int(seconds * 50)):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_a_killed_worker_is_replaced_with_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "die").touch()
+    with (
+        loader(tmp_path) as data,
+        pytest.warns(RuntimeWarning, match="killed by signal 9 over step 0; another does it"),
+    ):
+        found = []
+        for batch in data:
+            found.append(batch.samples.tolist())
+            if batch.number == 2:  # and once more, from outside
+                os.kill(data.plans.processes()[0], signal.SIGKILL)  # type: ignore[union-attr]
+    assert found == EXPECTED
+    assert data.stats.deaths >= 1 and data.stats.planned_ahead == len(EXPECTED)
+
+
+def test_a_plan_that_kills_every_worker_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "always die").touch()
+    with loader(tmp_path) as data, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(PlanningError, match=r"step 0 .*\n.*3 planner processes ended over it, .*signal 9"):
+            next(iter(data))
+        (tmp_path / "always die").unlink()
+        assert [b.samples.tolist() for b in data] == EXPECTED
+
+
+def test_a_stopped_worker_is_ended_and_its_step_planned_here(tmp_path: Path) -> None:
+    (tmp_path / "stop").touch()
+    with loader(tmp_path, patience=3.0) as data:
+        steps = iter(data)
+        with pytest.warns(
+            RuntimeWarning, match=r"step 0 was not planned within 3 s .* planned in the training process"
+        ):
+            found = [next(steps).samples.tolist()]
+        found += [b.samples.tolist() for b in steps]
+        assert found == EXPECTED
+        assert data.stats.planned_here >= 1 and data.stats.longest_wait_s > 2.9
+
+
+def test_a_slow_worker_is_waited_for_and_the_wait_is_counted(tmp_path: Path) -> None:
+    (tmp_path / "slow").touch()
+    with loader(tmp_path) as data, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [b.samples.tolist() for b in data] == EXPECTED
+    stats = data.stats
+    assert stats.first_wait_s > 1.4 and stats.waited_s >= stats.longest_wait_s >= stats.first_wait_s
+    assert 1 <= stats.waits <= stats.steps == len(EXPECTED)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_plan_that_fails_stops_with_its_cause_at_its_step(workers: int, tmp_path: Path) -> None:
+    tokens = sum(LENGTHS[n] for n in EXPECTED[2])
+    (tmp_path / f"fail {tokens}").touch()
+    with loader(tmp_path, workers=workers) as data:
+        found = []
+        with pytest.raises(PlanningError, match=rf"step 2 could not be planned:(.|\n)*no plan for {tokens} tokens"):
+            for batch in data:
+                found.append(batch.samples.tolist())
+        assert found == EXPECTED[:2]
+        (tmp_path / f"fail {tokens}").unlink()
+        assert [b.samples.tolist() for b in data] == EXPECTED[2:]  # nothing skipped, nothing twice
+
+
+def test_plans_of_workers_are_the_planners_own() -> None:
+    stats = Stats()
+    pool = Pool(planner(3, "blocks"), 1, 60, stats)
+    lengths = np.array([300, 20, 1])
+    for step in range(3):
+        pool.ask(step, lengths + step, {})
+    plans = [pool.take(step) for step in range(3)]
+    assert plans == [planner(3, "blocks")(lengths + step) for step in range(3)]
+    (pid,) = pool.processes()
+    pool.close()
+    assert gone(pid)
+    assert stats.planned_ahead == 3 and stats.planning_s > 0
+
+
+def test_a_planner_that_cannot_travel_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot be sent to planner processes"):
+        Pool(lambda lengths: planner(1)(lengths), 1, 60, Stats())
+
+
+def test_a_planner_that_cannot_be_loaded_is_an_error_with_the_cause() -> None:
+    pool = Pool(Unloadable(), 1, 60, Stats())
+    pool.ask(0, np.array([3]), {})
+    with pytest.raises(PlanningError, match=r"cannot load the planner(.|\n)*only here"):
+        pool.take(0)
+    pool.close()
+
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"  # where lib is
+SCRIPT = """
+import sys, time
+import numpy as np
+import flexcp
+from flexcp.data.planning_pool import Pool
+from flexcp.data.stats import Stats
+from lib.slow_planner import SlowPlanner
+planner = flexcp.Planner(4, 2, 32, cluster=flexcp.cluster("cpu", 1, 2), strategy="zigzag")
+pool = Pool(SlowPlanner(planner, 100), 1, 60, Stats())
+pool.ask(0, np.array([30]), {})
+while not pool.processes():
+    time.sleep(0.01)
+time.sleep(1)
+print(pool.processes()[0], flush=True)
+if sys.argv[1] == "wait":
+    time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("ending", ["exit", "interrupt", "kill"])
+def test_no_process_stays_behind(ending: str) -> None:
+    """A script without a __main__ guard, which ends in three ways while its worker is in the middle of a plan."""
+    command = [sys.executable, "-c", SCRIPT, "exit" if ending == "exit" else "wait"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    # A background job inherits that SIGINT is ignored.
+    with subprocess.Popen(
+        command, cwd=BENCHMARKS, **pipes, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        worker = int(process.stdout.readline())
+        if ending != "exit":
+            process.send_signal(signal.SIGINT if ending == "interrupt" else signal.SIGKILL)
+        process.wait(30)
+        assert gone(worker)
+        errors = process.stderr.read()
+        assert "Traceback" not in errors or (ending == "interrupt" and errors.count("Traceback") == 1), errors

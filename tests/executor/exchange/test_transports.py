@@ -1,0 +1,252 @@
+"""Proves the exchange: whatever is late, results have the same bits; calls of few rounds give the results and bytes of one call.
+
+Ranks dawdle at random before they send, receive, take in and compute, over several strategies and numbers of ranks, ten times each.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import flexcp
+from flexcp.executor.exchange.arena import Buffers
+from flexcp.executor.exchange.connect import connect
+from flexcp.executor.exchange.failure_notes import within
+from flexcp.executor.exchange.rank_calls import Call, MessageRange
+from flexcp.executor.exchange.transports import (
+    DeviceExchange,
+    ExchangeError,
+    HostExchange,
+    PassLabel,
+    Wire,
+    transport_for,
+)
+from flexcp.executor.step import Step
+from flexcp.measure.ranks import RankPool
+from flexcp.plan.plan import Plan
+
+LENGTHS = [70, 1, 33, 8]
+REPEATS = 10
+CHUNKS = {"rounds_per_call": 1, "chunk_bytes": 4000}
+
+
+def plan_for(strategy: str, nodes: int, ranks: int, **options: Any) -> Plan:
+    where = flexcp.cluster("cpu", nodes, ranks)
+    heads = 2 * nodes * ranks
+    return flexcp.Planner(heads, heads // 2, 8, dtype="float32", cluster=where, strategy=strategy)(LENGTHS, **options)
+
+
+def with_rounds(plan: Plan, rounds_per_call: int = 1, chunk_bytes: int = 4000) -> Plan:
+    """The plan with its rounds made, so that no rank needs to load Numba for them."""
+    for backward in (False, True):
+        plan.rounds(0, backward, chunk_bytes, rounds_per_call)
+    return plan
+
+
+def run(step: Step) -> dict[str, np.ndarray]:
+    """One layer, forward and backward, on this rank's rows."""
+    shape, tokens = step.plan.shape, step.plan.batch.tokens
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(shape.heads, shape.head_dim)] + [(shape.kv_heads, shape.head_dim)] * 2 + [(shape.heads, shape.head_dim)]
+    q, k, v, do = (step.shard(torch.randn(tokens, *size, generator=generator)) for size in sizes)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = flexcp.attention(leaves[0], leaves[1], leaves[2], step)
+    assert isinstance(out, torch.Tensor)
+    grads = torch.autograd.grad(out, leaves, do)
+    return dict(zip(("out", "dq", "dk", "dv"), (x.detach().numpy() for x in (out, *grads)), strict=True))
+
+
+def test_the_device_chooses_the_transport() -> None:
+    assert transport_for(torch.device("cpu")) is HostExchange
+    assert transport_for(torch.device("cuda", 1)) is DeviceExchange
+
+
+def dawdling(rank: int, seed: int) -> type[HostExchange]:
+    """An exchange that waits up to 2 ms, one time in three, before everything it does."""
+    chance = random.Random(1000 * rank + seed)
+
+    def dawdle() -> None:
+        if chance.random() < 1 / 3:
+            time.sleep(chance.random() / 500)
+
+    class Dawdling(HostExchange):
+        def post(self, stage: int, sends: Buffers, receives: Buffers) -> None:
+            dawdle()
+            super().post(stage, sends, receives)
+            dawdle()  # compute comes next
+
+        def send(self, message: torch.Tensor, peer: int, tag: int) -> dist.Work:
+            dawdle()
+            return super().send(message, peer, tag)
+
+        def receive(self, message: torch.Tensor, peer: int, tag: int) -> dist.Work:
+            dawdle()
+            return super().receive(message, peer, tag)
+
+        def arrived(self) -> Buffers | None:
+            dawdle()
+            return super().arrived()
+
+    return Dawdling
+
+
+def on_delays(group: dist.ProcessGroup, plans: list[Plan]) -> list[list[str]]:
+    """What differs in some repeat from a run without delays, for each plan."""
+    found = []
+    for plan in plans:
+        exact = run(flexcp.bind(plan, group))
+        steps = [flexcp.bind(plan, group), flexcp.bind(plan, group, **CHUNKS)]
+        wrong = []
+        for repeat in range(REPEATS):
+            step = steps[repeat % 2]
+            step.passes.host_exchange = dawdling(step.rank, repeat)
+            results = run(step)
+            wrong += [f"{name} in repeat {repeat}" for name, x in results.items() if not np.array_equal(x, exact[name])]
+        found.append(wrong)
+    return found
+
+
+@pytest.mark.parametrize(("nodes", "ranks"), [(1, 2), (1, 3), (2, 2), (1, 5)])
+def test_delays_change_no_bit(pool: RankPool, nodes: int, ranks: int) -> None:
+    plans = [with_rounds(plan_for(strategy, nodes, ranks)) for strategy in ("blocks", "zigzag", "ulysses")]
+    for rank, found in enumerate(pool.run(on_delays, plans, ranks=nodes * ranks)):
+        assert found == [[]] * len(plans), f"rank {rank}"
+
+
+def on_calls(group: dist.ProcessGroup, plan: Plan, calls: dict[str, int]) -> tuple[dict[str, np.ndarray], Any, int]:
+    step = flexcp.bind(plan, group, **calls)
+    most = max(len(stage) for backward in (False, True) for stage in step.passes.calls(0, backward))
+    return run(step), step.sent_bytes, most
+
+
+@pytest.mark.parametrize("strategy", ["blocks", "ring", "allgather", "ulysses", "groups"])
+def test_calls_of_few_rounds_give_the_same_results_and_bytes_as_one_call(pool: RankPool, strategy: str) -> None:
+    plan = plan_for(strategy, 2, 2)
+    whole = pool.run(on_calls, plan, {}, ranks=4)
+    for calls in (
+        {"rounds_per_call": 1, "chunk_bytes": 10**6},
+        {"rounds_per_call": 1, "chunk_bytes": 300},
+        {"rounds_per_call": 3, "chunk_bytes": 999},
+    ):
+        parts = pool.run(on_calls, with_rounds(plan, **calls), calls, ranks=4)
+        for rank, ((exact, _, _), (found, sent, _)) in enumerate(zip(whole, parts, strict=True)):
+            assert all(np.array_equal(found[name], x) for name, x in exact.items())
+            for backward, direction in enumerate(("forward", "backward")):
+                assert sent[direction] == plan.bytes(bool(backward))[rank].tolist()
+        if calls["chunk_bytes"] < 1000:
+            assert max(most for _, _, most in parts) > 1
+
+
+def test_ranks_with_nothing_to_exchange_and_stages_of_some_ranks(pool: RankPool) -> None:
+    lengths, shape = [300, 200, 190], {"heads": 4, "head_dim": 8, "dtype": "float32", "strategy": "blocks"}
+    one, four = (
+        flexcp.Planner(cluster=flexcp.cluster("cpu", 1, ranks), **shape)(lengths, tokens="priced")  # type: ignore[arg-type]
+        for ranks in (1, 4)
+    )
+    assert sorted(len(four.peers(rank)) for rank in range(4)) == [0, 1, 1, 2]
+    exact = run(flexcp.bind(one))["out"]
+    for calls in ({}, CHUNKS):
+        ranks = pool.run(on_calls, with_rounds(four), calls, ranks=4)
+        for rank, (found, sent, _) in enumerate(ranks):
+            runs = four.placement.runs.take(four.placement.runs.rank == rank)
+            rows = np.concatenate([np.arange(a, b) for a, b in zip(runs.start, runs.stop, strict=True)])
+            assert np.abs(found["out"] - exact[rows]).max() < 1e-5
+            assert bool(any(sent["forward"] + sent["backward"])) == bool(four.peers(rank))
+
+
+def on_other_calls(group: dist.ProcessGroup, plan: Plan) -> str:
+    calls = {"rounds_per_call": 2} if dist.get_rank(group) == 1 else {}
+    try:
+        flexcp.bind(plan, group, timeout=20, **calls)
+    except RuntimeError as error:
+        return str(error)
+    return "bound"
+
+
+def test_ranks_that_cut_stages_differently_are_refused_at_bind(pool: RankPool) -> None:
+    for message in pool.run(on_other_calls, plan_for("ring", 1, 3), ranks=3):
+        assert "ranks disagree on the calls" in message and "bind with the same on every rank" in message
+
+
+@pytest.mark.parametrize("wrong", [{"rounds_per_call": 0}, {"rounds_per_call": 1.5}, {"chunk_bytes": 10}])
+def test_calls_that_are_none_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        flexcp.bind(plan_for("dp", 1, 1), **wrong)
+
+
+def test_tags_of_neighbours_differ() -> None:
+    tags: Counter[int] = Counter()
+    for step in (1, 2, 63):
+        for number in (1, 2, 3, 1000):
+            for backward in (False, True):
+                for mask in range(3):
+                    this = PassLabel(step, number, mask, "", backward, 9)
+                    tags.update(this.tag(stage, call) for stage in range(12) for call in range(3))
+    assert max(tags.values()) == 1 and min(tags) >= 0 and max(tags) < 1 << 31
+
+
+class Late:
+    """Stands for a message that is done when the clock, which it moves, says so; or runs out of time."""
+
+    def __init__(self, clock: list[float], at: float) -> None:
+        self.clock, self.at = clock, at
+
+    def wait(self, timeout: timedelta) -> None:
+        end = self.clock[0] + timeout.total_seconds()
+        self.clock[0] = min(self.at, end)
+        if self.at > end:
+            raise RuntimeError("Timed out waiting for it")
+
+
+@pytest.mark.parametrize("way", ["receives", "sends", "receives and sends"])
+def test_messages_that_trickle_in_share_one_limit(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("flexcp.executor.exchange.transports.time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    class Trickling(HostExchange):
+        def receive(self, message: torch.Tensor, peer: int, tag: int) -> Any:
+            return Late(clock, 5.0 * peer if "receives" in way else 0.0)
+
+        def send(self, message: torch.Tensor, peer: int, tag: int) -> Any:
+            return Late(clock, {"receives": 0.0, "sends": 5.0 * peer}.get(way, 10.0))
+
+    wire = Wire(None, [0] * 4, timedelta(seconds=10), None, lambda reason: None)
+    parts = {"receives": (1, 2, 3), "sends": (1, 2, 3), "receives and sends": (1,)}[way]
+    call = Call(0, tuple(MessageRange(p, 0, 1) for p in parts), tuple(MessageRange(p, 0, 1) for p in parts))
+    exchange = Trickling(wire, PassLabel(1, 1, 0, "", False, 2), ((call,), ()))
+    buffers = Buffers.alone([(peer, 1) for peer in (1, 2, 3)], torch.device("cpu"))
+    exchange.post(0, buffers, buffers)
+    exchange.post(1, buffers, buffers)  # what was sent in the stage before leaves while this one's messages arrive
+    with pytest.raises(ExchangeError, match=r"nothing within 8 s \(of 10 s"):
+        exchange.arrived()
+    assert clock[0] == 8.0
+
+
+def on_connect(group: dist.ProcessGroup, plan: Plan) -> tuple[list[tuple[int, int]], int, int]:
+    told: list[tuple[int, int]] = []
+    peers = plan.peers(dist.get_rank(group))
+    first = connect(peers, group, torch.device("cpu"), lambda done, everyone: told.append((done, everyone)))
+    return told, first, connect(peers, group, torch.device("cpu"))
+
+
+def test_peers_are_met_once(pool: RankPool) -> None:
+    plan = plan_for("zigzag:3", 2, 3)
+    for told, first, again in pool.run(on_connect, plan, ranks=6):
+        assert (first, again) == (2, 0) and told[0] == (0, 2) and told[-1] == (2, 2)
+
+
+def test_a_question_that_is_never_answered_is_left_behind() -> None:
+    with pytest.raises(TimeoutError, match=r"no answer within 0\.05 s"):
+        within(0.05, lambda: time.sleep(1))
+    with pytest.raises(ValueError, match="wrong"):
+        within(5, lambda: (_ for _ in ()).throw(ValueError("wrong")))
+    assert within(timedelta(seconds=5).total_seconds(), lambda: 3) == 3

@@ -1,0 +1,84 @@
+"""Proves that the table of named masks is whole: what text, files, the command line and lines of code read of each mask is right."""
+
+from __future__ import annotations
+
+import pytest
+
+import flexcp
+from flexcp.cli.shared.batches import MASKS
+from flexcp.clusters import cluster
+from flexcp.masks import MASK_SIGNATURES, Mask, parse_mask
+from flexcp.masks.named import NAMED, named_mask
+from flexcp.report.code_lines import Lines, code_lines
+from flexcp.shape import Shape
+
+LENGTHS = (1, 2, 5, 64, 300)
+SOME = {
+    "causal": flexcp.causal(),
+    "full": flexcp.full(),
+    "window": flexcp.window(9, 3),
+    "lambda": flexcp.lambda_(4, 8),
+    "shared-question": flexcp.shared_question(3, 0.4),
+    "blockwise": flexcp.causal_blockwise(16, 1),
+    "prefix": flexcp.prefix(7),
+    "modality": flexcp.modality([(0, 1)], self_only=True),
+}
+
+
+def test_every_row_is_tried() -> None:
+    assert SOME.keys() == NAMED.keys()
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_mask_is_made_again_from_its_numbers(name: str) -> None:
+    """As a plan file does."""
+    kind, mask = NAMED[name], SOME[name]
+    assert mask.name == name
+    assert kind.make(*kind.arguments(mask.params)) == mask
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_no_document_has_more_slices_than_the_table_says(name: str) -> None:
+    counts = [len(SOME[name].slices(length)) for length in LENGTHS]
+    assert 1 <= max(counts) <= NAMED[name].most_slices(SOME[name])
+
+
+def test_a_mask_of_more_images_has_more_slices() -> None:
+    mask = flexcp.modality([(1, 3), (5, 6), (10, 20)])
+    assert len(mask.slices(40)) == NAMED["modality"].most_slices(mask) == 7
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_public_function_makes_it(name: str) -> None:
+    assert getattr(flexcp, NAMED[name].make.__name__) is NAMED[name].make
+
+
+@pytest.mark.parametrize("name", [name for name, kind in NAMED.items() if kind.text])
+def test_the_example_of_a_text_form_is_the_mask(name: str) -> None:
+    form = NAMED[name].text
+    assert form is not None
+    found = parse_mask(form.example)
+    assert isinstance(found, Mask) and found.name == name
+    assert form.signature.partition(":")[0] == form.example.partition(":")[0] == name
+
+
+def test_the_command_line_shows_all_text_forms() -> None:
+    """It has a copy, because help must not load NumPy."""
+    assert MASKS == MASK_SIGNATURES
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_line_of_code_makes_the_mask(name: str) -> None:
+    lines = Lines(
+        Shape(8, 2, 64, 64), cluster("h100", 1, 2), "blocks", 100, 100, 1, {"mask": (SOME[name], 1)}, swap=True
+    )
+    (line,) = (line for line in code_lines("pytorch", lines)[1].splitlines() if "mask=" in line)
+    call = line.split("mask=")[1].split(", layout=")[0]
+    assert eval(call, {"flexcp": flexcp}) == SOME[name]
+
+
+def test_a_name_that_is_not_in_the_table_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"no mask is called 'spiral'; the named ones are causal, full, window"):
+        named_mask("spiral")
+    with pytest.raises(ValueError, match="no mask is called 'spiral'"):
+        Mask("spiral").slices(3)
