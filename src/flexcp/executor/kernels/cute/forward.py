@@ -9,6 +9,9 @@ are busy with the values; the two groups take turns in issuing, so that one's so
 Blocks come in segments (see :mod:`tiles`), with and without a mask, and each kind has a loop of its own: a branch between the products and
 the wait for them would make the compiler wait at the branch. Keys past a slice's end may hold anything: their logits are masked, and their
 values are zeroed in the buffer.
+
+Where results are added to, those that are there are read at a tile's end, into the registers of its last logits, and merged by their LSEs.
+A tile may be a part of one, which then waits until the part before has added (:mod:`levelled`).
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -59,7 +62,7 @@ class Forward:
     @cute.jit
     def __call__(
         self, q: cute.Pointer, k: cute.Pointer, v: cute.Pointer, out: cute.Pointer, lse: cute.Pointer,
-        tiles: cute.Pointer, segments: cute.Pointer, items: cute.Pointer,
+        tiles: cute.Pointer, segments: cute.Pointer, items: cute.Pointer, parts: cute.Pointer, counters: cute.Pointer,
         rows: Int32, keys: Int32, heads: Int32, kv_heads: Int32,
         q_row: Int64, q_head: Int64, k_row: Int64, k_head: Int64, v_row: Int64, v_head: Int64,
         o_row: Int64, o_head: Int64, l_row: Int64, l_head: Int64,
@@ -82,7 +85,7 @@ class Forward:
         self.kernel(
             packed_heads_view(mQ, P), mK, mV, q_atom, k_atom, v_atom, sQ, sK, sV, sO,
             tiled_product(self.dtype, N, K, K), tiled_product(self.dtype, V, K, MN, from_registers=True),
-            out, lse, tiles, segments, items, o_row, o_head, l_row, l_head, groups, scale, softcap,
+            out, lse, tiles, segments, items, parts, counters, o_row, o_head, l_row, l_head, groups, scale, softcap,
         ).launch(grid=(programs, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
 
     @cute.kernel
@@ -91,6 +94,7 @@ class Forward:
         v_atom: cute.CopyAtom, sQ_layout: cute.ComposedLayout, sK_layout: cute.ComposedLayout,
         sV_layout: cute.ComposedLayout, sO_layout: cute.ComposedLayout, mma_S: cute.TiledMma, mma_O: cute.TiledMma,
         out: cute.Pointer, lse: cute.Pointer, tiles: cute.Pointer, segments: cute.Pointer, items: cute.Pointer,
+        parts: cute.Pointer, counters: cute.Pointer,
         o_row: Int64, o_head: Int64, l_row: Int64, l_head: Int64, groups: Int32, scale: Float32, softcap: Float32,
     ):  # fmt: skip
         S = self.stages
@@ -111,6 +115,7 @@ class Forward:
         mT = cute.make_tensor(tiles, cute.make_layout((FAR, 4), stride=(4, 1)))
         mG = cute.make_tensor(segments, cute.make_layout((FAR, 8), stride=(8, 1)))
         mI = cute.make_tensor(items, cute.make_layout(FAR))
+        mP = cute.make_tensor(parts, cute.make_layout((FAR, 2), stride=(2, 1)))
         if warp_id < 4:
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             if warp_id == 0:
@@ -118,7 +123,8 @@ class Forward:
         else:
             cute.arch.setmaxregister_increase(COMPUTE_REGISTERS)
             strides = (o_row, o_head, l_row, l_head)
-            self.compute(mma_S, mma_O, sQ, sK, sV, sO, out, lse, strides, rings, mT, mG, mI, groups, scale, softcap)
+            tables = (mT, mG, mI, mP, counters)
+            self.compute(mma_S, mma_O, sQ, sK, sV, sO, out, lse, strides, rings, tables, groups, scale, softcap)
 
     @cute.jit
     def load(self, mQ, mK, mV, q_atom, k_atom, v_atom, sQ, sK, sV, rings, mT, mG, mI, groups):
@@ -165,8 +171,9 @@ class Forward:
         return after, phase ^ 1 if after == 0 else phase
 
     @cute.jit
-    def compute(self, mma_S, mma_O, sQ, sK, sV, sO, out, lse, strides, rings, mT, mG, mI, groups, scale, softcap):
+    def compute(self, mma_S, mma_O, sQ, sK, sV, sO, out, lse, strides, rings, tables, groups, scale, softcap):
         """One warp group's rows of every tile of this program."""
+        mT, mG, mI, mP, counters = tables
         V, N, P = self.V, self.N, self.pack
         q_full, q_free, k_full, k_free, v_full, v_free = rings
         o_row, o_head, l_row, l_head = strides
@@ -182,6 +189,7 @@ class Forward:
         acc = cute.make_rmem_tensor(o_thr.partition_shape_C((ROWS, V)), Float32)
         s = cute.make_rmem_tensor(s_thr.partition_shape_C((ROWS, N)), Float32)
         top, total = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        there = cute.make_rmem_tensor(2, Float32)  # LSEs of results that are there
         m = cute.make_rmem_tensor(2, Int32)  # this thread's rows of the tile
         for r in cutlass.range_constexpr(2):
             m[r] = wg * ROWS + (thread // 32) * 16 + lane // 4 + 8 * r
@@ -202,12 +210,13 @@ class Forward:
                 row, head = row0 + m[r] // P, group * P + m[r] % P
                 o_at[r] = row * o_row + head * o_head
                 l_at[r] = row * l_row + head * l_head
-            if const_expr(self.fresh):
-                top.fill(-Float32.inf)
-                total.fill(0.0)
-                acc.fill(0.0)
-            else:
-                self.resume(out, lse, o_at, l_at, row0, row1, m, lane, column0, acc, top, total)
+            top.fill(-Float32.inf)
+            total.fill(0.0)
+            acc.fill(0.0)
+            if const_expr(not self.fresh):
+                counter, place = counters + 2 * mP[tile, 0] + wg, mP[tile, 1]
+                if place <= 1:
+                    self.read_lse(lse, l_at, row0, row1, m, there)
 
             # The first block: logits and softmax.
             cute.arch.mbarrier_wait(q_full, q_phase)
@@ -247,45 +256,94 @@ class Forward:
 
             # The queries are free for the next tile; the last block's values.
             arrive(q_free)
+            if const_expr(not self.fresh):
+                if place > 1:
+                    self.wait_for_turn(counter, place // 2, thread, wg)
+                    self.read_lse(lse, l_at, row0, row1, m, there)
+                # Into the registers of the logits, which are used up; they arrive while the values are multiplied.
+                self.read_results(out, o_at, column0, there, s)
             cute.arch.mbarrier_wait(v_full + stage, phase)
             product(mma_O, acc, [(rP, rV[None, None, None, stage])], False)
             warpgroup.wait_group(0)
             arrive(v_free + stage)
             stage, phase = self.next(stage, phase)
 
-            share = cute.make_rmem_tensor(2, Float32)
+            share, old_share = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
             for r in cutlass.range_constexpr(2):
                 whole = total[r] + cute.arch.shuffle_sync_bfly(total[r], offset=1)
                 whole += cute.arch.shuffle_sync_bfly(whole, offset=2)
-                share[r] = cute.arch.rcp_approx(whole if whole != 0.0 else Float32(1.0))
+                share[r] = Float32(1.0)
+                if const_expr(not self.fresh):
+                    # What is there is worth 2 ** there beside the new 2 ** top * whole.
+                    both = cute.arch.fmax(top[r], there[r])
+                    base = Float32(0.0) if both == -Float32.inf else both
+                    share[r] = cute.math.exp2(top[r] - base, fastmath=True)
+                    old_share[r] = cute.math.exp2(there[r] - base, fastmath=True)
+                    whole = whole * share[r] + old_share[r]
+                    top[r] = both
+                inverse = cute.arch.rcp_approx(whole if whole != 0.0 else Float32(1.0))
+                share[r] *= inverse
+                old_share[r] *= inverse
                 if row0 + m[r] // P < row1 and lane % 4 == 0:
                     (lse + l_at[r]).store((top[r] + cute.math.log2(whole, fastmath=True)) * LN2)
             self.rescale(acc, share)
+            if const_expr(not self.fresh):
+                self.add_scaled(acc, s, old_share)
             if const_expr(self.out_dtype is Float32):
                 self.write_sums(acc, out, o_at, row0, row1, m, column0)
             else:
                 self.write_rounded(mma_O, acc, sO, out, thread, wg, row0, row1, group, o_row, o_head)
+            if const_expr(not self.fresh):
+                self.pass_turn(counter, place, thread, wg)
             turn += cute.arch.grid_dim()[0]
             item = mI[turn]
 
     @cute.jit
-    def resume(self, out, lse, o_at, l_at, row0, row1, m, lane, column0, acc, top, total):
-        """Begin with the results that are there. Rows that have seen no key are zero: they are not read."""
-        rows = by_rows(acc)
+    def read_lse(self, lse, l_at, row0, row1, m, there):
+        """LSEs of the results that are there, in base 2."""
         for r in cutlass.range_constexpr(2):
-            top[r] = -Float32.inf
+            there[r] = -Float32.inf
             if row0 + m[r] // self.pack < row1:
-                top[r] = (lse + l_at[r]).load() * LOG2E
-            # Four threads share a row, and their sums are added at the end: one of them has what was there.
-            total[r] = 1.0 if (top[r] != -Float32.inf and lane % 4 == 0) else 0.0
+                there[r] = (lse + l_at[r]).load() * LOG2E
+
+    @cute.jit
+    def read_results(self, out, o_at, column0, there, results):
+        """The results that are there. Rows that have seen no key are not read: they may be anything."""
+        rows = by_rows(results)
+        for r in cutlass.range_constexpr(2):
             for c in cutlass.range_constexpr(self.V // 8):
                 pair = cute.make_rmem_tensor(2, Float32)
                 pair.fill(0.0)
-                if top[r] != -Float32.inf:
+                if there[r] != -Float32.inf:
                     at = (out + (o_at[r] + column0 + 8 * c)).align(8)
                     cute.autovec_copy(cute.make_tensor(at, cute.make_layout(2)), pair)
                 rows[r, 2 * c] = pair[0]
                 rows[r, 2 * c + 1] = pair[1]
+
+    @cute.jit
+    def add_scaled(self, acc, more, factor):
+        rows, more_rows = by_rows(acc), by_rows(more)
+        for r in cutlass.range_constexpr(2):
+            rows[r, None].store(rows[r, None].load() + more_rows[r, None].load() * factor[r])
+
+    @cute.jit
+    def wait_for_turn(self, counter, number, thread, wg):
+        """Until the parts of this tile before this one have added their results."""
+        if thread == 0:
+            done = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+            while done < number:
+                done = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+        cute.arch.barrier(barrier_id=OWN + wg, number_of_threads=128)
+
+    @cute.jit
+    def pass_turn(self, counter, place, thread, wg):
+        """Of a part: say that it has added its results. The last one leaves the counter as it was before the launch."""
+        if place >= 0:
+            cute.arch.fence_acq_rel_gpu()
+            cute.arch.barrier(barrier_id=OWN + wg, number_of_threads=128)
+            if thread == 0:
+                done = Int32(0) if place % 2 == 1 else place // 2 + 1
+                cute.arch.store(counter, done, sem="release", scope="gpu")
 
     @cute.jit
     def issue(self, state, rings, stage, phase, wg):

@@ -23,6 +23,8 @@ from flexcp.executor.kernels import Ints, Settings, uploaded
 from flexcp.executor.kernels.cute.backward import Backward
 from flexcp.executor.kernels.cute.forward import Forward
 from flexcp.executor.kernels.cute.items import ADDED_KEY_PRICE, dealt, group_by_group, in_turns, longest_program
+from flexcp.executor.kernels.cute.levelled import levelled
+from flexcp.executor.kernels.cute.parts import FAR
 from flexcp.executor.kernels.cute.rows import SPARE, After, Before
 from flexcp.executor.kernels.ends import OutputGradient
 from flexcp.executor.kernels.hopper import kernel as hopper_kernel
@@ -115,6 +117,31 @@ class CuteWork(HopperWork):
     def _items(self) -> dict[tuple[int, int], Tensor]:
         return {}
 
+    def forward_tables(self, programs: int, fresh: bool) -> tuple[int, list[Tensor]]:
+        """Of a forward on up to ``programs`` programs: how many it has, and tiles, segments, items, parts and counters.
+
+        Tiles are cut for balance where results are added to; where they are written, there is nothing to add parts to.
+        """
+        key = (programs, fresh)
+        if key not in self._forward_tables:
+            made, groups = self.forward_segments, self.heads // self.pack
+            used = min(programs, made.count * groups)
+            if fresh:
+                items = self.items(made, used)
+                self._forward_tables[key] = used, [made.tiles, made.segments, items, items, items]
+            else:
+                dealt_items = dealt(in_turns(made.count, groups, self.in_turn(used)), made.blocks, groups, used)
+                level = levelled(made.made, dealt_items, groups, programs, BLOCK)
+                tables = [x.reshape(-1) for x in (level.made.tiles, level.made.segments, level.items, level.parts)]
+                counters = torch.zeros(max(1, level.counters), dtype=torch.int32, device=self.device)
+                there = [*(uploaded(x, self.device) for x in tables), counters]
+                self._forward_tables[key] = level.items.shape[1], there
+        return self._forward_tables[key]
+
+    @cached_property
+    def _forward_tables(self) -> dict[tuple[int, bool], tuple[int, list[Tensor]]]:
+        return {}
+
     def _backward_order(self, made: Segments) -> Ints:
         if not self.in_step:
             return in_turns(made.count, self.kv_heads, 1)
@@ -140,13 +167,11 @@ def forward(
         return
     q, k, v = (aligned(x) for x in (q_THD, k_TGD, v_TGV))
     check(work, supports, q, k, v, out_THV, lse_TH)
-    groups = work.heads // work.pack
-    programs = programs_of(made.count * groups, settings, work)
+    programs, tables = work.forward_tables(programs_of(FAR, settings, work), settings.fresh)
     run = compiled_forward(q.dtype, out_THV.dtype, work.share, work.pack, settings.softcap is not None, settings.fresh)
-    tables = (made.tiles, made.segments, work.items(made, programs))
     run(
         *_addresses(q, k, v, out_THV, lse_TH, *tables), len(q), len(k), work.heads, work.kv_heads,
-        *_strides(q, k, v, out_THV, lse_TH), groups, *_numbers(settings), programs, _stream(q.device),
+        *_strides(q, k, v, out_THV, lse_TH), work.heads // work.pack, *_numbers(settings), programs, _stream(q.device),
     )  # fmt: skip
 
 
@@ -232,7 +257,7 @@ def compiled_forward(
     """The forward of a model, ready to be called with numbers."""
     kind, out = TYPES[dtype], TYPES[out_dtype]
     kernel = Forward(kind, out, share, pack, HEAD_SIZE, HEAD_SIZE, BLOCK, STAGES, softcap, fresh)
-    pointers = [_pointer(kind)] * 3 + [_pointer(out), _pointer(Float32, 4)] + [_pointer(Int32)] * 3
+    pointers = [_pointer(kind)] * 3 + [_pointer(out), _pointer(Float32, 4)] + [_pointer(Int32)] * 5
     numbers = [Int32(1)] * 4 + [Int64(8)] * 10 + [Int32(1), Float32(1.0), Float32(1.0), Int32(1)]
     return cute.compile(kernel, *pointers, *numbers, cuda.CUstream(0), options="--enable-tvm-ffi")
 
