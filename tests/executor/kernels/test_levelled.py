@@ -64,11 +64,11 @@ def test_a_levelled_launch_walks_the_same_blocks_in_an_order_that_ends(
         numbers = sorted(by_number)
         assert [x // 2 for x in numbers] == list(range(len(numbers)))
         assert [x % 2 for x in numbers] == [0] * (len(numbers) - 1) + [1]
-        programs_of = [by_number[x][0] for x in numbers]
+        places = [by_number[x] for x in numbers]
         # Parts that others wait for are in programs with lower numbers, which start first.
-        assert programs_of == sorted(programs_of) and len(set(programs_of)) == len(programs_of)
-        last_program, last_place = by_number[numbers[-1]]
-        assert last_place == int(there[:, last_program].sum()) - 1
+        assert [p for p, _ in places] == sorted({p for p, _ in places})
+        # Whoever waits is the last of its program.
+        assert all(n == int(there[:, p].sum()) - 1 for p, n in places[1:])
 
 
 def test_programs_end_together() -> None:

@@ -5,9 +5,13 @@ busiest programs (*givers*) give the first blocks of a tile to programs with the
 ordinary tiles with the same rows that add to the same results one after the other: part n waits, with its own blocks done, until part
 n - 1 has added, which a counter in memory says.
 
-Nobody waits long, and never for ever. A receiver computes what it was given first, a giver its remainder last. Receivers come first among
-the programs, in the order in which they are filled, so a part waits only for parts of programs with lower numbers, which the device starts
-first.
+Parts come last in their programs. What goes before stays as it was dealt, in step with the other programs: those that walk the same keys
+at the same time share them through the L2.
+
+Nobody waits long, and never for ever. A receiver is filled by parts of several tiles, of which only the last one waits: where a tile is cut
+over several receivers, the part in the receiver that was filled last has the lowest number, since other parts may follow it. Receivers come
+first among the programs, the one that was filled last before the others, so a part waits only for programs with lower numbers, which the
+device starts first.
 """
 
 from __future__ import annotations
@@ -57,11 +61,15 @@ def levelled(made: SegmentList, items: Table, groups: int, programs: int, block:
     of_item = np.where(items >= 0, blocks[np.maximum(items, 0) // groups], -TILE_PRICE)
     work = np.zeros(programs, np.int64)
     work[: items.shape[1]] = (of_item + TILE_PRICE).sum(axis=0)
-    longest = of_item.argmax(axis=0)
-    cut = [(int(items[row, p]), int(of_item[row, p])) for p, row in enumerate(longest.tolist())]
-    given = _give(work, cut)
+    given = _give(work, _to_cut(items, of_item))
     whole = np.full((len(blocks), 2), -1, np.int32)
     return _tables(made, whole, items, given, groups, block) if given else LevelledList(made, whole, items, 0)
+
+
+def _to_cut(items: Table, of_item: Ints) -> list[tuple[int, int]]:
+    """The item that each program would cut, and its blocks: its longest, the last of them where there are several."""
+    row = len(items) - 1 - of_item[::-1].argmax(axis=0)
+    return [(int(items[r, p]), int(of_item[r, p])) for p, r in enumerate(row.tolist())]
 
 
 def _give(work: Ints, cut: list[tuple[int, int]]) -> list[Given]:
@@ -112,29 +120,30 @@ def _tables(made: SegmentList, whole: Table, items: Table, given: list[Given], g
     tiles: list[list[int]] = []
     segments: list[list[int]] = []
     parts: list[list[int]] = []
-    first: dict[int, list[int]] = {}
-    last: dict[int, int] = {}
-    numbers: dict[int, int] = {}
-    counters = {item: n for n, item in enumerate(dict.fromkeys(x.item for x in given))}
+    added: dict[int, list[int]] = {}
+    remainders: dict[int, int] = {}
+    by_item: dict[int, list[Given]] = {}
+    for x in given:
+        by_item.setdefault(x.item, []).append(x)
 
-    def part(item: int, begin: int, end: int, is_last: bool) -> int:
+    def part(item: int, begin: int, end: int, counter: int, place: int) -> int:
         row0, row1, segment, _ = made.tiles[item // groups].tolist()
         tiles.append([row0, row1, len(made.segments) - 1 + len(segments), end - begin])
         segments.extend(_cut(made, segment, begin, end, block))
-        numbers[item] = numbers.get(item, -1) + 1
-        parts.append([counters[item], 2 * numbers[item] + is_last])
+        parts.append([counter, place])
         return (len(whole) + len(tiles) - 1) * groups + item % groups
 
-    for x in given:
-        first.setdefault(x.program, []).append(part(x.item, x.begin, x.end, False))
-    for item, end in {x.item: x.end for x in given}.items():
-        last[item] = part(item, end, int(made.tiles[item // groups, 3]), True)
+    for counter, (item, pieces) in enumerate(by_item.items()):
+        for number, x in zip(range(len(pieces) - 1, -1, -1), pieces, strict=True):
+            added.setdefault(x.program, []).append(part(item, x.begin, x.end, counter, 2 * number))
+        end = int(made.tiles[item // groups, 3])
+        remainders[item] = part(item, pieces[-1].end, end, counter, 2 * len(pieces) + 1)
     columns = [column[column >= 0].tolist() for column in items.T]
     lists = []
-    for program in [*first, *(p for p in range(len(columns)) if p not in first)]:
+    for program in [*reversed(added), *(p for p in range(len(columns)) if p not in added)]:
         dealt = columns[program] if program < len(columns) else []
-        kept = [x for x in dealt if x not in last]
-        lists.append(first.get(program, []) + kept + [last[x] for x in dealt if x in last])
+        kept = [x for x in dealt if x not in remainders]
+        lists.append(kept + added.get(program, []) + [remainders[x] for x in dealt if x in remainders])
     table = np.full((max(map(len, lists)) + 1, len(lists)), -1, np.int32)
     for number, column in enumerate(lists):
         table[: len(column), number] = column
@@ -142,7 +151,7 @@ def _tables(made: SegmentList, whole: Table, items: Table, given: list[Given], g
         np.concatenate([made.tiles, np.array(tiles, np.int32)]),
         np.concatenate([made.segments[:-1], np.array([*segments, [0] * 8], np.int32)]),
     )
-    return LevelledList(cut, np.concatenate([whole, np.array(parts, np.int32)]), table, 2 * len(counters))
+    return LevelledList(cut, np.concatenate([whole, np.array(parts, np.int32)]), table, 2 * len(by_item))
 
 
 def _cut(made: SegmentList, segment: int, begin: int, end: int, block: int) -> Iterator[list[int]]:
