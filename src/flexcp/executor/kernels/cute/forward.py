@@ -35,6 +35,7 @@ from flexcp.executor.kernels.cute.parts import (
     bounded,
     by_rows,
     expect,
+    fetch_line,
     init_bars,
     load_box,
     packed_heads_view,
@@ -120,6 +121,8 @@ class Forward:
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             if warp_id == 0:
                 self.load(mQ, mK, mV, q_atom, k_atom, v_atom, sQ, sK, sV, rings, mT, mG, mI, groups)
+            if const_expr(not self.fresh) and warp_id == 1:
+                self.fetch_results(out, lse, (o_row, o_head, l_row, l_head), rings, mT, mI, groups)
         else:
             cute.arch.setmaxregister_increase(COMPUTE_REGISTERS)
             strides = (o_row, o_head, l_row, l_head)
@@ -161,6 +164,30 @@ class Forward:
                 if left == 0:
                     segment += 1
                     key, left = mG[segment, 0], mG[segment, 1]
+            turn += cute.arch.grid_dim()[0]
+            item = mI[turn]
+
+    @cute.jit
+    def fetch_results(self, out, lse, strides, rings, mT, mI, groups):
+        """Bring the results that are there to the L2 when a tile begins; they are read at its end."""
+        o_row, o_head, l_row, l_head = strides
+        lane = cute.arch.lane_idx()
+        phase = Int32(0)
+        turn = cute.arch.block_idx()[0]
+        item = mI[turn]
+        while item >= 0:
+            tile, group = item // groups, item % groups
+            row0, row1 = mT[tile, 0], mT[tile, 1]
+            cute.arch.mbarrier_wait(rings[0], phase)
+            phase = phase ^ 1
+            for i in cutlass.range_constexpr(2 * ROWS // 32):
+                m = lane + 32 * i
+                row, head = row0 + m // self.pack, group * self.pack + m % self.pack
+                if row < row1:
+                    there = (lse + (row * l_row + head * l_head)).load()
+                    if there != -Float32.inf:
+                        for j in cutlass.range_constexpr(self.V // 32):
+                            fetch_line(out + (row * o_row + head * o_head + 32 * j))
             turn += cute.arch.grid_dim()[0]
             item = mI[turn]
 

@@ -115,6 +115,13 @@ def bounded(s, inner):
     return -Float32.inf if s == -Float32.inf else 1.0 - 2.0 / (1.0 + x)
 
 
+@dsl_user_op
+def fetch_line(pointer, *, loc=None, ip=None):
+    """Bring the line at ``pointer`` to the L2."""
+    flags = {"has_side_effects": True, "is_align_stack": False, "asm_dialect": llvm.AsmDialect.AD_ATT}
+    llvm.inline_asm(None, [pointer.llvm_ptr], "prefetch.global.L2 [$0];", "l", **flags)
+
+
 @cute.jit
 def arrive(bar):
     """One lane of each warp says that its warp is done with a buffer."""
