@@ -1,6 +1,7 @@
 """The forward kernel in the CuTe DSL for Hopper (sm90).
 
-A persistent program for each multiprocessor takes tiles of 128 packed query rows in the order of :mod:`cute_items`. One warp loads: the
+A persistent program for each multiprocessor takes tiles of 128 packed query rows from a table of records (:mod:`items`); whoever walks it
+reads the next record while it works on this one, since nothing hides a read between two tiles. One warp loads: the
 queries of a tile, then its keys and values block by block, by the copy engine into rings of buffers. Two warp groups compute 64 rows each.
 
 A warp group issues the logits of block j + 1 and the values of block j together, and computes the softmax of j + 1 while the tensor cores
@@ -22,6 +23,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
+from flexcp.executor.kernels.cute.items import RECORD
 from flexcp.executor.kernels.cute.parts import (
     COMPUTE_REGISTERS,
     FAR,
@@ -40,7 +42,11 @@ from flexcp.executor.kernels.cute.parts import (
     load_box,
     packed_heads_view,
     product,
+    read_record,
+    record_fields,
     round_to,
+    segment_limits,
+    segment_start,
     shared_layout,
     shared_tensor,
     tiled_product,
@@ -63,11 +69,11 @@ class Forward:
     @cute.jit
     def __call__(
         self, q: cute.Pointer, k: cute.Pointer, v: cute.Pointer, out: cute.Pointer, lse: cute.Pointer,
-        tiles: cute.Pointer, segments: cute.Pointer, items: cute.Pointer, parts: cute.Pointer, counters: cute.Pointer,
+        records: cute.Pointer, segments: cute.Pointer, counters: cute.Pointer,
         rows: Int32, keys: Int32, heads: Int32, kv_heads: Int32,
         q_row: Int64, q_head: Int64, k_row: Int64, k_head: Int64, v_row: Int64, v_head: Int64,
         o_row: Int64, o_head: Int64, l_row: Int64, l_head: Int64,
-        groups: Int32, scale: Float32, softcap: Float32, programs: Int32, stream: cuda.CUstream,
+        scale: Float32, softcap: Float32, programs: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         """Launch. Strides of rows and heads are in elements; those of q, k and v are multiples of 16 bytes."""
         D, V, N, P = self.D, self.V, self.N, self.pack
@@ -86,7 +92,7 @@ class Forward:
         self.kernel(
             packed_heads_view(mQ, P), mK, mV, q_atom, k_atom, v_atom, sQ, sK, sV, sO,
             tiled_product(self.dtype, N, K, K), tiled_product(self.dtype, V, K, MN, from_registers=True),
-            out, lse, tiles, segments, items, parts, counters, o_row, o_head, l_row, l_head, groups, scale, softcap,
+            out, lse, records, segments, counters, o_row, o_head, l_row, l_head, scale, softcap,
         ).launch(grid=(programs, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
 
     @cute.kernel
@@ -94,9 +100,8 @@ class Forward:
         self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, q_atom: cute.CopyAtom, k_atom: cute.CopyAtom,
         v_atom: cute.CopyAtom, sQ_layout: cute.ComposedLayout, sK_layout: cute.ComposedLayout,
         sV_layout: cute.ComposedLayout, sO_layout: cute.ComposedLayout, mma_S: cute.TiledMma, mma_O: cute.TiledMma,
-        out: cute.Pointer, lse: cute.Pointer, tiles: cute.Pointer, segments: cute.Pointer, items: cute.Pointer,
-        parts: cute.Pointer, counters: cute.Pointer,
-        o_row: Int64, o_head: Int64, l_row: Int64, l_head: Int64, groups: Int32, scale: Float32, softcap: Float32,
+        out: cute.Pointer, lse: cute.Pointer, records: cute.Pointer, segments: cute.Pointer, counters: cute.Pointer,
+        o_row: Int64, o_head: Int64, l_row: Int64, l_head: Int64, scale: Float32, softcap: Float32,
     ):  # fmt: skip
         S = self.stages
         smem = cutlass.memory.SmemAllocator()
@@ -113,35 +118,32 @@ class Forward:
                 init_bars(bars, (1, 8) + ((1,) * S + (8,) * S) * 2)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        mT = cute.make_tensor(tiles, cute.make_layout((FAR, 4), stride=(4, 1)))
-        mG = cute.make_tensor(segments, cute.make_layout((FAR, 8), stride=(8, 1)))
-        mI = cute.make_tensor(items, cute.make_layout(FAR))
-        mP = cute.make_tensor(parts, cute.make_layout((FAR, 2), stride=(2, 1)))
         if warp_id < 4:
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             if warp_id == 0:
-                self.load(mQ, mK, mV, q_atom, k_atom, v_atom, sQ, sK, sV, rings, mT, mG, mI, groups)
+                self.load(mQ, mK, mV, q_atom, k_atom, v_atom, sQ, sK, sV, rings, records, segments)
             if const_expr(not self.fresh) and warp_id == 1:
-                self.fetch_results(out, lse, (o_row, o_head, l_row, l_head), rings, mT, mI, groups)
+                self.fetch_results(out, lse, (o_row, o_head, l_row, l_head), rings, records)
         else:
             cute.arch.setmaxregister_increase(COMPUTE_REGISTERS)
             strides = (o_row, o_head, l_row, l_head)
-            tables = (mT, mG, mI, mP, counters)
-            self.compute(mma_S, mma_O, sQ, sK, sV, sO, out, lse, strides, rings, tables, groups, scale, softcap)
+            tables = (records, segments, counters)
+            self.compute(mma_S, mma_O, sQ, sK, sV, sO, out, lse, strides, rings, tables, scale, softcap)
 
     @cute.jit
-    def load(self, mQ, mK, mV, q_atom, k_atom, v_atom, sQ, sK, sV, rings, mT, mG, mI, groups):
+    def load(self, mQ, mK, mV, q_atom, k_atom, v_atom, sQ, sK, sV, rings, records, segments):
         """Bring what the tiles of this program need, as buffers become free."""
         D, V, N, P = self.D, self.V, self.N, self.pack
         q_full, q_free, k_full, k_free, v_full, v_free = rings
         size = self.dtype.width // 8
         stage, phase, q_phase = Int32(0), Int32(1), Int32(1)  # of the free barriers: new ones count as passed
         turn = cute.arch.block_idx()[0]
-        item = mI[turn]
-        while item >= 0:
-            tile, group = item // groups, item % groups
-            row0, segment, blocks = mT[tile, 0], mT[tile, 2], mT[tile, 3]
-            key, left = mG[segment, 0], mG[segment, 1]
+        ahead = cute.make_rmem_tensor(RECORD, Int32)
+        read_record(records, turn, ahead)
+        while ahead[0] >= 0:
+            row0, _row1, segment, blocks, key, left, _edge, group, _counter, _place = record_fields(ahead)
+            turn += cute.arch.grid_dim()[0]
+            read_record(records, turn, ahead)
             head = group * P // self.share
             cute.arch.mbarrier_wait(q_free, q_phase)
             q_phase = q_phase ^ 1
@@ -163,21 +165,21 @@ class Forward:
                 left -= 1
                 if left == 0:
                     segment += 1
-                    key, left = mG[segment, 0], mG[segment, 1]
-            turn += cute.arch.grid_dim()[0]
-            item = mI[turn]
+                    key, left, _edge = segment_start(segments, segment)
 
     @cute.jit
-    def fetch_results(self, out, lse, strides, rings, mT, mI, groups):
+    def fetch_results(self, out, lse, strides, rings, records):
         """Bring the results that are there to the L2 when a tile begins; they are read at its end."""
         o_row, o_head, l_row, l_head = strides
         lane = cute.arch.lane_idx()
         phase = Int32(0)
         turn = cute.arch.block_idx()[0]
-        item = mI[turn]
-        while item >= 0:
-            tile, group = item // groups, item % groups
-            row0, row1 = mT[tile, 0], mT[tile, 1]
+        ahead = cute.make_rmem_tensor(RECORD, Int32)
+        read_record(records, turn, ahead)
+        while ahead[0] >= 0:
+            row0, row1, _segment, _blocks, _key, _left, _edge, group, _counter, _place = record_fields(ahead)
+            turn += cute.arch.grid_dim()[0]
+            read_record(records, turn, ahead)
             cute.arch.mbarrier_wait(rings[0], phase)
             phase = phase ^ 1
             for i in cutlass.range_constexpr(2 * ROWS // 32):
@@ -188,8 +190,6 @@ class Forward:
                     if there != -Float32.inf:
                         for j in cutlass.range_constexpr(self.V // 32):
                             fetch_line(out + (row * o_row + head * o_head + 32 * j))
-            turn += cute.arch.grid_dim()[0]
-            item = mI[turn]
 
     @cute.jit
     def next(self, stage, phase):
@@ -198,9 +198,9 @@ class Forward:
         return after, phase ^ 1 if after == 0 else phase
 
     @cute.jit
-    def compute(self, mma_S, mma_O, sQ, sK, sV, sO, out, lse, strides, rings, tables, groups, scale, softcap):
+    def compute(self, mma_S, mma_O, sQ, sK, sV, sO, out, lse, strides, rings, tables, scale, softcap):
         """One warp group's rows of every tile of this program."""
-        mT, mG, mI, mP, counters = tables
+        records, segments, counters = tables
         V, N, P = self.V, self.N, self.pack
         q_full, q_free, k_full, k_free, v_full, v_free = rings
         o_row, o_head, l_row, l_head = strides
@@ -227,11 +227,13 @@ class Forward:
             cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=256)
         stage, phase, q_phase = Int32(0), Int32(0), Int32(0)
         turn = cute.arch.block_idx()[0]
-        item = mI[turn]
-        while item >= 0:
-            tile, group = item // groups, item % groups
-            row0, row1, segment, blocks = mT[tile, 0], mT[tile, 1], mT[tile, 2], mT[tile, 3]
-            key, left, edge = mG[segment, 0], mG[segment, 1], mG[segment, 2]
+        ahead = cute.make_rmem_tensor(RECORD, Int32)
+        read_record(records, turn, ahead)
+        while ahead[0] >= 0:
+            row0, row1, segment, blocks, key, left, edge, group, counter, place = record_fields(ahead)
+            turn += cute.arch.grid_dim()[0]
+            read_record(records, turn, ahead)
+            next_key, next_left, next_edge = segment_start(segments, segment + 1)
             o_at, l_at = cute.make_rmem_tensor(2, Int64), cute.make_rmem_tensor(2, Int64)
             for r in cutlass.range_constexpr(2):
                 row, head = row0 + m[r] // P, group * P + m[r] % P
@@ -241,9 +243,8 @@ class Forward:
             total.fill(0.0)
             acc.fill(0.0)
             if const_expr(not self.fresh):
-                counter, place = counters + 2 * mP[tile, 0] + wg, mP[tile, 1]
-                if place <= 1:
-                    self.read_lse(lse, l_at, row0, row1, m, there)
+                # Of a part that waits they are not there yet.
+                self.read_lse(lse, l_at, row0, row1 if place <= 1 else row0, m, there)
 
             # The first block: logits and softmax.
             cute.arch.mbarrier_wait(q_full, q_phase)
@@ -253,8 +254,9 @@ class Forward:
             warpgroup.wait_group(0)
             arrive(k_free + stage)
             if edge != 0:
-                self.mask(s, mG, segment, key + column0, row0, m)
-                self.clean(sV, v_full, stage, phase, mG[segment, 5] - key, thread, wg)
+                limits = segment_limits(segments, segment)
+                self.mask(s, limits, key + column0, row0, m)
+                self.clean(sV, v_full, stage, phase, limits[2] - key, thread, wg)
             decay = self.softmax(s, top, total, factors)
             self.rescale(acc, decay)
             round_to(as_operand(s), rP)
@@ -265,14 +267,16 @@ class Forward:
             while blocks > 0:
                 if left == 0:
                     segment += 1
-                    key, left, edge = mG[segment, 0], mG[segment, 1], mG[segment, 2]
+                    key, left, edge = next_key, next_left, next_edge
+                    next_key, next_left, next_edge = segment_start(segments, segment + 1)
                 count = cutlass.min(left, blocks)
                 if edge != 0:
+                    limits = segment_limits(segments, segment)
                     for i in cutlass.range(count, unroll=1):
                         stage, phase = self.issue(state, rings, stage, phase, wg)
-                        self.mask(s, mG, segment, key + i * N + column0, row0, m)
+                        self.mask(s, limits, key + i * N + column0, row0, m)
                         self.finish(state, v_free, stage)
-                        self.clean(sV, v_full, stage, phase, mG[segment, 5] - key - i * N, thread, wg)
+                        self.clean(sV, v_full, stage, phase, limits[2] - key - i * N, thread, wg)
                 else:
                     for _i in cutlass.range(count, unroll=1):
                         stage, phase = self.issue(state, rings, stage, phase, wg)
@@ -285,7 +289,7 @@ class Forward:
             arrive(q_free)
             if const_expr(not self.fresh):
                 if place > 1:
-                    self.wait_for_turn(counter, place // 2, thread, wg)
+                    self.wait_for_turn(counters + 2 * counter + wg, place // 2, thread, wg)
                     self.read_lse(lse, l_at, row0, row1, m, there)
                 # Into the registers of the logits, which are used up; they arrive while the values are multiplied.
                 self.read_results(out, o_at, column0, there, s)
@@ -321,9 +325,7 @@ class Forward:
             else:
                 self.write_rounded(mma_O, acc, sO, out, thread, wg, row0, row1, group, o_row, o_head)
             if const_expr(not self.fresh):
-                self.pass_turn(counter, place, thread, wg)
-            turn += cute.arch.grid_dim()[0]
-            item = mI[turn]
+                self.pass_turn(counters + 2 * counter + wg, place, thread, wg)
 
     @cute.jit
     def read_lse(self, lse, l_at, row0, row1, m, there):
@@ -408,9 +410,9 @@ class Forward:
             cute.arch.barrier(barrier_id=OWN + wg, number_of_threads=128)
 
     @cute.jit
-    def mask(self, s, mG, segment, column, row0, m):
+    def mask(self, s, limits, column, row0, m):
         """-inf where the segment's band and rows do not reach."""
-        lo, hi, end, q0, q1 = mG[segment, 3], mG[segment, 4], mG[segment, 5], mG[segment, 6], mG[segment, 7]
+        lo, hi, end, q0, q1 = limits
         rows = by_rows(s)
         for r in cutlass.range_constexpr(2):
             row = row0 + m[r] // self.pack

@@ -17,6 +17,8 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import T, dsl_user_op
 from cutlass.tensor_utils import LayoutEnum
 
+from flexcp.executor.kernels.cute.items import RECORD
+
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 ROWS = 64  # of a warp group's product
@@ -120,6 +122,36 @@ def fetch_line(pointer, *, loc=None, ip=None):
     """Bring the line at ``pointer`` to the L2."""
     flags = {"has_side_effects": True, "is_align_stack": False, "asm_dialect": llvm.AsmDialect.AD_ATT}
     llvm.inline_asm(None, [pointer.llvm_ptr], "prefetch.global.L2 [$0];", "l", **flags)
+
+
+@cute.jit
+def read_record(records, turn, record):
+    """Record ``turn`` of a launch into registers."""
+    at = cute.make_ptr(Int32, (records + turn * RECORD).toint(), cute.AddressSpace.gmem, assumed_align=16)
+    cute.autovec_copy(cute.make_tensor(at, cute.make_layout(RECORD)), record)
+
+
+def record_fields(record):
+    """First row (-1: no more), last row + 1, first segment, blocks, its first key, its blocks, its mask, group, counter, place."""
+    return [record[i] for i in range(10)]
+
+
+@cute.jit
+def segment_start(segments, segment):
+    """First key, blocks, and whether they need a mask, of a segment."""
+    at = cute.make_ptr(Int32, (segments + segment * 8).toint(), cute.AddressSpace.gmem, assumed_align=16)
+    found = cute.make_rmem_tensor(4, Int32)
+    cute.autovec_copy(cute.make_tensor(at, cute.make_layout(4)), found)
+    return found[0], found[1], found[2]
+
+
+@cute.jit
+def segment_limits(segments, segment):
+    """lo, hi, end of the keys, q0, q1 of a segment."""
+    at = cute.make_ptr(Int32, (segments + segment * 8).toint(), cute.AddressSpace.gmem, assumed_align=16)
+    found = cute.make_rmem_tensor(8, Int32)
+    cute.autovec_copy(cute.make_tensor(at, cute.make_layout(8)), found)
+    return found[3], found[4], found[5], found[6], found[7]
 
 
 @cute.jit
