@@ -110,6 +110,36 @@ def round_to(source, target):
         words[i] = rounded_pair(source[2 * i], source[2 * i + 1], target.element_type)
 
 
+@dsl_user_op
+def seen_bits(first, last, *, loc=None, ip=None):
+    """A word whose bits from ``first`` to ``last`` are set, of those that it has; any numbers may be given.
+
+    Shifts of 32 and more give 0 in PTX, which is what this counts on.
+    """
+    operands = [Int32(x).ir_value(loc=loc, ip=ip) for x in (first, last)]
+    code = """{
+        .reg .b32 from, past;
+        max.s32 from, $1, 0;
+        add.s32 past, $2, 1;
+        max.s32 past, past, 0;
+        shl.b32 from, -1, from;
+        shl.b32 past, -1, past;
+        not.b32 past, past;
+        and.b32 $0, from, past;
+    }"""
+    flags = {"has_side_effects": False, "is_align_stack": False, "asm_dialect": llvm.AsmDialect.AD_ATT}
+    return Int32(llvm.inline_asm(T.i32(), operands, code, "=r,r,r", **flags))
+
+
+@dsl_user_op
+def kept(word, bits, bit, *, loc=None, ip=None):
+    """The word where bit ``bit`` of ``bits`` is set, else 0: a test and a selection, the bit being a constant."""
+    operands = [Int32(x).ir_value(loc=loc, ip=ip) for x in (word, bits)]
+    code = f"{{ .reg .pred p; .reg .b32 t; and.b32 t, $2, {1 << bit}; setp.ne.s32 p, t, 0; selp.b32 $0, $1, 0, p; }}"
+    flags = {"has_side_effects": False, "is_align_stack": False, "asm_dialect": llvm.AsmDialect.AD_ATT}
+    return Int32(llvm.inline_asm(T.i32(), operands, code, "=r,r,r", **flags))
+
+
 @cute.jit
 def bounded(s, inner):
     """tanh of logits for a softcap; -inf stays -inf."""
