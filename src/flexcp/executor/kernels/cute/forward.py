@@ -26,7 +26,6 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from flexcp.executor.kernels.cute.items import RECORD
 from flexcp.executor.kernels.cute.parts import (
     COMPUTE_REGISTERS,
-    FAR,
     LN2,
     LOAD_REGISTERS,
     LOG2E,
@@ -45,6 +44,7 @@ from flexcp.executor.kernels.cute.parts import (
     read_record,
     record_fields,
     round_to,
+    seen_bits,
     segment_limits,
     segment_start,
     shared_layout,
@@ -416,13 +416,18 @@ class Forward:
         rows = by_rows(s)
         for r in cutlass.range_constexpr(2):
             row = row0 + m[r] // self.pack
-            first = row + lo - column
-            last = cutlass.min(row + hi, end - 1) - column
+            first, past = row + lo - column, cutlass.min(row + hi + 1, end) - column
             if row < q0 or row >= q1:
-                first = Int32(FAR)
+                past = Int32(0)
+            bits = seen_bits(self.columns_before(first), self.columns_before(past) - 1)
             for c in cutlass.range_constexpr(self.N // 4):
-                at = (c // 2) * 8 + c % 2
-                rows[r, c] = rows[r, c] if (at >= first and at <= last) else -Float32.inf
+                rows[r, c] = rows[r, c] if (bits & Int32(1 << c if c < 31 else -(1 << 31))) != 0 else -Float32.inf
+
+    @cute.jit
+    def columns_before(self, column):
+        """How many of this thread's columns, two out of every eight, lie before a column counted from its first."""
+        column = cutlass.min(cutlass.max(column, 0), self.N)
+        return column // 8 * 2 + cutlass.min(column % 8, 2)
 
     @cute.jit
     def softmax(self, s, top, total, factors):
