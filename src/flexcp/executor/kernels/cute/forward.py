@@ -39,6 +39,7 @@ from flexcp.executor.kernels.cute.parts import (
     fetch_line,
     init_bars,
     load_box,
+    next_buffer,
     packed_heads_view,
     product,
     read_record,
@@ -54,6 +55,7 @@ from flexcp.executor.kernels.cute.parts import (
     zero_from,
 )
 
+TILES = 2  # whose queries are in shared memory: this one's and the next one's
 TURN, OWN = 2, 4  # named barriers, one for each warp group: whose turn it is to issue, and a group among itself
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 
@@ -83,7 +85,7 @@ class Forward:
         mQ = cute.make_tensor(q, cute.make_layout(((heads, rows), D), stride=((q_head, q_row), 1)))
         mK = cute.make_tensor(k, cute.make_layout((keys, D, kv_heads), stride=(k_row, 1, k_head)))
         mV = cute.make_tensor(v, cute.make_layout((keys, V, kv_heads), stride=(v_row, 1, v_head)))
-        sQ, sO = shared_layout(self.dtype, ROWS, D, 2), shared_layout(self.dtype, ROWS, V, 2)
+        sQ, sO = shared_layout(self.dtype, ROWS, D, 2 * TILES), shared_layout(self.dtype, ROWS, V, 2)
         sK, sV = shared_layout(self.dtype, N, D, self.stages), shared_layout(self.dtype, N, V, self.stages)
         load = cpasync.CopyBulkTensorTileG2SOp()
         q_atom, mQ = cpasync.make_tiled_tma_atom(load, mQ, cute.select(sQ, mode=[0, 1]), ((P, ROWS // P), D))
@@ -105,17 +107,18 @@ class Forward:
     ):  # fmt: skip
         S = self.stages
         smem = cutlass.memory.SmemAllocator()
-        bars = smem.allocate_array(cutlass.Int64, num_elems=2 + 4 * S)
+        bars = smem.allocate_array(cutlass.Int64, num_elems=2 * TILES + 4 * S)
         sQ, sK, sV = (shared_tensor(smem, self.dtype, x) for x in (sQ_layout, sK_layout, sV_layout))
         sO = shared_tensor(smem, self.dtype, sO_layout) if const_expr(self.out_dtype is not Float32) else None
-        # full and free: of the queries, then of the rings of keys and of values
-        rings = (bars, bars + 1, bars + 2, bars + 2 + S, bars + 2 + 2 * S, bars + 2 + 3 * S)
+        # full and free: of the rings of queries, of keys and of values
+        keys = bars + 2 * TILES
+        rings = (bars, bars + TILES, keys, keys + S, keys + 2 * S, keys + 3 * S)
         warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_id == 0:
             for atom in (q_atom, k_atom, v_atom):
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
-                init_bars(bars, (1, 8) + ((1,) * S + (8,) * S) * 2)
+                init_bars(bars, (1,) * TILES + (8,) * TILES + ((1,) * S + (8,) * S) * 2)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if warp_id < 4:
@@ -136,7 +139,8 @@ class Forward:
         D, V, N, P = self.D, self.V, self.N, self.pack
         q_full, q_free, k_full, k_free, v_full, v_free = rings
         size = self.dtype.width // 8
-        stage, phase, q_phase = Int32(0), Int32(1), Int32(1)  # of the free barriers: new ones count as passed
+        # Phases of the free barriers: new ones count as passed.
+        stage, phase, q_stage, q_phase = Int32(0), Int32(1), Int32(0), Int32(1)
         turn = cute.arch.block_idx()[0]
         ahead = cute.make_rmem_tensor(RECORD, Int32)
         read_record(records, turn, ahead)
@@ -145,12 +149,14 @@ class Forward:
             turn += cute.arch.grid_dim()[0]
             read_record(records, turn, ahead)
             head = group * P // self.share
-            cute.arch.mbarrier_wait(q_free, q_phase)
-            q_phase = q_phase ^ 1
-            expect(q_full, 2 * ROWS * D * size)
+            cute.arch.mbarrier_wait(q_free + q_stage, q_phase)
+            expect(q_full + q_stage, 2 * ROWS * D * size)
             for w in cutlass.range_constexpr(2):
                 at = cute.domain_offset(((0, row0 + w * (ROWS // P)), 0), mQ[None, None, group])
-                load_box(q_atom, cute.local_tile(at, (ROWS, D), (0, 0)), sQ[None, None, w], q_full)
+                load_box(
+                    q_atom, cute.local_tile(at, (ROWS, D), (0, 0)), sQ[None, None, 2 * q_stage + w], q_full + q_stage
+                )
+            q_stage, q_phase = next_buffer(q_stage, q_phase, TILES)
             for _ in cutlass.range(blocks, unroll=1):
                 cute.arch.mbarrier_wait(k_free + stage, phase)
                 expect(k_full + stage, N * D * size)
@@ -160,7 +166,7 @@ class Forward:
                 expect(v_full + stage, N * V * size)
                 at_v = cute.domain_offset((key, 0), mV[None, None, head])
                 load_box(v_atom, cute.local_tile(at_v, (N, V), (0, 0)), sV[None, None, stage], v_full + stage)
-                stage, phase = self.next(stage, phase)
+                stage, phase = next_buffer(stage, phase, self.stages)
                 key += N
                 left -= 1
                 if left == 0:
@@ -172,7 +178,7 @@ class Forward:
         """Bring the results that are there to the L2 when a tile begins; they are read at its end."""
         o_row, o_head, l_row, l_head = strides
         lane = cute.arch.lane_idx()
-        phase = Int32(0)
+        stage, phase = Int32(0), Int32(0)
         turn = cute.arch.block_idx()[0]
         ahead = cute.make_rmem_tensor(RECORD, Int32)
         read_record(records, turn, ahead)
@@ -180,8 +186,8 @@ class Forward:
             row0, row1, _segment, _blocks, _key, _left, _edge, group, _counter, _place = record_fields(ahead)
             turn += cute.arch.grid_dim()[0]
             read_record(records, turn, ahead)
-            cute.arch.mbarrier_wait(rings[0], phase)
-            phase = phase ^ 1
+            cute.arch.mbarrier_wait(rings[0] + stage, phase)
+            stage, phase = next_buffer(stage, phase, TILES)
             for i in cutlass.range_constexpr(2 * ROWS // 32):
                 m = lane + 32 * i
                 row, head = row0 + m // self.pack, group * self.pack + m % self.pack
@@ -190,12 +196,6 @@ class Forward:
                     if there != -Float32.inf:
                         for j in cutlass.range_constexpr(self.V // 32):
                             fetch_line(out + (row * o_row + head * o_head + 32 * j))
-
-    @cute.jit
-    def next(self, stage, phase):
-        """The buffer after this one, and the phase in which it is filled."""
-        after = stage + 1 if stage + 1 < self.stages else Int32(0)
-        return after, phase ^ 1 if after == 0 else phase
 
     @cute.jit
     def compute(self, mma_S, mma_O, sQ, sK, sV, sO, out, lse, strides, rings, tables, scale, softcap):
@@ -209,7 +209,7 @@ class Forward:
         thread = thread % 128
         lane = thread % 32
         s_thr, o_thr = mma_S.get_slice(0), mma_O.get_slice(0)
-        rQ = s_thr.make_fragment_A(s_thr.partition_A(sQ))[None, None, None, wg]
+        rQ = s_thr.make_fragment_A(s_thr.partition_A(sQ))
         rK = s_thr.make_fragment_B(s_thr.partition_B(sK))
         rV = o_thr.make_fragment_B(o_thr.partition_B(transposed(sV)))
         rP = o_thr.make_fragment_A(o_thr.partition_shape_A((ROWS, N)))
@@ -222,10 +222,10 @@ class Forward:
             m[r] = wg * ROWS + (thread // 32) * 16 + lane // 4 + 8 * r
         column0 = (lane % 4) * 2
         factors = (softcap * LOG2E, scale / softcap) if const_expr(self.softcap) else (scale * LOG2E, scale)
-        state = (mma_S, mma_O, s, acc, rQ, rK, rV, rP, top, total, factors)
+        registers = (mma_S, mma_O, s, acc, rK, rV, rP, top, total, factors)
         if wg == 0:
             cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=256)
-        stage, phase, q_phase = Int32(0), Int32(0), Int32(0)
+        stage, phase, q_stage, q_phase = Int32(0), Int32(0), Int32(0), Int32(0)
         turn = cute.arch.block_idx()[0]
         ahead = cute.make_rmem_tensor(RECORD, Int32)
         read_record(records, turn, ahead)
@@ -247,10 +247,11 @@ class Forward:
                 self.read_lse(lse, l_at, row0, row1 if place <= 1 else row0, m, there)
 
             # The first block: logits and softmax.
-            cute.arch.mbarrier_wait(q_full, q_phase)
-            q_phase = q_phase ^ 1
+            cute.arch.mbarrier_wait(q_full + q_stage, q_phase)
+            rQ_tile = rQ[None, None, None, 2 * q_stage + wg]
+            state = (rQ_tile, *registers)
             cute.arch.mbarrier_wait(k_full + stage, phase)
-            product(mma_S, s, [(rQ, rK[None, None, None, stage])], True)
+            product(mma_S, s, [(rQ_tile, rK[None, None, None, stage])], True)
             warpgroup.wait_group(0)
             arrive(k_free + stage)
             if edge != 0:
@@ -286,7 +287,8 @@ class Forward:
                 blocks -= count
 
             # The queries are free for the next tile; the last block's values.
-            arrive(q_free)
+            arrive(q_free + q_stage)
+            q_stage, q_phase = next_buffer(q_stage, q_phase, TILES)
             if const_expr(not self.fresh):
                 if place > 1:
                     self.wait_for_turn(counters + 2 * counter + wg, place // 2, thread, wg)
@@ -297,7 +299,7 @@ class Forward:
             product(mma_O, acc, [(rP, rV[None, None, None, stage])], False)
             warpgroup.wait_group(0)
             arrive(v_free + stage)
-            stage, phase = self.next(stage, phase)
+            stage, phase = next_buffer(stage, phase, self.stages)
 
             share, old_share = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
             for r in cutlass.range_constexpr(2):
@@ -377,10 +379,10 @@ class Forward:
     @cute.jit
     def issue(self, state, rings, stage, phase, wg):
         """Logits of the next block and values of the last, together; the logits are there when it returns."""
-        mma_S, mma_O, s, acc, rQ, rK, rV, rP, _top, _total, _factors = state
+        rQ, mma_S, mma_O, s, acc, rK, rV, rP, _top, _total, _factors = state
         _q_full, _q_free, k_full, k_free, v_full, _v_free = rings
         v_stage, v_phase = stage, phase
-        stage, phase = self.next(stage, phase)
+        stage, phase = next_buffer(stage, phase, self.stages)
         cute.arch.mbarrier_wait(k_full + stage, phase)
         cute.arch.barrier(barrier_id=TURN + wg, number_of_threads=256)
         product(mma_S, s, [(rQ, rK[None, None, None, stage])], True)
@@ -394,7 +396,7 @@ class Forward:
     @cute.jit
     def finish(self, state, v_free, stage):
         """Softmax of a block, while the values of the one before are multiplied."""
-        _mma_S, _mma_O, s, acc, _rQ, _rK, _rV, rP, top, total, factors = state
+        _rQ, _mma_S, _mma_O, s, acc, _rK, _rV, rP, top, total, factors = state
         decay = self.softmax(s, top, total, factors)
         warpgroup.wait_group(0)
         arrive(v_free + (stage - 1 if stage > 0 else self.stages - 1))

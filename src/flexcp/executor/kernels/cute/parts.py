@@ -155,6 +155,13 @@ def fetch_line(pointer, *, loc=None, ip=None):
 
 
 @cute.jit
+def next_buffer(stage, phase, stages: cutlass.Constexpr[int]):
+    """The buffer of a ring after this one, and the phase in which it is filled."""
+    after = stage + 1 if stage + 1 < stages else Int32(0)
+    return after, phase ^ 1 if after == 0 else phase
+
+
+@cute.jit
 def read_record(records, turn, record):
     """Record ``turn`` of a launch into registers."""
     at = cute.make_ptr(Int32, (records + turn * RECORD).toint(), cute.AddressSpace.gmem, assumed_align=16)
