@@ -25,7 +25,7 @@ from flexcp.executor.kernels.tiles import segment_list
 SCRIPT = Path(__file__).with_name("cute_compile.py")
 INSTRUCTIONS = {
     "forward": ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg"),
-    "backward": ("wgmma.mma_async", "cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor", "setmaxnreg"),
+    "backward": ("wgmma.mma_async", "cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor", "add.v4.f32", "setmaxnreg"),
     "backward_alone": ("wgmma.mma_async", "cp.async.bulk.tensor", "cp.reduce.async.bulk.global", "setmaxnreg"),
 }
 WAITS = {"forward": 8, "backward": 20, "backward_alone": 20}

@@ -13,7 +13,8 @@ is added in a fixed order. More in flight than this does not fit into the regist
 serialises all products.
 
 Blocks come in segments (see :mod:`tiles`), with and without a mask, and each kind has a loop of its own: a branch between the products and
-the wait for them would make the compiler wait at the branch. What lies past the end of a slice or a tile may be anything, and is zeroed in
+the wait for them would make the compiler wait at the branch. A mask is a word of bits for each of a thread's two keys, and P and dS are
+zeroed by it when they are rounded, two numbers at a time. What lies past the end of a slice or a tile may be anything, and is zeroed in
 the buffers.
 """
 
@@ -37,10 +38,12 @@ from flexcp.executor.kernels.cute.parts import (
     by_rows,
     expect,
     init_bars,
+    kept,
     load_box,
     packed_heads_view,
     product,
     round_to,
+    seen_bits,
     shared_layout,
     shared_tensor,
     tiled_product,
@@ -405,9 +408,10 @@ class Backward:
             for c in cutlass.range_constexpr(M // 4):
                 logit = s_rows[r, c] * scale_log2 - stat[c % 2, c // 2]
                 s_rows[r, c] = cute.math.exp2(logit, fastmath=True)
-        if const_expr(masked):
-            self.mask(s_rows, mG, segment, query, column0, key)
         round_to(as_operand(s), rP)
+        if const_expr(masked):
+            seen = self.seen(mG, segment, query, column0, key)
+            self.keep(rP, seen)
         if const_expr(early):
             product(mma_dV, acc_dV, [(rP, rdOt[None, None, None, stage])], False)
         self.statistics(sStat, 1, stage, column0, stat)
@@ -418,9 +422,9 @@ class Backward:
         if const_expr(self.softcap):
             for i in cutlass.range_constexpr(cute.size(s)):
                 dp[i] = dp[i] * (1.0 - cap[i] * cap[i])
-        if const_expr(masked):
-            self.mask(dp_rows, mG, segment, query, column0, key)
         round_to(as_operand(dp), rdS)
+        if const_expr(masked):
+            self.keep(rdS, seen)
         mine = cute.make_tensor(rdS.iterator, cute.make_layout(s.shape))
         cute.copy(save, save.retile(mine), save.partition_D(sdS[None, None, 2 * copy + wg]))
         if const_expr(not early):
@@ -453,16 +457,29 @@ class Backward:
             cute.autovec_copy(pair, stat[None, j])
 
     @cute.jit
-    def mask(self, rows, mG, segment, query, column0, key):
-        """0 where the segment's band and keys do not reach. Its rows are keys here, and its columns queries."""
-        P = self.pack
+    def seen(self, mG, segment, query, column0, key):
+        """Which queries this thread's two keys see, as bits: a bit for each query of the block, counted from this thread's first one."""
         lo, hi, end, q0, q1 = mG[segment, 3], mG[segment, 4], mG[segment, 5], mG[segment, 6], mG[segment, 7]
+        origin = query + (column0 // self.pack if const_expr(self.pack < 8) else 0)
+        words = const_expr(2 if self.pack == 1 else 1)
+        bits = cute.make_rmem_tensor((words, 2), Int32)
         for r in cutlass.range_constexpr(2):
-            row = key + 8 * r
-            first = row + lo - query
-            last = cutlass.min(row + hi, end - 1) - query
+            row = key + 8 * r  # rows of the segment are keys here, and its columns queries
+            first, last = row + lo - origin, cutlass.min(row + hi, end - 1) - origin
             if row < q0 or row >= q1:
-                first = Int32(FAR)
-            for c in cutlass.range_constexpr(M // 4):
-                at = (c // 2) * 8 // P + ((column0 + c % 2) // P if const_expr(P < 8) else 0)
-                rows[r, c] = rows[r, c] if (at >= first and at <= last) else Float32(0.0)
+                last = Int32(-1)
+            for w in cutlass.range_constexpr(words):
+                bits[w, r] = seen_bits(first - 32 * w, last - 32 * w)
+        return bits
+
+    @cute.jit
+    def keep(self, operand, seen):
+        """0 where a key does not see a query, in pairs of rounded numbers: whatever stood there is gone, be it an infinity or a NaN."""
+        P, pairs = self.pack, cute.recast_tensor(operand, Int32)
+        for i in cutlass.range_constexpr(cute.size(pairs)):
+            r, at = i % 2, i // 2 * 8 // P
+            bits = seen[at // 32, r]
+            if const_expr(P > 1):
+                pairs[i] = kept(pairs[i], bits, at % 32)
+            else:
+                pairs[i] = pairs[i] & (kept(0xFFFF, bits, at % 32) | kept(-0x10000, bits, at % 32 + 1))

@@ -1,6 +1,7 @@
 """The forward kernel in the CuTe DSL for Hopper (sm90).
 
-A persistent program for each multiprocessor takes tiles of 128 packed query rows in the order of :mod:`cute_items`. One warp loads: the
+A persistent program for each multiprocessor takes tiles of 128 packed query rows from a table of records (:mod:`items`); whoever walks it
+reads the next record while it works on this one, since nothing hides a read between two tiles. One warp loads: the
 queries of a tile, then its keys and values block by block, by the copy engine into rings of buffers. Two warp groups compute 64 rows each.
 
 A warp group issues the logits of block j + 1 and the values of block j together, and computes the softmax of j + 1 while the tensor cores
@@ -9,6 +10,9 @@ are busy with the values; the two groups take turns in issuing, so that one's so
 Blocks come in segments (see :mod:`tiles`), with and without a mask, and each kind has a loop of its own: a branch between the products and
 the wait for them would make the compiler wait at the branch. Keys past a slice's end may hold anything: their logits are masked, and their
 values are zeroed in the buffer.
+
+Where results are added to, those that are there are read at a tile's end, into the registers of its last logits, and merged by their LSEs.
+A tile may be a part of one, which then waits until the part before has added (:mod:`levelled`).
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -19,9 +23,9 @@ import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
+from flexcp.executor.kernels.cute.items import RECORD
 from flexcp.executor.kernels.cute.parts import (
     COMPUTE_REGISTERS,
-    FAR,
     LN2,
     LOAD_REGISTERS,
     LOG2E,
@@ -32,11 +36,18 @@ from flexcp.executor.kernels.cute.parts import (
     bounded,
     by_rows,
     expect,
+    fetch_line,
     init_bars,
     load_box,
+    next_buffer,
     packed_heads_view,
     product,
+    read_record,
+    record_fields,
     round_to,
+    seen_bits,
+    segment_limits,
+    segment_start,
     shared_layout,
     shared_tensor,
     tiled_product,
@@ -44,6 +55,7 @@ from flexcp.executor.kernels.cute.parts import (
     zero_from,
 )
 
+TILES = 2  # whose queries are in shared memory: this one's and the next one's
 TURN, OWN = 2, 4  # named barriers, one for each warp group: whose turn it is to issue, and a group among itself
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
 
@@ -59,11 +71,11 @@ class Forward:
     @cute.jit
     def __call__(
         self, q: cute.Pointer, k: cute.Pointer, v: cute.Pointer, out: cute.Pointer, lse: cute.Pointer,
-        tiles: cute.Pointer, segments: cute.Pointer, items: cute.Pointer,
+        records: cute.Pointer, segments: cute.Pointer, counters: cute.Pointer,
         rows: Int32, keys: Int32, heads: Int32, kv_heads: Int32,
         q_row: Int64, q_head: Int64, k_row: Int64, k_head: Int64, v_row: Int64, v_head: Int64,
         o_row: Int64, o_head: Int64, l_row: Int64, l_head: Int64,
-        groups: Int32, scale: Float32, softcap: Float32, programs: Int32, stream: cuda.CUstream,
+        scale: Float32, softcap: Float32, programs: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         """Launch. Strides of rows and heads are in elements; those of q, k and v are multiples of 16 bytes."""
         D, V, N, P = self.D, self.V, self.N, self.pack
@@ -73,7 +85,7 @@ class Forward:
         mQ = cute.make_tensor(q, cute.make_layout(((heads, rows), D), stride=((q_head, q_row), 1)))
         mK = cute.make_tensor(k, cute.make_layout((keys, D, kv_heads), stride=(k_row, 1, k_head)))
         mV = cute.make_tensor(v, cute.make_layout((keys, V, kv_heads), stride=(v_row, 1, v_head)))
-        sQ, sO = shared_layout(self.dtype, ROWS, D, 2), shared_layout(self.dtype, ROWS, V, 2)
+        sQ, sO = shared_layout(self.dtype, ROWS, D, 2 * TILES), shared_layout(self.dtype, ROWS, V, 2)
         sK, sV = shared_layout(self.dtype, N, D, self.stages), shared_layout(self.dtype, N, V, self.stages)
         load = cpasync.CopyBulkTensorTileG2SOp()
         q_atom, mQ = cpasync.make_tiled_tma_atom(load, mQ, cute.select(sQ, mode=[0, 1]), ((P, ROWS // P), D))
@@ -82,7 +94,7 @@ class Forward:
         self.kernel(
             packed_heads_view(mQ, P), mK, mV, q_atom, k_atom, v_atom, sQ, sK, sV, sO,
             tiled_product(self.dtype, N, K, K), tiled_product(self.dtype, V, K, MN, from_registers=True),
-            out, lse, tiles, segments, items, o_row, o_head, l_row, l_head, groups, scale, softcap,
+            out, lse, records, segments, counters, o_row, o_head, l_row, l_head, scale, softcap,
         ).launch(grid=(programs, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
 
     @cute.kernel
@@ -90,56 +102,61 @@ class Forward:
         self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, q_atom: cute.CopyAtom, k_atom: cute.CopyAtom,
         v_atom: cute.CopyAtom, sQ_layout: cute.ComposedLayout, sK_layout: cute.ComposedLayout,
         sV_layout: cute.ComposedLayout, sO_layout: cute.ComposedLayout, mma_S: cute.TiledMma, mma_O: cute.TiledMma,
-        out: cute.Pointer, lse: cute.Pointer, tiles: cute.Pointer, segments: cute.Pointer, items: cute.Pointer,
-        o_row: Int64, o_head: Int64, l_row: Int64, l_head: Int64, groups: Int32, scale: Float32, softcap: Float32,
+        out: cute.Pointer, lse: cute.Pointer, records: cute.Pointer, segments: cute.Pointer, counters: cute.Pointer,
+        o_row: Int64, o_head: Int64, l_row: Int64, l_head: Int64, scale: Float32, softcap: Float32,
     ):  # fmt: skip
         S = self.stages
         smem = cutlass.memory.SmemAllocator()
-        bars = smem.allocate_array(cutlass.Int64, num_elems=2 + 4 * S)
+        bars = smem.allocate_array(cutlass.Int64, num_elems=2 * TILES + 4 * S)
         sQ, sK, sV = (shared_tensor(smem, self.dtype, x) for x in (sQ_layout, sK_layout, sV_layout))
         sO = shared_tensor(smem, self.dtype, sO_layout) if const_expr(self.out_dtype is not Float32) else None
-        # full and free: of the queries, then of the rings of keys and of values
-        rings = (bars, bars + 1, bars + 2, bars + 2 + S, bars + 2 + 2 * S, bars + 2 + 3 * S)
+        # full and free: of the rings of queries, of keys and of values
+        keys = bars + 2 * TILES
+        rings = (bars, bars + TILES, keys, keys + S, keys + 2 * S, keys + 3 * S)
         warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_id == 0:
             for atom in (q_atom, k_atom, v_atom):
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
-                init_bars(bars, (1, 8) + ((1,) * S + (8,) * S) * 2)
+                init_bars(bars, (1,) * TILES + (8,) * TILES + ((1,) * S + (8,) * S) * 2)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        mT = cute.make_tensor(tiles, cute.make_layout((FAR, 4), stride=(4, 1)))
-        mG = cute.make_tensor(segments, cute.make_layout((FAR, 8), stride=(8, 1)))
-        mI = cute.make_tensor(items, cute.make_layout(FAR))
         if warp_id < 4:
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             if warp_id == 0:
-                self.load(mQ, mK, mV, q_atom, k_atom, v_atom, sQ, sK, sV, rings, mT, mG, mI, groups)
+                self.load(mQ, mK, mV, q_atom, k_atom, v_atom, sQ, sK, sV, rings, records, segments)
+            if const_expr(not self.fresh) and warp_id == 1:
+                self.fetch_results(out, lse, (o_row, o_head, l_row, l_head), rings, records)
         else:
             cute.arch.setmaxregister_increase(COMPUTE_REGISTERS)
             strides = (o_row, o_head, l_row, l_head)
-            self.compute(mma_S, mma_O, sQ, sK, sV, sO, out, lse, strides, rings, mT, mG, mI, groups, scale, softcap)
+            tables = (records, segments, counters)
+            self.compute(mma_S, mma_O, sQ, sK, sV, sO, out, lse, strides, rings, tables, scale, softcap)
 
     @cute.jit
-    def load(self, mQ, mK, mV, q_atom, k_atom, v_atom, sQ, sK, sV, rings, mT, mG, mI, groups):
+    def load(self, mQ, mK, mV, q_atom, k_atom, v_atom, sQ, sK, sV, rings, records, segments):
         """Bring what the tiles of this program need, as buffers become free."""
         D, V, N, P = self.D, self.V, self.N, self.pack
         q_full, q_free, k_full, k_free, v_full, v_free = rings
         size = self.dtype.width // 8
-        stage, phase, q_phase = Int32(0), Int32(1), Int32(1)  # of the free barriers: new ones count as passed
+        # Phases of the free barriers: new ones count as passed.
+        stage, phase, q_stage, q_phase = Int32(0), Int32(1), Int32(0), Int32(1)
         turn = cute.arch.block_idx()[0]
-        item = mI[turn]
-        while item >= 0:
-            tile, group = item // groups, item % groups
-            row0, segment, blocks = mT[tile, 0], mT[tile, 2], mT[tile, 3]
-            key, left = mG[segment, 0], mG[segment, 1]
+        ahead = cute.make_rmem_tensor(RECORD, Int32)
+        read_record(records, turn, ahead)
+        while ahead[0] >= 0:
+            row0, _row1, segment, blocks, key, left, _edge, group, _counter, _place = record_fields(ahead)
+            turn += cute.arch.grid_dim()[0]
+            read_record(records, turn, ahead)
             head = group * P // self.share
-            cute.arch.mbarrier_wait(q_free, q_phase)
-            q_phase = q_phase ^ 1
-            expect(q_full, 2 * ROWS * D * size)
+            cute.arch.mbarrier_wait(q_free + q_stage, q_phase)
+            expect(q_full + q_stage, 2 * ROWS * D * size)
             for w in cutlass.range_constexpr(2):
                 at = cute.domain_offset(((0, row0 + w * (ROWS // P)), 0), mQ[None, None, group])
-                load_box(q_atom, cute.local_tile(at, (ROWS, D), (0, 0)), sQ[None, None, w], q_full)
+                load_box(
+                    q_atom, cute.local_tile(at, (ROWS, D), (0, 0)), sQ[None, None, 2 * q_stage + w], q_full + q_stage
+                )
+            q_stage, q_phase = next_buffer(q_stage, q_phase, TILES)
             for _ in cutlass.range(blocks, unroll=1):
                 cute.arch.mbarrier_wait(k_free + stage, phase)
                 expect(k_full + stage, N * D * size)
@@ -149,24 +166,41 @@ class Forward:
                 expect(v_full + stage, N * V * size)
                 at_v = cute.domain_offset((key, 0), mV[None, None, head])
                 load_box(v_atom, cute.local_tile(at_v, (N, V), (0, 0)), sV[None, None, stage], v_full + stage)
-                stage, phase = self.next(stage, phase)
+                stage, phase = next_buffer(stage, phase, self.stages)
                 key += N
                 left -= 1
                 if left == 0:
                     segment += 1
-                    key, left = mG[segment, 0], mG[segment, 1]
+                    key, left, _edge = segment_start(segments, segment)
+
+    @cute.jit
+    def fetch_results(self, out, lse, strides, rings, records):
+        """Bring the results that are there to the L2 when a tile begins; they are read at its end."""
+        o_row, o_head, l_row, l_head = strides
+        lane = cute.arch.lane_idx()
+        stage, phase = Int32(0), Int32(0)
+        turn = cute.arch.block_idx()[0]
+        ahead = cute.make_rmem_tensor(RECORD, Int32)
+        read_record(records, turn, ahead)
+        while ahead[0] >= 0:
+            row0, row1, _segment, _blocks, _key, _left, _edge, group, _counter, _place = record_fields(ahead)
             turn += cute.arch.grid_dim()[0]
-            item = mI[turn]
+            read_record(records, turn, ahead)
+            cute.arch.mbarrier_wait(rings[0] + stage, phase)
+            stage, phase = next_buffer(stage, phase, TILES)
+            for i in cutlass.range_constexpr(2 * ROWS // 32):
+                m = lane + 32 * i
+                row, head = row0 + m // self.pack, group * self.pack + m % self.pack
+                if row < row1:
+                    there = (lse + (row * l_row + head * l_head)).load()
+                    if there != -Float32.inf:
+                        for j in cutlass.range_constexpr(self.V // 32):
+                            fetch_line(out + (row * o_row + head * o_head + 32 * j))
 
     @cute.jit
-    def next(self, stage, phase):
-        """The buffer after this one, and the phase in which it is filled."""
-        after = stage + 1 if stage + 1 < self.stages else Int32(0)
-        return after, phase ^ 1 if after == 0 else phase
-
-    @cute.jit
-    def compute(self, mma_S, mma_O, sQ, sK, sV, sO, out, lse, strides, rings, mT, mG, mI, groups, scale, softcap):
+    def compute(self, mma_S, mma_O, sQ, sK, sV, sO, out, lse, strides, rings, tables, scale, softcap):
         """One warp group's rows of every tile of this program."""
+        records, segments, counters = tables
         V, N, P = self.V, self.N, self.pack
         q_full, q_free, k_full, k_free, v_full, v_free = rings
         o_row, o_head, l_row, l_head = strides
@@ -175,50 +209,55 @@ class Forward:
         thread = thread % 128
         lane = thread % 32
         s_thr, o_thr = mma_S.get_slice(0), mma_O.get_slice(0)
-        rQ = s_thr.make_fragment_A(s_thr.partition_A(sQ))[None, None, None, wg]
+        rQ = s_thr.make_fragment_A(s_thr.partition_A(sQ))
         rK = s_thr.make_fragment_B(s_thr.partition_B(sK))
         rV = o_thr.make_fragment_B(o_thr.partition_B(transposed(sV)))
         rP = o_thr.make_fragment_A(o_thr.partition_shape_A((ROWS, N)))
         acc = cute.make_rmem_tensor(o_thr.partition_shape_C((ROWS, V)), Float32)
         s = cute.make_rmem_tensor(s_thr.partition_shape_C((ROWS, N)), Float32)
         top, total = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        there = cute.make_rmem_tensor(2, Float32)  # LSEs of results that are there
         m = cute.make_rmem_tensor(2, Int32)  # this thread's rows of the tile
         for r in cutlass.range_constexpr(2):
             m[r] = wg * ROWS + (thread // 32) * 16 + lane // 4 + 8 * r
         column0 = (lane % 4) * 2
         factors = (softcap * LOG2E, scale / softcap) if const_expr(self.softcap) else (scale * LOG2E, scale)
-        state = (mma_S, mma_O, s, acc, rQ, rK, rV, rP, top, total, factors)
+        registers = (mma_S, mma_O, s, acc, rK, rV, rP, top, total, factors)
         if wg == 0:
             cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=256)
-        stage, phase, q_phase = Int32(0), Int32(0), Int32(0)
+        stage, phase, q_stage, q_phase = Int32(0), Int32(0), Int32(0), Int32(0)
         turn = cute.arch.block_idx()[0]
-        item = mI[turn]
-        while item >= 0:
-            tile, group = item // groups, item % groups
-            row0, row1, segment, blocks = mT[tile, 0], mT[tile, 1], mT[tile, 2], mT[tile, 3]
-            key, left, edge = mG[segment, 0], mG[segment, 1], mG[segment, 2]
+        ahead = cute.make_rmem_tensor(RECORD, Int32)
+        read_record(records, turn, ahead)
+        while ahead[0] >= 0:
+            row0, row1, segment, blocks, key, left, edge, group, counter, place = record_fields(ahead)
+            turn += cute.arch.grid_dim()[0]
+            read_record(records, turn, ahead)
+            next_key, next_left, next_edge = segment_start(segments, segment + 1)
             o_at, l_at = cute.make_rmem_tensor(2, Int64), cute.make_rmem_tensor(2, Int64)
             for r in cutlass.range_constexpr(2):
                 row, head = row0 + m[r] // P, group * P + m[r] % P
                 o_at[r] = row * o_row + head * o_head
                 l_at[r] = row * l_row + head * l_head
-            if const_expr(self.fresh):
-                top.fill(-Float32.inf)
-                total.fill(0.0)
-                acc.fill(0.0)
-            else:
-                self.resume(out, lse, o_at, l_at, row0, row1, m, lane, column0, acc, top, total)
+            top.fill(-Float32.inf)
+            total.fill(0.0)
+            acc.fill(0.0)
+            if const_expr(not self.fresh):
+                # Of a part that waits they are not there yet.
+                self.read_lse(lse, l_at, row0, row1 if place <= 1 else row0, m, there)
 
             # The first block: logits and softmax.
-            cute.arch.mbarrier_wait(q_full, q_phase)
-            q_phase = q_phase ^ 1
+            cute.arch.mbarrier_wait(q_full + q_stage, q_phase)
+            rQ_tile = rQ[None, None, None, 2 * q_stage + wg]
+            state = (rQ_tile, *registers)
             cute.arch.mbarrier_wait(k_full + stage, phase)
-            product(mma_S, s, [(rQ, rK[None, None, None, stage])], True)
+            product(mma_S, s, [(rQ_tile, rK[None, None, None, stage])], True)
             warpgroup.wait_group(0)
             arrive(k_free + stage)
             if edge != 0:
-                self.mask(s, mG, segment, key + column0, row0, m)
-                self.clean(sV, v_full, stage, phase, mG[segment, 5] - key, thread, wg)
+                limits = segment_limits(segments, segment)
+                self.mask(s, limits, key + column0, row0, m)
+                self.clean(sV, v_full, stage, phase, limits[2] - key, thread, wg)
             decay = self.softmax(s, top, total, factors)
             self.rescale(acc, decay)
             round_to(as_operand(s), rP)
@@ -229,14 +268,16 @@ class Forward:
             while blocks > 0:
                 if left == 0:
                     segment += 1
-                    key, left, edge = mG[segment, 0], mG[segment, 1], mG[segment, 2]
+                    key, left, edge = next_key, next_left, next_edge
+                    next_key, next_left, next_edge = segment_start(segments, segment + 1)
                 count = cutlass.min(left, blocks)
                 if edge != 0:
+                    limits = segment_limits(segments, segment)
                     for i in cutlass.range(count, unroll=1):
                         stage, phase = self.issue(state, rings, stage, phase, wg)
-                        self.mask(s, mG, segment, key + i * N + column0, row0, m)
+                        self.mask(s, limits, key + i * N + column0, row0, m)
                         self.finish(state, v_free, stage)
-                        self.clean(sV, v_full, stage, phase, mG[segment, 5] - key - i * N, thread, wg)
+                        self.clean(sV, v_full, stage, phase, limits[2] - key - i * N, thread, wg)
                 else:
                     for _i in cutlass.range(count, unroll=1):
                         stage, phase = self.issue(state, rings, stage, phase, wg)
@@ -246,54 +287,102 @@ class Forward:
                 blocks -= count
 
             # The queries are free for the next tile; the last block's values.
-            arrive(q_free)
+            arrive(q_free + q_stage)
+            q_stage, q_phase = next_buffer(q_stage, q_phase, TILES)
+            if const_expr(not self.fresh):
+                if place > 1:
+                    self.wait_for_turn(counters + 2 * counter + wg, place // 2, thread, wg)
+                    self.read_lse(lse, l_at, row0, row1, m, there)
+                # Into the registers of the logits, which are used up; they arrive while the values are multiplied.
+                self.read_results(out, o_at, column0, there, s)
             cute.arch.mbarrier_wait(v_full + stage, phase)
             product(mma_O, acc, [(rP, rV[None, None, None, stage])], False)
             warpgroup.wait_group(0)
             arrive(v_free + stage)
-            stage, phase = self.next(stage, phase)
+            stage, phase = next_buffer(stage, phase, self.stages)
 
-            share = cute.make_rmem_tensor(2, Float32)
+            share, old_share = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
             for r in cutlass.range_constexpr(2):
                 whole = total[r] + cute.arch.shuffle_sync_bfly(total[r], offset=1)
                 whole += cute.arch.shuffle_sync_bfly(whole, offset=2)
-                share[r] = cute.arch.rcp_approx(whole if whole != 0.0 else Float32(1.0))
+                share[r] = Float32(1.0)
+                if const_expr(not self.fresh):
+                    # What is there is worth 2 ** there beside the new 2 ** top * whole.
+                    both = cute.arch.fmax(top[r], there[r])
+                    base = Float32(0.0) if both == -Float32.inf else both
+                    share[r] = cute.math.exp2(top[r] - base, fastmath=True)
+                    old_share[r] = cute.math.exp2(there[r] - base, fastmath=True)
+                    whole = whole * share[r] + old_share[r]
+                    top[r] = both
+                inverse = cute.arch.rcp_approx(whole if whole != 0.0 else Float32(1.0))
+                share[r] *= inverse
+                old_share[r] *= inverse
                 if row0 + m[r] // P < row1 and lane % 4 == 0:
                     (lse + l_at[r]).store((top[r] + cute.math.log2(whole, fastmath=True)) * LN2)
             self.rescale(acc, share)
+            if const_expr(not self.fresh):
+                self.add_scaled(acc, s, old_share)
             if const_expr(self.out_dtype is Float32):
                 self.write_sums(acc, out, o_at, row0, row1, m, column0)
             else:
                 self.write_rounded(mma_O, acc, sO, out, thread, wg, row0, row1, group, o_row, o_head)
-            turn += cute.arch.grid_dim()[0]
-            item = mI[turn]
+            if const_expr(not self.fresh):
+                self.pass_turn(counters + 2 * counter + wg, place, thread, wg)
 
     @cute.jit
-    def resume(self, out, lse, o_at, l_at, row0, row1, m, lane, column0, acc, top, total):
-        """Begin with the results that are there. Rows that have seen no key are zero: they are not read."""
-        rows = by_rows(acc)
+    def read_lse(self, lse, l_at, row0, row1, m, there):
+        """LSEs of the results that are there, in base 2."""
         for r in cutlass.range_constexpr(2):
-            top[r] = -Float32.inf
+            there[r] = -Float32.inf
             if row0 + m[r] // self.pack < row1:
-                top[r] = (lse + l_at[r]).load() * LOG2E
-            # Four threads share a row, and their sums are added at the end: one of them has what was there.
-            total[r] = 1.0 if (top[r] != -Float32.inf and lane % 4 == 0) else 0.0
+                there[r] = (lse + l_at[r]).load() * LOG2E
+
+    @cute.jit
+    def read_results(self, out, o_at, column0, there, results):
+        """The results that are there. Rows that have seen no key are not read: they may be anything."""
+        rows = by_rows(results)
+        for r in cutlass.range_constexpr(2):
             for c in cutlass.range_constexpr(self.V // 8):
                 pair = cute.make_rmem_tensor(2, Float32)
                 pair.fill(0.0)
-                if top[r] != -Float32.inf:
+                if there[r] != -Float32.inf:
                     at = (out + (o_at[r] + column0 + 8 * c)).align(8)
                     cute.autovec_copy(cute.make_tensor(at, cute.make_layout(2)), pair)
                 rows[r, 2 * c] = pair[0]
                 rows[r, 2 * c + 1] = pair[1]
 
     @cute.jit
+    def add_scaled(self, acc, more, factor):
+        rows, more_rows = by_rows(acc), by_rows(more)
+        for r in cutlass.range_constexpr(2):
+            rows[r, None].store(rows[r, None].load() + more_rows[r, None].load() * factor[r])
+
+    @cute.jit
+    def wait_for_turn(self, counter, number, thread, wg):
+        """Until the parts of this tile before this one have added their results."""
+        if thread == 0:
+            done = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+            while done < number:
+                done = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+        cute.arch.barrier(barrier_id=OWN + wg, number_of_threads=128)
+
+    @cute.jit
+    def pass_turn(self, counter, place, thread, wg):
+        """Of a part: say that it has added its results. The last one leaves the counter as it was before the launch."""
+        if place >= 0:
+            cute.arch.fence_acq_rel_gpu()
+            cute.arch.barrier(barrier_id=OWN + wg, number_of_threads=128)
+            if thread == 0:
+                done = Int32(0) if place % 2 == 1 else place // 2 + 1
+                cute.arch.store(counter, done, sem="release", scope="gpu")
+
+    @cute.jit
     def issue(self, state, rings, stage, phase, wg):
         """Logits of the next block and values of the last, together; the logits are there when it returns."""
-        mma_S, mma_O, s, acc, rQ, rK, rV, rP, _top, _total, _factors = state
+        rQ, mma_S, mma_O, s, acc, rK, rV, rP, _top, _total, _factors = state
         _q_full, _q_free, k_full, k_free, v_full, _v_free = rings
         v_stage, v_phase = stage, phase
-        stage, phase = self.next(stage, phase)
+        stage, phase = next_buffer(stage, phase, self.stages)
         cute.arch.mbarrier_wait(k_full + stage, phase)
         cute.arch.barrier(barrier_id=TURN + wg, number_of_threads=256)
         product(mma_S, s, [(rQ, rK[None, None, None, stage])], True)
@@ -307,7 +396,7 @@ class Forward:
     @cute.jit
     def finish(self, state, v_free, stage):
         """Softmax of a block, while the values of the one before are multiplied."""
-        _mma_S, _mma_O, s, acc, _rQ, _rK, _rV, rP, top, total, factors = state
+        _rQ, _mma_S, _mma_O, s, acc, _rK, _rV, rP, top, total, factors = state
         decay = self.softmax(s, top, total, factors)
         warpgroup.wait_group(0)
         arrive(v_free + (stage - 1 if stage > 0 else self.stages - 1))
@@ -323,19 +412,24 @@ class Forward:
             cute.arch.barrier(barrier_id=OWN + wg, number_of_threads=128)
 
     @cute.jit
-    def mask(self, s, mG, segment, column, row0, m):
+    def mask(self, s, limits, column, row0, m):
         """-inf where the segment's band and rows do not reach."""
-        lo, hi, end, q0, q1 = mG[segment, 3], mG[segment, 4], mG[segment, 5], mG[segment, 6], mG[segment, 7]
+        lo, hi, end, q0, q1 = limits
         rows = by_rows(s)
         for r in cutlass.range_constexpr(2):
             row = row0 + m[r] // self.pack
-            first = row + lo - column
-            last = cutlass.min(row + hi, end - 1) - column
+            first, past = row + lo - column, cutlass.min(row + hi + 1, end) - column
             if row < q0 or row >= q1:
-                first = Int32(FAR)
+                past = Int32(0)
+            bits = seen_bits(self.columns_before(first), self.columns_before(past) - 1)
             for c in cutlass.range_constexpr(self.N // 4):
-                at = (c // 2) * 8 + c % 2
-                rows[r, c] = rows[r, c] if (at >= first and at <= last) else -Float32.inf
+                rows[r, c] = rows[r, c] if (bits & Int32(1 << c if c < 31 else -(1 << 31))) != 0 else -Float32.inf
+
+    @cute.jit
+    def columns_before(self, column):
+        """How many of this thread's columns, two out of every eight, lie before a column counted from its first."""
+        column = cutlass.min(cutlass.max(column, 0), self.N)
+        return column // 8 * 2 + cutlass.min(column % 8, 2)
 
     @cute.jit
     def softmax(self, s, top, total, factors):

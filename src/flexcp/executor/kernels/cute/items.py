@@ -3,6 +3,8 @@
 A launch is one persistent program for each multiprocessor. An *item* is a tile with one group of heads, ``tile * groups + group``. Items
 come in an order that suits the L2, and are dealt in rounds of one item a program: in each round the longest item goes to the program with
 the least work so far. So programs end together, and what they compute at the same time lies together.
+
+A kernel reads *records*: of every item all that is needed to begin with it, so that one read does.
 """
 
 from __future__ import annotations
@@ -10,7 +12,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from flexcp.executor.kernels.tiles import SegmentList
+
 Ints = NDArray[np.int64]
+RECORD = 12
+"""Numbers of a record; the last two are there for the sake of words of 16 bytes."""
 TILE_PRICE = 3
 """What beginning and ending a tile costs, in blocks."""
 ADDED_KEY_PRICE = 5e-4
@@ -51,3 +57,19 @@ def dealt(items: Ints, blocks: Ints, groups: int, programs: int) -> NDArray[np.i
         table[number, least] = items[part][longest]
         work[least] += price[part][longest]
     return table
+
+
+def records(
+    items: NDArray[np.int32], made: SegmentList, groups: int, parts: NDArray[np.int32] | None = None
+) -> NDArray[np.int32]:
+    """``[rounds + 1, programs, 12]``: of every item first row (-1: no item), last row + 1, first segment, blocks, then the first segment's
+    first key, blocks and mask, the group of heads, and of ``parts`` (:mod:`levelled`) counter and place."""
+    tile = np.maximum(items, 0) // groups
+    found = np.full((*items.shape, RECORD), -1, np.int32)
+    found[..., :4] = made.tiles[tile]
+    found[..., 4:7] = made.segments[found[..., 2], :3]
+    found[..., 7] = items % groups
+    if parts is not None:
+        found[..., 8:10] = parts[tile]
+    found[items < 0] = -1
+    return found

@@ -22,7 +22,16 @@ from torch import Tensor
 from flexcp.executor.kernels import Ints, Settings, uploaded
 from flexcp.executor.kernels.cute.backward import Backward
 from flexcp.executor.kernels.cute.forward import Forward
-from flexcp.executor.kernels.cute.items import ADDED_KEY_PRICE, dealt, group_by_group, in_turns, longest_program
+from flexcp.executor.kernels.cute.items import (
+    ADDED_KEY_PRICE,
+    dealt,
+    group_by_group,
+    in_turns,
+    longest_program,
+    records,
+)
+from flexcp.executor.kernels.cute.levelled import levelled
+from flexcp.executor.kernels.cute.parts import FAR
 from flexcp.executor.kernels.cute.rows import SPARE, After, Before
 from flexcp.executor.kernels.hopper import kernel as hopper_kernel
 from flexcp.executor.kernels.hopper.kernel import STAGES, HopperWork, Segments, programs_of
@@ -102,17 +111,42 @@ class CuteWork(HopperWork):
         return rows * self.heads * self.head_dim * 4 > BEYOND_L2
 
     def items(self, made: Segments, programs: int) -> Tensor:
-        """Which program computes what. Dealt once for each number of programs: launches must not make the host wait."""
+        """Which program of a backward computes what. Dealt once for each number of programs: launches must not make the host wait."""
         key = (id(made), programs)
         if key not in self._items:
-            forward = made is self.forward_segments
-            groups = self.heads // self.pack if forward else self.kv_heads
-            order = in_turns(made.count, groups, self.in_turn(programs)) if forward else self._backward_order(made)
-            self._items[key] = uploaded(dealt(order, made.blocks, groups, programs).reshape(-1), self.device)
+            table = dealt(self._backward_order(made), made.blocks, self.kv_heads, programs)
+            self._items[key] = uploaded(table.reshape(-1), self.device)
         return self._items[key]
 
     @cached_property
     def _items(self) -> dict[tuple[int, int], Tensor]:
+        return {}
+
+    def forward_tables(self, programs: int, fresh: bool) -> tuple[int, list[Tensor]]:
+        """Of a forward on up to ``programs`` programs: how many it has, and records, segments and counters.
+
+        Made once for each number of programs: launches must not make the host wait. Tiles are cut for balance where results are added to;
+        where they are written, there is nothing to add parts to.
+        """
+        key = (programs, fresh)
+        if key not in self._forward_tables:
+            made, groups = self.forward_segments, self.heads // self.pack
+            used = min(programs, made.count * groups)
+            items = dealt(in_turns(made.count, groups, self.in_turn(used)), made.blocks, groups, used)
+            level = None if fresh else levelled(made.made, items, groups, programs, BLOCK)
+            if level is None or not level.counters:
+                segments, counters = made.segments, made.segments
+                table = records(items, made.made, groups)
+            else:
+                table = records(level.items, level.made, groups, level.parts)
+                segments = uploaded(level.made.segments.reshape(-1), self.device)
+                counters = torch.zeros(level.counters, dtype=torch.int32, device=self.device)
+            there = [uploaded(table.reshape(-1), self.device), segments, counters]
+            self._forward_tables[key] = table.shape[1], there
+        return self._forward_tables[key]
+
+    @cached_property
+    def _forward_tables(self) -> dict[tuple[int, bool], tuple[int, list[Tensor]]]:
         return {}
 
     def _backward_order(self, made: Segments) -> Ints:
@@ -140,13 +174,11 @@ def forward(
         return
     q, k, v = (aligned(x) for x in (q_THD, k_TGD, v_TGV))
     check(work, supports, q, k, v, out_THV, lse_TH)
-    groups = work.heads // work.pack
-    programs = programs_of(made.count * groups, settings, work)
+    programs, tables = work.forward_tables(programs_of(FAR, settings, work), settings.fresh)
     run = compiled_forward(q.dtype, out_THV.dtype, work.share, work.pack, settings.softcap is not None, settings.fresh)
-    tables = (made.tiles, made.segments, work.items(made, programs))
     run(
         *_addresses(q, k, v, out_THV, lse_TH, *tables), len(q), len(k), work.heads, work.kv_heads,
-        *_strides(q, k, v, out_THV, lse_TH), groups, *_numbers(settings), programs, _stream(q.device),
+        *_strides(q, k, v, out_THV, lse_TH), *_numbers(settings), programs, _stream(q.device),
     )  # fmt: skip
 
 
@@ -233,7 +265,7 @@ def compiled_forward(
     kind, out = TYPES[dtype], TYPES[out_dtype]
     kernel = Forward(kind, out, share, pack, HEAD_SIZE, HEAD_SIZE, BLOCK, STAGES, softcap, fresh)
     pointers = [_pointer(kind)] * 3 + [_pointer(out), _pointer(Float32, 4)] + [_pointer(Int32)] * 3
-    numbers = [Int32(1)] * 4 + [Int64(8)] * 10 + [Int32(1), Float32(1.0), Float32(1.0), Int32(1)]
+    numbers = [Int32(1)] * 4 + [Int64(8)] * 10 + [Float32(1.0), Float32(1.0), Int32(1)]
     return cute.compile(kernel, *pointers, *numbers, cuda.CUstream(0), options="--enable-tvm-ffi")
 
 

@@ -17,6 +17,8 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import T, dsl_user_op
 from cutlass.tensor_utils import LayoutEnum
 
+from flexcp.executor.kernels.cute.items import RECORD
+
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 ROWS = 64  # of a warp group's product
@@ -108,11 +110,85 @@ def round_to(source, target):
         words[i] = rounded_pair(source[2 * i], source[2 * i + 1], target.element_type)
 
 
+@dsl_user_op
+def seen_bits(first, last, *, loc=None, ip=None):
+    """A word whose bits from ``first`` to ``last`` are set, of those that it has; any numbers may be given.
+
+    Shifts of 32 and more give 0 in PTX, which is what this counts on.
+    """
+    operands = [Int32(x).ir_value(loc=loc, ip=ip) for x in (first, last)]
+    code = """{
+        .reg .b32 from, past;
+        max.s32 from, $1, 0;
+        add.s32 past, $2, 1;
+        max.s32 past, past, 0;
+        shl.b32 from, -1, from;
+        shl.b32 past, -1, past;
+        not.b32 past, past;
+        and.b32 $0, from, past;
+    }"""
+    flags = {"has_side_effects": False, "is_align_stack": False, "asm_dialect": llvm.AsmDialect.AD_ATT}
+    return Int32(llvm.inline_asm(T.i32(), operands, code, "=r,r,r", **flags))
+
+
+@dsl_user_op
+def kept(word, bits, bit, *, loc=None, ip=None):
+    """The word where bit ``bit`` of ``bits`` is set, else 0: a test and a selection, the bit being a constant."""
+    operands = [Int32(x).ir_value(loc=loc, ip=ip) for x in (word, bits)]
+    code = f"{{ .reg .pred p; .reg .b32 t; and.b32 t, $2, {1 << bit}; setp.ne.s32 p, t, 0; selp.b32 $0, $1, 0, p; }}"
+    flags = {"has_side_effects": False, "is_align_stack": False, "asm_dialect": llvm.AsmDialect.AD_ATT}
+    return Int32(llvm.inline_asm(T.i32(), operands, code, "=r,r,r", **flags))
+
+
 @cute.jit
 def bounded(s, inner):
     """tanh of logits for a softcap; -inf stays -inf."""
     x = cute.math.exp2(cutlass.min(s * inner, Float32(20.0)) * (2 * LOG2E), fastmath=True)
     return -Float32.inf if s == -Float32.inf else 1.0 - 2.0 / (1.0 + x)
+
+
+@dsl_user_op
+def fetch_line(pointer, *, loc=None, ip=None):
+    """Bring the line at ``pointer`` to the L2."""
+    flags = {"has_side_effects": True, "is_align_stack": False, "asm_dialect": llvm.AsmDialect.AD_ATT}
+    llvm.inline_asm(None, [pointer.llvm_ptr], "prefetch.global.L2 [$0];", "l", **flags)
+
+
+@cute.jit
+def next_buffer(stage, phase, stages: cutlass.Constexpr[int]):
+    """The buffer of a ring after this one, and the phase in which it is filled."""
+    after = stage + 1 if stage + 1 < stages else Int32(0)
+    return after, phase ^ 1 if after == 0 else phase
+
+
+@cute.jit
+def read_record(records, turn, record):
+    """Record ``turn`` of a launch into registers."""
+    at = cute.make_ptr(Int32, (records + turn * RECORD).toint(), cute.AddressSpace.gmem, assumed_align=16)
+    cute.autovec_copy(cute.make_tensor(at, cute.make_layout(RECORD)), record)
+
+
+def record_fields(record):
+    """First row (-1: no more), last row + 1, first segment, blocks, its first key, its blocks, its mask, group, counter, place."""
+    return [record[i] for i in range(10)]
+
+
+@cute.jit
+def segment_start(segments, segment):
+    """First key, blocks, and whether they need a mask, of a segment."""
+    at = cute.make_ptr(Int32, (segments + segment * 8).toint(), cute.AddressSpace.gmem, assumed_align=16)
+    found = cute.make_rmem_tensor(4, Int32)
+    cute.autovec_copy(cute.make_tensor(at, cute.make_layout(4)), found)
+    return found[0], found[1], found[2]
+
+
+@cute.jit
+def segment_limits(segments, segment):
+    """lo, hi, end of the keys, q0, q1 of a segment."""
+    at = cute.make_ptr(Int32, (segments + segment * 8).toint(), cute.AddressSpace.gmem, assumed_align=16)
+    found = cute.make_rmem_tensor(8, Int32)
+    cute.autovec_copy(cute.make_tensor(at, cute.make_layout(8)), found)
+    return found[3], found[4], found[5], found[6], found[7]
 
 
 @cute.jit

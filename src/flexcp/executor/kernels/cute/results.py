@@ -3,7 +3,7 @@
 dq of a block is added to memory by the copy engine, from a buffer in shared memory that a warp group fills: either in the order of a
 tensor of the caller's, which others add to as well, or, where dq belongs to this launch alone, in the order of the registers
 (:mod:`rows`), which costs fewer and wider stores and a copy without rows. dk and dv of a tile are added to the caller's float32
-tensors, since long tiles are split over programs, or written once, rounded, where none is.
+tensors, four neighbours in a request, since long tiles are split over programs, or written once, rounded, where none is.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -75,17 +75,38 @@ def add_run(source, target, size, *, loc=None, ip=None):
     llvm.inline_asm(None, operands, code, "l,r,r", **flags)
 
 
+@dsl_user_op
+def add_four(target, numbers, *, loc=None, ip=None):
+    """Add four float32 numbers to those at ``target``, a multiple of 16 bytes, in one request."""
+    operands = [target.llvm_ptr, *(Float32(x).ir_value(loc=loc, ip=ip) for x in numbers)]
+    code = "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};"
+    flags = {"has_side_effects": True, "is_align_stack": False, "asm_dialect": llvm.AsmDialect.AD_ATT}
+    llvm.inline_asm(None, operands, code, "l,f,f,f,f", **flags)
+
+
 @cute.jit
 def add_rows(out, accumulator, key, key1, group, row_stride, head_stride, column0, factor):
-    """Add this thread's rows of dk or dv to float32 memory: a tile's parts may be several programs."""
+    """Add this thread's rows of dk or dv to float32 memory: a tile's parts may be several programs.
+
+    Neighbouring threads exchange pairs, so that each has four neighbours: the even one those of columns 0 to 7 of every sixteen, the odd
+    one those of columns 8 to 15.
+    """
     rows = by_rows(accumulator)
+    odd = column0 % 4 != 0
+    column = column0 + 6 if odd else column0
+    fours = cute.size(rows, mode=[1]) // 4
     for r in cutlass.range_constexpr(2):
+        found = cute.make_rmem_tensor((4, fours), Float32)
+        for j in cutlass.range_constexpr(fours):
+            for i in cutlass.range_constexpr(2):
+                low, high = rows[r, 4 * j + i] * factor, rows[r, 4 * j + 2 + i] * factor
+                other = cute.arch.shuffle_sync_bfly(low if odd else high, offset=1)
+                found[i, j] = other if odd else low
+                found[2 + i, j] = high if odd else other
         if key + 8 * r < key1:
-            at = out + ((key + 8 * r) * row_stride + group * head_stride + column0)
-            for j in cutlass.range_constexpr(cute.size(rows, mode=[1]) // 2):
-                for i in cutlass.range_constexpr(2):
-                    number = rows[r, 2 * j + i] * factor
-                    cute.arch.red(at + (8 * j + i), number, op="add", dtype="f32", sem="relaxed", scope="gpu")
+            at = out + (Int64(key + 8 * r) * row_stride + group * head_stride + column)
+            for j in cutlass.range_constexpr(fours):
+                add_four(at + 16 * j, [found[i, j] for i in range(4)])
 
 
 @cute.jit

@@ -1,0 +1,165 @@
+"""Levelling: long tiles of a forward cut in two or more, so that all programs of a launch end together. Integers only; no tensor.
+
+Dealing whole tiles leaves the busiest program some percent behind the mean, since a tile is long beside what a program has to do. Here the
+busiest programs (*givers*) give the first blocks of a tile to programs with the least work (*receivers*). The parts of a tile are
+ordinary tiles with the same rows that add to the same results one after the other: part n waits, with its own blocks done, until part
+n - 1 has added, which a counter in memory says.
+
+Parts come last in their programs. What goes before stays as it was dealt, in step with the other programs: those that walk the same keys
+at the same time share them through the L2.
+
+Nobody waits long, and never for ever. A receiver is filled by parts of several tiles, of which only the last one waits: where a tile is cut
+over several receivers, the part in the receiver that was filled last has the lowest number, since other parts may follow it. Receivers come
+first among the programs, the one that was filled last before the others, so a part waits only for programs with lower numbers, which the
+device starts first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.executor.kernels.cute.items import TILE_PRICE, Ints
+from flexcp.executor.kernels.tiles import SegmentList
+
+Table = NDArray[np.int32]
+WORTH = 0.985
+"""Level only where the busiest program's work shrinks below this."""
+SHORTEST = 2
+"""Blocks of a part, at least."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """A part of a tile: which item it is of, which program computes it, and its blocks."""
+
+    item: int
+    program: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class LevelledList:
+    """The tables of a launch whose programs end together.
+
+    ``parts`` has a row for every tile: its counter (-1: the tile is whole), and twice its number among the parts, plus 1 for the last.
+    """
+
+    made: SegmentList
+    parts: Table
+    items: Table
+    counters: int
+
+
+def levelled(made: SegmentList, items: Table, groups: int, programs: int, block: int) -> LevelledList:
+    """``items`` (dealt, ``[rounds + 1, programs used]``) over up to ``programs`` programs, with tiles cut where that is worth it."""
+    blocks = made.tiles[:, 3].astype(np.int64)
+    of_item = np.where(items >= 0, blocks[np.maximum(items, 0) // groups], -TILE_PRICE)
+    work = np.zeros(programs, np.int64)
+    work[: items.shape[1]] = (of_item + TILE_PRICE).sum(axis=0)
+    given = _give(work, _to_cut(items, of_item))
+    whole = np.full((len(blocks), 2), -1, np.int32)
+    return _tables(made, whole, items, given, groups, block) if given else LevelledList(made, whole, items, 0)
+
+
+def _to_cut(items: Table, of_item: Ints) -> list[tuple[int, int]]:
+    """The item that each program would cut, and its blocks: its longest, the last of them where there are several."""
+    row = len(items) - 1 - of_item[::-1].argmax(axis=0)
+    return [(int(items[r, p]), int(of_item[r, p])) for p, r in enumerate(row.tolist())]
+
+
+def _give(work: Ints, cut: list[tuple[int, int]]) -> list[Given]:
+    """What changes hands for the lowest limit of work that can be kept; nothing where it is not worth it.
+
+    ``cut`` has the item that each program would cut, and its blocks.
+    """
+    order = np.argsort(work, kind="stable").tolist()
+    sorted_work = work[order].tolist()
+    low, high = -(-int(work.sum()) // len(work)), int(WORTH * sorted_work[-1])
+    best: list[Given] = []
+    while low <= high:
+        limit = (low + high) // 2
+        found = _give_down_to(limit, order, sorted_work, cut)
+        if found is None:
+            low = limit + 1
+        else:
+            best, high = found, limit - 1
+    return best
+
+
+def _give_down_to(limit: int, order: list[int], work: list[int], cut: list[tuple[int, int]]) -> list[Given] | None:
+    """The same for one limit; None where not everything above it finds a place. Programs come by their work, the least busy first."""
+    receiver, room = -1, 0
+    found = []
+    for giver in range(len(order) - 1, -1, -1):
+        left = work[giver] - limit
+        if left <= 0:
+            break
+        item, blocks = cut[order[giver]]
+        if left > blocks - SHORTEST:
+            return None
+        begin = 0
+        while left > 0:
+            while room < SHORTEST:
+                receiver += 1
+                if work[receiver] >= limit:
+                    return None
+                room = limit - work[receiver] - TILE_PRICE
+            # A rest that would be too short to be a part of its own stays with the next.
+            size = left if left <= room else min(room, max(SHORTEST, left - SHORTEST))
+            found.append(Given(item, order[receiver], begin, begin + size))
+            begin, left, room = begin + size, left - size, room - size - TILE_PRICE
+    return found
+
+
+def _tables(made: SegmentList, whole: Table, items: Table, given: list[Given], groups: int, block: int) -> LevelledList:
+    tiles: list[list[int]] = []
+    segments: list[list[int]] = []
+    parts: list[list[int]] = []
+    added: dict[int, list[int]] = {}
+    remainders: dict[int, int] = {}
+    by_item: dict[int, list[Given]] = {}
+    for x in given:
+        by_item.setdefault(x.item, []).append(x)
+
+    def part(item: int, begin: int, end: int, counter: int, place: int) -> int:
+        row0, row1, segment, _ = made.tiles[item // groups].tolist()
+        tiles.append([row0, row1, len(made.segments) - 1 + len(segments), end - begin])
+        segments.extend(_cut(made, segment, begin, end, block))
+        parts.append([counter, place])
+        return (len(whole) + len(tiles) - 1) * groups + item % groups
+
+    for counter, (item, pieces) in enumerate(by_item.items()):
+        for number, x in zip(range(len(pieces) - 1, -1, -1), pieces, strict=True):
+            added.setdefault(x.program, []).append(part(item, x.begin, x.end, counter, 2 * number))
+        end = int(made.tiles[item // groups, 3])
+        remainders[item] = part(item, pieces[-1].end, end, counter, 2 * len(pieces) + 1)
+    columns = [column[column >= 0].tolist() for column in items.T]
+    lists = []
+    for program in [*reversed(added), *(p for p in range(len(columns)) if p not in added)]:
+        dealt = columns[program] if program < len(columns) else []
+        kept = [x for x in dealt if x not in remainders]
+        lists.append(kept + added.get(program, []) + [remainders[x] for x in dealt if x in remainders])
+    table = np.full((max(map(len, lists)) + 1, len(lists)), -1, np.int32)
+    for number, column in enumerate(lists):
+        table[: len(column), number] = column
+    cut = SegmentList(
+        np.concatenate([made.tiles, np.array(tiles, np.int32)]),
+        np.concatenate([made.segments[:-1], np.array([*segments, [0] * 8], np.int32)]),
+    )
+    return LevelledList(cut, np.concatenate([whole, np.array(parts, np.int32)]), table, 2 * len(by_item))
+
+
+def _cut(made: SegmentList, segment: int, begin: int, end: int, block: int) -> Iterator[list[int]]:
+    """The segments of a tile's blocks ``begin`` to ``end``; ``segment`` is its first."""
+    at = 0
+    while at < end:
+        key, count, *rest = made.segments[segment].tolist()
+        low, high = max(begin, at), min(end, at + count)
+        if low < high:
+            yield [key + (low - at) * block, high - low, *rest]
+        at, segment = at + count, segment + 1

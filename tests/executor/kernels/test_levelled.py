@@ -1,0 +1,95 @@
+"""Levelled launches: the same blocks, ordered parts, waits that end, and programs that end together."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexcp.executor.kernels.cute.items import TILE_PRICE, dealt, in_turns, longest_program
+from flexcp.executor.kernels.cute.levelled import LevelledList, levelled
+from flexcp.executor.kernels.tiles import SegmentList, segment_list, tile_list
+
+BLOCK = 128
+
+
+def causal(lengths: list[int]) -> SegmentList:
+    """Segments of causal documents end to end, in tiles of 32 rows."""
+    starts = np.cumsum([0, *lengths])
+    slices = np.array([[a, b, a, b, -(1 << 40), 0] for a, b in pairwise(starts)], np.int64)
+    return segment_list(tile_list(slices, 32, BLOCK), BLOCK)
+
+
+def level(made: SegmentList, groups: int, programs: int) -> tuple[LevelledList, np.ndarray]:
+    """The launch before and after."""
+    blocks = made.tiles[:, 3].astype(np.int64)
+    items = dealt(in_turns(len(blocks), groups, 1), blocks, groups, min(programs, len(blocks) * groups))
+    return levelled(made, items, groups, programs, BLOCK), items
+
+
+def walked(made: SegmentList, items: np.ndarray, groups: int) -> list[tuple[int, ...]]:
+    """(group, rows, key, mask and limits) of every block of a launch, sorted."""
+    found = []
+    for item in items[items >= 0].tolist():
+        row0, row1, segment, left = made.tiles[item // groups].tolist()
+        while left > 0:
+            key, count, *rest = made.segments[segment].tolist()
+            found += [(item % groups, row0, row1, key + i * BLOCK, *rest) for i in range(count)]
+            left, segment = left - count, segment + 1
+        assert left == 0
+    return sorted(found)
+
+
+@given(st.lists(st.integers(1, 6000), min_size=1, max_size=12), st.sampled_from([1, 2, 8]), st.integers(1, 140))
+def test_a_levelled_launch_walks_the_same_blocks_in_an_order_that_ends(
+    lengths: list[int], groups: int, programs: int
+) -> None:
+    made = causal(lengths)
+    found, items = level(made, groups, programs)
+    assert walked(found.made, found.items, groups) == walked(made, items, groups)
+    assert found.items.shape[1] <= programs and (found.items[-1] == -1).all()
+    # Every program's list has no gap, since a program stops at the first.
+    there = found.items >= 0
+    assert (there[1:] <= there[:-1]).all() and there[0].all()
+    where = {int(item): (int(p), int(n)) for n, p in np.argwhere(there) for item in [found.items[n, p]]}
+    parts: dict[int, dict[int, tuple[int, int]]] = {}
+    for item, place in where.items():
+        counter, number = found.parts[item // groups].tolist()
+        if counter >= 0:
+            parts.setdefault(counter, {})[number] = place
+    assert len(parts) * 2 == found.counters
+    for by_number in parts.values():
+        numbers = sorted(by_number)
+        assert [x // 2 for x in numbers] == list(range(len(numbers)))
+        assert [x % 2 for x in numbers] == [0] * (len(numbers) - 1) + [1]
+        places = [by_number[x] for x in numbers]
+        # Parts that others wait for are in programs with lower numbers, which start first.
+        assert [p for p, _ in places] == sorted({p for p, _ in places})
+        # Whoever waits is the last of its program.
+        assert all(n == int(there[:, p].sum()) - 1 for p, n in places[1:])
+
+
+def test_programs_end_together() -> None:
+    # A rectangle: 145 tiles of one length for 8 groups of heads, 8.8 for each program.
+    made = segment_list(tile_list(np.array([[0, 4640, 0, 20_000, -(1 << 40), 1 << 40]]), 32, BLOCK), BLOCK)
+    blocks = made.tiles[:, 3].astype(np.int64)
+    found, items = level(made, 8, 132)
+    mean = (blocks.sum() + len(blocks) * TILE_PRICE) * 8 / 132
+    before = longest_program(items, blocks, 8)
+    after = longest_program(found.items, found.made.tiles[:, 3].astype(np.int64), 8)
+    assert before > 1.02 * mean and after < 1.01 * mean
+
+
+def test_a_list_of_fewer_items_than_programs_is_spread() -> None:
+    made = causal([4096])
+    found, items = level(made, 1, 132)
+    few = segment_list(tile_list(np.array([[0, 64, 0, 16_384, -(1 << 40), 1 << 40]]), 32, BLOCK), BLOCK)
+    spread, before = level(few, 1, 132)
+    assert before.shape[1] == 2 and spread.items.shape[1] > 20
+    assert longest_program(spread.items, spread.made.tiles[:, 3].astype(np.int64), 1) < 0.2 * longest_program(
+        before, few.tiles[:, 3].astype(np.int64), 1
+    )
+    assert walked(spread.made, spread.items, 1) == walked(few, before, 1)
+    assert found.items.shape[1] >= items.shape[1]
