@@ -151,6 +151,7 @@ def plan_work() -> dict[str, Any]:
     """Work lists of real plans: ``data/ranks/seed/rank/direction/number`` -> slices; a second array has the rest of a ``Listed``."""
     import flexcp
     from flexcp.data.lengths import draw_lengths
+    from flexcp.executor.run.prepared import touched_dq
     from flexcp.executor.run.rank_program import rank_program
 
     made: dict[str, Any] = {}
@@ -161,13 +162,14 @@ def plan_work() -> dict[str, Any]:
             for rank in range(0, ranks, ranks // RANKS_TIMED):
                 for direction in (0, 1):
                     program = rank_program(plan, rank, 0, bool(direction))
-                    work = [w for slot in program.slots for w in slot.work]
-                    for number, w in enumerate(work):
+                    touched = touched_dq(program)
+                    work = [(at, w) for at, slot in enumerate(program.slots) for w in slot.work]
+                    for number, (at, w) in enumerate(work):
                         key = f"{data}/{ranks}/{seed}/{rank}/{direction}/{number}"
                         queries, keys = program.shelves[w.q_shelf], program.shelves[w.kv_shelf]
                         shelf = (w.q_shelf, queries.h1 - queries.h0, w.h0 - queries.h0, w.h1 - queries.h0)
                         made[key] = w.slices
-                        made[key + "/shape"] = np.array([queries.rows, keys.rows, *shelf])
+                        made[key + "/shape"] = np.array([queries.rows, keys.rows, *shelf, at < touched[w.q_shelf]])
     return made
 
 

@@ -7,7 +7,7 @@ rounding. Kernels compile once per *model* (dtype, heads, head sizes, softcap): 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flexcp import masks
-from flexcp.executor.kernels import fa4_lists, find_kernel
+from flexcp.executor.kernels import Settings, fa4_lists, find_kernel
 from flexcp.executor.slice_attention import packed_slices, slice_attention
 from flexcp.masks import Mask
 
@@ -36,6 +36,8 @@ class KernelSetup:
     softcap: float | None = None
     foreign: bool = False
     """Batches of one mask, all of which go to FlashAttention-4 whatever its price."""
+    lists: bool = False
+    """The slices as several work lists over the same rows, some of them of some heads, as the executor runs those of a plan."""
 
 
 MODELS = (
@@ -43,6 +45,9 @@ MODELS = (
     KernelSetup("cute", "float16", 6, 2, 128, 128),
     KernelSetup("cute", "bfloat16", 4, 4, 128, 128),
     KernelSetup("cute", "bfloat16", 7, 1, 128, 128, 15.0),
+    KernelSetup("cute", "bfloat16", 8, 2, 128, 128, lists=True),
+    KernelSetup("cute", "bfloat16", 4, 4, 128, 128, lists=True),
+    KernelSetup("cute", "float16", 14, 2, 128, 128, 15.0, lists=True),
     KernelSetup("fa4", "bfloat16", 8, 2, 128, 128),
     KernelSetup("fa4", "bfloat16", 8, 2, 128, 128, foreign=True),
     KernelSetup("fa4", "float16", 4, 4, 128, 128, foreign=True),
@@ -129,8 +134,12 @@ def case_shares(model: KernelSetup, seed: int) -> dict[str, float]:
     inputs = [normal(tokens, model.heads, model.head_dim), normal(tokens, model.kv_heads, model.head_dim)]
     inputs += [normal(tokens, model.kv_heads, model.v_head_dim), normal(model.heads)]
     grads = [normal(tokens, model.heads, model.v_head_dim), normal(tokens, model.heads)]
-    extras: dict[str, Any] = {"sinks": bool(seed & 1), "dlse": bool(seed & 2), "softcap": model.softcap}
-    mine = results(model.kernel, inputs, grads, slices, **extras)
+    sinks = bool(seed & 1) and not model.lists  # sinks are added to what all lists gave
+    extras: dict[str, Any] = {"sinks": sinks, "dlse": bool(seed & 2), "softcap": model.softcap}
+    if model.lists:
+        mine = list_results(model, inputs, grads, slices, extras["dlse"], rng)
+    else:
+        mine = results(model.kernel, inputs, grads, slices, **extras)
     own = plain_results(inputs, grads, slices, **extras)
     exact = results("reference", [x.double() for x in inputs], [g.double() for g in grads], slices, **extras)
     return {n: error_share(mine[n], own[n], exact[n], dtype) for n in exact}
@@ -180,6 +189,38 @@ def results(
     if sinks:
         found["dsinks"] = sink.grad
     return {n: x.detach() for n, x in found.items() if x is not None}
+
+
+def list_results(
+    model: KernelSetup, inputs: list[Tensor], grads: list[Tensor], slices: Tensor, dlse: bool, rng: np.random.Generator
+) -> dict[str, Tensor]:
+    """The same of the slices as several lists that add to the same results; a random number of them leave dq open, if the kernel can."""
+    kernel, settings = find_kernel(model.kernel), Settings(model.head_dim**-0.5, model.softcap)
+    (q, k, v), (do, dlse_TH) = inputs[:3], grads
+    lists = []
+    for part in np.array_split(rng.permutation(slices.numpy()), rng.integers(1, 4)):
+        cut = int(rng.integers(0, model.kv_heads))  # KV heads of the first of two lists; 0: one list of all heads
+        for first, last in ((0, cut), (cut, model.kv_heads)):
+            if last > first:
+                share = model.heads // model.kv_heads
+                heads, count = slice(first * share, last * share), (last - first) * share
+                sizes = (count, last - first, model.head_dim, model.v_head_dim)
+                lists.append((heads, slice(first, last), kernel.prepare(part, *sizes, q.device)))
+    out, lse = torch.zeros(do.shape, device=q.device), torch.full(do.shape[:2], -torch.inf, device=q.device)
+    for heads, groups, work in lists:
+        kernel.forward(q[:, heads], k[:, groups], v[:, groups], work, settings, out[:, heads], lse[:, heads])
+    delta = (out.to(q.dtype).float() * do.float()).sum(-1) - (dlse_TH.float() if dlse else 0.0)
+    dq, dk, dv = (torch.zeros(x.shape, device=q.device) for x in (q, k, v))
+    left_open = int(rng.integers(0, len(lists) + 1)) if hasattr(kernel, "close_dq") else 0
+    for number, (heads, groups, work) in enumerate(lists):
+        rows = (x[:, heads] for x in (do, lse, delta))
+        own = replace(settings, open_dq=number < left_open)
+        kernel.backward(
+            q[:, heads], k[:, groups], v[:, groups], *rows, work, own, dq[:, heads], dk[:, groups], dv[:, groups]
+        )
+        if number + 1 == left_open:
+            kernel.close_dq(dq, settings)
+    return dict(zip(RESULTS, (out.to(q.dtype), lse, *(x.to(q.dtype) for x in (dq, dk, dv))), strict=False))
 
 
 def _error(x: Tensor, exact: Tensor) -> float:

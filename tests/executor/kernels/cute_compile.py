@@ -8,16 +8,21 @@ import torch
 
 from flexcp.executor.kernels.cute import kernel as cute_kernel
 
+BACKWARDS = {"backward": "rows", "backward_open": "open", "backward_alone": "alone"}
+"""Orders of dq, by the name of the kernel that adds to it."""
+
 
 def main() -> None:
     """Compile the kernels named on the command line."""
     for name in sys.argv[1:]:
-        if name in ("backward", "backward_alone"):
-            cute_kernel.compiled_backward(torch.bfloat16, 4, 4, False, name == "backward_alone")
+        if name in BACKWARDS:
+            cute_kernel.compiled_backward(torch.bfloat16, 4, 4, False, BACKWARDS[name])
         elif name == "before":
             cute_kernel.compiled_before(torch.bfloat16, 4, True)
         elif name == "after":
             cute_kernel.compiled_after(torch.bfloat16, 4)
+        elif name == "close":
+            cute_kernel.compiled_close(torch.float32)
         else:
             fresh = name == "forward"
             out = torch.bfloat16 if fresh else torch.float32

@@ -26,9 +26,10 @@ SCRIPT = Path(__file__).with_name("cute_compile.py")
 INSTRUCTIONS = {
     "forward": ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg"),
     "backward": ("wgmma.mma_async", "cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor", "add.v4.f32", "setmaxnreg"),
+    "backward_open": ("wgmma.mma_async", "cp.reduce.async.bulk.tensor", "add.v4.f32", "st.shared.v4", "setmaxnreg"),
     "backward_alone": ("wgmma.mma_async", "cp.async.bulk.tensor", "cp.reduce.async.bulk.global", "setmaxnreg"),
 }
-WAITS = {"forward": 8, "backward": 20, "backward_alone": 20}
+WAITS = {"forward": 8, "backward": 20, "backward_open": 20, "backward_alone": 20}
 """Waits for products in the program: a compiler that serialises them waits after each of the 48 and 64."""
 
 
@@ -50,7 +51,12 @@ def compiled(kernel: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "loads", "stores"), [("before", "ld.global.v4", "st.global.v4"), ("after", "ld.global.v4", "st.global")]
+    ("kernel", "loads", "stores"),
+    [
+        ("before", "ld.global.v4", "st.global.v4"),
+        ("after", "ld.global.v4", "st.global"),
+        ("close", "ld.global.v4", "st.global.v2"),
+    ],
 )
 def test_what_stands_around_the_backward_moves_whole_words(
     kernel: str, loads: str, stores: str, tmp_path: Path
@@ -59,7 +65,7 @@ def test_what_stands_around_the_backward_moves_whole_words(
     assert loads in code and stores in code
 
 
-@pytest.mark.parametrize("kernel", ["forward", "backward", "backward_alone"])
+@pytest.mark.parametrize("kernel", list(INSTRUCTIONS))
 def test_compiles_for_hopper_without_serialising_products(kernel: str, tmp_path: Path) -> None:
     code = compiled(kernel, tmp_path)
     assert all(i in code for i in INSTRUCTIONS[kernel]), [i for i in INSTRUCTIONS[kernel] if i not in code]

@@ -14,7 +14,14 @@ head sizes; the H / G query heads of a KV head are neighbours):
 
 Arguments may be views of some heads of larger tensors. A module whose ``FRESH`` is True also takes ``settings.fresh``: ``out`` and ``lse``
 of the forward and ``dq`` of the backward are then empty memory to be written, not added to, and may be in the model's dtype (``lse`` not).
-A module may have one more function for a list whose rows nobody else adds to, each of which sees a key:
+
+A module may have a function for a dq that several lists add to one after the other, and nobody else:
+
+    close_dq(dq_THD, settings)
+        with ``settings.open_dq`` a backward may leave ``dq`` in an order and scale of its own, which is the same for every list of a model
+        and for views of some heads; this turns it into the gradient, in place, once, before anybody else reads it or adds to it
+
+And one for a list whose rows nobody else adds to, each of which sees a key:
 
     backward_alone(q_THD, k_TGD, v_TGV, lse_TH, back, work, settings) -> dq, dk, dv in the model's dtype
         from the gradient of the output (:class:`flexcp.executor.kernels.sinks_and_delta.OutputGradient`), delta included
@@ -60,6 +67,8 @@ class Settings:
     """Multiprocessors left to others (communication kernels) by kernels that would otherwise take all."""
     fresh: bool = False
     """Results of queries (output, LSE, dq) are empty memory, and the slices touch every row of them. Write, do not add."""
+    open_dq: bool = False
+    """dq may be left to the kernel's ``close_dq`` to finish."""
 
 
 class Kernel(Protocol):

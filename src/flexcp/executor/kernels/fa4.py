@@ -116,6 +116,7 @@ def forward(
 
 
 backward = cute_kernel.backward
+close_dq = cute_kernel.close_dq
 
 
 def backward_alone(

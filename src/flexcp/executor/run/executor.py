@@ -1,9 +1,9 @@
 """The executor: one loop that runs a rank's program, forward or backward.
 
 In slot s: take in what stage s brought (inputs are laid on their shelves, outputs reduced into the rows they belong to, in a fixed
-order), post stage s + 1, compute. The last slot has nothing left to post. Nothing here knows a strategy, and nothing waits for the
-device: on a GPU the loop only queues work, in stream order. What exists only during a pass lies in the arena
-(:mod:`flexcp.executor.exchange.arena`), at offsets known from the plan; a rank's own results, which are returned, do not.
+order), post stage s + 1, compute, close what the slot's lists were the last to leave open. The last slot has nothing left to post. Nothing
+here knows a strategy, and nothing waits for the device: on a GPU the loop only queues work, in stream order. What exists only during a pass
+lies in the arena (:mod:`flexcp.executor.exchange.arena`), at offsets known from the plan; a rank's own results, which are returned, do not.
 
 A program that is a single launch over a rank's own rows (one rank, or a rank that needs nobody) is :mod:`flexcp.executor.run.one_device`'s.
 """
@@ -11,7 +11,7 @@ A program that is a single launch over a rank's own rows (one rank, or a rank th
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -89,6 +89,7 @@ class _PassRun:
         self.runtime, self.backward = runtime, backward
         self.shelves: Shelves = {}
         self.exchange, self.memory, self.kept = runtime.exchange, memory, kept
+        self.may_open = backward and not runtime.settings.deterministic
 
     def run(self, own: dict[int, dict[str, Tensor]]) -> Shelves:
         types, packing, shelves = self.runtime.types, self.prepared.packing, self.program.shelves
@@ -119,6 +120,9 @@ class _PassRun:
                 mark()
             for work in self.prepared.work[stage]:
                 self._compute(work)
+            if self.may_open:
+                for number in self.prepared.closes[stage]:
+                    self.prepared.kernel.close_dq(self.shelves[number]["dq"], self.runtime.settings)
             if mark is not None:
                 mark()
         self.exchange.finish()
@@ -134,6 +138,7 @@ class _PassRun:
         kernel, settings = self.prepared.kernel, self.runtime.settings
         if self.backward:
             inputs = (q["q"], kv["k"], kv["v"], q["do"], q["lse"], q["delta"])
+            settings = replace(settings, open_dq=self.may_open and work.open_dq)
             kernel.backward(*inputs, work.list, settings, q["dq"], kv["dk"], kv["dv"])
         else:
             kernel.forward(q["q"], kv["k"], kv["v"], work.list, settings, q["out"], q["lse"])

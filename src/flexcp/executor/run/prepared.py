@@ -2,6 +2,9 @@
 
 Work lists and index maps depend on the plan alone, so they are made once, at the first layer, and kept with the step: the loop itself
 copies nothing to the device and never makes the host wait. Forward and backward share a work list where their slices are the same.
+
+Where a kernel can leave dq open (:mod:`flexcp.executor.kernels`), the lists of a shelf do so up to the first slot in which the rank's
+messages read that dq or add to it; lists from then on add to the gradient itself.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from flexcp.executor.run.packing import FieldPacking, Packing
 from flexcp.executor.run.rank_program import RankProgram, ShelfWork
 from flexcp.masks import Q0, Q1
 from flexcp.plan.memory import KEYS, QUERIES
-from flexcp.shape import Shape
+from flexcp.shape import Kind, Shape
 
 Ints = NDArray[np.int64]
 WorkLists = dict[tuple[object, ...], Any]
@@ -26,23 +29,29 @@ WorkLists = dict[tuple[object, ...], Any]
 
 @dataclass(frozen=True)
 class PreparedWork:
-    """A launch: where its tensors lie, the kernel's work list, and whether its slices touch every row of the query shelf."""
+    """A launch: where its tensors lie, the kernel's work list, whether its slices touch every row of the query shelf, and whether the
+    shelf's dq may be open while it runs."""
 
     work: ShelfWork
     heads: slice
     groups: slice
     list: Any
     whole: bool
+    open_dq: bool
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A program, by slot: work, shelves to open, (peer, bytes) of the messages that leave and arrive; and its packing."""
+    """A program, by slot: work, shelves to open, (peer, bytes) of the messages that leave and arrive; and its packing.
+
+    ``closes`` are the shelves whose dq the lists of a slot are the last to leave open: it is closed after them.
+    """
 
     program: RankProgram
     kernel: Any
     work: list[list[PreparedWork]]
     opens: list[list[int]]
+    closes: list[list[int]]
     sends: list[list[tuple[int, int]]]
     receives: list[list[tuple[int, int]]]
     packing: Packing
@@ -60,14 +69,34 @@ class Prepared:
 def prepare(program: RankProgram, shape: Shape, kernel: str, types: Types, lists: WorkLists) -> Prepared:
     """Make a program ready; ``lists`` holds the work lists of this step and gets the new ones."""
     module = find_kernel(kernel)
-    work = [[_prepared(w, program, shape, kernel, module, types, lists) for w in slot.work] for slot in program.slots]
+    touched = touched_dq(program) if hasattr(module, "close_dq") else {}
+    work = [
+        [_prepared(w, at < touched.get(w.q_shelf, 0), program, shape, kernel, module, types, lists) for w in slot.work]
+        for at, slot in enumerate(program.slots)
+    ]
+    last = {w.work.q_shelf: at for at, slot in enumerate(work) for w in slot if w.open_dq}
+    closes = [[number for number, slot in last.items() if slot == at] for at in range(len(work))]
     opens: list[list[int]] = [[] for _ in program.slots]
     for number, shelf in enumerate(program.shelves):
         if number > KEYS:
             opens[shelf.stage].append(number)
     sends = [[(m.peer, message_bytes(m, shape)) for m in slot.send] for slot in program.slots]
     receives = [[(m.peer, message_bytes(m, shape)) for m in slot.receive] for slot in program.slots]
-    return Prepared(program, module, work, opens, sends, receives, _packing(program, shape, types))
+    return Prepared(program, module, work, opens, closes, sends, receives, _packing(program, shape, types))
+
+
+def touched_dq(program: RankProgram) -> dict[int, int]:
+    """The first slot that takes dq in, sends it or moves it, of each query shelf; past the last slot where none does.
+
+    A slot does so before it computes, so dq may be open in the slots before it.
+    """
+    first = {number: len(program.slots) for number, shelf in enumerate(program.shelves) if shelf.side == QUERIES}
+    for at, slot in enumerate(program.slots):
+        moved = [block for pair in slot.own for block in pair]
+        for block in [b for m in slot.receive + slot.send for b in m.blocks] + moved:
+            if block.kind == Kind.DQ:
+                first[block.shelf] = min(first[block.shelf], at)
+    return first
 
 
 def covers(slices: Ints, rows: int) -> bool:
@@ -78,8 +107,9 @@ def covers(slices: Ints, rows: int) -> bool:
 
 
 def _prepared(
-    work: ShelfWork, program: RankProgram, shape: Shape, name: str, kernel: Any, types: Types, lists: WorkLists
-) -> PreparedWork:
+    work: ShelfWork, open_dq: bool, program: RankProgram, shape: Shape, name: str, kernel: Any, types: Types,
+    lists: WorkLists,
+) -> PreparedWork:  # fmt: skip
     queries, keys = program.shelves[work.q_shelf], program.shelves[work.kv_shelf]
     share = shape.queries_per_key
     heads = slice(work.h0 - queries.h0, work.h1 - queries.h0)
@@ -89,7 +119,7 @@ def _prepared(
     if key not in lists:
         sizes = (*counts, shape.head_dim, shape.v_head_dim)
         lists[key] = kernel.prepare(work.slices, *sizes, types.device)
-    return PreparedWork(work, heads, groups, lists[key], covers(work.slices, queries.rows))
+    return PreparedWork(work, heads, groups, lists[key], covers(work.slices, queries.rows), open_dq)
 
 
 def _packing(program: RankProgram, shape: Shape, types: Types) -> Packing:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -346,7 +346,8 @@ def _seen(slices: Any, at: Any, tokens: int, by_row: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class Listed:
-    """A work list of a plan: its slices, the rows of its shelves, and which heads of which query shelf it is of."""
+    """A work list of a plan: its slices, the rows of its shelves, which heads of which query shelf it is of, and whether that shelf's dq
+    may be open while it runs."""
 
     slices: Any
     rows: int
@@ -355,6 +356,7 @@ class Listed:
     shelf_heads: int
     h0: int
     h1: int
+    open_dq: bool = False
 
 
 def work_rate(
@@ -362,14 +364,17 @@ def work_rate(
 ) -> tuple[float, float, float]:
     """Of a rank's work lists one after the other: useful TFLOP/s, useful share of what tiles compute, and milliseconds of ``dense``.
 
-    As the executor runs them: lists of a query shelf add to the same results, which begin with LSEs of -inf. ``dense`` takes turns with
-    them, so that both meet the same clock.
+    As the executor runs them: lists of a query shelf add to the same results, which begin with LSEs of -inf, or a dq of zeros that is
+    closed after the last list that leaves it open. ``dense`` takes turns with them, so that both meet the same clock.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     module, size, settings = find_kernel(kernel), 128, Settings(128**-0.5)
     shelves: dict[int, tuple[Tensor, ...]] = {}
-    calls, flops, computed = [], 0.0, 0.0
-    for x in lists:
+    calls: list[Callable[[], Any]] = []
+    flops, computed = 0.0, 0.0
+    may_open = backward and hasattr(module, "close_dq")
+    last_open = {x.shelf: number for number, x in enumerate(lists) if x.open_dq and may_open}
+    for number, x in enumerate(lists):
         heads = Heads(x.h1 - x.h0, max(1, (x.h1 - x.h0) // 4), size)
         if x.shelf not in shelves:
             both = random_tensors(x.rows, Heads(x.shelf_heads, 1, size), device)
@@ -380,16 +385,21 @@ def work_rate(
         work = module.prepare(x.slices, heads.heads, heads.kv_heads, size, size, device)
         if backward:
             dk, dv = torch.zeros(kv.k.shape, device=device), torch.zeros(kv.v.shape, device=device)
-            calls.append(partial(module.backward, q, kv.k, kv.v, do, lse, delta, work, settings, result, dk, dv))
+            own = replace(settings, open_dq=may_open and x.open_dq)
+            calls.append(partial(module.backward, q, kv.k, kv.v, do, lse, delta, work, own, result, dk, dv))
         else:
             calls.append(partial(module.forward, q, kv.k, kv.v, work, settings, result, lse))
         useful = heads.flops(int(masks.area(x.slices).sum())) * (BACKWARD if backward else 1.0)
         flops += useful
         computed += useful / module.useful_share(x.slices, heads.heads // heads.kv_heads, backward)
+        if last_open.get(x.shelf) == number:
+            calls.append(partial(module.close_dq, shelves[x.shelf][2], settings))
 
     def run() -> None:
-        for *_, lse, _ in shelves.values():
+        for *_, result, lse, _ in shelves.values():
             lse.fill_(10.0 if backward else -torch.inf)
+            if backward:
+                result.zero_()
         for call in calls:
             call()
 

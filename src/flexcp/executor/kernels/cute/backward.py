@@ -54,6 +54,8 @@ from flexcp.executor.kernels.cute.results import (
     M,
     add_rows,
     add_run,
+    open_addresses,
+    save_open,
     save_sums,
     save_tensor,
     sums_addresses,
@@ -70,13 +72,13 @@ K_MODE, MN_MODE = OperandMajorMode.K, OperandMajorMode.MN
 class Backward:
     """The kernel of a model: ``share`` query heads for each KV head, ``pack`` of them in a block; sizes and strides come with the call.
 
-    With ``sums`` dq is added to sums in an order of their own, else to a tensor.
+    ``order`` is that of the dq which is added to: "rows", "open" or "alone" (:mod:`results`).
     """
 
-    def __init__(self, dtype, share, pack, head_dim, v_head_dim, stages, softcap, sums):
+    def __init__(self, dtype, share, pack, head_dim, v_head_dim, stages, softcap, order):
         self.dtype, self.share, self.pack = dtype, share, pack
         self.D, self.V, self.stages, self.softcap = head_dim, v_head_dim, stages, softcap
-        self.sums = sums
+        self.order = order
 
     @cute.jit
     def __call__(
@@ -108,7 +110,7 @@ class Backward:
         q_atom, mQ = cpasync.make_tiled_tma_atom(load, mQ, cute.select(sQ, mode=[0, 1]), (box, D))
         do_atom, mdO = cpasync.make_tiled_tma_atom(load, mdO, cute.select(sdO, mode=[0, 1]), (box, V))
         dq_atom, mdQ = None, None
-        if const_expr(not self.sums):
+        if const_expr(self.order != "alone"):
             dq_row, dq_head = [cute.assume(x, divby=4) for x in (dq_row, dq_head)]
             mdQ = cute.make_tensor(dq, cute.make_layout(((heads, rows), D), stride=((dq_head, dq_row), 1)))
             add = cpasync.CopyReduceBulkTensorTileS2GOp()
@@ -255,7 +257,7 @@ class Backward:
                         # Of the two buffers, the other one may still be read.
                         cute.arch.cp_async_bulk_wait_group(1, read=True)
                         cute.arch.barrier_arrive(barrier_id=DQ_FREE + w, number_of_threads=160)
-                        if const_expr(self.sums):
+                        if const_expr(self.order == "alone"):
                             to = ((Int64(number) * 2 + w) * (rows * P + SPARE) + query * P) * (D // 2)
                             cute.arch.barrier(barrier_id=DQ_FULL + w, number_of_threads=160)
                             with cute.arch.elect_one():
@@ -331,8 +333,8 @@ class Backward:
         registers = (acc_dV, acc_dK, acc_dQ, s, dp, rP, rdS, cap, stat, save)
         row = (thread // 32) * 16 + lane // 4
         column0 = (lane % 4) * 2
-        addresses = sums_addresses if const_expr(self.sums) else tensor_addresses
-        dq_at = addresses(dq_memory, wg, row, lane, D // 2)
+        addresses = {"rows": tensor_addresses, "open": open_addresses, "alone": sums_addresses}
+        dq_at = addresses[self.order](dq_memory, wg, row, lane, D // 2)
         buffers = (sdS, dq_at, sStat)
         factors = (softcap * LOG2E, scale / softcap) if const_expr(self.softcap) else (scale * LOG2E, scale)
         constants = (mmas, fragments, registers, buffers, rings, wg, row, column0, factors, scale, mG)
@@ -438,7 +440,9 @@ class Backward:
         product(mma_dK, acc_dK, [(rdS, rQt[None, None, None, stage])], False)
         warpgroup.wait_group(1)
         cute.arch.barrier(barrier_id=DQ_FREE + wg, number_of_threads=160)
-        if const_expr(self.sums):
+        if const_expr(self.order == "open"):
+            save_open(dq_at, acc_dQ, self.D // 2)
+        elif const_expr(self.order == "alone"):
             save_sums(dq_at, acc_dQ, self.D // 2, (row if const_expr(self.pack % 2 == 0) else query + row) % 2)
         else:
             save_tensor(dq_at, acc_dQ, self.D // 2, scale)

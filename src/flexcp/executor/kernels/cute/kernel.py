@@ -32,7 +32,7 @@ from flexcp.executor.kernels.cute.items import (
 )
 from flexcp.executor.kernels.cute.levelled import levelled
 from flexcp.executor.kernels.cute.parts import FAR
-from flexcp.executor.kernels.cute.rows import SPARE, After, Before
+from flexcp.executor.kernels.cute.rows import SPARE, After, Before, Close
 from flexcp.executor.kernels.hopper import kernel as hopper_kernel
 from flexcp.executor.kernels.hopper.kernel import STAGES, HopperWork, Segments, programs_of
 from flexcp.executor.kernels.hopper.tiles import BEYOND_L2, BLOCK, QUERIES, longest_part
@@ -186,7 +186,8 @@ def backward(
     q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, do_THV: Tensor, lse_TH: Tensor, delta_TH: Tensor, work: CuteWork,
     settings: Settings, dq_THD: Tensor, dk_TGD: Tensor, dv_TGV: Tensor,
 ) -> None:  # fmt: skip
-    """Add the slices' gradients to ``dq``, ``dk`` and ``dv``. With ``settings.fresh`` dq is written."""
+    """Add the slices' gradients to ``dq``, ``dk`` and ``dv``. With ``settings.fresh`` dq is written; with ``settings.open_dq`` it is left
+    open."""
     if not work.forward_segments.count:
         return
     if settings.deterministic:
@@ -197,7 +198,8 @@ def backward(
     check(work, supports, q, k, v, do, lse_TH, delta_TH, dq_THD, dk_TGD, dv_TGV)
     made = work.descending_segments
     programs = programs_of(made.count * work.kv_heads, settings, work)
-    run = compiled_backward(q.dtype, work.share, work.pack, settings.softcap is not None, False)
+    order = "open" if settings.open_dq or settings.fresh else "rows"
+    run = compiled_backward(q.dtype, work.share, work.pack, settings.softcap is not None, order)
     statistics = pack_statistics(lse_TH, delta_TH, work.pack, base_of(q.dtype))
     sums = torch.zeros(dq_THD.shape, dtype=torch.float32, device=q.device) if settings.fresh else dq_THD
     tables = (made.tiles, made.segments, work.items(made, programs))
@@ -206,7 +208,20 @@ def backward(
         *_strides(q, k, v, do, sums, dk_TGD, dv_TGV), *_numbers(settings), 0, programs, _stream(q.device),
     )  # fmt: skip
     if settings.fresh:
-        dq_THD.copy_(sums)
+        _close(sums, dq_THD, settings)
+
+
+def close_dq(dq_THD: Tensor, settings: Settings) -> None:
+    """Turn a dq that backwards left open into the gradient."""
+    _close(dq_THD, dq_THD, settings)
+
+
+def _close(open_THD: Tensor, dq_THD: Tensor, settings: Settings) -> None:
+    rows, heads = dq_THD.shape[:2]
+    if rows * heads:
+        close = compiled_close(dq_THD.dtype)
+        numbers = (rows, heads, *_strides(open_THD, dq_THD), settings.scale)
+        close(*_addresses(open_THD, dq_THD), *numbers, _stream(dq_THD.device))
 
 
 def backward_alone(
@@ -230,7 +245,7 @@ def backward_alone(
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     empty = torch.empty if whole and work.covered_keys == len(k) else torch.zeros
     dk, dv = (empty(x.shape, dtype=x.dtype if whole else torch.float32, device=x.device) for x in (k, v))
-    run = compiled_backward(q.dtype, work.share, pack, settings.softcap is not None, True)
+    run = compiled_backward(q.dtype, work.share, pack, settings.softcap is not None, "alone")
     tables = (made.tiles, made.segments, work.items(made, programs))
     run(
         *_addresses(q, k, v, do, statistics, sums, dk, dv, *tables), rows, len(k), heads, work.kv_heads,
@@ -258,6 +273,14 @@ def compiled_after(dtype: torch.dtype, pack: int) -> Any:
 
 
 @cache
+def compiled_close(dtype: torch.dtype) -> Any:
+    """What closes an open dq, in this dtype, ready to be called with numbers."""
+    pointers = [_pointer(Float32), _pointer(TYPES[dtype])]
+    numbers = [Int32(1)] * 2 + [Int64(8)] * 4 + [Float32(1.0)]
+    return cute.compile(Close(TYPES[dtype]), *pointers, *numbers, cuda.CUstream(0), options="--enable-tvm-ffi")
+
+
+@cache
 def compiled_forward(
     dtype: torch.dtype, out_dtype: torch.dtype, share: int, pack: int, softcap: bool, fresh: bool
 ) -> Any:
@@ -270,10 +293,10 @@ def compiled_forward(
 
 
 @cache
-def compiled_backward(dtype: torch.dtype, share: int, pack: int, softcap: bool, sums: bool) -> Any:
-    """The backward of a model, ready to be called with numbers."""
+def compiled_backward(dtype: torch.dtype, share: int, pack: int, softcap: bool, order: str) -> Any:
+    """The backward of a model, adding to a dq in this order, ready to be called with numbers."""
     kind = TYPES[dtype]
-    kernel = Backward(kind, share, pack, HEAD_SIZE, HEAD_SIZE, STAGES, softcap, sums)
+    kernel = Backward(kind, share, pack, HEAD_SIZE, HEAD_SIZE, STAGES, softcap, order)
     pointers = [_pointer(kind)] * 4 + [_pointer(Float32, 4)] + [_pointer(Float32)] * 3 + [_pointer(Int32)] * 3
     numbers = [Int32(1)] * 4 + [Int64(8)] * 14 + [Float32(1.0), Float32(1.0), Int32(1), Int32(1)]
     return cute.compile(kernel, *pointers, *numbers, cuda.CUstream(0), options="--enable-tvm-ffi")

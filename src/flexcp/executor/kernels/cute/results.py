@@ -1,9 +1,14 @@
 """How the fused backward's results leave its registers, in the CuTe DSL.
 
-dq of a block is added to memory by the copy engine, from a buffer in shared memory that a warp group fills: either in the order of a
-tensor of the caller's, which others add to as well, or, where dq belongs to this launch alone, in the order of the registers
-(:mod:`rows`), which costs fewer and wider stores and a copy without rows. dk and dv of a tile are added to the caller's float32
-tensors, four neighbours in a request, since long tiles are split over programs, or written once, rounded, where none is.
+dq of a block is added to memory by the copy engine, from a buffer in shared memory that a warp group fills, in one of three orders:
+
+    rows   a tensor of the caller's that others add to as well
+    open   such a tensor while nobody but these kernels adds to it: rows and heads are in place, the columns of a row in the order of the
+           registers (:mod:`rows`), which costs half of the stores, no conflicts between threads that store together, and no scaling
+    alone  sums of this launch's own, also in the order of the registers, that a copy without rows is added to
+
+dk and dv of a tile are added to the caller's float32 tensors, four neighbours in a request, since long tiles are split over programs, or
+written once, rounded, where none is.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -40,8 +45,24 @@ def save_tensor(dq_at, acc_dQ, width: cutlass.Constexpr[int], scale):
             cute.autovec_copy(pair, _shared(dq_at[j % 4] + (j // 4 * M * 32 + r * 8 * 32), 2))
 
 
+def open_addresses(dq_memory, wg, row, lane, width):
+    """The same of columns in the order of the registers: of groups 0 and 1, the rest are constants apart."""
+    chunk16 = ((lane % 4) * 2) ^ (row % 8)
+    first = wg * (M * width) + row * 32
+    return [dq_memory + (first + (chunk16 ^ i) * 4) for i in range(2)]
+
+
+@cute.jit
+def save_open(dq_at, acc_dQ, width: cutlass.Constexpr[int]):
+    """This thread's numbers of a block's dq into the buffer of a tensor whose columns are in the order of the registers."""
+    rows = by_rows(acc_dQ)
+    for r in cutlass.range_constexpr(2):
+        for g in cutlass.range_constexpr(width // 16):
+            _save_four(rows, r, g, dq_at[g % 2] + (g // 2 * M * 32 + r * 8 * 32))
+
+
 def sums_addresses(dq_memory, wg, row, lane, width):
-    """The same in the order of the registers: of groups 0 and 1, of a row whose number is even."""
+    """The same of sums: of groups 0 and 1, of a row whose number is even."""
     first = dq_memory + (wg * (M * width) + row * width + (lane % 4) * 4)
     return [first, first + 16]
 
@@ -53,11 +74,17 @@ def save_sums(dq_at, acc_dQ, width: cutlass.Constexpr[int], odd):
     even_at, odd_at = dq_at[0] + odd * 16, dq_at[1] - odd * 16
     for r in cutlass.range_constexpr(2):
         for g in cutlass.range_constexpr(width // 16):
-            four = cute.make_rmem_tensor(4, Float32)
-            for e in cutlass.range_constexpr(4):
-                four[e] = rows[r, 4 * g + e]
             at = even_at if const_expr(g % 2 == 0) else odd_at
-            cute.autovec_copy(four, _shared(at + (r * 8 * width + g // 2 * 32), 4))
+            _save_four(rows, r, g, at + (r * 8 * width + g // 2 * 32))
+
+
+@cute.jit
+def _save_four(rows, r: cutlass.Constexpr[int], group: cutlass.Constexpr[int], at):
+    """What this thread has of a group of 16 columns, as one store."""
+    four = cute.make_rmem_tensor(4, Float32)
+    for e in cutlass.range_constexpr(4):
+        four[e] = rows[r, 4 * group + e]
+    cute.autovec_copy(four, _shared(at, 4))
 
 
 @cute.jit

@@ -1,13 +1,18 @@
-"""What stands before and after the fused backward where dq belongs to it alone, in the CuTe DSL.
+"""What stands before and after the fused backward, in the CuTe DSL.
 
-The backward adds dq up in float32, in *sums* of its own: ``[head chunk, half of the columns, packed row, 64]``, where a packed row is a
-token and one of the query heads that share a tile, and every half has a block of rows to spare at its end. Columns of a row are in the
-order in which a warp group's registers hold them: number ``e`` of the four that thread ``c`` of a quad has of 16-column group ``g`` is
-column ``16 g + 8 (e // 2) + 2 c + e % 2``, and in odd rows groups 0 and 1, 2 and 3 are exchanged, so that threads that store together
-use different banks of shared memory.
+Where dq belongs to one launch alone, the backward adds it up in float32, in *sums* of its own: ``[head chunk, half of the columns, packed
+row, 64]``, where a packed row is a token and one of the query heads that share a tile, and every half has a block of rows to spare at its
+end. Columns of a row are in the order in which a warp group's registers hold them: number ``e`` of the four that thread ``c`` of a quad
+has of 16-column group ``g`` is column ``16 g + 8 (e // 2) + 2 c + e % 2``, and in odd rows groups 0 and 1, 2 and 3 are exchanged, so that
+threads that store together use different banks of shared memory.
 
 :class:`Before` computes delta, packs the statistics and clears the sums, in one pass over the output and its gradient. :class:`After`
 rounds the sums to dq.
+
+Where several launches add to a dq, and nothing else does until the last of them, it is *open*: rows and heads are in their places, but
+not the columns of every 32, and the scale is missing. Number ``e`` of the four that thread ``c`` of a quad has of group ``g`` of the 32 is
+at ``8 c + 4 g + e``, which under the copy engine's own exchange of chunks also uses different banks. :class:`Close` puts the columns in
+their places and scales them.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -146,3 +151,52 @@ class After:
                         at = row * dq_row + head * dq_head + (half * 64 + pair * 8 + column)
                         to = cute.make_ptr(Int32, (dq + at).toint(), cute.AddressSpace.gmem, assumed_align=4)
                         cute.make_tensor(to, cute.make_layout(1))[0] = rounded_pair(low, high, self.dtype)
+
+
+class Close:
+    """An open dq with its columns in their places, scaled, in its own memory or rounded to ``dtype`` elsewhere. A warp takes a row."""
+
+    def __init__(self, dtype):
+        self.dtype = dtype
+
+    @cute.jit
+    def __call__(
+        self, dq: cute.Pointer, out: cute.Pointer, rows: Int32, heads: Int32, dq_row: Int64, dq_head: Int64,
+        out_row: Int64, out_head: Int64, scale: Float32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        """Launch. Strides are in elements; those of ``dq`` are multiples of 16 bytes. ``out`` may be ``dq``."""
+        at_once = THREADS // 32 * LAPS
+        programs = (rows * heads + at_once - 1) // at_once
+        self.kernel(dq, out, rows, heads, dq_row, dq_head, out_row, out_head, scale).launch(
+            grid=(programs, 1, 1), block=(THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self, dq: cute.Pointer, out: cute.Pointer, rows: Int32, heads: Int32, dq_row: Int64, dq_head: Int64,
+        out_row: Int64, out_head: Int64, scale: Float32,
+    ):  # fmt: skip
+        warps = THREADS // 32
+        warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
+        first = cute.arch.block_idx()[0] * (warps * LAPS) + warp
+        found = cute.make_rmem_tensor((4, LAPS), Float32)
+        for lap in cutlass.range_constexpr(LAPS):
+            number = first + lap * warps
+            if number < rows * heads:
+                at = number // heads * dq_row + number % heads * dq_head + lane * 4
+                cute.autovec_copy(vector_at(Float32, dq + at, 4), found[None, lap])
+        # All of a row is read before any of it is written.
+        cute.arch.sync_warp()
+        column = lane // 8 * 32 + lane % 2 * 16 + lane % 8 // 2 * 2
+        for lap in cutlass.range_constexpr(LAPS):
+            number = first + lap * warps
+            if number < rows * heads:
+                to = out + (number // heads * out_row + number % heads * out_head + column)
+                for pair in cutlass.range_constexpr(2):
+                    two = cute.make_rmem_tensor(2, Float32)
+                    two[0], two[1] = found[2 * pair, lap] * scale, found[2 * pair + 1, lap] * scale
+                    if const_expr(self.dtype is Float32):
+                        cute.autovec_copy(two, vector_at(Float32, to + 8 * pair, 2))
+                    else:
+                        word = cute.make_ptr(Int32, (to + 8 * pair).toint(), cute.AddressSpace.gmem, assumed_align=4)
+                        cute.make_tensor(word, cute.make_layout(1))[0] = rounded_pair(two[0], two[1], self.dtype)

@@ -1,0 +1,142 @@
+"""Proves that a dq which lists leave open is closed once, after the last of them, and before anybody else reads it or adds to it.
+
+The CPU kernel is given a ``close_dq``: while dq is open, its columns are reversed and halved, both of which are exact. Whoever reads it too
+early, adds to it in the wrong order, or closes it twice or never, changes the gradient; else it is the plain kernel's, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import flexcp
+from flexcp.executor.kernels import Settings, cpu
+from flexcp.executor.run import prepared
+from flexcp.executor.run.message_layout import types_of
+from flexcp.executor.run.rank_program import RankProgram, rank_program
+from flexcp.measure.ranks import RankPool
+from flexcp.plan.plan import Plan
+from flexcp.shape import Kind
+
+LENGTHS = [33, 1, 50, 2, 8]
+HEADS, KV_HEADS, HEAD_DIM, V_HEAD_DIM = 4, 2, 8, 6
+DQ = 8  # where backward has dq among its arguments; the settings come before it
+
+
+def plan_for(ranks: int, strategy: str) -> Plan:
+    where = flexcp.cluster("cpu", 1, ranks)
+    return flexcp.Planner(HEADS, KV_HEADS, HEAD_DIM, V_HEAD_DIM, "float64", where, strategy=strategy)(LENGTHS)
+
+
+@contextmanager
+def opening(slots: int | None) -> Iterator[list[str]]:
+    """The CPU kernel leaves dq open, with ``slots`` in no later slot than that; yields what it is asked to do."""
+    plain, touched, calls = cpu.backward, prepared.touched_dq, []
+
+    def backward(*arguments: Any) -> None:
+        settings, dq = arguments[DQ - 1 : DQ + 1]
+        calls.append("open" if settings.open_dq else "closed")
+        if not settings.open_dq:
+            plain(*arguments)
+            return
+        close_dq(dq, settings)
+        plain(*arguments)
+        dq.copy_(dq.flip(-1) * 0.5)
+
+    def close_dq(dq: Tensor, settings: Settings) -> None:
+        dq.copy_(dq.flip(-1) * 2.0)
+
+    def closed(dq: Tensor, settings: Settings) -> None:
+        calls.append("close")
+        close_dq(dq, settings)
+
+    def sooner(program: RankProgram) -> dict[int, int]:
+        return {number: at if slots is None else min(at, slots) for number, at in touched(program).items()}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "backward", backward)
+        patch.setattr(cpu, "close_dq", closed, raising=False)
+        patch.setattr(prepared, "touched_dq", sooner)
+        yield calls
+
+
+def gradients(group: dist.ProcessGroup, plan: Plan, slots: int | None, deterministic: bool) -> dict[str, Any]:
+    """dq, dk, dv of the rank with the plain kernel and with one that leaves dq open, and what the latter was asked to do."""
+    plain = backward_of(flexcp.bind(plan, group), deterministic)
+    with opening(slots) as calls:
+        found = backward_of(flexcp.bind(plan, group), deterministic)
+    return {"same": [np.array_equal(a, b) for a, b in zip(plain, found, strict=True)], "calls": calls}
+
+
+def backward_of(step: Any, deterministic: bool) -> list[np.ndarray]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((HEADS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, V_HEAD_DIM), (HEADS, V_HEAD_DIM))
+    q, k, v, do = (
+        step.shard(torch.randn(sum(LENGTHS), *size, generator=generator, dtype=torch.float64)) for size in sizes
+    )
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = flexcp.attention(*leaves, step, deterministic=deterministic, kernel="cpu")
+    assert isinstance(out, Tensor)
+    out.backward(do)
+    return [x.grad.numpy() for x in leaves if x.grad is not None]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "slots"),
+    [
+        ("ring", None),
+        ("ring", 2),
+        ("ulysses", None),
+        ("usp:2,2", None),
+        ("usp:2,2", 2),
+        ("blocks", None),
+        ("blocks", 1),
+    ],
+)
+def test_a_dq_left_open_becomes_the_same_gradient(pool: RankPool, strategy: str, slots: int | None) -> None:
+    found = pool.run(gradients, plan_for(4, strategy), slots, False, ranks=4)
+    assert all(all(rank["same"]) for rank in found)
+    calls = [call for rank in found for call in rank["calls"]]
+    assert "open" in calls and ("closed" in calls) == (slots is not None)
+    for asked in (rank["calls"] for rank in found if "open" in rank["calls"]):
+        last = max(i for i, call in enumerate(asked) if call == "open")
+        assert "close" in asked[last:] and asked.count("close") <= asked.count("open")
+
+
+def test_deterministic_gradients_are_never_left_open(pool: RankPool) -> None:
+    for rank in pool.run(gradients, plan_for(4, "usp:2,2"), None, True, ranks=4):
+        assert all(rank["same"]) and set(rank["calls"]) == {"closed"}
+
+
+def test_lists_after_the_first_message_of_a_dq_add_to_the_gradient_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "close_dq", lambda dq, settings: None, raising=False)
+    planner = flexcp.Planner(4, 2, 128, dtype="float64", cluster=flexcp.cluster("h100", 1, 8), strategy="blocks")
+    plan = planner([8000])
+    open_lists, others = 0, 0
+    for rank in range(plan.ranks):
+        program = rank_program(plan, rank, 0, True)
+        made = prepared.prepare(program, plan.shape, "cpu", types_of(torch.zeros(1, dtype=torch.float64)), {})
+        state = dict.fromkeys(range(len(program.shelves)), "closed")
+        for at, slot in enumerate(program.slots):
+            blocks = [b for m in slot.receive + slot.send for b in m.blocks] + [b for pair in slot.own for b in pair]
+            for block in blocks:
+                if block.kind == Kind.DQ:
+                    assert state[block.shelf] != "open"
+                    state[block.shelf] = "touched"
+            for work in made.work[at]:
+                shelf = work.work.q_shelf
+                assert work.open_dq == (state[shelf] != "touched")
+                open_lists, others = open_lists + work.open_dq, others + (not work.open_dq)
+                state[shelf] = "open" if work.open_dq else state[shelf]
+            for number in made.closes[at]:
+                assert state[number] == "open"
+                state[number] = "closed"
+        assert "open" not in state.values()
+    assert open_lists and others
