@@ -28,12 +28,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from flexcp.batch import Batch, MaskLike
+from flexcp.batch import MaskLike
 from flexcp.clusters import Cluster
 from flexcp.executor.arguments import check_rows
 from flexcp.executor.averaging import Gradients, share_factor
 from flexcp.executor.exchange.agree import same_as_first
-from flexcp.executor.layout import next_tokens
+from flexcp.executor.layout import next_tokens, refuse_shifted
 from flexcp.executor.op import attention
 from flexcp.executor.slice_attention import slice_attention
 from flexcp.executor.step import Step, check_bound
@@ -146,21 +146,10 @@ def inputs(tokens: Tensor, step: Step, labels: Tensor | None = None, gradients: 
     batch = step.plan.batch
     shifted = next_tokens(tokens if labels is None else labels, batch, IGNORE)
     if labels is not None:
-        _refuse_shifted(tokens, labels, batch)
+        refuse_shifted(tokens, labels, next_tokens(tokens, batch, IGNORE), IGNORE, "huggingface.inputs")
     _refuse_other_stream(step, tokens)
     valid = batch.tokens - batch.documents if labels is None else int((shifted != IGNORE).sum())
     return keywords_of(rows_of(step, tokens, shifted), max(1, valid), gradients)
-
-
-def _refuse_shifted(tokens: Tensor, labels: Tensor, batch: Batch) -> None:
-    """Raise for labels that are already each token's successor, and would be shifted once more."""
-    successors = next_tokens(tokens, batch, IGNORE)
-    given = (labels != IGNORE) & (successors != IGNORE)
-    if bool((labels == successors)[given].all()) and not bool((labels == tokens)[given].all()):
-        raise ValueError(
-            "labels are already shifted: each is the token after its own, and huggingface.inputs would shift them once more; pass labels "
-            "that stand beside their own tokens, as Transformers takes them, or none for every next token"
-        )
 
 
 def _refuse_other_stream(step: Step, tokens: Tensor) -> None:
@@ -183,11 +172,14 @@ class ValidLabels:
     """The number a model's loss is divided by. Dividing by it raises where no attention ran under the step, or gradients come out wrong.
 
     A model that was not turned on takes a step among its keywords and drops it; its loss is the first thing that can tell. One that was
-    turned on gets the plain number, and is checked after its forward.
+    turned on gets the plain number, and is checked after its forward. As an integer it is the batch's valid labels, those of all ranks, by
+    which losses of several batches are weighed; under ``gradients="averaged"`` the divisor is that / the number of ranks.
     """
 
-    def __init__(self, count: float | Tensor, step: Step, gradients: Gradients) -> None:
-        self.count, self.step, self.gradients = count, step, gradients
+    def __init__(self, valid: int | Tensor, step: Step, gradients: Gradients) -> None:
+        self.valid, self.step, self.gradients = valid, step, gradients
+        factor = share_factor(gradients, step.cp_size)
+        self.count = valid if factor == 1 else valid / factor
 
     def __rtruediv__(self, total: Tensor) -> Tensor:
         if not self.step.calls:
@@ -195,6 +187,9 @@ class ValidLabels:
         if total.requires_grad:
             self.step.check_reduction(self.gradients)
         return total / self.count
+
+    def __int__(self) -> int:
+        return int(self.valid)
 
     def __eq__(self, other: object) -> bool:
         return bool(self.count == other)
@@ -208,14 +203,14 @@ class ValidLabels:
 
 def keywords_of(rows: Rows, valid: int | Tensor, gradients: Gradients) -> dict[str, Any]:
     """Keywords of a model's forward for this rank's rows of a batch with so many ``valid`` labels on all ranks."""
-    factor = share_factor(gradients, rows.step.cp_size)
+    divisor = ValidLabels(valid, rows.step, gradients)
     rows.step.loss_said = True
     return {
         "input_ids": rows.tokens[None],
         "position_ids": rows.positions[None],
         "labels": rows.labels[None],
         "shift_labels": rows.labels[None],
-        "num_items_in_batch": ValidLabels(valid if factor == 1 else valid / factor, rows.step, gradients),
+        "num_items_in_batch": divisor,
         "step": rows.step,
         "gradients": gradients,
         "use_cache": False,
@@ -404,7 +399,7 @@ def _refuse_counted(position_ids: Tensor | None, step: Step) -> None:
         return
     counted = torch.arange(tokens)
     given = position_ids.reshape(-1)[-tokens:].cpu()
-    if torch.equal(given, counted) and not torch.equal(step.positions, counted):
+    if torch.equal(given, counted) and not torch.equal(step.row_positions, counted):
         raise ValueError(
             "position_ids count this rank's rows, not the documents' tokens: pass position_ids=step.positions[None], which RoPE needs"
         )
@@ -427,10 +422,13 @@ def _refuse_wrong_use(module: nn.Module, arguments: tuple[Any, ...], keywords: d
     ids = arguments[0] if arguments else keywords.get("input_ids")
     if isinstance(ids, Tensor) and ids.dim() == 1:
         raise ValueError(f"input_ids has shape {tuple(ids.shape)}, but a model takes [1, tokens]: pass input_ids[None]")
+    if isinstance(ids, Tensor) and len(ids) == 1:
+        step.seen.given(ids[0])
     if keywords.get("labels") is not None and keywords.get("shift_labels") is None:
         raise ValueError(
             "labels beside a step would be shifted over this rank's rows, across documents, and averaged over this rank alone: take the "
-            "keywords of flexcp.frameworks.huggingface.inputs(tokens, step, labels), or leave labels out and call step.loss on the logits"
+            "keywords of flexcp.frameworks.huggingface.inputs(tokens, step, labels), or leave labels out and call "
+            "step.loss(logits[0], step.labels(tokens)): labels are next tokens, which step.labels shifts inside documents"
         )
     if keywords.get("labels") is not None and "gradients" in keywords:
         _refuse_other_count(keywords.get("num_items_in_batch"), step, keywords["gradients"])
@@ -475,13 +473,27 @@ def _with_positions(module: nn.Module, arguments: tuple[Any, ...], keywords: dic
     if given is not None:
         _refuse_counted(given, step)
         return None
+    _refuse_other_rows(arguments, keywords, step)
     # A rank without a token gets a row that nobody sees.
-    found = step.positions[None] if step.local_tokens else step.positions.new_zeros(1, 1)
+    found = step.row_positions[None] if step.local_tokens else step.row_positions.new_zeros(1, 1)
     tensors = [x for x in (*arguments, *keywords.values()) if isinstance(x, Tensor)]
     found = found.to(tensors[0].device) if tensors else found
     if at < len(arguments):
         return (*arguments[:at], found, *arguments[at + 1 :]), keywords
     return arguments, keywords | {"position_ids": found}
+
+
+def _refuse_other_rows(arguments: tuple[Any, ...], keywords: Mapping[str, Any], step: Step) -> None:
+    """Raise for ids or embeddings that are not as many as this rank's rows: positions filled in beside them would not fit."""
+    for name in ("input_ids", "inputs_embeds"):
+        given = arguments[0] if arguments and name == "input_ids" else keywords.get(name)
+        if isinstance(given, Tensor) and given.shape[1] != max(1, step.local_tokens):
+            whole = " (the whole stream)" if given.shape[1] == step.plan.batch.tokens else ""
+            with step.talk.checking("the model's forward"):
+                raise ValueError(
+                    f"{name} has shape {tuple(given.shape)}{whole}, but rank {step.rank} keeps {step.local_tokens} tokens under this plan: "
+                    f"pass step.shard(stream)[None], or all keywords by flexcp.frameworks.huggingface.inputs(stream, step)"
+                )
 
 
 def positions_given(
