@@ -205,6 +205,7 @@ def test_wrong_text_is_refused(text: str, words: list[str]) -> None:
         (b" \n\n", ["holds no lengths"]),
         (b"12\nabc\n", ["entry 2", "'abc'", "one number a line"]),
         (b"1.5\n", ["entry 1", "'1.5'"]),
+        (b"100\n0\n7\n", ["entry 2", "a document of 0 tokens; take it out"]),
         (b"\xff\xfe\x00\x81", ["not a text file"]),
     ],
 )

@@ -298,6 +298,11 @@ def _read(path: Path) -> list[int]:
             raise ValueError(
                 f"{path}, entry {number}: {word!r} is not a length; the file holds one number a line, as in 4096 or 4k"
             ) from None
+        if found[-1] < 1:
+            raise ValueError(
+                f"{path}, entry {number}: a document of {word} tokens; take it out, documents have at least 1 token. The file holds the "
+                "length of each document, no running totals"
+            )
     if not found:
         raise ValueError(f"{path} holds no lengths; it should hold one number a line")
     return found

@@ -155,7 +155,9 @@ class FlexcpTrainer(Trainer):
         self._refuse()
         if self.accelerator.num_processes != planner.cluster.ranks:
             raise ValueError(
-                f"the planner plans for {planner.cluster.ranks} ranks, but the Trainer runs on {self.accelerator.num_processes}"
+                f"the planner plans for {planner.cluster.ranks} ranks, but the Trainer runs on {self.accelerator.num_processes}: make it "
+                f"with cluster=flexcp.cluster('h100', nodes=..., ranks_per_node=...) of {self.accelerator.num_processes} ranks, or start "
+                f"{planner.cluster.ranks} processes"
             )
 
     def _refuse(self) -> None:
