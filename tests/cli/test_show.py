@@ -43,6 +43,11 @@ def test_json_has_the_documented_keys(saved: Path) -> None:
     assert "`file_bytes`" in documented and "`flexcp show --json`" in documented
 
 
+def test_a_plan_in_the_place_of_a_dump_names_the_command_that_reads_it(saved: Path) -> None:
+    with pytest.raises(ValueError, match=rf"{saved} is a plan, not a dump of a run: .*flexcp show {saved} --check"):
+        CliRunner().invoke(app, ["verify", f"@{saved}"], catch_exceptions=False)
+
+
 def test_no_plan_is_a_clear_error(saved: Path, tmp_path: Path) -> None:
     for file, message in (
         (tmp_path / "none.plan", "is no file"),

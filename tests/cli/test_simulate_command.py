@@ -74,6 +74,24 @@ def test_a_file_is_a_data_set_of_which_a_batch_is_taken(tmp_path: Path, command:
     )
 
 
+@pytest.mark.parametrize("command", ["compare", "simulate", "plan"])
+def test_the_cap_that_a_batch_was_cut_by_holds_for_its_plan(tmp_path: Path, command: str) -> None:
+    """Whole documents for each rank: the third batch is one document that no rank alone may keep."""
+    file = tmp_path / "lengths.txt"
+    file.write_text("\n".join(["20k"] * 4 + ["60k", "20k", "20k"]))
+    words = [command, "--lengths", str(file), "--ranks", "2"]
+    words += ["--strategies" if command == "compare" else "--strategy", "dp"]
+    assert "dp refused" not in (first := run(*words)).output and first.exit_code == 0
+    refused = run(*words, "--batch", "3")
+    said = f"{refused.output} {refused.exception}"
+    assert "keeps 61440 tokens on rank 0, over max_tokens_per_rank=32768" in said
+    assert command == "simulate" or "7/8 of 2 ranks x 32,768, which this one document exceeds" in refused.output
+    free = run(*words[:2], "60k", *words[3:])
+    assert free.exit_code == 0 and "refused" not in free.output, (
+        "a batch on the command line has no cap that nobody gave"
+    )
+
+
 def test_one_statement_of_the_error() -> None:
     text = run("compare", *SMALL, "--strategies", "auto,zigzag,dp,ring").output
     assert text.count("stated error 8 %") == 1

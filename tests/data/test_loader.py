@@ -404,11 +404,54 @@ def test_bare_token_ids_and_torch_loaders_are_samples() -> None:
         ({"mask_fn": lambda s: "causal"}, "mask_fn must return a mask"),
         ({"labels": "target"}, "no field 'target'"),
         ({"tokens": "ids"}, "say which one holds the token ids"),
+        ({"plan_options": {"token": "equal"}}, r"'token'.*layout, tokens, pad_to; did you mean 'tokens'\?"),
+        ({"plan_options": {"strategy": "ring"}}, r"'strategy'.*give strategy= to the Planner itself"),
+        ({"plan_options": {"mask": flexcp.causal()}}, r"'mask'.*give mask= to the Loader itself"),
     ],
 )
 def test_mistakes_name_the_value_and_the_way_out(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         local(Stream([9, 12, 30]), **options)
+
+
+def test_an_option_of_a_wrong_value_is_one_line_from_a_planner_process_too() -> None:
+    for workers in (0, 1):
+        with Loader(Numbered(), planner(1), budget=200, workers=workers, plan_options={"tokens": "even"}) as loader:
+            with pytest.raises(PlanningError) as caught:
+                list(loader)
+            assert str(caught.value).endswith("ValueError: tokens must be 'balanced', 'priced' or 'equal'; got 'even'")
+            assert "\n" not in str(caught.value)
+
+
+def test_a_planner_of_ones_own_may_take_any_option() -> None:
+    def own(lengths: Any, mask: Any = None, **anything: Any) -> Any:
+        assert anything == {"speed": 3}
+        return planner(1)(lengths, mask)
+
+    with Loader(Numbered(), own, budget=200, workers=0, plan_options={"speed": 3}) as loader:
+        assert len(list(loader))
+
+
+def test_the_labels_of_all_ranks_are_no_count_of_one(pool: RankPool) -> None:
+    for said in pool.run(shared_by_valid, ranks=3):
+        assert re.match(r"count=\d+ is not what this rank's sum is over.*\(labels != -100\)\.sum\(\)", said)
+
+
+def test_tokens_for_labels_are_warned_of() -> None:
+    (b,) = local(Numbered([9, 12]), budget=30)
+    with pytest.warns(UserWarning, match=r"the labels of this loss are the tokens themselves"):
+        b.step.loss(torch.zeros(21, 1100), b.tokens, without_attention=True)
+
+
+def shared_by_valid(group: Any) -> str:
+    """What a share says that is to be divided by the batch's labels, most of which this rank may hold."""
+    with Loader(Numbered([90, 1, 2]), planner(3), budget=200, workers=0, group=group) as loader:
+        (batch,) = loader
+    try:
+        batch.step.share(torch.tensor(1.0), batch.valid, without_attention=True)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
 
 
 def test_wrong_lengths_and_odd_samples_are_refused() -> None:
@@ -428,6 +471,10 @@ def test_wrong_lengths_and_odd_samples_are_refused() -> None:
         local([{"input_ids": [5, 6, 0, 0], "attention_mask": [1, 1, 0, 0]}])
     with pytest.raises(ValueError, match=r"field 'labels' holds -1, .* ignore=-100; .*make the Loader with ignore=-1"):
         local([{"tokens": [5, 6, 7], "labels": [-1, -100, 7]}], labels="labels")
+    with pytest.raises(
+        ValueError, match=r"labels are already shifted.* the Loader, for sample 0, field 'labels', would"
+    ):
+        local([{"tokens": [5, 6, 7], "labels": [6, 7, -100]}], labels="labels")
     with pytest.raises(ValueError, match="has a field 'labels'"):
         local([{"tokens": [1, 2], "labels": [1, 2]}])
     with pytest.raises(ValueError, match="all samples need the same fields"):

@@ -64,7 +64,7 @@ def test_a_plan_that_kills_every_worker_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "always die").touch()
     with loader(tmp_path) as data, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(PlanningError, match=r"step 0 .*\n.*3 planner processes ended over it, .*signal 9"):
+        with pytest.raises(PlanningError, match=r"step 0 .*: 3 planner processes ended over it, .*signal 9"):
             next(iter(data))
         (tmp_path / "always die").unlink()
         assert [b.samples.tolist() for b in data] == EXPECTED

@@ -42,6 +42,21 @@ def labels(**rows: int) -> torch.Tensor:
     return found
 
 
+@pytest.mark.parametrize(
+    ("keyword", "way"),
+    [
+        ("is_causal", r": the mask is the plan's, planner\(lengths, flexcp\.causal\(\)\)"),
+        ("dropout_p", ": it is dropout="),
+        ("softmax_scale", ": it is scale="),
+        ("colour", "$"),
+    ],
+)
+def test_keywords_of_other_libraries_are_told_what_stands_for_them(step: flexcp.Step, keyword: str, way: str) -> None:
+    more: dict[str, Any] = {keyword: True}
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{keyword}'{way}"):
+        flexcp.attention(**qkv(), step=step, **more)
+
+
 @pytest.mark.parametrize("attend", [flexcp.attention, flexcp.slice_attention])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("wrong", [None, 5, "x", [1.0], torch.zeros(()), torch.zeros(8), torch.zeros(8, 4, 0)])

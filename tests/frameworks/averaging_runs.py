@@ -41,20 +41,22 @@ class Small(nn.Module):
         return found
 
 
-def tokens() -> Tensor:
-    return torch.randint(VOCABULARY, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
+def tokens(count: int = sum(LENGTHS)) -> Tensor:
+    return torch.randint(VOCABULARY, (count,), generator=torch.Generator().manual_seed(0))
 
 
 UNEVEN = (range(10), range(10, sum(LENGTHS)))
 """Tokens of two ranks."""
+EVEN = [19, 1, 8, 6]
+"""Documents that two ranks can hold in equal parts."""
 
 
-def bound(group: dist.ProcessGroup | None, layout: Any = "free") -> Step:
+def bound(group: dist.ProcessGroup | None, layout: Any = "free", lengths: list[int] = LENGTHS) -> Step:
     ranks = 1 if group is None else dist.get_world_size(group)
     planner = flexcp.Planner(
         HEADS, HEADS, SIZE, dtype="float64", cluster=flexcp.cluster("cpu", 1, ranks), strategy="blocks"
     )
-    return flexcp.bind(planner(LENGTHS, layout=layout), group)
+    return flexcp.bind(planner(lengths, layout=layout), group)
 
 
 def sum_hook(group, bucket):  # type: ignore[no-untyped-def]  # DDP takes no annotation that is a string
@@ -124,8 +126,10 @@ def warned(group: dist.ProcessGroup, taken: str) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for number in range(2):
-            step = bound(group, "contiguous" if taken == "equal counts" else UNEVEN)
-            rows, labels = step.shard(tokens()), step.labels(tokens())
+            layout = UNEVEN if taken not in ("equal counts", "one more") else "contiguous"
+            step = bound(group, layout, EVEN if taken == "equal counts" else LENGTHS)
+            stream = tokens(step.plan.batch.tokens)
+            rows, labels = step.shard(stream), step.labels(stream)
             logits = (
                 torch.utils.checkpoint.checkpoint(model, rows, step, use_reentrant=False)
                 if number
@@ -137,7 +141,7 @@ def warned(group: dist.ProcessGroup, taken: str) -> dict[str, Any]:
             elif taken == "step.share":
                 loss = step.share(own, (labels >= 0).sum(), gradients="averaged")
             elif taken == "gathered":
-                loss = nn.functional.cross_entropy(step.gather(logits), next_tokens(tokens(), step.plan.batch, -100))
+                loss = nn.functional.cross_entropy(step.gather(logits), next_tokens(stream, step.plan.batch, -100))
             elif taken == "another step":
                 other = bound(group, UNEVEN)
                 loss = own + 0 * other.loss(logits.detach(), labels, gradients="averaged", without_attention=True)

@@ -6,6 +6,7 @@ packages are imported where they are used.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import flexcp
+from flexcp.executor.averaging import Gradients
 from lib.model_runs import Run, make_model, make_plan
 
 if TYPE_CHECKING:
@@ -303,6 +305,50 @@ def streams_of_their_own(group: dist.ProcessGroup) -> str:
     dist.barrier(group)
     try:
         huggingface.inputs(torch.arange(16) + step.rank, step)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+def ids_cut_by_hand(group: dist.ProcessGroup, ids: str) -> list[str]:
+    """What a turned-on model and a loss warn of, whose ids are ``ids``."""
+    from flexcp.frameworks import huggingface
+
+    run = Run("llama")
+    model = make_model(run, "eager")
+    huggingface.turn_on(model)
+    where = flexcp.cluster("cpu", ranks_per_node=2)
+    plan = huggingface.planner(model, where, strategy="zigzag")([16, 16], masks=huggingface.masks(model.config))
+    tokens = torch.randint(64, (32,), generator=torch.Generator().manual_seed(0))
+    step = flexcp.bind(plan, group)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        labels = step.labels(tokens)
+        rows = tokens.tensor_split(2)[step.rank] if ids == "cut by hand" else step.shard(tokens)
+        logits = model(rows[None], step=step, use_cache=False).logits[0]
+        step.loss(logits, rows.clone() if ids == "labels too" else labels)
+    return [str(w.message) for w in caught if "step" in str(w.message)]
+
+
+def counted_labels(group: dist.ProcessGroup, gradients: Gradients) -> int:
+    """The number of labels that a model is given, as an integer."""
+    from flexcp.frameworks import huggingface
+
+    plan = flexcp.Planner(2, 2, 8, dtype="float32", cluster=flexcp.cluster("cpu", 1, 2))([8, 8])
+    given = huggingface.inputs(torch.arange(16), flexcp.bind(plan, group), gradients=gradients)
+    return int(given["num_items_in_batch"])
+
+
+def whole_stream(group: dist.ProcessGroup) -> str:
+    """What a turned-on model says to the ids of all ranks."""
+    from flexcp.frameworks import huggingface
+
+    run = Run("llama", ranks=2)
+    model = make_model(run, "eager")
+    huggingface.turn_on(model)
+    step = flexcp.bind(make_plan(run, model.config, 0), group)
+    try:
+        model(run.tokens(0)[None], step=step, use_cache=False)
     except ValueError as error:
         return str(error)
     return "accepted"

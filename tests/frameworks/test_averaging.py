@@ -101,10 +101,17 @@ def test_a_loss_of_ones_own_under_ddp_is_warned_of_where_ranks_hold_different_co
         assert re.match(
             r"DistributedDataParallel averages gradients over ranks that hold \d+ to \d+ tokens", found["warnings"][0]
         )
+        assert "If it is the mean over this rank's own rows, the gradient is not the batch's" in found["warnings"][0]
+        assert "this rank's sum / the labels of all ranks x ranks, the gradient is right" in found["warnings"][0]
         assert "step.loss(logits, labels, gradients='averaged')" in found["warnings"][0]
         assert "step.share(total, count, gradients='averaged')" in found["warnings"][0]
         assert len(set(found["warnings"])) == 1
         assert len(found["warnings"]) <= 2, "once a step"
+
+
+def test_one_token_more_is_a_difference(two: RankPool) -> None:
+    for found in two.run(warned, "one more"):
+        assert "ranks that hold 16 to 17 tokens" in found["warnings"][0]
 
 
 @pytest.mark.parametrize("taken", ["step.loss", "step.share", "gathered"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_runs import streams_of_their_own, without_a_step
+from parallel_runs import counted_labels, ids_cut_by_hand, streams_of_their_own, whole_stream, without_a_step
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
@@ -247,6 +247,32 @@ def test_token_ids_that_differ_between_ranks_are_refused(pool: RankPool) -> None
     first, second = pool.run(streams_of_their_own, ranks=2)
     assert first == "accepted"
     assert re.match(r"the token ids of rank 1 are not those of another rank.*huggingface_trainer\.prepared", second)
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        ("cut by hand", [r"nothing has asked this step which: take them by step\.shard\(stream\)"]),
+        ("labels too", [r"the labels of this loss are the tokens themselves.*step\.labels\(tokens\)"]),
+        ("asked for", []),
+    ],
+)
+def test_ids_are_those_of_the_step_and_not_the_labels(pool: RankPool, ids: str, words: list[str]) -> None:
+    """Positions that the adapter fills in are no asking of the user's, and neither are labels."""
+    for said in pool.run(ids_cut_by_hand, ids, ranks=2):
+        assert len(said) == len(words)
+        assert all(re.search(word, text) for word, text in zip(words, said, strict=True))
+
+
+def test_the_ids_of_all_ranks_are_refused(pool: RankPool) -> None:
+    for said in pool.run(whole_stream, ranks=2):
+        assert re.match(r"input_ids has shape \(1, \d+\) \(the whole stream\), but rank \d keeps \d+ tokens", said)
+        assert "step.shard(stream)[None]" in said
+
+
+@pytest.mark.parametrize("gradients", ["summed", "averaged"])
+def test_the_number_of_labels_as_an_integer_is_that_of_the_batch(pool: RankPool, gradients: str) -> None:
+    assert pool.run(counted_labels, gradients, ranks=2) == [14, 14]
 
 
 def test_a_planner_has_the_models_heads() -> None:

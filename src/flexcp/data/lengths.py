@@ -299,7 +299,8 @@ def _read(path: Path) -> list[int]:
             length = 0
         if length < 1:
             raise ValueError(
-                f"{path}, line {number}: {word!r} is not a length; the file holds one number a line, as in 4096 or 4k, each at least 1"
+                f"{path}, line {number}: {word!r} is not a length; the file holds one number a line, as in 4096 or 4k, each at least "
+                "1, and no running totals"
             )
         found.append(length)
     if not found:

@@ -33,6 +33,7 @@ from flexcp.data.lengths import parse_lengths
 from flexcp.data.loader_agreement import check_same, sampler_share
 from flexcp.data.local_batch import LocalBatch, local_batch
 from flexcp.data.order import count_batches
+from flexcp.data.plan_options import check_options
 from flexcp.data.plan_sharing import SharedPlans
 from flexcp.data.planning_pool import PlannerLike, Pool
 from flexcp.data.row_sharing import Peers, local_columns, segments, shared
@@ -128,6 +129,7 @@ class Loader:
         self.stats = Stats()
         self.drop_last, self.lookahead, self.device, self.telemetry = drop_last, lookahead, device, telemetry
         self.options = dict(plan_options or {})
+        check_options(planner, self.options)
         limits = BatchLimits(budget, min(budget, max_length or budget), too_long)
         field = spans if isinstance(spans, str) else None
         fields = Fields(tokens, labels, field, frozenset(document_fields), ignore)

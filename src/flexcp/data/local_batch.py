@@ -14,6 +14,7 @@ from torch import Tensor
 from flexcp.data.documents import BatchSpec
 from flexcp.data.row_sharing import Segments
 from flexcp.data.samples import LABELS, TOKENS
+from flexcp.executor.averaging import CountOfAllRanks
 from flexcp.executor.step import Step
 
 Ints = NDArray[np.int64]
@@ -26,7 +27,8 @@ class LocalBatch:
     ``tokens``, ``labels`` (shifted, ``ignore`` at the ends of documents), ``positions`` (from 0 in each document) and the per-token
     ``fields`` have a row for each token this rank keeps, in the step's local order. ``documents`` is the batch's document each row
     belongs to, -1 for a pad. ``valid`` is the loss normaliser: labels of the whole batch, on all ranks together, that count
-    (at least 1). A loss is ``local sum / valid``, and gradients are summed over ranks.
+    (at least 1). A loss is ``local sum / valid``, and gradients are summed over ranks; ``step.loss`` and ``step.share`` divide themselves
+    and want this rank's labels or their count, not ``valid``.
     """
 
     step: Step
@@ -39,7 +41,7 @@ class LocalBatch:
     """Per-document fields of the documents this rank keeps tokens of, by their number in the batch."""
     samples: Ints
     """Which sample of the dataset each document of the batch is: its index, or its count in a stream."""
-    valid: int
+    valid: CountOfAllRanks
     number: int
     """Steps of this epoch before this one."""
     epoch: int
@@ -63,16 +65,18 @@ def local_batch(
     def there(x: Tensor) -> Tensor:
         return x if device is None else x.to(device, non_blocking=True)
 
+    tokens = there(columns[TOKENS])
+    step.seen.given(tokens)
     return LocalBatch(
         step,
-        there(columns[TOKENS]),
+        tokens,
         there(columns[LABELS]),
         there(step.positions),
         there(documents),
         {name: there(column) for name, column in columns.items() if name not in (TOKENS, LABELS)},
         values,
         np.array([d.number for d in spec.documents], np.int64),
-        valid,
+        CountOfAllRanks(valid),
         spec.step,
         epoch,
     )

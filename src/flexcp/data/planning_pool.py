@@ -4,7 +4,7 @@ A :class:`Pool` has a thread per worker process. The thread takes the next job, 
 all it does, so whatever happens to a worker happens to one thread and one job:
 
     worker dies        its job is done again by a fresh worker, with a warning; after ``TRIES`` deaths over the same job it is an error
-    planning fails     the worker's own traceback is raised where the training loop takes that plan
+    planning fails     the worker's message, or traceback where it is no user's mistake, is raised where the training loop takes that plan
     worker is stuck    after ``patience`` seconds of waiting the loop warns, ends the worker and plans the step itself
 
 Jobs are pure functions of their arguments, so doing one twice, or elsewhere, gives the same plan. Warnings are given by the thread that
@@ -197,7 +197,9 @@ class Pool:
             )
             return self._here(job)
         if job.plan is None:
-            raise PlanningError(f"step {job.key} could not be planned:\n{job.error}")
+            told = str(job.error)
+            apart = "\n" if "\n" in told else " "
+            raise PlanningError(f"step {job.key} could not be planned:{apart}{told}")
         return job.plan
 
     def _here(self, job: Job) -> Plan:

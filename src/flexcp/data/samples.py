@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from flexcp import masks as mask_algebra
+from flexcp.executor.local_rows import refuse_shifted
 from flexcp.masks import Mask, from_slices, modality
 from flexcp.plan.positions import several_successors
 
@@ -75,6 +76,9 @@ def opened(sample: Any, fields: Fields, limit: int, where: str) -> Sample:
             f"{where} has a field 'labels'; make the Loader with labels='labels' to have it shifted, or leave the field out"
         )
     aligned = tokens if fields.labels is None else _labels(given, fields, whole, where)
+    if fields.labels is not None:
+        who = f"the Loader, for {where}, field {fields.labels!r},"
+        refuse_shifted(tokens, aligned, _shifted(tokens, fields.ignore), fields.ignore, who)
     columns = {TOKENS: tokens[:limit], LABELS: _shifted(aligned[:limit].long(), fields.ignore)}
     values: dict[str, Any] = {}
     for key in sorted(k for k in given if k not in (name, fields.labels)):

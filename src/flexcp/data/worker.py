@@ -39,6 +39,8 @@ def main(pipe_fd: int, lifeline_fd: int) -> None:
         answer: tuple[str, Any]
         try:
             answer = ("plan", save_plan(planner(lengths, **arguments)))
+        except (ValueError, NotImplementedError) as error:  # a user's mistake, which says itself what to do
+            answer = ("failed", f"{type(error).__name__}: {error}")
         except Exception:  # whatever it is, the training process raises it with this text
             answer = ("failed", traceback.format_exc())
         pipe.send((answer[0], time.perf_counter() - begin, answer[1]))

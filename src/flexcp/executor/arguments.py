@@ -54,6 +54,27 @@ def check_tensors(given: Mapping[str, object], sinks: object = None) -> None:
         raise ValueError(f"sinks is a tensor of one number per query head, or None; got {named_kind(sinks)}")
 
 
+KEYWORDS_OF_OTHERS = {
+    "is_causal": "the mask is the plan's, planner(lengths, flexcp.causal())",
+    "causal": "the mask is the plan's, planner(lengths, flexcp.causal())",
+    "attn_mask": "the mask is the plan's, planner(lengths, mask), with flexcp.window, prefix, from_mask_mod, ...",
+    "window_size": "the window is the plan's, planner(lengths, flexcp.window(left, right))",
+    "cu_seqlens_q": "documents are the plan's, planner(lengths)",
+    "cu_seqlens": "documents are the plan's, planner(lengths)",
+    "dropout_p": "it is dropout=, and 0 alone is supported",
+    "softmax_scale": "it is scale=",
+    "enable_gqa": "leave it out, k and v may have fewer heads than q",
+}
+"""Keywords of PyTorch's and FlashAttention's functions, and what says the same here."""
+
+
+def refuse_keywords(given: Mapping[str, object]) -> None:
+    """Raise for keywords that attention does not have, as Python does, with what stands for those of other libraries."""
+    for name in given:
+        way = f": {KEYWORDS_OF_OTHERS[name]}" if name in KEYWORDS_OF_OTHERS else ""
+        raise TypeError(f"attention() got an unexpected keyword argument {name!r}{way}")
+
+
 def check_running(kernel: object, deterministic: object, sm_margin: object, return_lse: object = False) -> None:
     """Raise for what is no choice of a kernel and of how it runs."""
     if kernel is not None and not isinstance(kernel, str):

@@ -16,12 +16,19 @@ only looks on (telemetry) is called inside the operator.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Never
 
 import torch
 from torch import Tensor
 
-from flexcp.executor.arguments import attention_scale, check_call, check_running, check_tensors, named_kind
+from flexcp.executor.arguments import (
+    attention_scale,
+    check_call,
+    check_running,
+    check_tensors,
+    named_kind,
+    refuse_keywords,
+)
 from flexcp.executor.kernels import Settings, accumulator_dtype
 from flexcp.executor.kernels.sinks_and_delta import OutputGradient, sinks_gradient, with_sinks
 from flexcp.executor.layer_masks import checked_name, mask_number, passable
@@ -49,6 +56,7 @@ def attention(
     kernel: str | None = None,
     deterministic: bool = False,
     sm_margin: int = 0,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of the whole batch, seen from this rank.
 
@@ -57,7 +65,9 @@ def attention(
     ``[local tokens, heads]``; both are differentiable.
 
     Rows are those that the plan keeps on this rank, ``step.shard(stream)``. A plan made without ``layout=`` places tokens as it likes, and
-    rows that a loop cut itself look the same here when there are as many: plan with ``layout="contiguous"`` for those.
+    rows that a loop cut itself look the same here when there are as many: plan with ``layout="contiguous"`` for those. Either way the
+    stream is the same on every rank before it is cut, positions (RoPE, ``arange``) are ``step.positions``, and labels are shifted before
+    they are cut: ``step.labels(tokens)``.
 
     ``mask`` names one of the plan's masks, where it has several; ``window`` says it by the keys a query of this layer sees, itself
     included, 0 for a layer without a window, and a plan without such a mask is refused. ``scale`` defaults to ``head_dim ** -0.5``.
@@ -67,6 +77,8 @@ def attention(
     ``kernel`` overrides the choice of :func:`flexcp.choose_kernel`; ``step.kernels`` says which ran and why. ``deterministic``
     makes gradients bitwise the same in every run, ``sm_margin`` leaves that many multiprocessors to communication.
     """
+    if unknown:
+        refuse_keywords(unknown)
     if dropout is not None and not isinstance(dropout, int | float):
         raise ValueError(f"dropout= is a number, and 0 alone is supported; got {named_kind(dropout)}")
     if dropout:

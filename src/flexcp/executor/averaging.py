@@ -9,8 +9,9 @@ A forward whose gradients stay on their rank (``no_sync``) is not averaged by DD
 its author wants; torch's own hooks average.
 
 A cross entropy that a user takes himself, by the usual mean over his rows, weighs every rank alike when gradients are averaged. That is
-the batch's gradient where all ranks hold as many tokens, and another one where they do not. So a backward under a wrapper that averages,
-of a step whose ranks hold different numbers of tokens and of whose loss nobody said how it was divided, gets a warning.
+the batch's gradient where all ranks hold as many labels, and another one where they do not. So a backward under a wrapper that averages,
+of a step whose ranks hold different numbers of tokens and of whose loss nobody said how it was divided, gets a warning. A loss that was
+divided rightly by hand looks the same, so the warning says what it does not know.
 """
 
 from __future__ import annotations
@@ -36,6 +37,19 @@ def share_factor(gradients: Gradients, ranks: int) -> int:
             f"gradients={gradients!r} is neither 'summed' nor 'averaged': say what happens to gradients over the ranks of a batch"
         )
     return ranks if gradients == "averaged" else 1
+
+
+class CountOfAllRanks(int):
+    """A count over all ranks of a batch, such as the loader's ``batch.valid``: a number like any other, but never one rank's own."""
+
+
+def wrong_count(count: float, rows: int, ranks: int) -> str:
+    """What to say of a count that is not this rank's own."""
+    return (
+        f"count={count:g} is not what this rank's sum is over: it holds {rows} rows, and step.share itself adds up the counts of all "
+        f"{ranks} ranks. Pass this rank's own, (labels != -100).sum(), or divide by the batch's count yourself: total / batch.valid, times "
+        "the ranks where gradients are averaged, is the same share. Where a row counts more than once, divide total and count by how often"
+    )
 
 
 def running_average(group: dist.ProcessGroup | None) -> str | None:
@@ -89,18 +103,19 @@ def wrong_factor(who: str, gradients: Gradients, ranks: int) -> str:
 
 
 def uneven(placement: Placement) -> tuple[int, int] | None:
-    """The least and the most tokens of a rank, pads left out, where they differ by more than the one that an even cut leaves over."""
+    """The least and the most tokens of a rank, pads left out, where they differ."""
     runs, real = placement.runs, placement.batch.tokens
     tokens = np.minimum(runs.stop, real) - np.minimum(runs.start, real)
     counts = [int(tokens[runs.rank == rank].sum()) for rank in range(placement.ranks)]
-    return (min(counts), max(counts)) if max(counts) - min(counts) > 1 else None
+    return (min(counts), max(counts)) if max(counts) > min(counts) else None
 
 
 def unsaid_loss(who: str, least: int, most: int) -> str:
     """What to say of a backward of whose loss a step knows nothing, under a wrapper that averages over ranks of different token counts."""
     return (
         f"{who} averages gradients over ranks that hold {least} to {most} tokens of this batch, and nothing says what this rank's loss was "
-        "divided by: the mean over a rank's own rows weighs its tokens more the fewer it has, and the gradient is not the batch's. "
-        "Take the loss by step.loss(logits, labels, gradients='averaged'), or give the sum of one of your own to "
-        "step.share(total, count, gradients='averaged')"
+        "divided by. If it is the mean over this rank's own rows, the gradient is not the batch's: tokens weigh more where few are. "
+        "If it is this rank's sum / the labels of all ranks x ranks, the gradient is right, and this warning ends where "
+        "step.share(total, count, gradients='averaged') takes the same share from this rank's sum and its own count of labels, or "
+        "step.loss(logits, labels, gradients='averaged') from its logits"
     )

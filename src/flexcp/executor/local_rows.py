@@ -102,6 +102,23 @@ def next_tokens(tokens: Tensor, batch: Batch, ignore: int) -> Tensor:
     return labels
 
 
+def refuse_shifted(tokens: Tensor, labels: Tensor, successors: Tensor, ignore: int, who: str) -> None:
+    """Raise for labels that are already each token's successor, and that ``who`` would shift once more."""
+    given = (labels != ignore) & (successors != ignore)
+    if bool((labels == successors)[given].all()) and not bool((labels == tokens)[given].all()):
+        raise ValueError(
+            f"labels are already shifted: each is the token after its own, and {who} would shift them once more; pass labels that stand "
+            "beside their own tokens, as Transformers takes them, or none for every next token"
+        )
+
+
+def without_pads(labels: Tensor, indices: Tensor, ignore: int) -> Tensor:
+    """Labels with ``ignore`` at the pads of this rank's rows, whatever stood there."""
+    pads = (indices < 0).numpy()
+    # Bytes would have no room for ``ignore``.
+    return _filled(labels.to(torch.int64), pads, ignore) if pads.any() else labels
+
+
 def token_mean_loss(logits: Tensor, labels: Tensor, collectives: Collectives, ignore: int) -> Tensor:
     """Sum of this rank's cross entropies / valid labels on all ranks; a sum over none depends on ``logits`` too."""
     wide = logits.float() if logits.dtype.itemsize < 4 else logits

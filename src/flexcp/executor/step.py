@@ -26,14 +26,18 @@ from flexcp.executor.arguments import (
     named_kind,
 )
 from flexcp.executor.averaging import (
+    CountOfAllRanks,
     Gradients,
     running_average,
     running_fsdp_reduction,
     share_factor,
     uneven,
     unsaid_loss,
+    wrong_count,
     wrong_factor,
 )
+from flexcp.executor.copied_labels import WARNING as COPIED_LABELS
+from flexcp.executor.copied_labels import SeenTokens
 from flexcp.executor.exchange.arena import Arena
 from flexcp.executor.exchange.pass_exchanges import Passes
 from flexcp.executor.exchange.rank_calls import Call
@@ -85,6 +89,10 @@ class Step:
         """Who averages or sums gradients over this step's ranks, where a call saw it: see :mod:`flexcp.executor.averaging`."""
         self.loss_said = False
         """Whether somebody said how the loss of this step is divided and reduced: its own loss, a share, or a framework's."""
+        self.asked_for_rows = False
+        """Whether somebody asked which rows of the stream are here, and did not cut them without asking."""
+        self.seen = SeenTokens()
+        """The streams of integers it saw: see :mod:`flexcp.executor.copied_labels`."""
         self.arena = Arena()
         """The memory its passes work in; another step may go on with it: ``bind(..., arena=step.arena)``."""
         self.keeps_keys = any(backward.keys_kept for _, backward in plan.programs)
@@ -107,18 +115,31 @@ class Step:
         """This rank among them."""
         return self.rank
 
-    @cached_property
+    @property
     def indices(self) -> Tensor:
         """The stream token of each local row, int64; -1 for a pad."""
-        index = local_rows.local_stream(self.plan.placement, self.rank)
-        return torch.from_numpy(np.where(index < self.plan.batch.tokens, index, -1))
+        self.asked_for_rows = True
+        self.seen.indexed()
+        return self.row_tokens
 
-    @cached_property
+    @property
     def positions(self) -> Tensor:
         """The position of each local row in its document, int64; 0 for a pad. What RoPE wants.
 
         Every answer of a shared question goes on from the question: see :mod:`flexcp.plan.positions`.
         """
+        self.asked_for_rows = True
+        return self.row_positions
+
+    @cached_property
+    def row_tokens(self) -> Tensor:
+        """:attr:`indices`, for those who do not ask for the user."""
+        index = local_rows.local_stream(self.plan.placement, self.rank)
+        return torch.from_numpy(np.where(index < self.plan.batch.tokens, index, -1))
+
+    @cached_property
+    def row_positions(self) -> Tensor:
+        """:attr:`positions`, for those who do not ask for the user."""
         index = local_rows.local_stream(self.plan.placement, self.rank)
         batch = self.plan.batch
         real = np.minimum(index, batch.tokens - 1)
@@ -156,7 +177,10 @@ class Step:
         """This rank's rows of a stream tensor ``[tokens, ...]``; pads get the value ``pad``."""
         check_rows(full, "step.shard")
         check_number("pad", pad)
-        return local_rows.shard(full, self.indices, self.plan.batch.tokens, pad)
+        self.asked_for_rows = True
+        local = local_rows.shard(full, self.row_tokens, self.plan.batch.tokens, pad)
+        self.seen.sharded(full, local)
+        return local
 
     def gather(self, local: Tensor) -> Tensor:
         """The stream tensor ``[tokens, ...]`` on every rank, from every rank's local rows. Differentiable."""
@@ -211,7 +235,9 @@ class Step:
         """
         check_rows(tokens, "step.labels")
         check_whole("ignore", ignore)
-        return self.shard(local_rows.next_tokens(tokens, self.plan.batch, ignore), pad=ignore)
+        successors = local_rows.next_tokens(tokens, self.plan.batch, ignore)
+        # Labels say nothing of where the model's input came from, so this is no asking for rows.
+        return local_rows.shard(successors, self.row_tokens, self.plan.batch.tokens, ignore)
 
     def loss(
         self,
@@ -223,6 +249,10 @@ class Step:
         without_attention: bool = False,
     ) -> Tensor:
         """Cross entropy of this rank's rows: local sum / valid tokens of all ranks, a share of the batch's mean.
+
+        ``labels`` are next tokens, ``step.labels(tokens)``: nothing is shifted here. Labels of one's own are shifted inside their
+        documents before they are sharded. Rows with the label ``ignore``, and pads whatever their label, do not count. Labels that are
+        the tokens themselves are warned of where the step has seen those.
 
         ``gradients`` says what happens to gradients over the ranks of this step. ``"summed"``: the batch's loss is the sum of the ranks'
         values. ``"averaged"``, for DDP and whatever else averages: the share is multiplied by the number of ranks, so that the averaged
@@ -244,6 +274,8 @@ class Step:
         self.loss_said = True
         if logits.requires_grad:
             self.check_reduction(gradients)
+        labels = local_rows.without_pads(labels, self.row_tokens, ignore)
+        self._warn_of_copied_labels(labels, ignore)
         return local_rows.token_mean_loss(logits, labels, self.collectives, ignore) * factor
 
     def share(
@@ -256,8 +288,11 @@ class Step:
     ) -> Tensor:
         """This rank's share of a mean of one's own: ``total`` (a sum over local rows) / ``count`` of all ranks, as :meth:`loss` does it.
 
-        ``count`` is what this rank's sum would be divided by if it were alone, such as its valid labels. ``gradients`` and
-        ``without_attention`` are :meth:`loss`'s. A ``total`` that is plainly a mean is refused, unless ``count`` is 1.
+        ``count`` is what this rank's sum would be divided by if it were alone: its own valid labels, ``(labels != -100).sum()``, and not
+        the batch's, such as the loader's ``batch.valid``, because counts are summed over ranks here. One above this rank's rows is
+        refused; on a GPU a tensor is looked at in the first step of a group alone. Pads (``step.indices < 0``) are in neither sum nor
+        count. ``gradients`` and ``without_attention`` are :meth:`loss`'s. A ``total`` that is plainly a mean is refused, unless ``count``
+        is 1.
         """
         factor = share_factor(gradients, self.plan.ranks)
         if not isinstance(total, Tensor) or total.dim():
@@ -270,11 +305,38 @@ class Step:
                 f"total is a mean, and would be divided once more by the {float(here):g} labels it is over: pass the sum over this rank's "
                 'rows, as of cross_entropy(..., reduction="sum")'
             )
+        with self.collectives.checking("step.share"):
+            self._check_count(count)
         self._check_attended(without_attention)
         self.loss_said = True
         if total.requires_grad:
             self.check_reduction(gradients)
         return local_rows.mean_over_ranks(total, here, self.collectives, "step.share") * factor
+
+    def _check_count(self, count: Tensor | float) -> None:
+        """Raise for a count that cannot be this rank's: one known to be the batch's, or above this rank's rows."""
+        if self.plan.ranks == 1 or (isinstance(count, Tensor) and not self._may_look_at(count)):
+            return
+        rows = int((self.row_tokens >= 0).sum())
+        if isinstance(count, CountOfAllRanks) or float(count) > max(1, rows):
+            raise ValueError(wrong_count(float(count), rows, self.plan.ranks))
+
+    def _may_look_at(self, x: Tensor) -> bool:
+        """Whether the host may read ``x``: a device would have to be waited for, which is done in the first step of a group alone."""
+        return x.device.type == "cpu" or self.collectives.step == 1
+
+    def _warn_of_copied_labels(self, labels: Tensor, ignore: int) -> None:
+        if self.seen.done or not self._may_look_at(labels):
+            return
+        rows = local_rows.local_stream(self.plan.placement, self.rank)
+        own_cut = self.plan.ranks > 1 and np.array_equal(rows, self._own_cuts()[0])
+        if self.seen.copied(labels, ignore, self.plan.batch, own_cut):
+            warnings.warn(COPIED_LABELS, stacklevel=3)
+
+    def _own_cuts(self) -> list[local_rows.Ints]:
+        """This rank's tokens where its user cuts the stream into contiguous parts, and into zig-zag ones."""
+        cuts = (user_layout(name, self.plan.batch.tokens, self.plan.ranks) for name in ("contiguous", "zigzag"))
+        return [cut[self.rank] for cut in cuts if cut is not None]
 
     def _check_attended(self, without_attention: bool) -> None:
         if not self.calls and not without_attention:
@@ -301,11 +363,10 @@ class Step:
 
     def _warn_of_rows_nobody_asked_for(self) -> None:
         """Warn where rows that a user cut himself would fit this rank in number, but not be the plan's: tensors do not show it."""
-        if self.plan.ranks == 1 or not {"indices", "positions"}.isdisjoint(vars(self)):
+        if self.plan.ranks == 1 or self.asked_for_rows:
             return
         rows = local_rows.local_stream(self.plan.placement, self.rank)
-        cuts = (user_layout(name, self.plan.batch.tokens, self.plan.ranks) for name in ("contiguous", "zigzag"))
-        mine = [cut[self.rank] for cut in cuts if cut is not None]
+        mine = self._own_cuts()
         if len(rows) == len(mine[0]) and not any(np.array_equal(rows, cut) for cut in mine):
             warnings.warn(
                 f"the plan gives rank {self.rank} tokens that are no single part of the stream, and nothing has asked this step which: "

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from flexcp.batch import Batch, MaskLike
+from flexcp.batch import MaskLike
 from flexcp.clusters import Cluster
 from flexcp.executor.arguments import check_rows
-from flexcp.executor.averaging import Gradients, share_factor
+from flexcp.executor.averaging import Gradients
 from flexcp.executor.exchange.plan_agreement import same_as_first
-from flexcp.executor.local_rows import next_tokens
+from flexcp.executor.local_rows import next_tokens, refuse_shifted
 from flexcp.executor.step import Step, check_bound
 from flexcp.frameworks.huggingface_attention import flexcp_attention, flexcp_mask
 from flexcp.frameworks.huggingface_checks import ValidLabels, check_forwards
@@ -125,21 +125,10 @@ def inputs(tokens: Tensor, step: Step, labels: Tensor | None = None, gradients: 
     batch = step.plan.batch
     shifted = next_tokens(tokens if labels is None else labels, batch, IGNORE)
     if labels is not None:
-        _refuse_shifted(tokens, labels, batch)
+        refuse_shifted(tokens, labels, next_tokens(tokens, batch, IGNORE), IGNORE, "huggingface.inputs")
     _refuse_other_stream(step, tokens)
     valid = batch.tokens - batch.documents if labels is None else int((shifted != IGNORE).sum())
     return keywords_of(rows_of(step, tokens, shifted), max(1, valid), gradients)
-
-
-def _refuse_shifted(tokens: Tensor, labels: Tensor, batch: Batch) -> None:
-    """Raise for labels that are already each token's successor, and would be shifted once more."""
-    successors = next_tokens(tokens, batch, IGNORE)
-    given = (labels != IGNORE) & (successors != IGNORE)
-    if bool((labels == successors)[given].all()) and not bool((labels == tokens)[given].all()):
-        raise ValueError(
-            "labels are already shifted: each is the token after its own, and huggingface.inputs would shift them once more; pass labels "
-            "that stand beside their own tokens, as Transformers takes them, or none for every next token"
-        )
 
 
 def _refuse_other_stream(step: Step, tokens: Tensor) -> None:
@@ -160,14 +149,14 @@ def _refuse_other_stream(step: Step, tokens: Tensor) -> None:
 
 def keywords_of(rows: Rows, valid: int | Tensor, gradients: Gradients) -> dict[str, Any]:
     """Keywords of a model's forward for this rank's rows of a batch with so many ``valid`` labels on all ranks."""
-    factor = share_factor(gradients, rows.step.cp_size)
+    divisor = ValidLabels(valid, rows.step, gradients)
     rows.step.loss_said = True
     return {
         "input_ids": rows.tokens[None],
         "position_ids": rows.positions[None],
         "labels": rows.labels[None],
         "shift_labels": rows.labels[None],
-        "num_items_in_batch": ValidLabels(valid if factor == 1 else valid / factor, rows.step, gradients),
+        "num_items_in_batch": divisor,
         "step": rows.step,
         "gradients": gradients,
         "use_cache": False,

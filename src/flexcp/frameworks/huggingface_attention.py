@@ -212,7 +212,7 @@ def refuse_counted(position_ids: Tensor | None, step: Step) -> None:
         return
     counted = torch.arange(tokens)
     given = position_ids.reshape(-1)[-tokens:].cpu()
-    if torch.equal(given, counted) and not torch.equal(step.positions, counted):
+    if torch.equal(given, counted) and not torch.equal(step.row_positions, counted):
         raise ValueError(
             "position_ids count this rank's rows, not the documents' tokens: pass position_ids=step.positions[None], which RoPE needs"
         )

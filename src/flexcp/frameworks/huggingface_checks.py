@@ -42,11 +42,14 @@ class ValidLabels:
     """The number a model's loss is divided by. Dividing by it raises where no attention ran under the step, or gradients come out wrong.
 
     A model that was not turned on takes a step among its keywords and drops it; its loss is the first thing that can tell. One that was
-    turned on gets the plain number, and is checked after its forward.
+    turned on gets the plain number, and is checked after its forward. As an integer it is the batch's valid labels, those of all ranks, by
+    which losses of several batches are weighed; under ``gradients="averaged"`` the divisor is that / the number of ranks.
     """
 
-    def __init__(self, count: float | Tensor, step: Step, gradients: Gradients) -> None:
-        self.count, self.step, self.gradients = count, step, gradients
+    def __init__(self, valid: int | Tensor, step: Step, gradients: Gradients) -> None:
+        self.valid, self.step, self.gradients = valid, step, gradients
+        factor = share_factor(gradients, step.cp_size)
+        self.count = valid if factor == 1 else valid / factor
 
     def __rtruediv__(self, total: Tensor) -> Tensor:
         if not self.step.calls:
@@ -54,6 +57,9 @@ class ValidLabels:
         if total.requires_grad:
             self.step.check_reduction(self.gradients)
         return total / self.count
+
+    def __int__(self) -> int:
+        return int(self.valid)
 
     def __eq__(self, other: object) -> bool:
         return bool(self.count == other)
@@ -74,10 +80,13 @@ def _refuse_wrong_use(module: nn.Module, arguments: tuple[Any, ...], keywords: d
     ids = arguments[0] if arguments else keywords.get("input_ids")
     if isinstance(ids, Tensor) and ids.dim() == 1:
         raise ValueError(f"input_ids has shape {tuple(ids.shape)}, but a model takes [1, tokens]: pass input_ids[None]")
+    if isinstance(ids, Tensor) and len(ids) == 1:
+        step.seen.given(ids[0])
     if keywords.get("labels") is not None and keywords.get("shift_labels") is None:
         raise ValueError(
             "labels beside a step would be shifted over this rank's rows, across documents, and averaged over this rank alone: take the "
-            "keywords of flexcp.frameworks.huggingface.inputs(tokens, step, labels), or leave labels out and call step.loss on the logits"
+            "keywords of flexcp.frameworks.huggingface.inputs(tokens, step, labels), or leave labels out and call "
+            "step.loss(logits[0], step.labels(tokens)): labels are next tokens, which step.labels shifts inside documents"
         )
     if keywords.get("labels") is not None and "gradients" in keywords:
         _refuse_other_count(keywords.get("num_items_in_batch"), step, keywords["gradients"])
@@ -122,13 +131,27 @@ def _with_positions(module: nn.Module, arguments: tuple[Any, ...], keywords: dic
     if given is not None:
         refuse_counted(given, step)
         return None
+    _refuse_other_rows(arguments, keywords, step)
     # A rank without a token gets a row that nobody sees.
-    found = step.positions[None] if step.local_tokens else step.positions.new_zeros(1, 1)
+    found = step.row_positions[None] if step.local_tokens else step.row_positions.new_zeros(1, 1)
     tensors = [x for x in (*arguments, *keywords.values()) if isinstance(x, Tensor)]
     found = found.to(tensors[0].device) if tensors else found
     if at < len(arguments):
         return (*arguments[:at], found, *arguments[at + 1 :]), keywords
     return arguments, keywords | {"position_ids": found}
+
+
+def _refuse_other_rows(arguments: tuple[Any, ...], keywords: Mapping[str, Any], step: Step) -> None:
+    """Raise for ids or embeddings that are not as many as this rank's rows: positions filled in beside them would not fit."""
+    for name in ("input_ids", "inputs_embeds"):
+        given = arguments[0] if arguments and name == "input_ids" else keywords.get(name)
+        if isinstance(given, Tensor) and given.shape[1] != max(1, step.local_tokens):
+            whole = " (the whole stream)" if given.shape[1] == step.plan.batch.tokens else ""
+            with step.collectives.checking("the model's forward"):
+                raise ValueError(
+                    f"{name} has shape {tuple(given.shape)}{whole}, but rank {step.rank} keeps {step.local_tokens} tokens under this plan: "
+                    f"pass step.shard(stream)[None], or all keywords by flexcp.frameworks.huggingface.inputs(stream, step)"
+                )
 
 
 def positions_given(

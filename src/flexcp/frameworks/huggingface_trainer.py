@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from flexcp.executor.averaging import Gradients
+from flexcp.executor.local_rows import refuse_shifted
 from flexcp.frameworks import not_used
 from flexcp.frameworks.huggingface import keywords_of, masks, turn_on
 from flexcp.frameworks.shared_batch import IGNORE, lengths_of, next_in_document, share
@@ -93,7 +94,9 @@ def _stream(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, list[int]]:
     if not said:
         _refuse_holes(keep)
         lengths = [n for n in keep.sum(1).tolist() if n]
-    return ids[keep], next_in_document(labels[keep], lengths), lengths
+    tokens, kept = ids[keep], labels[keep]
+    refuse_shifted(tokens, kept, next_in_document(tokens, lengths), IGNORE, "flexcp")
+    return tokens, next_in_document(kept, lengths), lengths
 
 
 def _documents(batch: Mapping[str, Any], keep: Tensor) -> dict[str, list[int]]:
@@ -152,7 +155,9 @@ class FlexcpTrainer(Trainer):
         self._refuse()
         if self.accelerator.num_processes != planner.cluster.ranks:
             raise ValueError(
-                f"the planner plans for {planner.cluster.ranks} ranks, but the Trainer runs on {self.accelerator.num_processes}"
+                f"the planner plans for {planner.cluster.ranks} ranks, but the Trainer runs on {self.accelerator.num_processes}: make it "
+                f"with cluster=flexcp.cluster('h100', nodes=..., ranks_per_node=...) of {self.accelerator.num_processes} ranks, or start "
+                f"{planner.cluster.ranks} processes"
             )
 
     def _refuse(self) -> None:

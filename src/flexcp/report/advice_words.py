@@ -47,18 +47,19 @@ def _setting(advice: Advice) -> str:
     tokens = sum(plan.batch.tokens for plan in advice.static.plans)
     passes = f"{advice.passes} passes" if advice.passes > 1 else "one pass"
     simulated = len(advice.static.steps)
-    looked = ""
+    looked = longest = ""
     if simulated < advice.passes:
         where = (
             f"in one of these, which weighs 1/{simulated} here and 1/{advice.passes} in the data"
             if advice.longest_seen
             else "in none of these"
         )
-        looked = f", of which {simulated}, evenly spread, were simulated; the longest document is {where}"
+        looked = f", of which {simulated}, evenly spread, were simulated"
+        longest = f" The longest document, of {max(advice.lengths):,} tokens, is {where}."
     return (
         f"{q.preset.model.name} with {_attention(q.masks)} attention on {q.cluster} ({q.cluster.ranks} ranks), at most "
         f"{q.max_tokens_per_rank:,} tokens a rank: "
-        f"the documents make {passes}{looked} ({tokens:,} tokens)."
+        f"the documents make {passes}{looked} ({tokens:,} tokens).{longest}"
     )
 
 

@@ -83,7 +83,7 @@ def worst_row(
 ) -> Row:
     """Compute the rows ``tokens`` of the stream again; the one that is furthest off. Collective over the step's group."""
     q, k, v = qkv
-    here = step.indices.numpy()
+    here = step.row_tokens.numpy()
     q_NHD, out_NHV, lse_NH = _everywhere(step, here, tokens, q, out, lse)
     seen = [_visible(step.plan.batch, mask, int(token), here) for token in tokens]
     exact, rounded = torch.float64, torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -70,7 +70,8 @@ def advise(
 
     Without a model it is llama3-8b, without a cluster h100:4x8.
 
-    Everything is simulated, with the cost model's stated error beside it; `flexcp compare` on the same documents says the same.
+    Everything is simulated, with the cost model's stated error beside it; `flexcp compare` says the same of one pass: a batch of the same
+    file, for the same model and cluster.
 
     Example: `flexcp advise lengths.txt --model llama3-8b --cluster h100:4x8 --max-tokens-per-rank 32768`
     """

@@ -64,7 +64,7 @@ def step(
     count = ranks if given is None else int(given)
     node = ranks_per_node or (count if given is None else int(os.environ.get("LOCAL_WORLD_SIZE", count)))
     task = _task(
-        documents.announced(count, None),
+        documents.announced(count, None).lengths,
         documents.mask,
         count,
         node,

@@ -62,8 +62,7 @@ def verify(
         return
     from flexcp.measure.ranks import RankPool
 
-    planner = asked.made_planner((4, 4, 32))
-    lengths = asked.taken(planner)
+    planner, lengths = asked.taken(asked.made_planner((4, 4, 32)))
     with compiling():
         plan = asked.plan(planner, lengths)
     plan.check()
@@ -91,11 +90,23 @@ def replay_dump(dump: str, seed: int, kernel: str, as_json: bool) -> None:
 
     if not dump.startswith("@"):
         raise ValueError(f"a dump is given as @file or @folder, as in @{dump}; got {dump!r}")
+    path = Path(dump[1:])
+    _refuse_plan(path)
     with console().status("reading") as status:
-        found = replay(Path(dump[1:]), seed, kernel, lambda text: status.update(plain(text)))
+        found = replay(path, seed, kernel, lambda text: status.update(plain(text)))
     typer.echo(json.dumps(_as_data(found), indent=2) if as_json else _as_text(found))
     if not found.passed:
         raise typer.Exit(1)
+
+
+def _refuse_plan(path: Path) -> None:
+    """For a plan in the place of a dump: another command reads it."""
+    from flexcp.plan.file import MAGIC
+
+    if path.is_file():
+        with path.open("rb") as file:
+            if file.read(len(MAGIC)) == MAGIC:
+                raise ValueError(f"{path} is a plan, not a dump of a run: check it with `flexcp show {path} --check`")
 
 
 def _as_data(found: Replay) -> dict[str, object]:

@@ -1,6 +1,7 @@
 """The batch that a command is about. Lengths on the command line are one batch; a file of them is a data set, of which batches are cut.
 
-Batches are cut as ``flexcp advise`` cuts passes, so both look at the same documents; which one was taken is said beside the result.
+Batches are cut as ``flexcp advise`` cuts passes, so both look at the same documents; which one was taken is said beside the result. The cap
+on a rank's tokens by which a batch was cut holds for its plans too, told or not.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ MaybeMask = Annotated[str | None, typer.Option(help=f"{MASKS}; what the model's 
 
 @dataclass(frozen=True)
 class Taken:
-    """Lengths of one batch, and which part of a file they are; no words where they are all there is."""
+    """Lengths of one batch, the most tokens a rank may keep of it, and which part of a file it is; no words where it is all there is."""
 
     lengths: list[int]
+    max_tokens_per_rank: int | None
     words: str = ""
 
 
@@ -57,12 +59,12 @@ class BatchOptions(OptionGroup):
         """The batch, for so many ranks."""
         return take_batch(self.lengths, ranks, max_tokens_per_rank, self.batch)
 
-    def announced(self, ranks: int, max_tokens_per_rank: int | None) -> list[int]:
-        """Its lengths; which part of a file they are is said at once."""
+    def announced(self, ranks: int, max_tokens_per_rank: int | None) -> Taken:
+        """The same; which part of a file it is, is said at once."""
         taken = self.taken(ranks, max_tokens_per_rank)
         if taken.words:
             say(taken.words)
-        return taken.lengths
+        return taken
 
 
 def take_batch(text: str, ranks: int, max_tokens_per_rank: int | None, number: int | None) -> Taken:
@@ -73,7 +75,7 @@ def take_batch(text: str, ranks: int, max_tokens_per_rank: int | None, number: i
     if not is_lengths_file(text):
         if number is not None:
             raise ValueError(f"--batch {number} is for a file of lengths; {text!r} is one batch")
-        return Taken(lengths)
+        return Taken(lengths, max_tokens_per_rank)
     cap = TOKENS_PER_RANK if max_tokens_per_rank is None else max_tokens_per_rank
     most = batch_tokens(cap, ranks)
     batches = cut_batches(lengths, most)
@@ -82,9 +84,11 @@ def take_batch(text: str, ranks: int, max_tokens_per_rank: int | None, number: i
         raise ValueError(f"--batch {at}: {text} makes {len(batches)} batches of up to {most:,} tokens, numbered from 1")
     taken = batches[at - 1]
     if len(taken) == len(lengths):
-        return Taken(lengths)
+        return Taken(lengths, max_tokens_per_rank)
+    own = ", which this one document exceeds" if sum(taken) > most else ""
     return Taken(
         taken,
+        cap,
         f"batch {at} of {len(batches)} in {text.removeprefix('@')} ({sum(taken):,} of {sum(lengths):,} tokens; up to {most:,} a batch, "
-        f"7/8 of {ranks} ranks x {cap:,}; --batch and --max-tokens-per-rank choose others)",
+        f"7/8 of {ranks} ranks x {cap:,}{own}; --batch and --max-tokens-per-rank choose others)",
     )

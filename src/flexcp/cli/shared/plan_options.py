@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -75,9 +76,12 @@ class PlanOptions(OptionGroup):
             **vars(self.planner),
         )
 
-    def taken(self, planner: Planner) -> list[int]:
-        """Lengths of the batch; which part of a file they are is said."""
-        return self.batch.announced(planner.cluster.ranks, self.planner.max_tokens_per_rank)
+    def taken(self, planner: Planner) -> tuple[Planner, list[int]]:
+        """(The planner with the cap that the batch was cut by, lengths of the batch); which part of a file they are is said."""
+        found = self.batch.announced(planner.cluster.ranks, self.planner.max_tokens_per_rank)
+        capped = copy(planner)
+        capped.max_tokens_per_rank = found.max_tokens_per_rank
+        return capped, found.lengths
 
     def plan(self, planner: Planner, lengths: list[int]) -> Plan:
         """One uncached call of the planner."""

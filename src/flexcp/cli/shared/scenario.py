@@ -101,6 +101,6 @@ class ScenarioOptions(OptionGroup):
             priced = replace(found.cost, model=preset.model)
             training = Training(preset, self.sync, round(1000 * self.overlap))  # type: ignore[arg-type]
         shape = self.model.attention((32, 8, 128))
-        request = Request(made, shape, found.on(where), priced, max_tokens_per_rank=cap)
+        request = Request(made, shape, found.on(where), priced, max_tokens_per_rank=taken.max_tokens_per_rank)
         refuse_over_cap(request)
         return Scenario(request, training, Rules(contention=not self.no_contention), found, taken.words)

@@ -1,0 +1,165 @@
+"""Proves what step.loss and step.share make of labels and counts: pads never count, tokens in the place of labels are warned of, and a
+count that is not this rank's own is refused."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import flexcp
+from flexcp.executor.averaging import CountOfAllRanks
+from flexcp.executor.step import Step
+from flexcp.measure.ranks import RankPool
+from flexcp.plan.plan import Plan
+
+LENGTHS, VOCABULARY = [21, 6, 1, 12], 11
+TOKENS = sum(LENGTHS)
+IDS = torch.randint(VOCABULARY, (TOKENS,), generator=torch.Generator().manual_seed(0))
+ACROSS = IDS.roll(-1)
+"""Labels without a border, as of a script that knows of no documents."""
+SHIFTED = torch.cat([torch.cat([t[1:], torch.tensor([-100])]) for t in IDS.split(LENGTHS)])
+LOGITS = torch.randn(TOKENS, VOCABULARY, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def planned(strategy: str = "blocks", **options: Any) -> Plan:
+    where = flexcp.cluster("cpu", ranks_per_node=2)
+    return flexcp.Planner(2, 2, 8, dtype="float64", cluster=where, strategy=strategy)(LENGTHS, **options)
+
+
+def on_pads(group: dist.ProcessGroup, plan: Plan, dtype: str) -> tuple[int, float]:
+    """(Pads of this rank, its loss with labels at them that a vocabulary has)."""
+    step = flexcp.bind(plan, group)
+    labels = step.shard(SHIFTED.clamp(min=0).to(getattr(torch, dtype)), pad=3)
+    return int((step.indices < 0).sum()), step.loss(step.shard(LOGITS), labels, without_attention=True).item()
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint8"])
+def test_labels_of_pads_do_not_count(pool: RankPool, dtype: str) -> None:
+    found = pool.run(on_pads, planned(tokens="equal", pad_to=16), dtype, ranks=2)
+    assert sum(pads for pads, _ in found) == 64 - TOKENS
+    expected = torch.nn.functional.cross_entropy(LOGITS, SHIFTED.clamp(min=0)).item()
+    assert sum(loss for _, loss in found) == pytest.approx(expected, rel=1e-12)
+
+
+def taken(step: Step, how: str) -> Tensor:
+    """Labels, and whatever else a user shards before."""
+    if how == "tokens, twice":
+        step.shard(IDS)
+        return step.shard(IDS)
+    if how == "tokens, once":
+        return step.shard(IDS)
+    if how == "tokens beside embeddings and positions":
+        step.shard(LOGITS), step.shard(torch.arange(TOKENS)), step.shard(IDS)
+        return step.shard(IDS).clone()
+    if how == "tokens without a prompt":
+        step.shard(IDS)
+        return torch.where(step.indices % 3 == 0, -100, step.shard(IDS))
+    if how == "tokens that a model got":
+        step.seen.given(step.shard(IDS))
+        return step.shard(IDS)
+    if how == "next tokens":
+        step.shard(IDS)
+        return step.labels(IDS)
+    if how == "next tokens of one's own, twice":
+        step.shard(ACROSS), step.shard(IDS)
+        return step.shard(ACROSS).clone()
+    if how == "labels with borders, twice":
+        step.shard(SHIFTED, pad=-100)
+        return step.shard(SHIFTED, pad=-100)
+    if how == "labels, beside rows taken by number":
+        _ = IDS[step.indices]
+        return step.shard(ACROSS)
+    if how == "labels, beside embeddings":
+        step.shard(LOGITS)
+        return step.shard(ACROSS)
+    if how == "corrupted tokens":
+        step.shard(IDS.index_fill(0, torch.arange(0, TOKENS, 2), 0))
+        return torch.where(step.indices % 2 == 0, step.shard(IDS), -100)
+    assert how == "one word"
+    step.shard(torch.ones_like(IDS))
+    return step.shard(torch.ones_like(IDS))
+
+
+def on_labels(group: dist.ProcessGroup, plan: Plan, how: str) -> list[str]:
+    """What two losses of these labels warn of."""
+    step = flexcp.bind(plan, group)
+    labels = taken(step, how)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            step.loss(torch.zeros(step.local_tokens, VOCABULARY), labels, without_attention=True)
+    return [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "tokens, twice",
+        "tokens, once",
+        "tokens beside embeddings and positions",
+        "tokens without a prompt",
+        "tokens that a model got",
+    ],
+)
+def test_tokens_in_the_place_of_labels_are_warned_of_once(pool: RankPool, how: str) -> None:
+    for said in pool.run(on_labels, planned("zigzag", tokens="equal", pad_to=8), how, ranks=2):
+        assert len(said) == 1
+        assert "step.loss shifts nothing" in said[0]
+        assert "step.labels(tokens)" in said[0]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "next tokens",
+        "next tokens of one's own, twice",
+        "labels with borders, twice",
+        "labels, beside rows taken by number",
+        "labels, beside embeddings",
+        "corrupted tokens",
+        "one word",
+    ],
+)
+def test_labels_that_may_be_right_are_not_warned_of(pool: RankPool, how: str) -> None:
+    assert pool.run(on_labels, planned("zigzag"), how, ranks=2) == [[], []]
+
+
+def test_labels_beside_rows_cut_by_hand_are_not_warned_of(pool: RankPool) -> None:
+    """A stream that is all that was sharded may be labels where a rank's input is the part it would have cut itself."""
+    assert pool.run(on_labels, planned(layout="contiguous"), "tokens, once", ranks=2) == [[], []]
+
+
+def on_counts(group: dist.ProcessGroup, plan: Plan, count: str) -> str | float:
+    """A share, or why there is none."""
+    step = flexcp.bind(plan, group, timeout=20)
+    labels = step.labels(IDS)
+    total = torch.nn.functional.cross_entropy(step.shard(LOGITS), labels, reduction="sum")
+    own = (labels != -100).sum()
+    counts = {"own": own, "int": int(own), "all rows": plan.batch.tokens, "loader's": CountOfAllRanks(2)}
+    try:
+        return step.share(total, counts[count], without_attention=True).item()
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_count_that_is_not_this_ranks_own_is_refused(pool: RankPool) -> None:
+    plan = planned(layout="contiguous")
+    expected = torch.nn.functional.cross_entropy(LOGITS, SHIFTED).item()
+    for count in ("own", "int"):
+        assert sum(pool.run(on_counts, plan, count, ranks=2)) == pytest.approx(expected, rel=1e-12)
+    for count, given in (("all rows", TOKENS), ("loader's", 2)):
+        for said in pool.run(on_counts, plan, count, ranks=2):
+            assert said.startswith(f"count={given} is not what this rank's sum is over: it holds {TOKENS // 2} rows")
+            assert "(labels != -100).sum()" in said
+
+
+def test_one_rank_alone_counts_for_all() -> None:
+    step = flexcp.bind(flexcp.Planner(2, 2, 8, cluster=flexcp.cluster("cpu", 1, 1))([4]))
+    assert step.share(torch.tensor(6.0), CountOfAllRanks(3), without_attention=True).item() == 2
+    assert np.isclose(step.share(torch.tensor(6.0), 12, without_attention=True).item(), 0.5)
