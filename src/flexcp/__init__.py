@@ -27,6 +27,9 @@ _HOMES = {
     "save_plan": "plan.file",
     "Cluster": "clusters",
     "cluster": "clusters",
+    "Shape": "shape",
+    "Topology": "models.topology",
+    "topology": "models.topology",
     "CostModel": "cost",
     "Model": "cost",
     "Mask": "masks",
@@ -67,8 +70,10 @@ __all__ = [
     "Plan",
     "PlanFormatError",
     "Planner",
+    "Shape",
     "Step",
     "Telemetry",
+    "Topology",
     "attention",
     "bind",
     "causal",
@@ -90,6 +95,7 @@ __all__ = [
     "save_plan",
     "shared_question",
     "slice_attention",
+    "topology",
     "window",
 ]
 
@@ -119,9 +125,11 @@ if TYPE_CHECKING:
         shared_question,
         window,
     )
+    from flexcp.models.topology import Topology, topology
     from flexcp.plan.file import PlanFormatError, load_plan, save_plan
     from flexcp.plan.plan import Plan
     from flexcp.planner import Planner
+    from flexcp.shape import Shape
     from flexcp.telemetry.sample import MismatchError
     from flexcp.telemetry.telemetry import Telemetry
 

@@ -291,3 +291,15 @@ def test_an_error_without_words_is_told_by_its_name(monkeypatch: pytest.MonkeyPa
     (tmp_path / "d.jsonl").write_text("3\n")
     with pytest.raises(ValueError, match=r"cannot load the tokenizer 'nobody/none': KeyError\(\)"):
         document_lengths(str(tmp_path / "d.jsonl"), "nobody/none", None)
+
+
+def test_advice_under_tensor_parallelism_counts_pools_not_gpus() -> None:
+    setting = ["20000,40x500", "--cluster", "h100:4x8", "--tp", "8", "--max-tokens-per-rank", "65536", "--today", "dp"]
+    found = advice(*setting, "--framework", "all")
+    assert found["free"]["most_tokens"] >= 40_000 / 4
+    says = "H100:4x8 under tp 8: 4 context-parallel ranks, 1 a node, each with 4 query and 1 KV heads."
+    assert says in " ".join(invoke("advise", *setting).stdout.split())
+    shape = 'flexcp.cluster("h100", nodes=4, ranks_per_node=1)'
+    assert found["code"] and "heads=4, kv_heads=1" in found["code"]["PyTorch, your own loop"]
+    assert all(shape in text for title, text in found["code"].items() if "FSDP2" not in title)
+    assert "tp=8" in found["code"]["Hugging Face Transformers"]

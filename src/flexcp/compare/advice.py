@@ -43,7 +43,10 @@ NEAR = 0.25
 
 @dataclass(frozen=True)
 class Question:
-    """What the user trains, on what, and what fits. Without a mask the model's layers have their own."""
+    """What the user trains, on what, and what fits. Without a mask the model's layers have their own.
+
+    Cluster and model are those that context parallelism sees; ``divided`` says what tensor parallelism (``tp``) and others made them of.
+    """
 
     preset: Preset
     cluster: Cluster
@@ -52,6 +55,8 @@ class Question:
     max_tokens_per_rank: int
     tokens_per_step: int
     today: str | None = None
+    tp: int = 1
+    divided: str = ""
     rules: Rules = Rules()  # noqa: RUF009 - immutable
 
     @property
@@ -237,7 +242,7 @@ def _answers(
             request,
             list(rows),
             question.rules,
-            Training(question.preset),
+            Training(question.preset, tp=question.tp),
             lambda name, where=where: tell(f"{name}: planning and simulating {where}"),  # type: ignore[misc]
             search=False,
         )

@@ -58,7 +58,7 @@ def _setting(advice: Advice) -> str:
     return (
         f"{q.preset.model.name} with {_attention(q.masks)} attention on {q.cluster} ({q.cluster.ranks} ranks), at most "
         f"{q.max_tokens_per_rank:,} tokens a rank: "
-        f"the documents make {passes}{looked} ({tokens:,} tokens)."
+        f"the documents make {passes}{looked} ({tokens:,} tokens).{f' {q.divided[0].upper()}{q.divided[1:]}.' if q.divided else ''}"
     )
 
 

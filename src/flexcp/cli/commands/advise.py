@@ -11,6 +11,7 @@ import typer
 from flexcp.cli.shared import options as o
 from flexcp.cli.shared.batches import MaybeMask
 from flexcp.cli.shared.described import ClusterOptions, ModelOptions
+from flexcp.cli.shared.parallel import ParallelOptions
 from flexcp.cli.shared.progress import compiling
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def advise(
     lengths: Documents,
     described: ModelOptions,
     place: ClusterOptions,
+    parallel: ParallelOptions,
     max_tokens_per_rank: Cap = 32_768,
     mask: MaybeMask = None,
     tokens_per_step: StepTokens = None,
@@ -94,14 +96,16 @@ def advise(
     if isinstance(rule, list):
         raise ValueError(f"advise takes one mask for all documents, as in causal or window:4096; {mask} gives one each")
     known = o.cost_of(cost)
-    where = known.on(place.found("h100:4x8"))
     preset = described.whole()
     if preset is None:
         if described.told:
             raise ValueError(f"{described.flags} alone is no model; give --heads, --hidden and --layers, or --model")
         preset = find_model("llama3-8b")
+    divided = parallel.divided(known.on(place.found("h100:4x8")), preset.shape, preset)
+    assert divided.preset is not None
+    preset, where = divided.preset, divided.topology.cluster
     whole = tokens_per_step or batch_tokens(max_tokens_per_rank, where.ranks)
-    asked = Question(preset, where, rule, known.cost, max_tokens_per_rank, whole, today)
+    asked = Question(preset, where, rule, known.cost, max_tokens_per_rank, whole, today, parallel.tp, divided.words)
     with compiling("reading documents") as progress:
         numbers = document_lengths(lengths, tokenizer, field, progress.update)
         found = advise(asked, numbers, progress.update)
@@ -109,7 +113,7 @@ def advise(
     strategy = "auto" if found.verdict == "swap" else found.free.name
     swap = found.verdict == "swap"
     sizes = (max_tokens_per_rank, whole, asked.micro_batches)
-    lines = Lines(preset.shape, where, strategy, *sizes, asked.masks, swap, max(numbers))
+    lines = Lines(preset.shape, where, strategy, *sizes, asked.masks, swap, max(numbers), parallel.tp)
     code = [code_lines(name, lines) for name in names] if found.verdict != "static" else []
     if html is not None:
         _report(html, found, code)
