@@ -54,6 +54,8 @@ _HOMES = {
     "slice_attention": "executor.slice_attention",
     "latent_attention": "executor.latent",
     "LatentForms": "compare.latent_forms",
+    "StaticChoice": "compare.static_choice",
+    "choose_static": "compare.static_choice",
     "packed_slices": "executor.slice_attention",
     "choose_kernel": "executor.kernels.choose",
     "fastest_kernel": "executor.fastest",
@@ -71,6 +73,7 @@ __all__ = [
     "PlanFormatError",
     "Planner",
     "Shape",
+    "StaticChoice",
     "Step",
     "Telemetry",
     "Topology",
@@ -79,6 +82,7 @@ __all__ = [
     "causal",
     "causal_blockwise",
     "choose_kernel",
+    "choose_static",
     "cluster",
     "fastest_kernel",
     "from_cu_seqlens",
@@ -102,6 +106,7 @@ __all__ = [
 if TYPE_CHECKING:
     from flexcp.clusters import Cluster, cluster
     from flexcp.compare.latent_forms import LatentForms
+    from flexcp.compare.static_choice import StaticChoice, choose_static
     from flexcp.cost import CostModel, Model
     from flexcp.executor.exchange.exchange import ExchangeError
     from flexcp.executor.fastest import fastest_kernel

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from flexcp.cli.main import app
 from flexcp.cli.shared.document_lengths import document_lengths
 from flexcp.clusters import cluster
-from flexcp.compare.advice import Advice, Answer, Question, _answers, _request, deal, spread_over
+from flexcp.compare.advice import Advice, Answer, Question, _answers, _request, deal
+from flexcp.compare.static_choice import spread_over
 from flexcp.cost import CostModel
 from flexcp.masks import causal
 from flexcp.models.find import find_model
@@ -25,8 +26,8 @@ from flexcp.report.code_lines import FRAMEWORKS, Lines, code_lines
 from flexcp.simulator.training import StepTime
 
 KEYS = [
-    "simulated", "documents", "tokens", "passes", "simulated_passes", "micro_batches", "error_permille", "bound_ms", "static", "swap",
-    "free", "verdict", "why", "code",
+    "simulated", "documents", "tokens", "passes", "simulated_passes", "micro_batches", "error_permille", "bound_ms", "baseline", "static",
+    "static_by_load", "swap", "free", "verdict", "why", "code",
 ]  # fmt: skip
 
 
@@ -62,6 +63,8 @@ def test_gains_are_those_of_compare(lengths: str) -> None:
     assert found["static"]["strategy"] == beside["best_static"]
     assert found["static"]["pass_ms"] == pytest.approx(rows[beside["best_static"]]["step_ms"], abs=1e-3)
     assert found["free"]["gain"] == pytest.approx(rows[found["free"]["strategy"]]["speed_up"], abs=1e-4)
+    assert found["static_by_load"]["strategy"] == beside["best_static_by_load"]
+    assert found["static_by_load"]["gain"] == pytest.approx(rows[beside["best_static_by_load"]]["speed_up"], abs=1e-4)
     assert found["free"]["gain"] >= 0.999 * max(rows[name]["speed_up"] for name in ("auto", "blocks", "groups"))
 
 
