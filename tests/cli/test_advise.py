@@ -306,3 +306,19 @@ def test_advice_under_tensor_parallelism_counts_pools_not_gpus() -> None:
     assert found["code"] and "heads=4, kv_heads=1" in found["code"]["PyTorch, your own loop"]
     assert all(shape in text for title, text in found["code"].items() if "FSDP2" not in title)
     assert "tp=8" in found["code"]["Hugging Face Transformers"]
+
+
+def test_a_gain_says_what_it_is_over(tmp_path: Path) -> None:
+    """One pass has a best static method of its own; over several there is one method for all."""
+    file = tmp_path / "lengths.txt"
+    file.write_text("\n".join(["3000", "900", "200", "100"] * 4))
+    words = ["--cluster", "h100:1x4", "--max-tokens-per-rank"]
+    for cap, scope in (("1500", "fixed for the run"), ("8k", "of the batch")):
+        found = advice(str(file), *words, cap)
+        static, by_load = found["static"], found["static_by_load"]
+        assert found["baseline"] == f"{static['strategy']}, the best static method {scope}, documents dealt by tokens"
+        assert static["gain"] == 1 and by_load["strategy"].endswith("@load")
+        text = " ".join(invoke("advise", str(file), *words, cap).stdout.split())
+        assert f"{found['baseline']}, takes" in text and f"times the speed of {static['strategy']} (" in text
+        assert f"deals documents to its groups by load instead, {by_load['strategy']}, takes" in text
+    assert advice(str(file), *words, "8k", "--today", "dp")["baseline"] == "dp, what you use today"

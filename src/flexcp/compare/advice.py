@@ -135,7 +135,13 @@ class Advice:
         """What gains are over, in words."""
         if self.question.today:
             return f"{self.static.name}, what you use today"
-        return f"{self.static.name}, the best static method fixed for the run, documents dealt by tokens"
+        return f"{self.static.name}, {self.best_static} by tokens"
+
+    @property
+    def best_static(self) -> str:
+        """Which best static method it is, in words that end before how documents are dealt; of one pass none is fixed for more."""
+        scope = "fixed for the run" if len(self.static.steps) > 1 else "of the batch"
+        return f"the best static method {scope}, documents dealt"
 
     def sure(self, answer: Answer) -> bool:
         """Whether the gain exceeds the model's error."""

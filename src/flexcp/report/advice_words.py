@@ -96,8 +96,7 @@ def _gains(advice: Advice) -> list[str]:
     found = [
         f"With flexcp's loader, strategy {free.name!r}: {_ms(free)} a pass, {gain_words(advice, free)}"
         + (
-            f", and {by_load.total_ns / free.total_ns:.2f} times that of {by_load.name}, the best static method fixed for the run, "
-            "documents dealt by load"
+            f", and {by_load.total_ns / free.total_ns:.2f} times that of {by_load.name}, {advice.best_static} by load"
             if by_load is not None and by_load.name != free.name
             else ""
         )

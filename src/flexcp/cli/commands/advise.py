@@ -73,8 +73,8 @@ def advise(
 ) -> None:
     """Tell what static context parallelism costs on your documents, what flexcp would give, and which lines to change.
 
-    Without a model it is llama3-8b, without a cluster h100:4x8. Gains are over the best static method fixed for the run, documents dealt by
-    tokens, or over what you use --today.
+    Without a model it is llama3-8b, without a cluster h100:4x8. Gains are over the best static method fixed for the run, documents
+    dealt by tokens, or over what you use --today.
 
     Everything is simulated, with the cost model's stated error beside it; `flexcp compare` on the same documents says the same.
 
@@ -189,7 +189,7 @@ def _report(path: Path, advice: Advice, code: list[tuple[str, str]]) -> None:
 
     times = []
     for mark, found in (
-        ("static, fixed for the run", advice.static),
+        ("static", advice.static),
         ("attention swapped", advice.swap),
         ("with the loader", advice.free),
     ):
