@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from flexcp.planners.strategies import find_strategy
 from flexcp.shape import Shape
 
 SHAPE = Shape(8, 4, 64, 64)
-FREE = CostModel(model=Model("attention only", hidden=1, layers=1, feed_forward=1))
+FREE = CostModel(model=Model("attention only", hidden=1, layers=1, feed_forward=1), row_tile_pairs=0)
 """A token costs next to nothing besides its pairs."""
 
 
@@ -43,6 +44,25 @@ def test_by_hand() -> None:
     assert groups(dealt(request(lengths, 2, cap=150), 2, 1)) == [[1, 6], [0, 2, 3, 4, 5]]
     # Cut into 8 parts each, 30 tokens may take the place of 32: four fit, and the last goes where there is more room.
     assert groups(dealt(request(lengths, 2, cap=150), 2, 8)) == [[1, 5], [0, 2, 3, 4, 6]]
+
+
+def test_tiles_and_other_layers_are_part_of_a_load() -> None:
+    """Eight documents of 40 tokens are 6,560 pairs, one of 120 is 7,260."""
+    lengths = [120, *([40] * 8)]
+    alone = request(lengths, 2)
+    assert groups(dealt(alone, 2, 1)) == [[0], [1, 2, 3, 4, 5, 6, 7, 8]]
+    # With a tile each, nine documents cost nearly the same each; cut into four parts each, four tiles do.
+    tiles = replace(alone, cost=replace(FREE, row_tile_pairs=32_768))
+    assert sorted(len(documents) for documents in dealt(tiles, 2, 1)) == [4, 5]
+    long = request([600, *([40] * 8)], 2)
+    tiles = replace(long, cost=replace(FREE, row_tile_pairs=32_768))
+    # 5 tiles and 180,300 pairs are more than 8 tiles, but not more than 4 x 8 of cuts.
+    assert groups(dealt(tiles, 2, 1)) == [[0], [1, 2, 3, 4, 5, 6, 7, 8]]
+    assert len(dealt(tiles, 2, 4)[0]) > 1
+    # Where a token costs 1,000 pairs beside attention, tokens decide: 120 and 2 x 40 against 6 x 40.
+    linear = replace(alone, cost=CostModel(row_tile_pairs=0))
+    assert linear.cost.pairs_per_token(SHAPE) > 1000
+    assert [sum(lengths[d] for d in documents) for documents in groups(dealt(linear, 2, 1))] == [200, 240]
 
 
 def test_one_group_has_everything() -> None:

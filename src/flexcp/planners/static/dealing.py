@@ -2,7 +2,9 @@
 
 - *By tokens*, as Megatron-Core, DeepSpeed and torchtitan fill data-parallel ranks: longest first to the group with the fewest tokens.
 - *By load* (``ulysses:8@load``), as WLB-LLM and trainers of reinforcement learning do: most expensive first to the group with the least
-  attention and other layers together. Groups then keep different numbers of tokens, as far as ``max_tokens_per_rank`` has room.
+  attention and other layers together. Groups then keep different numbers of tokens, as far as ``max_tokens_per_rank`` has room. Attention
+  is priced as kernels are: by pairs, and for every tile of 128 rows that a document has or is cut into, most of what short ones cost. What
+  moves is not in the price, so where traffic is what takes the time, dealing by load can be the slower of the two.
 
 Each group's documents are in stream order.
 """
@@ -14,8 +16,9 @@ import heapq
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcp.planners.microbatch import document_loads
+from flexcp.cost import TILE_ROWS
 from flexcp.planners.request import Request
+from flexcp.schedule.predict import document_work
 
 Ints = NDArray[np.int64]
 BY_LOAD = "@load"
@@ -35,7 +38,16 @@ def dealt(request: Request, groups: int, parts: int) -> list[Ints]:
     # Parts differ by rounding: none is longer than if all of them were as long as the longest.
     most = -(-lengths // parts) * parts
     room = None if request.token_cap is None else request.token_cap * (request.ranks // groups)
-    return _deal_by_load(document_loads(request.batch, request.shape, request.cost), most, groups, room)
+    return _deal_by_load(_loads(request, parts), most, groups, room)
+
+
+def _loads(request: Request, parts: int) -> Ints:
+    """What each document costs in pairs over all layers, cut into so many parts."""
+    batch, shape, cost = request.batch, request.shape, request.cost
+    tiles_of_cuts = np.maximum(np.minimum(batch.lengths, parts) - -(-batch.lengths // TILE_ROWS), 0)
+    beside = tiles_of_cuts * cost.row_tile_pairs + batch.lengths * cost.pairs_per_token(shape)
+    of_masks = zip(batch.masks, document_work(batch, shape, cost), strict=True)
+    return np.asarray(sum(mask.layers * (work // shape.heads + beside) for mask, work in of_masks))
 
 
 def deal(lengths: Ints, groups: int) -> list[Ints]:
