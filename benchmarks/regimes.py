@@ -1,10 +1,11 @@
-"""When ``auto`` pays, by regime: simulated speed-ups over the best static method of each batch.
+"""When ``auto`` pays, by regime: simulated speed-ups over static methods, with the name of every baseline.
 
 ``make regimes`` writes docs/results/regimes.md.
 
 A regime is a number of KV heads on a rank and a cluster. In each, batches of several length distributions and two sizes are planned by
-``auto`` and by every static method in its best degree, and the event simulator times both. The best static method *of the batch* is a
-stronger baseline than a training run has, because a run keeps one method for all its batches. ``--only NAME`` makes one table.
+``auto`` and by every static method in its best degree, and the event simulator times both. There are four baselines: the best static method
+*of the batch*, which is stronger than what a training run has, and the best one *fixed for the run*, chosen on other batches of the same
+distribution; each with documents dealt by tokens and by load. ``--only NAME`` makes one table.
 """
 
 from __future__ import annotations
@@ -20,14 +21,21 @@ from rich.console import Console
 from rich.progress import track
 
 from flexcp.clusters import Cluster, cluster
+from flexcp.compare.compare import STATIC, STATIC_BY_LOAD, method_of
+from flexcp.compare.static_choice import DEALINGS, fixed_static
 from flexcp.cost import CostModel
 from flexcp.data.lengths import draw_lengths
 from flexcp.models.find import find_model
+from flexcp.models.topology import divided_preset, topology
 from flexcp.shape import Shape
-from simulated import STATIC, Experiment, row_of, step_of, table
+from flexcp.simulator.training import Training
+from simulated import Experiment, row_of, step_of, table
 
 LENGTHS = ("web", "libra256k", "longalign", "longtail", "bimodal", "video")
 TOKENS = (8192, 32_768)
+OTHER_SEEDS = (1, 2)
+"""Batches on which the method of a run is chosen; the batch that is timed has seed 0."""
+LARGE = find_model("llama3-70b")
 EIGHT, ONE = Shape(32, 8, 128, 128), Shape(8, 1, 128, 128)
 
 
@@ -40,16 +48,24 @@ class Regime:
     clusters: tuple[Cluster, ...]
     shape: Shape
     whole_step: bool = False
+    tp: int = 1
 
     def experiment(self, where: Cluster) -> Experiment:
-        return step_of(find_model("llama3-8b"), where) if self.whole_step else Experiment(where, self.shape)
+        """Attention alone, or a step of llama3-8b, or of llama3-70b under tensor parallelism."""
+        if not self.whole_step:
+            return Experiment(where, self.shape)
+        if self.tp == 1:
+            return step_of(find_model("llama3-8b"), where)
+        part = divided_preset(LARGE, tp=self.tp)
+        return Experiment(where, part.shape, training=Training(part, tp=self.tp))
 
 
 NODE, NODES = (cluster("h100", 1, 8),), (cluster("h100", 4, 8), cluster("h100", 8, 8))
-SINGLE = tuple(cluster("h100", nodes, 1) for nodes in (8, 16, 32))
+SINGLE = tuple(topology(cluster("h100", nodes, 8), LARGE.shape, tp=8).cluster for nodes in (8, 16, 32))
 REGIMES = (
     Regime("one-kv-head", "attention, 1 KV head a rank (multi-query, or after tensor parallelism), nodes of 8", NODE + NODES, ONE),
-    Regime("one-rank-a-node", "attention, 1 KV head a rank, 1 rank a node (tensor parallelism takes the node)", SINGLE, ONE),
+    Regime("one-rank-a-node", "attention, 1 KV head a rank, 1 rank a node (llama3-70b under tp 8)", SINGLE, ONE),
+    Regime("one-rank-a-node-step", "whole step of llama3-70b under tp 8: 1 KV head a rank, 1 rank a node", SINGLE, ONE, True, tp=8),
     Regime("several-nodes", "attention, 8 KV heads, 4 and 8 nodes of 8", NODES, EIGHT),
     Regime("several-nodes-step", "whole step of llama3-8b, 8 KV heads, 4 and 8 nodes of 8", NODES, EIGHT, whole_step=True),
     Regime("one-node", "attention, 8 KV heads, one node of 8", NODE, EIGHT),
@@ -59,28 +75,53 @@ REGIMES = (
 
 @dataclass(frozen=True)
 class Cell:
-    """One batch: the fastest static method and what ``auto`` took, in simulated nanoseconds."""
+    """One batch: what ``auto`` took, the fastest static method of the batch and the one fixed for the run, in simulated nanoseconds.
+
+    Static ones are in the order of ``DEALINGS``: documents dealt by tokens, by load.
+    """
 
     regime: Regime
     where: str
     lengths: str
     tokens: int
-    static: tuple[int, str]
+    of_batch: tuple[tuple[int, str], ...]
+    fixed: tuple[tuple[int, str], ...]
     auto: tuple[int, str]
 
     @property
     def gain(self) -> float:
-        return self.static[0] / self.auto[0]
+        """Over the best static method of the batch, documents dealt by tokens."""
+        return self.of_batch[0][0] / self.auto[0]
+
+    @property
+    def gains(self) -> list[float]:
+        """Over the baselines in the order of ``BASELINES``."""
+        return [ns / self.auto[0] for ns, _ in (*self.of_batch, *self.fixed)]
+
+
+BASELINES = [f"{what}, by {dealing}" for what in ("of the batch", "fixed for the run") for dealing in DEALINGS]
 
 
 def simulated_cell(regime: Regime, where: Cluster, lengths: str, tokens: int) -> Cell:
     """Plan and simulate one batch."""
-    found = regime.experiment(where).compare(draw_lengths(lengths, tokens * where.ranks, 0), ["auto", *STATIC])
-    best, auto = found.best_static, row_of(found, "auto")
-    assert best is not None
+    experiment = regime.experiment(where)
+    batch = draw_lengths(lengths, tokens * where.ranks, 0)
+    found = experiment.compare(batch, ["auto", *STATIC, *STATIC_BY_LOAD])
+    auto = row_of(found, "auto")
     assert auto.simulation is not None
-    shape = f"{where.nodes}x{where.ranks_per_node}"
-    return Cell(regime, shape, lengths, tokens, (best.ns, best.name), (auto.ns, auto.simulation.plan.strategy))
+    best = [found.best_static, found.best_static_by_load]
+    others = [experiment.request(draw_lengths(lengths, tokens * where.ranks, seed)) for seed in OTHER_SEEDS]
+    chosen = [fixed_static(others, dealing, experiment.rules, experiment.training) for dealing in DEALINGS]
+    run = experiment.compare(batch, [choice.strategy for choice in chosen], search=False).rows
+    return Cell(
+        regime,
+        f"{where.nodes}x{where.ranks_per_node}",
+        lengths,
+        tokens,
+        tuple((row.ns, row.name) for row in best if row is not None),
+        tuple((row.ns, row.name) for row in run),
+        (auto.ns, auto.simulation.plan.strategy),
+    )
 
 
 def cells_of(regime: Regime) -> list[Cell]:
@@ -93,10 +134,22 @@ def summary(regimes: dict[Regime, list[Cell]]) -> list[str]:
     rows = []
     for regime, cells in regimes.items():
         gains = [cell.gain for cell in cells]
-        dynamic = sum(cell.auto[1].partition(":")[0] not in STATIC for cell in cells)
-        numbers = [statistics.geometric_mean(gains), min(gains), max(gains)]
+        dynamic = sum(method_of(cell.auto[1]) not in STATIC for cell in cells)
+        means = [statistics.geometric_mean(each) for each in zip(*(cell.gains for cell in cells), strict=True)]
+        numbers = [means[0], min(gains), max(gains), *means[1:]]
         rows.append([regime.words, str(len(cells)), *(f"{x:.2f}" for x in numbers), f"{dynamic} of {len(cells)}"])
-    return table(["regime", "batches", "mean gain", "worst", "best", "auto leaves static"], rows)
+    return table(
+        [
+            "regime",
+            "batches",
+            f"gain over static {BASELINES[0]}",
+            "worst",
+            "best",
+            *BASELINES[1:],
+            "auto leaves static",
+        ],
+        rows,
+    )
 
 
 def details(regime: Regime, cells: list[Cell]) -> list[str]:
@@ -106,13 +159,12 @@ def details(regime: Regime, cells: list[Cell]) -> list[str]:
             c.where,
             f"{c.tokens:,}",
             c.lengths,
-            f"{c.static[0] / 1e6:,.1f} ({c.static[1]})",
-            f"{c.auto[0] / 1e6:,.1f} ({c.auto[1]})",
+            *(f"{ns / 1e6:,.1f} ({name})" for ns, name in (*c.of_batch, *c.fixed, c.auto)),
             f"{c.gain:.2f}",
         ]
         for c in cells
     ]
-    heads = ["nodes x ranks", "tokens a rank", "lengths", "best static, ms", "auto, ms", "gain"]
+    heads = ["nodes x ranks", "tokens a rank", "lengths", *(f"{each}, ms" for each in BASELINES), "auto, ms", "gain"]
     return [f"## {regime.words[0].upper()}{regime.words[1:]}", "", *table(heads, rows)]
 
 
@@ -123,9 +175,11 @@ def page(regimes: dict[Regime, list[Cell]]) -> str:
         "",
         f"**Simulated**, by `make regimes` on {date.today().isoformat()} ({platform.machine()}); no time here was measured. The event "
         f"simulator with the analytic cost model (stated error {CostModel().error_permille / 10:g} %), presets of H100 nodes, causal "
-        "documents, heads of 128, seed 0. *Gain* is the time of the fastest static method of the batch, in its best degree, over the time "
-        "of `auto`; means are geometric. The static method may be another in every batch, which a training run cannot do. Names in "
-        "parentheses say which static method was fastest and what `auto` took.",
+        "documents, heads of 128, seed 0. *Gain* is the time of a static method over the time of `auto`; means are geometric. *Of the "
+        "batch*: the fastest method, in its best degree, of each batch; it may be another in every batch, which a training run cannot do. "
+        f"*Fixed for the run*: the one fastest over {len(OTHER_SEEDS)} other batches of the same lengths, cluster and size. *By tokens*: "
+        "documents dealt to groups as Megatron-Core, DeepSpeed and torchtitan do; *by load*: as WLB-LLM does. Worst and best, and the last "
+        "column of the tables below, are over the first baseline. Names in parentheses are the static methods and what `auto` took.",
         "",
         *summary(regimes),
     ]

@@ -32,15 +32,19 @@ class Experiment:
     rules: Rules = Rules()  # noqa: RUF009 - immutable
     training: Training | None = None
 
-    def compare(self, lengths: Sequence[int], names: Sequence[str], mask: Mask | None = None) -> Comparison:
-        """The strategies on one batch."""
+    def compare(
+        self, lengths: Sequence[int], names: Sequence[str], mask: Mask | None = None, search: bool = True
+    ) -> Comparison:
+        """The strategies on one batch; with ``search`` a static one without a degree in its best."""
+        return compare(self.request(lengths, mask), names, self.rules, self.training, search=search)
+
+    def request(self, lengths: Sequence[int], mask: Mask | None = None) -> Request:
+        """One batch as planners are asked for it."""
         if self.training is None:
-            batch = make_batch(lengths, mask or causal())
-            return compare(Request(batch, self.shape, self.cluster, self.cost), names, self.rules)
+            return Request(make_batch(lengths, mask or causal()), self.shape, self.cluster, self.cost)
         model = self.training.model.model
         batch = make_batch(lengths, masks={"mask": (mask or causal(), model.layers)})
-        request = Request(batch, self.shape, self.cluster, replace(self.cost, model=model))
-        return compare(request, names, self.rules, self.training)
+        return Request(batch, self.shape, self.cluster, replace(self.cost, model=model))
 
 
 def step_of(preset: Preset, cluster: Cluster, sync: str = "fsdp", rules: Rules = Rules()) -> Experiment:  # noqa: B008

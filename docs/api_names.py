@@ -26,7 +26,9 @@ import flexcp.data
 PAGE = Path(__file__).parent / "api.md"
 WIDTH = 120
 GROUPS = {
-    "Planning": ("Planner", "Plan", "cluster", "Cluster", "CostModel", "Model"),
+    "Planning": (
+        "Planner", "Plan", "cluster", "Cluster", "topology", "Topology", "Shape", "CostModel", "Model", "choose_static", "StaticChoice",
+    ),
     "Masks": (
         "Mask", "full", "causal", "window", "lambda_", "shared_question", "causal_blockwise", "prefix", "modality",
         "from_slices", "from_key_ranges", "from_cu_seqlens", "from_mask_mod",
@@ -49,9 +51,11 @@ PARTS = {
     "LatentForms": ("planner", "fastest", "step_ns"),
     "Telemetry": ("planning", "log", "trace", "dump", "close"),
     "CostModel": ("to_json", "from_json"),
+    "Topology": ("arguments",),
+    "StaticChoice": ("words",),
 }  # fmt: skip
 """What users take from a class; the rest is there for other parts of flexcp."""
-MADE = {"Plan", "Step", "LocalBatch", "Stats"}
+MADE = {"Plan", "Step", "LocalBatch", "Stats", "Topology", "StaticChoice"}
 """Classes that users are given and do not make."""
 OTHERS = {
     "frameworks": ("used",),

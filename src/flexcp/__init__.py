@@ -27,6 +27,9 @@ _HOMES = {
     "save_plan": "plan.file",
     "Cluster": "clusters",
     "cluster": "clusters",
+    "Shape": "shape",
+    "Topology": "models.topology",
+    "topology": "models.topology",
     "CostModel": "cost",
     "Model": "cost",
     "Mask": "masks",
@@ -51,6 +54,8 @@ _HOMES = {
     "slice_attention": "executor.slice_attention",
     "latent_attention": "executor.latent",
     "LatentForms": "compare.latent_forms",
+    "StaticChoice": "compare.static_choice",
+    "choose_static": "compare.static_choice",
     "packed_slices": "executor.slice_attention",
     "choose_kernel": "executor.kernels.choose",
     "fastest_kernel": "executor.fastest_kernel",
@@ -67,13 +72,17 @@ __all__ = [
     "Plan",
     "PlanFormatError",
     "Planner",
+    "Shape",
+    "StaticChoice",
     "Step",
     "Telemetry",
+    "Topology",
     "attention",
     "bind",
     "causal",
     "causal_blockwise",
     "choose_kernel",
+    "choose_static",
     "cluster",
     "fastest_kernel",
     "from_cu_seqlens",
@@ -90,12 +99,14 @@ __all__ = [
     "save_plan",
     "shared_question",
     "slice_attention",
+    "topology",
     "window",
 ]
 
 if TYPE_CHECKING:
     from flexcp.clusters import Cluster, cluster
     from flexcp.compare.latent_forms import LatentForms
+    from flexcp.compare.static_choice import StaticChoice, choose_static
     from flexcp.cost import CostModel, Model
     from flexcp.executor.attention import attention
     from flexcp.executor.bind import bind
@@ -120,9 +131,11 @@ if TYPE_CHECKING:
         shared_question,
         window,
     )
+    from flexcp.models.topology import Topology, topology
     from flexcp.plan.file import PlanFormatError, load_plan, save_plan
     from flexcp.plan.plan import Plan
     from flexcp.planner import Planner
+    from flexcp.shape import Shape
     from flexcp.telemetry.sample import MismatchError
     from flexcp.telemetry.telemetry import Telemetry
 

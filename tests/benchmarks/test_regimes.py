@@ -20,9 +20,22 @@ def test_one_cell_and_its_page(monkeypatch: pytest.MonkeyPatch) -> None:
 
     regime = regimes.REGIMES[0]
     cell = regimes.simulated_cell(regime, cluster("h100", 1, 4), "web", 4096)
-    assert cell.gain == cell.static[0] / cell.auto[0] > 0.8
-    assert cell.static[1].partition(":")[0] in regimes.STATIC
+    assert cell.gain == cell.of_batch[0][0] / cell.auto[0] > 0.8
+    names = [name for _, name in (*cell.of_batch, *cell.fixed)]
+    assert [name.endswith("@load") for name in names] == [False, True, False, True]
+    assert all(regimes.method_of(name) in regimes.STATIC for name in names)
+    assert all(one[0] <= 1.01 * other[0] for one, other in zip(cell.of_batch, cell.fixed, strict=True))
     text = regimes.page({regime: [cell]})
-    assert f"| {regime.words} | 1 | {cell.gain:.2f} | {cell.gain:.2f} | {cell.gain:.2f} |" in text
-    assert f"| 1x4 | 4,096 | web | {cell.static[0] / 1e6:,.1f} ({cell.static[1]}) |" in text
-    assert len({each.name for each in regimes.REGIMES}) == len(regimes.REGIMES) == 6
+    gains = " | ".join(f"{x:.2f}" for x in cell.gains[1:])
+    assert f"| {regime.words} | 1 | {cell.gain:.2f} | {cell.gain:.2f} | {cell.gain:.2f} | {gains} |" in text
+    assert f"| 1x4 | 4,096 | web | {cell.of_batch[0][0] / 1e6:,.1f} ({cell.of_batch[0][1]}) |" in text
+    assert len({each.name for each in regimes.REGIMES}) == len(regimes.REGIMES) == 7
+
+
+def test_a_regime_under_tensor_parallelism_is_that_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import regimes
+
+    step = next(each for each in regimes.REGIMES if each.tp > 1)
+    assert step.experiment(step.clusters[0]).shape == step.shape == regimes.ONE
+    assert [str(where) for where in step.clusters] == ["h100:8x1", "h100:16x1", "h100:32x1"]

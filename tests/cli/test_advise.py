@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from flexcp.cli.main import app
 from flexcp.cli.shared.document_lengths import document_lengths
 from flexcp.clusters import cluster
-from flexcp.compare.advice import Advice, Answer, Question, _answers, _request, deal, spread_over
+from flexcp.compare.advice import Advice, Answer, Question, _answers, _request, deal
+from flexcp.compare.static_choice import spread_over
 from flexcp.cost import CostModel
 from flexcp.masks import causal
 from flexcp.models.find import find_model
@@ -25,8 +26,8 @@ from flexcp.report.code_lines import FRAMEWORKS, Lines, code_lines
 from flexcp.simulator.training import StepTime
 
 KEYS = [
-    "simulated", "documents", "tokens", "passes", "simulated_passes", "micro_batches", "error_permille", "bound_ms", "static", "swap",
-    "free", "verdict", "why", "code",
+    "simulated", "documents", "tokens", "passes", "simulated_passes", "micro_batches", "error_permille", "bound_ms", "baseline", "static",
+    "static_by_load", "swap", "free", "verdict", "why", "code",
 ]  # fmt: skip
 
 
@@ -62,6 +63,8 @@ def test_gains_are_those_of_compare(lengths: str) -> None:
     assert found["static"]["strategy"] == beside["best_static"]
     assert found["static"]["pass_ms"] == pytest.approx(rows[beside["best_static"]]["step_ms"], abs=1e-3)
     assert found["free"]["gain"] == pytest.approx(rows[found["free"]["strategy"]]["speed_up"], abs=1e-4)
+    assert found["static_by_load"]["strategy"] == beside["best_static_by_load"]
+    assert found["static_by_load"]["gain"] == pytest.approx(rows[beside["best_static_by_load"]]["speed_up"], abs=1e-4)
     assert found["free"]["gain"] >= 0.999 * max(rows[name]["speed_up"] for name in ("auto", "blocks", "groups"))
 
 
@@ -292,3 +295,31 @@ def test_an_error_without_words_is_told_by_its_name(monkeypatch: pytest.MonkeyPa
     (tmp_path / "d.jsonl").write_text("3\n")
     with pytest.raises(ValueError, match=r"cannot load the tokenizer 'nobody/none': KeyError\(\)"):
         document_lengths(str(tmp_path / "d.jsonl"), "nobody/none", None)
+
+
+def test_advice_under_tensor_parallelism_counts_pools_not_gpus() -> None:
+    setting = ["20000,40x500", "--cluster", "h100:4x8", "--tp", "8", "--max-tokens-per-rank", "65536", "--today", "dp"]
+    found = advice(*setting, "--framework", "all")
+    assert found["free"]["most_tokens"] >= 40_000 / 4
+    says = "H100:4x8 under tp 8: 4 context-parallel ranks, 1 a node, each with 4 query and 1 KV heads."
+    assert says in " ".join(invoke("advise", *setting).stdout.split())
+    shape = 'flexcp.cluster("h100", nodes=4, ranks_per_node=1)'
+    assert found["code"] and "heads=4, kv_heads=1" in found["code"]["PyTorch, your own loop"]
+    assert all(shape in text for title, text in found["code"].items() if "FSDP2" not in title)
+    assert "tp=8" in found["code"]["Hugging Face Transformers"]
+
+
+def test_a_gain_says_what_it_is_over(tmp_path: Path) -> None:
+    """One pass has a best static method of its own; over several there is one method for all."""
+    file = tmp_path / "lengths.txt"
+    file.write_text("\n".join(["3000", "900", "200", "100"] * 4))
+    words = ["--cluster", "h100:1x4", "--max-tokens-per-rank"]
+    for cap, scope in (("1500", "fixed for the run"), ("8k", "of the batch")):
+        found = advice(str(file), *words, cap)
+        static, by_load = found["static"], found["static_by_load"]
+        assert found["baseline"] == f"{static['strategy']}, the best static method {scope}, documents dealt by tokens"
+        assert static["gain"] == 1 and by_load["strategy"].endswith("@load")
+        text = " ".join(invoke("advise", str(file), *words, cap).stdout.split())
+        assert f"{found['baseline']}, takes" in text and f"times the speed of {static['strategy']} (" in text
+        assert f"deals documents to its groups by load instead, {by_load['strategy']}, takes" in text
+    assert advice(str(file), *words, "8k", "--today", "dp")["baseline"] == "dp, what you use today"

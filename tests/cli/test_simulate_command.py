@@ -151,3 +151,41 @@ def test_files_that_are_no_cost_model(tmp_path: Path) -> None:
         path.write_text(content)
         result = run("simulate", *SMALL, "--cost", str(path))
         assert isinstance(result.exception, ValueError) and said in str(result.exception), result.output
+
+
+@pytest.mark.parametrize("command", ["simulate", "compare", "plan"])
+def test_tensor_parallelism_divides_ranks_and_heads(command: str) -> None:
+    words = ["--lengths", "9000,800,31", "--heads", "32", "--kv-heads", "8", "--head-dim", "64"]
+    words += ["--strategies" if command == "compare" else "--strategy", "zigzag"]
+    divided = run(command, *words, "--cluster", "h100:4x8", "--tp", "8")
+    assert divided.exit_code == 0, divided.output
+    says = "h100:4x8 under tp 8: 4 context-parallel ranks, 1 a node, each with 4 query and 1 KV heads"
+    assert says in divided.output
+    alike = ["--lengths", "9000,800,31", "--heads", "4", "--kv-heads", "1", "--head-dim", "64", *words[-2:]]
+    by_hand = run(command, *alike, "--cluster", "h100:4x1")
+    if command == "plan":  # the same placement; the hash knows what other layers cost
+        lines = divided.stdout.splitlines()
+        assert lines[1:] == by_hand.stdout.splitlines()[1:] and "h100:4x1" in lines[0]
+    else:
+        rows = [text.split("MFU")[1].split("bars")[0] for text in (divided.output, by_hand.output)]
+        assert rows[0] == rows[1]
+
+
+def test_stages_and_experts_are_divided_or_refused() -> None:
+    words = ["simulate", "--lengths", "32x512", "--cluster", "h100:4x8", "--strategy", "dp", "--sync", "none"]
+    whole, stage = (
+        json.loads(run(*words, "--model", "llama3-8b", *more, "--json").stdout) for more in ([], ["--pp", "2"])
+    )
+    assert (
+        "h100:4x8 under pp 2: 16 context-parallel ranks, 8 a node" in stage["setting"] and "bubbles" in stage["setting"]
+    )
+    # Half the layers and twice the tokens; the vocabulary's projection is not divided.
+    assert 1 < stage["step"]["other_ms"] / whole["step"]["other_ms"] < 1.1
+    experts = run(*words, "--model", "qwen3-30b-a3b", "--ep", "8")
+    assert "experts use the same ranks, and their exchange of tokens is left out" in experts.output
+    for more, says in (
+        (["--heads", "8", "--ep", "2"], "--ep 2 divides the experts of a whole model; give --model, or drop --ep"),
+        (["--model", "qwen3-30b-a3b", "--ep", "64"], "--ep 64 does not divide the 32 GPUs of h100:4x8"),
+        (["--model", "llama3-8b", "--tp", "5"], "tp=5 does not divide"),
+    ):
+        assert says in str(run(*words, *more).exception)

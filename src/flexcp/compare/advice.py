@@ -3,9 +3,12 @@
 The documents are dealt into passes in the order they come, each as many tokens as the ranks hold, and a few passes spread over the data are
 looked at. All answers come from :func:`flexcp.compare.compare.compare`, so they are what ``flexcp compare`` says of the same documents:
 
-- *static*: the one static method with one degree that serves all these passes and is fastest over them, or the one the user has today;
+- *static*: the best static method fixed for the run, documents dealt by tokens: the one that serves all these passes with one degree and is
+  fastest over them; or the one the user has today. Gains are over it;
+- *static by load*: the same, documents dealt by load (``ulysses:8@load``), for those who already deal so;
 - *swap*: only attention is replaced; tokens stay where a contiguous split puts them (``layout="contiguous"``);
-- *free*: flexcp places tokens too, as its loader does: the fastest of ``auto``, ``blocks`` and ``groups``.
+- *free*: flexcp places tokens too, as its loader does: the fastest of ``auto``, ``blocks``, ``groups`` and static by load, which is no less
+  flexcp's where a user's framework deals by tokens.
 
 A document that exceeds what the ranks hold together is refused wherever in the data it is, not only in a pass that is looked at.
 
@@ -21,7 +24,8 @@ from dataclasses import dataclass, replace
 from flexcp.arrays.totals import imbalance
 from flexcp.batch import make_batch
 from flexcp.clusters import Cluster
-from flexcp.compare.compare import STATIC, Row, common_degree, compare, planned
+from flexcp.compare.compare import STATIC, STATIC_BY_LOAD, Row, compare_batches, planned
+from flexcp.compare.static_choice import first_of_fastest, spread_over
 from flexcp.cost import CostModel
 from flexcp.data.lengths import batch_tokens, cut_batches
 from flexcp.masks import Mask
@@ -43,7 +47,10 @@ NEAR = 0.25
 
 @dataclass(frozen=True)
 class Question:
-    """What the user trains, on what, and what fits. Without a mask the model's layers have their own."""
+    """What the user trains, on what, and what fits. Without a mask the model's layers have their own.
+
+    Cluster and model are those that context parallelism sees; ``divided`` says what tensor parallelism (``tp``) and others made them of.
+    """
 
     preset: Preset
     cluster: Cluster
@@ -52,6 +59,8 @@ class Question:
     max_tokens_per_rank: int
     tokens_per_step: int
     today: str | None = None
+    tp: int = 1
+    divided: str = ""
     rules: Rules = Rules()  # noqa: RUF009 - immutable
 
     @property
@@ -100,7 +109,7 @@ class Answer:
 @dataclass(frozen=True)
 class Advice:
     """The answers. ``passes`` is how many passes the data makes in all, of which ``len(static.steps)`` were simulated; ``longest_seen``
-    says whether the longest document is in one of these."""
+    says whether the longest document is in one of these. ``by_load`` is static by load, None where none fits."""
 
     question: Question
     lengths: tuple[int, ...]
@@ -110,6 +119,7 @@ class Advice:
     free: Answer
     bound_ns: int
     longest_seen: bool = True
+    by_load: Answer | None = None
 
     @property
     def error(self) -> float:
@@ -119,6 +129,19 @@ class Advice:
     def gain(self, answer: Answer) -> float:
         """How many times faster than static."""
         return self.static.total_ns / answer.total_ns
+
+    @property
+    def baseline(self) -> str:
+        """What gains are over, in words."""
+        if self.question.today:
+            return f"{self.static.name}, what you use today"
+        return f"{self.static.name}, {self.best_static} by tokens"
+
+    @property
+    def best_static(self) -> str:
+        """Which best static method it is, in words that end before how documents are dealt; of one pass none is fixed for more."""
+        scope = "fixed for the run" if len(self.static.steps) > 1 else "of the batch"
+        return f"the best static method {scope}, documents dealt"
 
     def sure(self, answer: Answer) -> bool:
         """Whether the gain exceeds the model's error."""
@@ -168,7 +191,9 @@ def advise(question: Question, lengths: Sequence[int], tell: Callable[[str], Non
     looked_at = spread_over(passes, MOST_PASSES)
     requests = [_request(question, found) for found in looked_at]
     static = fastest(_answers(question, requests, (question.today,) if question.today else STATIC, tell))
-    free = fastest(_answers(question, requests, FREE, tell))
+    by_load = fastest(_answers(question, requests, STATIC_BY_LOAD, tell))
+    ours = _answers(question, requests, FREE, tell)
+    free = fastest(ours if by_load is None else [*ours, by_load])
     if static is None or free is None:
         why = ""
         if static is None and question.today:
@@ -186,7 +211,7 @@ def advise(question: Question, lengths: Sequence[int], tell: Callable[[str], Non
         swap = replace(swap, name='auto, layout="contiguous"')
     bound = sum(lower_bound(r.batch, r.shape, r.cluster, r.cost) for r in requests)
     longest_seen = max(max(found) for found in looked_at) == max(lengths)
-    return Advice(question, tuple(lengths), len(passes), static, swap, free, bound, longest_seen)
+    return Advice(question, tuple(lengths), len(passes), static, swap, free, bound, longest_seen, by_load)
 
 
 def refuse_too_long(question: Question, lengths: Sequence[int]) -> None:
@@ -209,39 +234,20 @@ def deal(lengths: Sequence[int], question: Question) -> list[list[int]]:
     return cut_batches(lengths, most)
 
 
-def spread_over(passes: list[list[int]], number: int) -> list[list[int]]:
-    """Some passes, evenly spread over all."""
-    take = min(number, len(passes))
-    return [passes[i * len(passes) // take] for i in range(take)]
-
-
 def fastest(answers: Sequence[Answer]) -> Answer | None:
     """The answer of the least time; of nearly equal ones the first."""
-    best: Answer | None = None
-    for answer in answers:
-        if best is None or answer.total_ns * 1000 < best.total_ns * 999:
-            best = answer
-    return best
+    if not answers:
+        return None
+    name = first_of_fastest({answer.name: answer.total_ns for answer in answers})
+    return next(answer for answer in answers if answer.name == name)
 
 
 def _answers(
     question: Question, requests: Sequence[Request], names: Sequence[str], tell: Callable[[str], None]
 ) -> list[Answer]:
     """An answer for each strategy that takes all requests, a static one with the one degree that serves all of them best."""
-    tell(f"choosing degrees for {len(requests)} passes")
-    chosen = [name for given in names if (name := common_degree(requests, given)) is not None]
-    rows: dict[str, list[Row]] = {name: [] for name in chosen}
-    for number, request in enumerate(requests, 1):
-        where = f"pass {number} of {len(requests)}"
-        found = compare(
-            request,
-            list(rows),
-            question.rules,
-            Training(question.preset),
-            lambda name, where=where: tell(f"{name}: planning and simulating {where}"),  # type: ignore[misc]
-            search=False,
-        )
-        rows = {row.name: [*rows[row.name], row] for row in found.rows if row.simulation is not None}
+    training = Training(question.preset, tp=question.tp)
+    rows = compare_batches(requests, names, question.rules, training, tell)
     return [_answer(name, found) for name, found in rows.items()]
 
 

@@ -1,8 +1,12 @@
-"""Compare: strategies side by side on one batch, each planned and simulated.
+"""Compare: strategies side by side on one batch, or over several, each planned and simulated.
 
 A static strategy named without a degree stands for its best degree, found by the closed form (:func:`flexcp.schedule.predict.predict`);
 only that one is simulated. What a strategy refuses is a row with its reason. Times are of a whole step where a model is given, else of
 attention alone; then tokens are equal on all ranks, so that no strategy wins by leaving a rank without any.
+
+Speed-ups have a *baseline* with a name. On one batch it is the best static method *of the batch*, one for documents dealt by tokens and one
+for documents dealt by load (``zigzag@load``): an oracle, because a training run keeps one method for all its batches. Over several batches
+it is the one method *fixed for the run* (:mod:`flexcp.compare.static_choice`).
 """
 
 from __future__ import annotations
@@ -18,13 +22,15 @@ from flexcp.plan.placement import Placement
 from flexcp.plan.plan import Plan
 from flexcp.planners.request import Refused, Request
 from flexcp.planners.static.bounds import static_methods
+from flexcp.planners.static.dealing import BY_LOAD, deals_by_load
+from flexcp.planners.static.static import STATIC as STATIC
 from flexcp.planners.strategies import STRATEGIES, find_strategy
 from flexcp.schedule.predict import Prediction, predict
 from flexcp.schedule.transfers import make_plan
 from flexcp.simulator.passes import Rules
 from flexcp.simulator.training import Ints, Simulation, Training, simulate
 
-STATIC = ("dp", "ring", "zigzag", "allgather", "ulysses", "usp")
+STATIC_BY_LOAD = tuple(name + BY_LOAD for name in STATIC)
 NAMES = tuple(name for name in STRATEGIES if name != "hypergraph")
 """What is compared unless told; hypergraph takes seconds and a package of its own."""
 Compute = Callable[[Plan, int, bool], Ints]
@@ -44,7 +50,12 @@ class Row:
 
     @property
     def is_static(self) -> bool:
-        return self.name.partition(":")[0] in STATIC
+        return method_of(self.name) in STATIC
+
+    @property
+    def by_load(self) -> bool:
+        """Whether it is a static method that deals documents by load."""
+        return deals_by_load(self.name)
 
     @property
     def ns(self) -> int:
@@ -81,11 +92,17 @@ class Comparison:
 
     @property
     def best_static(self) -> Row | None:
-        return next((row for row in self.ran if row.is_static), None)
+        """The fastest static method of the batch that deals documents by tokens."""
+        return next((row for row in self.ran if row.is_static and not row.by_load), None)
 
-    def speed_up(self, row: Row) -> float | None:
-        """The best static strategy's time over this one's."""
-        best = self.best_static
+    @property
+    def best_static_by_load(self) -> Row | None:
+        """The fastest static method of the batch that deals documents by load."""
+        return next((row for row in self.ran if row.by_load), None)
+
+    def speed_up(self, row: Row, by_load: bool = False) -> float | None:
+        """The time of the best static method of the batch, dealt by tokens or by load, over this one's."""
+        best = self.best_static_by_load if by_load else self.best_static
         return None if best is None else best.ns / row.ns
 
     @property
@@ -115,6 +132,36 @@ def compare(
             on_row(name)
         rows.append(_row(request, name, rules, training, compute, search))
     return Comparison(request, tuple(rows))
+
+
+def compare_batches(
+    requests: Sequence[Request],
+    names: Sequence[str],
+    rules: Rules = Rules(),  # noqa: B008 - immutable
+    training: Training | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> dict[str, list[Row]]:
+    """Rows of every strategy that takes all requests, one for each request; a static one with the one degree that serves all best."""
+    tell(f"choosing degrees for {len(requests)} passes")
+    asked = requests if training is not None else [attention_only(request) for request in requests]
+    rows: dict[str, list[Row]] = {n: [] for given in names if (n := common_degree(asked, given)) is not None}
+    for number, request in enumerate(requests, 1):
+        where = f"pass {number} of {len(requests)}"
+        found = compare(
+            request,
+            list(rows),
+            rules,
+            training,
+            lambda name, where=where: tell(f"{name}: planning and simulating {where}"),  # type: ignore[misc]
+            search=False,
+        )
+        rows = {row.name: [*rows[row.name], row] for row in found.rows if row.simulation is not None}
+    return rows
+
+
+def method_of(name: str) -> str:
+    """A strategy's name without its degree and without how it deals documents."""
+    return name.partition("@")[0].partition(":")[0]
 
 
 def common_degree(requests: Sequence[Request], name: str) -> str | None:
@@ -173,7 +220,7 @@ def _placed(request: Request, name: str) -> tuple[str, Placement]:
 
 def _is_searched(name: str) -> bool:
     """Whether a name stands for several degrees."""
-    return name in STATIC and name != "dp"
+    return name.removesuffix(BY_LOAD) in STATIC and method_of(name) != "dp"
 
 
 def _place(request: Request, name: str) -> Placement:
@@ -182,14 +229,15 @@ def _place(request: Request, name: str) -> Placement:
 
 
 def _degrees(request: Request, name: str) -> Iterator[tuple[int, str, Placement]]:
+    dealing = BY_LOAD if deals_by_load(name) else ""
     for method in static_methods(request):
-        if method.strategy == name:
+        if method.strategy == method_of(name):
             try:
-                placement = method.place(replace(request, argument=method.argument))
+                placement = method.place(replace(request, argument=method.argument + dealing))
             except Refused:
                 continue
             ns = predict(placement, request.shape, request.cluster, request.cost).total_ns
-            yield ns, method.name, placement
+            yield ns, method.name + dealing, placement
 
 
 def _predicted_ns(row: Row) -> int:

@@ -12,6 +12,7 @@ from flexcp.planners.blocks.blocks import blocks
 from flexcp.planners.groups.groups import groups
 from flexcp.planners.request import Request
 from flexcp.planners.static import static
+from flexcp.planners.static.dealing import BY_LOAD
 
 
 def _hypergraph(request: Request) -> Placement:
@@ -40,12 +41,22 @@ STRATEGIES: dict[str, Callable[[Request], Placement]] = {
 
 
 def find_strategy(text: str) -> tuple[Callable[[Request], Placement], str]:
-    """The planner of ``name`` or ``name:argument``, and the argument."""
+    """The planner of ``name`` or ``name:argument``, and the argument.
+
+    A static method may end in ``@load``, which belongs to its argument: documents are dealt to groups by load.
+    """
     if not isinstance(text, str):
         raise ValueError(f"a strategy is given by its name, one of {', '.join(STRATEGIES)}; got {text!r}")
-    name, _, argument = text.partition(":")
+    method, at, dealing = text.partition("@")
+    name, _, argument = method.partition(":")
     if name not in STRATEGIES:
         close = difflib.get_close_matches(name, STRATEGIES, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise ValueError(f"unknown strategy {text!r}: {hint}known strategies are {', '.join(STRATEGIES)}")
-    return STRATEGIES[name], argument
+    if at and name not in static.STATIC:
+        raise ValueError(
+            f"{text!r}: only static methods ({', '.join(static.STATIC)}) are told how to deal documents to groups; use {method!r}"
+        )
+    if at and at + dealing != BY_LOAD:
+        raise ValueError(f"{text!r}: documents are dealt by tokens, or with {method + BY_LOAD!r} by load")
+    return STRATEGIES[name], argument + at + dealing

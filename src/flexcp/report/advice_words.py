@@ -27,7 +27,8 @@ def gain_words(advice: Advice, answer: Answer) -> str:
     """A gain with what the cost model's error makes of it."""
     gain, error = advice.gain(answer), advice.error
     least, most = gain / (1 + error), gain * (1 + error)
-    return f"{gain:.2f} times the speed ({least:.2f} to {most:.2f} with the cost model's error of {100 * error:g} %)"
+    reach = f"{least:.2f} to {most:.2f} with the cost model's error of {100 * error:g} %"
+    return f"{gain:.2f} times the speed of {advice.static.name} ({reach})"
 
 
 def _documents(advice: Advice) -> str:
@@ -56,10 +57,11 @@ def _setting(advice: Advice) -> str:
         )
         looked = f", of which {simulated}, evenly spread, were simulated"
         longest = f" The longest document, of {max(advice.lengths):,} tokens, is {where}."
+    divided = f" {q.divided[0].upper()}{q.divided[1:]}." if q.divided else ""
     return (
         f"{q.preset.model.name} with {_attention(q.masks)} attention on {q.cluster} ({q.cluster.ranks} ranks), at most "
         f"{q.max_tokens_per_rank:,} tokens a rank: "
-        f"the documents make {passes}{looked} ({tokens:,} tokens).{longest}"
+        f"the documents make {passes}{looked} ({tokens:,} tokens).{longest}{divided}"
     )
 
 
@@ -77,20 +79,30 @@ def _share(answer: Answer) -> str:
 
 
 def _static(advice: Advice) -> str:
-    static, q = advice.static, advice.question
-    who = f"{static.name}, what you use today," if q.today else f"{static.name}, the best static method here,"
+    static, by_load = advice.static, advice.by_load
     lost = 100 * (1 - advice.bound_ns / static.total_ns)
     return (
-        f"{who} takes {static.total_ns / 1e6 / len(static.steps):,.1f} ms a pass, forward and backward: {_share(static)}. "
+        f"{advice.baseline}, takes {static.total_ns / 1e6 / len(static.steps):,.1f} ms a pass, forward and backward: {_share(static)}. "
         f"Its busiest rank does {static.compute_imbalance:.2f} times the mean's attention. "
         f"Perfectly divided compute would save {lost:.0f} %."
+        + (
+            f" The best one that deals documents to its groups by load instead, {by_load.name}, takes {_ms(by_load)} a pass."
+            if by_load is not None
+            else ""
+        )
     )
 
 
 def _gains(advice: Advice) -> list[str]:
+    free, by_load = advice.free, advice.by_load
     found = [
-        f"With flexcp's loader, strategy {advice.free.name!r}: {_ms(advice.free)} a pass, {gain_words(advice, advice.free)}. "
-        f"{_share(advice.free)}."
+        f"With flexcp's loader, strategy {free.name!r}: {_ms(free)} a pass, {gain_words(advice, free)}"
+        + (
+            f", and {by_load.total_ns / free.total_ns:.2f} times that of {by_load.name}, {advice.best_static} by load"
+            if by_load is not None and by_load.name != free.name
+            else ""
+        )
+        + f". {_share(free)}."
     ]
     if advice.swap is None:
         found.append("Swapping attention alone does not fit: a contiguous split is over the cap of tokens.")

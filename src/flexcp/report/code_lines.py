@@ -38,7 +38,7 @@ HUGGINGFACE = """import flexcp
 from flexcp.frameworks import huggingface
 
 huggingface.turn_on(model)                          # once
-planner = huggingface.planner(model, flexcp.cluster("{cluster}", nodes={nodes}, ranks_per_node={each}), strategy="{strategy}")
+planner = huggingface.planner(model, flexcp.cluster("{cluster}", nodes={nodes}, ranks_per_node={each}), strategy="{strategy}"{tp})
 step = flexcp.bind(planner(lengths, masks=huggingface.masks(model.config){layout}), mesh["cp"])
 loss = model(**huggingface.inputs(tokens, step, gradients="averaged")).loss    # under DDP; "summed" where gradients are summed
 """
@@ -46,7 +46,7 @@ TRAINER = """import flexcp
 from flexcp.frameworks import huggingface
 from flexcp.frameworks.huggingface_trainer import FlexcpTrainer
 
-planner = huggingface.planner(model, flexcp.cluster("{cluster}", nodes={nodes}, ranks_per_node={each}), strategy="{strategy}")
+planner = huggingface.planner(model, flexcp.cluster("{cluster}", nodes={nodes}, ranks_per_node={each}), strategy="{strategy}"{tp})
 trainer = FlexcpTrainer(model, args, train_dataset=dataset, data_collator=collator, planner=planner)
 trainer.train()
 """
@@ -69,7 +69,7 @@ from flexcp.frameworks import megatron as flex
 
 spec = flex.planned_spec(spec)                      # of GPT layers; TransformerConfig(calculate_per_token_loss=True)
 model = flex.adapt(GPTModel(config, spec, ...))
-planner = flex.planner(config, flexcp.cluster("{cluster}", nodes={nodes}, ranks_per_node={each} // tp))
+planner = flex.planner(config, flexcp.cluster("{cluster}", nodes={nodes}, ranks_per_node={pool}))
 iterator = flex.data_iterator(batches, planner, config, device="cuda")
 forward_backward(forward_step_func=flex.forward_step, data_iterator=iterator, model=model, ...)
 """
@@ -87,6 +87,8 @@ FRAMEWORKS = {
 class Lines:
     """What the lines are filled in with; ``swap`` keeps tokens where a contiguous split has them.
 
+    ``shape`` and ``cluster`` are what tensor parallelism over ``tp`` leaves.
+
     ``step_tokens`` are those of a training step, which ``micro_batches`` passes take; ``longest`` is the longest document, which a batch
     must hold.
     """
@@ -100,6 +102,7 @@ class Lines:
     masks: Mapping[str, tuple[Mask, int]]
     swap: bool
     longest: int = 1
+    tp: int = 1
 
     @property
     def budget(self) -> int:
@@ -141,6 +144,9 @@ def code_lines(framework: str, lines: Lines) -> tuple[str, str]:
         cluster=lines.cluster.name,
         nodes=lines.cluster.nodes,
         each=lines.cluster.ranks_per_node,
+        # Megatron users who gave no --tp still have one; a cluster that was divided is the pool itself.
+        pool=lines.cluster.ranks_per_node if lines.tp > 1 else f"{lines.cluster.ranks_per_node} // tp",
+        tp=f", tp={lines.tp}" if lines.tp > 1 else "",
         layout=', layout="contiguous"' if lines.swap else "",
     )
 

@@ -12,8 +12,9 @@ for each other between layers but where messages make them, and where the gradie
 
 A collective over all ranks takes its bytes through the slower of the node's network ports together and the rank's own inside port. It
 hides behind the layer's compute, as much of it as ``overlap_permille`` says; what is left, and the very first gather, is exposed. What
-collectives and attention's messages cost each other at the ports is left out. Layers under one mask are alike: two are simulated, the
-others take as long as the second.
+collectives and attention's messages cost each other at the ports is left out. Under tensor parallelism the rest of a layer includes that
+one's collectives inside the node, which planners do not count: a token costs them the same on every rank. Layers under one mask are alike:
+two are simulated, the others take as long as the second.
 """
 
 from __future__ import annotations
@@ -40,11 +41,12 @@ SIMULATED_LAYERS = 2
 
 @dataclass(frozen=True)
 class Training:
-    """What surrounds attention in a step."""
+    """What surrounds attention in a step; ``model`` as one rank has it, where tensor parallelism over ``tp`` divided it."""
 
     model: Preset
     sync: Sync = "fsdp"
     overlap_permille: int = 1000
+    tp: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,8 +176,9 @@ def simulate(
 def _whole_step(plan: Plan, cost: CostModel, models: list[tuple[PassModel, ...]], training: Training) -> StepTime:
     """Layers one behind the other; of each mask's alike layers the first two are simulated."""
     linear = cost.linear_ns(plan.placement.tokens, plan.shape, plan.cluster)
-    forward_linear = linear // 3
-    ways = ((False, forward_linear), (True, linear - forward_linear))
+    inside = _tensor_parallel_ns(plan, cost, training)
+    forward = linear // 3 + inside // 2
+    ways = ((False, forward), (True, linear + inside - forward))
     ready = np.zeros(plan.ranks, np.int64)
     totals = np.zeros((4, plan.ranks), np.int64)  # attention, wait, linear, sync
     if training.sync == "fsdp":
@@ -215,6 +218,16 @@ def _exposed_ns(plan: Plan, cost: CostModel, training: Training, backward: bool,
     times = 2 * backward if training.sync == "allreduce" else 1 + backward
     hidden = layer_ns * training.overlap_permille // 1000
     return np.maximum(times * _collective_ns(plan, cost, training, 1) - hidden, 0)
+
+
+def _tensor_parallel_ns(plan: Plan, cost: CostModel, training: Training) -> Ints:
+    """One layer's collectives of tensor parallelism on each rank, forward and backward, with nothing to hide behind."""
+    if training.tp == 1:
+        return np.zeros(plan.ranks, np.int64)
+    row = training.model.model.hidden * plan.shape.element_bytes
+    # Four all-reduces of a token's row, two in each direction; or as many scatters and gathers (Megatron-LM, sequence parallelism).
+    size = 4 * 2 * plan.placement.tokens * row * (training.tp - 1) // training.tp
+    return cost.link_ns(size, plan.cluster.intra_mbps) + 8 * plan.cluster.latency_ns
 
 
 def _collective_ns(plan: Plan, cost: CostModel, training: Training, layers: int) -> int:

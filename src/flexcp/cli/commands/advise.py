@@ -11,6 +11,7 @@ import typer
 from flexcp.cli.shared import options as o
 from flexcp.cli.shared.batches import MaybeMask
 from flexcp.cli.shared.model_and_cluster_options import ClusterOptions, ModelOptions
+from flexcp.cli.shared.parallel import ParallelOptions
 from flexcp.cli.shared.progress import compiling
 
 if TYPE_CHECKING:
@@ -36,7 +37,10 @@ StepTokens = Annotated[
         parser=o.tokens, metavar="TOKENS", help="Tokens of a training step; as many as fit the ranks by default."
     ),
 ]
-Today = Annotated[str | None, typer.Option(help="What you use now, as in zigzag:8; the best static method by default.")]
+Today = Annotated[
+    str | None,
+    typer.Option(help="What you use now, as in zigzag:8; the best static method fixed for the run by default."),
+]
 Framework = Annotated[
     str,
     typer.Option(
@@ -55,6 +59,7 @@ def advise(
     lengths: Documents,
     described: ModelOptions,
     place: ClusterOptions,
+    parallel: ParallelOptions,
     max_tokens_per_rank: Cap = 32_768,
     mask: MaybeMask = None,
     tokens_per_step: StepTokens = None,
@@ -68,7 +73,8 @@ def advise(
 ) -> None:
     """Tell what static context parallelism costs on your documents, what flexcp would give, and which lines to change.
 
-    Without a model it is llama3-8b, without a cluster h100:4x8.
+    Without a model it is llama3-8b, without a cluster h100:4x8. Gains are over the best static method fixed for the run, documents
+    dealt by tokens, or over what you use --today.
 
     Everything is simulated, with the cost model's stated error beside it; `flexcp compare` says the same of one pass: a batch of the same
     file, for the same model and cluster.
@@ -95,14 +101,16 @@ def advise(
     if isinstance(rule, list):
         raise ValueError(f"advise takes one mask for all documents, as in causal or window:4096; {mask} gives one each")
     known = o.cost_of(cost)
-    where = known.on(place.found("h100:4x8"))
     preset = described.whole()
     if preset is None:
         if described.told:
             raise ValueError(f"{described.flags} alone is no model; give --heads, --hidden and --layers, or --model")
         preset = find_model("llama3-8b")
+    divided = parallel.divided(known.on(place.found("h100:4x8")), preset.shape, preset)
+    assert divided.preset is not None
+    preset, where = divided.preset, divided.topology.cluster
     whole = tokens_per_step or batch_tokens(max_tokens_per_rank, where.ranks)
-    asked = Question(preset, where, rule, known.cost, max_tokens_per_rank, whole, today)
+    asked = Question(preset, where, rule, known.cost, max_tokens_per_rank, whole, today, parallel.tp, divided.words)
     with compiling("reading documents") as progress:
         numbers = document_lengths(lengths, tokenizer, field, progress.update)
         found = advise(asked, numbers, progress.update)
@@ -110,7 +118,7 @@ def advise(
     strategy = "auto" if found.verdict == "swap" else found.free.name
     swap = found.verdict == "swap"
     sizes = (max_tokens_per_rank, whole, asked.micro_batches)
-    lines = Lines(preset.shape, where, strategy, *sizes, asked.masks, swap, max(numbers))
+    lines = Lines(preset.shape, where, strategy, *sizes, asked.masks, swap, max(numbers), parallel.tp)
     code = [code_lines(name, lines) for name in names] if found.verdict != "static" else []
     if html is not None:
         _report(html, found, code)
@@ -164,7 +172,9 @@ def as_data(advice: Advice, code: list[tuple[str, str]]) -> dict[str, Any]:
         "micro_batches": question.micro_batches,
         "error_permille": question.cost.error_permille,
         "bound_ms": round(advice.bound_ns / 1e6 / len(advice.static.steps), 3),
+        "baseline": advice.baseline,
         "static": answer(advice.static),
+        "static_by_load": answer(advice.by_load),
         "swap": answer(advice.swap),
         "free": answer(advice.free),
         "verdict": advice.verdict,

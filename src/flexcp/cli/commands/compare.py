@@ -26,11 +26,16 @@ def compare(
 ) -> None:
     """Plan one batch with every strategy and simulate each plan: time, waits, bytes, MFU, distance to what is possible.
 
+    Speed-ups are over the best static method of this batch, which a run that keeps one method does not have: once over those that deal
+    documents to groups by tokens (as Megatron, DeepSpeed and torchtitan do), once by load (zigzag@load). `flexcp advise` compares with one
+    method fixed for the run.
+
     Example: `flexcp compare --lengths web:262144:0 --cluster h100:4x8 --model llama3-8b`
     """
+    from flexcp.compare.compare import STATIC_BY_LOAD
     from flexcp.compare.compare import compare as run
 
-    scenario, names = described.scenario(), o.chosen_strategies(strategies)
+    scenario, names = described.scenario(), o.chosen_strategies(strategies, STATIC_BY_LOAD)
     with compiling(f"planning and simulating {len(names)} strategies") as progress:
         asked = (scenario.request, names, scenario.rules, scenario.training)
         found = run(*asked, lambda n: progress.update(f"simulating {n}"), scenario.compute)
@@ -52,17 +57,18 @@ def as_data(found: Comparison, scenario: s.Scenario) -> dict[str, Any]:
         if row.simulation is None:
             rows.append({"strategy": row.name, "refused": row.refused})
             continue
-        speed_up = found.speed_up(row)
+        by_tokens, by_load = found.speed_up(row), found.speed_up(row, by_load=True)
         rows.append(
             {
                 "strategy": row.name,
                 "static": row.is_static,
-                "speed_up": None if speed_up is None else round(speed_up, 4),
+                "speed_up": None if by_tokens is None else round(by_tokens, 4),
+                "speed_up_by_load": None if by_load is None else round(by_load, 4),
                 "planning_ms": round(row.planning_ms, 3),
                 **simulation_data(row.simulation),
             }
         )
-    best = found.best_static
+    best, dealt = found.best_static, found.best_static_by_load
     return {
         "simulated": True,
         "setting": scenario.title,
@@ -70,6 +76,7 @@ def as_data(found: Comparison, scenario: s.Scenario) -> dict[str, Any]:
         "held_out": scenario.calibration.to_json()["held_out"],
         "closed_form_error": round(found.predict_error, 4),
         "best_static": None if best is None else best.name,
+        "best_static_by_load": None if dealt is None else dealt.name,
         "strategies": rows,
     }
 
@@ -77,7 +84,10 @@ def as_data(found: Comparison, scenario: s.Scenario) -> dict[str, Any]:
 def table(found: Comparison) -> str:
     """Rows with bars, the fastest first; refusals below."""
     step = bool(found.ran) and found.ran[0].simulation is not None and found.ran[0].simulation.step is not None
-    head = f"{'strategy':<16} {'ms':>9} {'x static':>9} {'MFU fwd':>8} {'bwd':>6} {'MB moved':>9} {'balance':>8} {'optimality':>11}"
+    head = (
+        f"{'strategy':<16} {'ms':>9} {'x static':>9} {'x @load':>8} {'MFU fwd':>8} {'bwd':>6} {'MB moved':>9} {'balance':>8} "
+        f"{'optimality':>11}"
+    )
     lines = [head + (f" {'tokens/s':>11}" if step else "")]
     slowest = max((row.ns for row in found.ran), default=1)
     for row in found.ran:
@@ -86,9 +96,11 @@ def table(found: Comparison) -> str:
     lines.append(
         "bars: # attention, . waiting, = other layers and gradient sync. optimality: attention's time over its lower bound."
     )
-    best = found.best_static
+    best, by_load = found.best_static, found.best_static_by_load
     if best is not None:
-        lines.append(f"x static: against {best.name}, the best static one.")
+        lines.append(f"x static: against {best.name}, the best static method of this batch, documents dealt by tokens.")
+    if by_load is not None:
+        lines.append(f"x @load: against {by_load.name}, the best static method of this batch, documents dealt by load.")
     lines += [f"{row.name} refused: {row.refused}" for row in found.rows if row.refused is not None]
     return "\n".join(lines)
 
@@ -96,9 +108,11 @@ def table(found: Comparison) -> str:
 def _line(found: Comparison, row: Row, step: bool) -> str:
     simulation = row.simulation
     assert simulation is not None
-    speed_up = found.speed_up(row)
+    by_tokens, by_load = (
+        "-" if x is None else f"{x:.3f}" for x in (found.speed_up(row), found.speed_up(row, by_load=True))
+    )
     text = (
-        f"{row.name:<16} {row.ns / 1e6:>9.3f} {'-' if speed_up is None else f'{speed_up:.3f}':>9} {simulation.mfu(False):>8.1%} "
+        f"{row.name:<16} {row.ns / 1e6:>9.3f} {by_tokens:>9} {by_load:>8} {simulation.mfu(False):>8.1%} "
         f"{simulation.mfu(True):>6.1%} {row.moved_bytes / 1e6:>9.1f} {row.work_imbalance:>8.3f} {simulation.optimality:>11.3f}"
     )
     return text + (f" {simulation.plan.batch.tokens / row.ns * 1e9:>11,.0f}" if step else "")
@@ -135,7 +149,8 @@ def _report(path: Path, found: Comparison, scenario: s.Scenario) -> None:
             parts = (simulation.attention_ns - simulation.exposed_ns, simulation.exposed_ns, 0)
         else:
             parts = (step.attention_ns, step.wait_ns, step.total_ns - step.attention_ns - step.wait_ns)
-        mark = "best static" if row is found.best_static else ""
+        marks = {id(found.best_static): "best static, by tokens", id(found.best_static_by_load): "best static, by load"}
+        mark = marks.get(id(row), "")
         times.append(StrategyTime(row.name, *parts, row.moved_bytes, row.work_imbalance, mark))
     of = "attention" if scenario.training is None else "step"
     sections = [strategies_section(times, scenario.title, "Strategies side by side, simulated", of)]

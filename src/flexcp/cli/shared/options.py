@@ -58,11 +58,11 @@ Html = Annotated[
 ]
 
 
-def chosen_strategies(text: str) -> tuple[str, ...]:
-    """What ``--strategies`` names."""
+def chosen_strategies(text: str, more: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """What ``--strategies`` names; ``all`` includes ``more`` than the strategies there are."""
     from flexcp.compare.compare import NAMES
 
-    names = NAMES if text == "all" else tuple(name.strip() for name in text.split(",") if name.strip())
+    names = (*NAMES, *more) if text == "all" else tuple(name.strip() for name in text.split(",") if name.strip())
     if not names:
         raise ValueError(f"--strategies {text!r} names none; write all, or names as in auto,zigzag:8,ring")
     return names

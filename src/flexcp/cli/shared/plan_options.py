@@ -11,6 +11,7 @@ from flexcp.cli.shared import options as o
 from flexcp.cli.shared.batches import BatchOptions
 from flexcp.cli.shared.model_and_cluster_options import ModelOptions, ShapedClusterOptions
 from flexcp.cli.shared.option_groups import OptionGroup
+from flexcp.cli.shared.parallel import ParallelOptions
 
 if TYPE_CHECKING:
     from flexcp.plan.plan import Plan
@@ -56,6 +57,7 @@ class PlanOptions(OptionGroup):
     batch: BatchOptions
     cluster: ShapedClusterOptions
     model: ModelOptions
+    parallel: ParallelOptions
     planner: PlannerOptions
     tokens: TokenOptions
     cost: o.CostFile = None
@@ -65,16 +67,9 @@ class PlanOptions(OptionGroup):
         from flexcp.planner import Planner
 
         measured = o.cost_of(self.cost)
-        found, shape = self.model.whole(), self.model.attention(default)
-        return Planner(
-            heads=shape.heads,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            cluster=measured.on(self.cluster.found()),
-            cost=measured.cost,
-            model=None if found is None else found.model,
-            **vars(self.planner),
-        )
+        where, shape = measured.on(self.cluster.found()), self.model.attention(default)
+        found = self.parallel.divided(where, shape, self.model.whole()).announced().topology
+        return Planner(cost=measured.cost, **(found.arguments | vars(self.planner)))
 
     def taken(self, planner: Planner) -> tuple[Planner, list[int]]:
         """(The planner with the cap that the batch was cut by, lengths of the batch); which part of a file they are is said."""
@@ -88,4 +83,5 @@ class PlanOptions(OptionGroup):
         found = self.model.whole()
         if found is None:
             return planner(lengths, self.batch.rule, **vars(self.tokens))
-        return planner(lengths, masks=self.batch.layer_masks(found), **vars(self.tokens))
+        masks = self.batch.layer_masks(self.parallel.part(found))
+        return planner(lengths, masks=masks, **vars(self.tokens))

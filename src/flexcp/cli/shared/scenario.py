@@ -12,6 +12,7 @@ from flexcp.cli.shared import options as o
 from flexcp.cli.shared.batches import BatchOptions
 from flexcp.cli.shared.model_and_cluster_options import ClusterOptions, ModelOptions
 from flexcp.cli.shared.option_groups import OptionGroup
+from flexcp.cli.shared.parallel import ParallelOptions
 
 if TYPE_CHECKING:
     from flexcp.calibration import Calibration
@@ -33,6 +34,8 @@ class Scenario:
     calibration: Calibration
     taken: str = ""
     """Which batch of a file this is, in words."""
+    divided: str = ""
+    """How other parallelisms divide the cluster, in words."""
 
     @property
     def compute(self) -> Compute | None:
@@ -56,7 +59,7 @@ class Scenario:
         return (
             f"simulated: {model} on {self.request.cluster}, {batch.documents:,} documents, {batch.tokens:,} tokens, {masks}, "
             f"{shape.heads} / {shape.kv_heads} heads of {shape.head_dim}; {error_words(self.request.cost, self.calibration.held_out)}"
-            f"{f'; {self.taken}' if self.taken else ''}"
+            f"{f'; {self.taken}' if self.taken else ''}{f'; {self.divided}' if self.divided else ''}"
         )
 
 
@@ -66,6 +69,7 @@ class ScenarioOptions(OptionGroup):
     batch: BatchOptions
     cluster: ClusterOptions
     model: ModelOptions
+    parallel: ParallelOptions
     cost: o.CostFile = None
     sync: Annotated[str, typer.Option(help="Gradient sync of a step: fsdp, allreduce or none.")] = "fsdp"
     overlap: Annotated[float, typer.Option(help="Share of a layer's time behind which gradient sync may hide.")] = 1.0
@@ -82,7 +86,6 @@ class ScenarioOptions(OptionGroup):
         from flexcp.simulator.passes import Rules
         from flexcp.simulator.training import Training
 
-        where = self.cluster.found()
         if self.sync not in SYNCS:
             raise ValueError(f"--sync is {', '.join(SYNCS)}; got {self.sync!r}")
         if not 0 <= self.overlap <= 1:
@@ -91,7 +94,9 @@ class ScenarioOptions(OptionGroup):
         if cap is not None and cap < 1:
             raise ValueError(f"--max-tokens-per-rank is at least 1; got {cap}")
         found = o.cost_of(self.cost)
-        preset, rule = self.model.whole(), self.batch.rule
+        where, heads = found.on(self.cluster.found()), self.model.attention((32, 8, 128))
+        divided = self.parallel.divided(where, heads, self.model.whole())
+        where, preset, rule = divided.topology.cluster, divided.preset, self.batch.rule
         taken = self.batch.taken(where.ranks, cap)
         priced, training = found.cost, None
         if preset is None:
@@ -99,8 +104,8 @@ class ScenarioOptions(OptionGroup):
         else:
             made = make_batch(taken.lengths, masks=self.batch.layer_masks(preset))
             priced = replace(found.cost, model=preset.model)
-            training = Training(preset, self.sync, round(1000 * self.overlap))  # type: ignore[arg-type]
-        shape = self.model.attention((32, 8, 128))
-        request = Request(made, shape, found.on(where), priced, max_tokens_per_rank=taken.max_tokens_per_rank)
+            training = Training(preset, self.sync, round(1000 * self.overlap), self.parallel.tp)  # type: ignore[arg-type]
+        request = Request(made, divided.topology.shape, where, priced, max_tokens_per_rank=taken.max_tokens_per_rank)
         refuse_over_cap(request)
-        return Scenario(request, training, Rules(contention=not self.no_contention), found, taken.words)
+        rules = Rules(contention=not self.no_contention)
+        return Scenario(request, training, rules, found, taken.words, divided.words)

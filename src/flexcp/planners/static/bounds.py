@@ -23,6 +23,7 @@ from flexcp.masks import HI, K0, K1, LO, Q0, Q1
 from flexcp.plan.placement import Placement
 from flexcp.planners.request import Request
 from flexcp.planners.static import static
+from flexcp.planners.static.dealing import deal
 from flexcp.shape import Kind, Shape
 
 Ints = NDArray[np.int64]
@@ -215,7 +216,7 @@ class StaticBounds:
     def _group_of_documents(self, count: int) -> Ints:
         if count not in self._dealt:
             group = np.zeros(self.request.batch.documents, np.int64)
-            for i, documents in enumerate(static.deal(self.request.batch.lengths, count)):
+            for i, documents in enumerate(deal(self.request.batch.lengths, count)):
                 group[documents] = i
             self._dealt[count] = group
         return self._dealt[count]

@@ -10,13 +10,12 @@
 | `usp:u,r`     | zig-zag over r ring positions, each in u parts     | both                  | heads exchanged, then keys round   |
 
 Without a number the group is all ranks. With one, ranks form groups of that size in order (so inside nodes where it divides
-them) and documents are dealt to groups, longest first to the one with the fewest tokens. Any length, no padding. With a fixed
-layout the tokens stay where they are, and a strategy is its work and traffic only.
+them) and documents are dealt to groups by tokens, or by load where ``@load`` is said (:mod:`flexcp.planners.static.dealing`). Any length,
+no padding. With a fixed layout the tokens stay where they are, and a strategy is its work and traffic only.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable
 from itertools import pairwise
@@ -27,6 +26,7 @@ from numpy.typing import NDArray
 from flexcp.arrays.intervals import offsets, spread, united
 from flexcp.plan.placement import Placement, Regions, Runs, Traffic
 from flexcp.planners.request import Refused, Request, refuse_tolerances
+from flexcp.planners.static.dealing import BY_LOAD, dealt
 from flexcp.planners.token_runs import (
     check_cap,
     equalised,
@@ -41,11 +41,12 @@ from flexcp.shape import Shape
 Ints = NDArray[np.int64]
 Grid = tuple[tuple[int, ...], ...]
 Ranges = tuple[Ints, Ints]
+STATIC = ("dp", "ring", "zigzag", "allgather", "ulysses", "usp")
 
 
 def dp(request: Request) -> Placement:
     """Plain data parallelism: no document is cut."""
-    if request.argument:
+    if _degrees(request):
         raise ValueError(f"dp takes no degree; got 'dp:{request.argument}'")
     return _placed(request, [((r,),) for r in range(request.ranks)], "needed", _whole)
 
@@ -75,9 +76,10 @@ def ulysses(request: Request) -> Placement:
 
 def usp(request: Request) -> Placement:
     """Head groups inside rows of u ranks, a zig-zag ring over r rows."""
-    if request.argument:
+    degrees = _degrees(request)
+    if degrees:
         try:
-            u, r = (int(x) for x in request.argument.split(","))
+            u, r = (int(x) for x in degrees.split(","))
         except ValueError:
             raise ValueError(f"usp takes two degrees, as in usp:4,2; got 'usp:{request.argument}'") from None
     else:
@@ -109,6 +111,12 @@ def _zigzag(start: Ints, length: Ints, positions: int) -> list[Ranges]:
     parts = _consecutive(start, length, 2 * positions)
     pairs = [(parts[i], parts[2 * positions - 1 - i]) for i in range(positions)]
     return [(np.concatenate([a[0], b[0]]), np.concatenate([a[1], b[1]])) for a, b in pairs]
+
+
+def _parts(cutter: Cutter, positions: int) -> int:
+    """Into how many parts of rounded lengths a document is cut."""
+    parts: dict[Cutter, int] = {_consecutive: positions, _zigzag: 2 * positions}
+    return parts.get(cutter, 1)
 
 
 def _packed(start: Ints, length: Ints, positions: int) -> list[Ranges]:
@@ -150,7 +158,8 @@ def _placed(request: Request, grids: list[Grid], traffic: str, cutter: Cutter) -
             raise Refused("this layout scatters tokens in runs too short for a static strategy's messages; use blocks")
     else:
         ranks, starts, stops = [], [], []
-        for grid, mine in zip(grids, deal(batch.lengths, len(grids)), strict=True):
+        parts = _parts(cutter, len(grids[0]))
+        for grid, mine in zip(grids, dealt(request, len(grids), parts), strict=True):
             rows = cutter(batch.starts[mine], batch.lengths[mine], len(grid))
             for row, ranges in zip(grid, rows, strict=True):
                 for rank, (start, stop) in zip(row, _evenly(ranges, len(row)), strict=True):
@@ -194,28 +203,21 @@ def _split_regions(request: Request, rows: list[tuple[int, ...]], runs: Runs) ->
     )
 
 
-def deal(lengths: Ints, groups: int) -> list[Ints]:
-    """Documents to groups, longest first to the one with the fewest tokens; each group's in stream order."""
-    heap = [(0, g) for g in range(groups)]
-    dealt: list[list[int]] = [[] for _ in range(groups)]
-    order = np.argsort(-lengths, kind="stable")
-    for document, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
-        load, group = heap[0]
-        dealt[group].append(document)
-        heapq.heapreplace(heap, (load + length, group))
-    return [np.array(sorted(d), np.int64) for d in dealt]
-
-
 def _columns(request: Request, name: str) -> list[Grid]:
     degree = _degree(request, name)
     return [tuple((r,) for r in range(g, g + degree)) for g in range(0, request.ranks, degree)]
 
 
+def _degrees(request: Request) -> str:
+    """What is said of degrees, without how documents are dealt."""
+    return request.argument.removesuffix(BY_LOAD)
+
+
 def _degree(request: Request, name: str) -> int:
-    if not request.argument:
+    if not _degrees(request):
         return request.ranks
     try:
-        degree = int(request.argument)
+        degree = int(_degrees(request))
     except ValueError:
         raise ValueError(f"{name} takes a degree, as in {name}:4; got '{name}:{request.argument}'") from None
     if degree < 1 or request.ranks % degree:

@@ -1,0 +1,78 @@
+"""``--tp``, ``--pp`` and ``--ep``: how other parallelisms divide the GPUs and the model that a command is told of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flexcp.cli.shared.option_groups import OptionGroup
+from flexcp.cli.shared.progress import say
+
+if TYPE_CHECKING:
+    from flexcp.clusters import Cluster
+    from flexcp.models.preset import Preset
+    from flexcp.models.topology import Topology
+    from flexcp.shape import Shape
+
+
+@dataclass(frozen=True)
+class Divided:
+    """What context parallelism sees, the model as one rank has it (None where only heads are told), and the division in words."""
+
+    topology: Topology
+    preset: Preset | None
+    words: str = ""
+
+    def announced(self) -> Divided:
+        """Itself, with the words said beside the result."""
+        if self.words:
+            say(self.words)
+        return self
+
+
+class ParallelOptions(OptionGroup):
+    """Parallelisms beside context parallelism."""
+
+    tp: Annotated[
+        int, typer.Option(help="Tensor parallelism: divides heads and a node's GPUs; --cluster counts GPUs then.")
+    ] = 1
+    pp: Annotated[int, typer.Option(help="Pipeline stages: divide GPUs and layers.")] = 1
+    ep: Annotated[int, typer.Option(help="Expert parallelism: divides experts' weights; ranks and heads stay.")] = 1
+
+    def divided(self, cluster: Cluster, shape: Shape, preset: Preset | None) -> Divided:
+        """The GPUs of ``cluster`` and a model under these parallelisms; only attention's ``shape`` may be known of it."""
+        from flexcp.models.topology import topology
+
+        found = topology(cluster, shape, None if preset is None else preset.model, tp=self.tp, pp=self.pp)
+        if preset is None and self.ep != 1:
+            raise ValueError(f"--ep {self.ep} divides the experts of a whole model; give --model, or drop --ep")
+        gpus = cluster.ranks // self.pp
+        part = None if preset is None else self.part(preset)
+        if gpus % self.ep:
+            raise ValueError(f"--ep {self.ep} does not divide the {gpus} GPUs of {cluster} that hold the same layers")
+        return Divided(found, part, self._words(cluster, shape, found))
+
+    def part(self, preset: Preset) -> Preset:
+        """A whole model as one rank has it."""
+        from flexcp.models.topology import divided_preset
+
+        return divided_preset(preset, **vars(self))
+
+    def _words(self, cluster: Cluster, shape: Shape, found: Topology) -> str:
+        degrees = {name: value for name, value in vars(self).items() if value > 1}
+        if not degrees:
+            return ""
+        ranks, each = found.cluster.ranks, found.cluster.ranks_per_node
+        copied = f" (a copy of one of {shape.kv_heads})" if shape.kv_heads < self.tp else ""
+        text = (
+            f"{cluster} under {', '.join(f'{name} {value}' for name, value in degrees.items())}: {ranks} context-parallel "
+            f"{'rank' if ranks == 1 else 'ranks'}, {each} a node, each with {found.shape.heads} query and {found.shape.kv_heads} KV "
+            f"heads{copied}"
+        )
+        if self.pp > 1:
+            text += "; times are of one stage, without bubbles"
+        if self.ep > 1:
+            text += "; experts use the same ranks, and their exchange of tokens is left out"
+        return text

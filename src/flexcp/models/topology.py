@@ -1,0 +1,147 @@
+"""Topology: what context parallelism sees of a machine and a model once tensor and pipeline parallelism have taken their part.
+
+GPUs are numbered node by node and divided as Megatron-Core and torchtitan divide them: tensor parallelism takes neighbours inside a node,
+pipeline stages are the outermost division, and everything between them is one pool of context-parallel (and data-parallel) ranks.
+
+    h100:4x8 under tp=8        node 0  [0 1 2 3 4 5 6 7]   a tensor-parallel group is one rank of the pool:
+                               node 1  [8 ...       15]    4 ranks, one a node, each with 1/8 of the heads
+                               ...
+
+- *Ranks.* GPU t of every tensor-parallel group is in pool t, and all pools run the same plan on their own heads at the same time. So a rank
+  of the plan stands for one GPU with its own port: bandwidth and latency stay those of one GPU, also where the ports of a preset are shares
+  of a node's network cards. What one GPU is slower by, its whole group and all stages wait for: a rank is as fast as the slowest of them.
+- *Heads.* Query heads are divided evenly. So are KV heads; where there are fewer of them than tensor-parallel ranks each has a copy of one.
+- *Other layers.* Projections and feed-forwards are divided by ``tp``, layers by ``pp``. All stages run the same plan.
+- *Experts.* Expert parallelism places feed-forwards on ranks that all do attention, so it changes neither ranks nor heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from flexcp.clusters import Cluster
+from flexcp.cost import Model, dense_model
+from flexcp.models.preset import Preset
+from flexcp.shape import Shape
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A cluster of context-parallel ranks, the heads that each has, and what the other layers cost it."""
+
+    cluster: Cluster
+    shape: Shape
+    model: Model | None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of :class:`flexcp.Planner`: ``Planner(**topology(...).arguments)``."""
+        shape = self.shape
+        return {
+            "heads": shape.heads,
+            "kv_heads": shape.kv_heads,
+            "head_dim": shape.head_dim,
+            "v_head_dim": shape.v_head_dim,
+            "dtype": shape.dtype,
+            "latent": shape.latent,
+            "cluster": self.cluster,
+            "model": self.model,
+        }
+
+
+def topology(cluster: Cluster, shape: Shape, model: Model | None = None, *, tp: int = 1, pp: int = 1) -> Topology:
+    """What context parallelism sees of ``cluster``'s GPUs and a model's heads under tensor and pipeline parallelism.
+
+    ``cluster`` counts GPUs, ``shape`` all heads of the model. ``tp=8`` leaves one context-parallel rank on a node of 8, with an eighth of
+    the heads; KV heads fewer than ``tp`` are replicated, one for each rank. A division that does not come out even is refused.
+
+    >>> from flexcp.clusters import cluster
+    >>> found = topology(cluster("h100:4x8"), Shape(32, 8, 128, 128), tp=8)
+    >>> str(found.cluster), found.shape.heads, found.shape.kv_heads
+    ('h100:4x1', 4, 1)
+    """
+    _check_degree("tp", tp)
+    _check_degree("pp", pp)
+    if model is not None:
+        divided: Model | None = _divided_model(model, tp, pp)
+    else:  # the model that planning assumes is made of all heads, so it must be made before they are divided
+        divided = _divided_model(dense_model(shape), tp, 1) if tp > 1 else None
+    return Topology(_divided_cluster(cluster, tp, pp), _divided_shape(shape, tp), divided)
+
+
+def divided_preset(preset: Preset, *, tp: int = 1, pp: int = 1, ep: int = 1) -> Preset:
+    """A model as one rank has it: its heads, its part of each layer and of the vocabulary, the layers of its stage, its experts.
+
+    Of stages that differ it is the slowest: the one with the most layers without a window, and with the vocabulary's projection.
+    """
+    _check_degree("ep", ep)
+    if preset.experts % ep:
+        if preset.experts == 1:
+            raise ValueError(f"ep={ep}: {preset.model.name} has no experts; leave ep out")
+        raise ValueError(
+            f"ep={ep} does not divide the {preset.experts} experts of {preset.model.name}; use one of {_divisors(preset.experts)}"
+        )
+    return Preset(
+        _divided_model(preset.model, tp, pp),
+        _divided_shape(preset.shape, tp),
+        -(-preset.vocabulary // tp),
+        preset.experts // ep,
+        tuple((keys, layers // pp) for keys, layers in preset.windows if layers >= pp),
+    )
+
+
+def _divided_cluster(cluster: Cluster, tp: int, pp: int) -> Cluster:
+    nodes, each = cluster.nodes, cluster.ranks_per_node
+    if nodes % pp == 0:
+        nodes //= pp
+    elif pp % nodes == 0 and each % (pp // nodes) == 0:
+        nodes, each = 1, each // (pp // nodes)
+    else:
+        fits = [n for n in _divisors(cluster.ranks) if nodes % n == 0 or n % nodes == 0]
+        raise ValueError(
+            f"pp={pp} does not divide {cluster} into stages of whole nodes or of equal parts of a node; stages that do: {fits}"
+        )
+    if each % tp:
+        where = f"{each} GPUs that a stage has on a node" if pp > 1 else f"{each} GPUs of a node"
+        raise ValueError(
+            f"tp={tp} does not divide the {where} of {cluster}; tensor parallelism stays inside a node, with one of {_divisors(each)}"
+        )
+    speeds = cluster.speeds
+    if speeds:
+        slowest = np.array(speeds).reshape(pp, -1, tp).min(axis=(0, 2))
+        speeds = tuple(int(speed) for speed in slowest)
+    return replace(cluster, nodes=nodes, ranks_per_node=each // tp, speeds=speeds)
+
+
+def _divided_shape(shape: Shape, tp: int) -> Shape:
+    if not _divides_heads(shape, tp):
+        fits = [n for n in _divisors(shape.heads) if _divides_heads(shape, n)]
+        raise ValueError(
+            f"tp={tp} does not divide {shape.heads} query and {shape.kv_heads} KV heads evenly (KV heads fewer than tp are replicated, "
+            f"where tp is a multiple of them); use one of {fits}"
+        )
+    return replace(shape, heads=shape.heads // tp, kv_heads=max(1, shape.kv_heads // tp))
+
+
+def _divides_heads(shape: Shape, tp: int) -> bool:
+    return shape.heads % tp == 0 and (shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0)
+
+
+def _divided_model(model: Model, tp: int, pp: int) -> Model:
+    if model.layers % pp:
+        raise ValueError(
+            f"pp={pp} does not divide the {model.layers} layers of {model.name}; equal stages need one of {_divisors(model.layers)}"
+        )
+    return replace(model, layers=model.layers // pp, feed_forward=-(-model.feed_forward // tp))
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _check_degree(name: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} is over how many ranks to divide, a whole number of at least 1; got {value!r}")

@@ -1,0 +1,75 @@
+"""Dealing: which group of a static method gets which documents, where its degree makes several groups.
+
+- *By tokens*, as Megatron-Core, DeepSpeed and torchtitan fill data-parallel ranks: longest first to the group with the fewest tokens.
+- *By load* (``ulysses:8@load``), as WLB-LLM and trainers of reinforcement learning do: most expensive first to the group with the least
+  attention and other layers together. Groups then keep different numbers of tokens, as far as ``max_tokens_per_rank`` has room. Attention
+  is priced as kernels are: by pairs, and for every tile of 128 rows that a document has or is cut into, most of what short ones cost. What
+  moves is not in the price, so where traffic is what takes the time, dealing by load can be the slower of the two.
+
+Each group's documents are in stream order.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.cost import TILE_ROWS
+from flexcp.planners.request import Request
+from flexcp.schedule.predict import document_work
+
+Ints = NDArray[np.int64]
+BY_LOAD = "@load"
+"""What follows the name or the degree of a static method that deals by load."""
+
+
+def deals_by_load(text: str) -> bool:
+    """Whether a strategy, or its argument, deals documents by load."""
+    return text.endswith(BY_LOAD)
+
+
+def dealt(request: Request, groups: int, parts: int) -> list[Ints]:
+    """The documents of each group, as the request's strategy deals them; ``parts`` is how many each is cut into."""
+    lengths = request.batch.lengths
+    if groups == 1 or not deals_by_load(request.argument):
+        return deal(lengths, groups)
+    # Parts differ by rounding: none is longer than if all of them were as long as the longest.
+    most = -(-lengths // parts) * parts
+    room = None if request.token_cap is None else request.token_cap * (request.ranks // groups)
+    return _deal_by_load(_loads(request, parts), most, groups, room)
+
+
+def _loads(request: Request, parts: int) -> Ints:
+    """What each document costs in pairs over all layers, cut into so many parts."""
+    batch, shape, cost = request.batch, request.shape, request.cost
+    tiles_of_cuts = np.maximum(np.minimum(batch.lengths, parts) - -(-batch.lengths // TILE_ROWS), 0)
+    beside = tiles_of_cuts * cost.row_tile_pairs + batch.lengths * cost.pairs_per_token(shape)
+    of_masks = zip(batch.masks, document_work(batch, shape, cost), strict=True)
+    return np.asarray(sum(mask.layers * (work // shape.heads + beside) for mask, work in of_masks))
+
+
+def deal(lengths: Ints, groups: int) -> list[Ints]:
+    """Documents to groups by tokens: longest first to the one with the fewest."""
+    heap = [(0, g) for g in range(groups)]
+    found: list[list[int]] = [[] for _ in range(groups)]
+    order = np.argsort(-lengths, kind="stable")
+    for document, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        tokens, group = heap[0]
+        found[group].append(document)
+        heapq.heapreplace(heap, (tokens + length, group))
+    return [np.array(sorted(d), np.int64) for d in found]
+
+
+def _deal_by_load(loads: Ints, tokens: Ints, groups: int, room: int | None) -> list[Ints]:
+    """Documents to groups: the largest load first to the least loaded that has room for its tokens, or where none has to the emptiest."""
+    load, kept = np.zeros(groups, np.int64), np.zeros(groups, np.int64)
+    group_of = np.zeros(len(loads), np.int64)
+    for document in np.argsort(-loads, kind="stable").tolist():
+        fits = np.full(groups, True) if room is None else kept + tokens[document] <= room
+        group = int(np.where(fits, load, load.max() + 1).argmin()) if fits.any() else int(kept.argmin())
+        group_of[document] = group
+        load[group] += loads[document]
+        kept[group] += tokens[document]
+    return [np.flatnonzero(group_of == group) for group in range(groups)]
