@@ -26,6 +26,7 @@ from flexcp.plan.slots import held_slot, pass_inputs, work_slot
 from flexcp.schedule.rings import count_static_pairs, rings_of
 from flexcp.schedule.work import Pairs, rank_work
 from flexcp.shape import Kind
+from flexcp.simulator.ring_work import RingCounts, count_ring, find_slots, ring_slot_work
 
 Ints = NDArray[np.int64]
 MOST_PARTS = 4_000_000
@@ -70,9 +71,14 @@ class _Parts(NamedTuple):
     k_shelf: Ints
 
 
-def slot_work(plan: Plan, mask: int, backward: bool) -> SlotWork:
+def slot_work(plan: Plan, mask: int, backward: bool, ring: RingCounts | None = None) -> SlotWork:
     """The work of a mask's program in one direction."""
     program, placement = plan.programs[mask][backward], plan.placement
+    if ring is None: ring = count_ring(plan, mask)
+    if ring is not None:
+        slots = find_slots(plan, mask, backward, ring.seats)
+        if slots is not None:
+            return SlotWork(*ring_slot_work(ring, slots, program.stages), True)
     if placement.traffic.kind == "gather" and not placement.assemble_own:
         return _gathered(plan, mask, program)
     if placement.traffic.kind == "ring" and _ring_parts(placement, mask, program) > MOST_PARTS:
