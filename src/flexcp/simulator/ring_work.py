@@ -1,12 +1,9 @@
-"""Ring work: the work of every slot of a ring, counted from what positions see of each other.
+"""Ring work: the work of every slot of a ring, from what its positions see of each other.
 
-In a ring whole ranks' keys move, position by position, and a rank computes for its heads all rows that its position keeps. So work has no
-more kinds than positions: the keys that a hop brings come from one of them. What the rows of a rank see of the keys of a position is
-counted in one sweep over the documents (:mod:`flexcp.simulator.loops_rings`), the same for both directions; transfers say in which slot those
-keys are there. That is the count of :mod:`flexcp.simulator.slot_work`, which cuts every region along what arrives, without the parts: a
-document over a ring of r positions has r squared of them.
+:mod:`flexcp.simulator.ring_counts` counts that once for both directions; transfers say in which slot the keys of a position are there. The
+result is that of :mod:`flexcp.simulator.slot_work`, which cuts every region along what arrives.
 
-A ring is what its tables say, not its strategy's name. Where regions or transfers are not those of a ring, nothing is counted here.
+A ring is what its tables say, not its strategy's name: where transfers are not those of a ring, there is no answer here.
 """
 
 from __future__ import annotations
@@ -16,46 +13,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcp.plan.placement import Placement
 from flexcp.plan.plan import Plan
 from flexcp.plan.program import Transfers
 from flexcp.plan.slots import pass_inputs
 from flexcp.shape import Kind
+from flexcp.simulator.ring_counts import RingCounts, Seats
 
 Ints = NDArray[np.int64]
-
-
-class Seats(NamedTuple):
-    """Where each rank is: its group, its position in the group's ring, which member of the position; how many there are of both.
-
-    ``leader`` is the first rank of its position; it computes the query heads ``first_head..last_head``. These columns are the rows of the
-    table that :mod:`flexcp.simulator.loops_rings` reads.
-    """
-
-    group: Ints
-    number: Ints
-    member: Ints
-    positions: Ints
-    members: Ints
-    leader: Ints
-    first_head: Ints
-    last_head: Ints
-
-
-class RingCounts(NamedTuple):
-    """Pairs of one head and row tiles, of rank by position of its ring or member of its position.
-
-    ``pairs[rank, position]`` are those of the rows that the rank keeps, ``home_pairs[rank, member]`` likewise inside its own position.
-    ``tiles[leader, position]`` are of the regions of a position that see another; ``own_tiles[rank]`` and ``other_tiles[rank]`` at home, of
-    the regions with pairs of the rank's own rows and keys, and of those with any others.
-    """
-
-    seats: Seats
-    pairs: Ints
-    home_pairs: Ints
-    tiles: Ints
-    own_tiles: Ints
-    other_tiles: Ints
 
 
 class RingSlots(NamedTuple):
@@ -63,30 +27,6 @@ class RingSlots(NamedTuple):
 
     hop: Ints
     home: Ints
-
-
-def count_ring(plan: Plan, mask: int) -> RingCounts | None:
-    """What positions see of each other under a mask; None where the placement is not that of a ring."""
-    from flexcp.simulator import loops_rings as loops  # compiled: only who simulates loads Numba
-
-    placement = plan.placement
-    if placement.traffic.kind != "ring" or placement.assemble_own:
-        return None
-    seats = _seats(placement, plan.shape.heads)
-    if seats is None:
-        return None
-    table = np.stack(seats)
-    kept, batch, given = placement.runs, placement.batch, placement.regions[mask]
-    order = np.argsort(kept.start, kind="stable")
-    cut = loops.cut_runs(order, kept.rank, kept.start, kept.stop, _own(batch.starts), table)
-    runs, first_run, regions = cut
-    columns = (given.rank, given.document, given.q0, given.q1, given.k0, given.k1, given.h0, given.h1)
-    if not loops.is_placed_as_ring(*cut, table, _own(batch.lengths), *columns):
-        return None
-    tiles = plan.cost.row_tiles_work(regions[loops.Q1] - regions[loops.Q0])
-    layer = batch.masks[mask]
-    found = loops.count_rings(runs, first_run, _own(layer.slices), _own(layer.first), table, _crews(seats), _own(tiles))
-    return RingCounts(seats, *found)
 
 
 def find_slots(plan: Plan, mask: int, backward: bool, seats: Seats) -> RingSlots | None:
@@ -150,29 +90,3 @@ def ring_slot_work(counts: RingCounts, slots: RingSlots, stages: int) -> tuple[I
     sent = (rows > own) * 1 + (column > own) + (whole - rows - column + own > 0)
     pairs[here], tiles[here], kernels[here] = (whole - own)[several], counts.other_tiles[several], sent[several]
     return (pairs + tiles) * heads, pairs * heads, kernels
-
-
-def _seats(placement: Placement, heads: int) -> Seats | None:
-    """The seats of a placement's groups, or None where these are no grids of all ranks."""
-    columns = np.full((len(Seats._fields), placement.ranks), -1, np.int64)
-    for g, grid in enumerate(placement.traffic.groups):
-        positions, members = len(grid), len(grid[0])
-        for c, row in enumerate(grid):
-            if len(row) != members:
-                return None
-            for j, rank in enumerate(row):
-                mine = j * heads // members, (j + 1) * heads // members
-                columns[:, rank] = (g, c, j, positions, members, row[0], *mine)
-    return Seats(*columns) if columns.min() >= 0 else None
-
-
-def _crews(seats: Seats) -> Ints:
-    """``[leader, member]``: the ranks of each position."""
-    crews = np.zeros((len(seats.leader), int(seats.members.max())), np.int64)
-    crews[seats.leader, seats.member] = np.arange(len(seats.leader))
-    return crews
-
-
-def _own(column: Ints) -> Ints:
-    """A contiguous array that may be written: of what a batch holds some may, some may not, and loops are compiled for either."""
-    return np.array(column, np.int64)

@@ -26,7 +26,8 @@ from flexcp.plan.slots import held_slot, pass_inputs, work_slot
 from flexcp.schedule.rings import count_static_pairs, rings_of
 from flexcp.schedule.work import Pairs, rank_work
 from flexcp.shape import Kind
-from flexcp.simulator.ring_work import RingCounts, count_ring, find_slots, ring_slot_work
+from flexcp.simulator.ring_counts import RingCounts, count_ring
+from flexcp.simulator.ring_work import find_slots, ring_slot_work
 
 Ints = NDArray[np.int64]
 MOST_PARTS = 4_000_000
