@@ -119,9 +119,11 @@ def _seen(products: Floats, sizes: Floats, ahead: bool) -> Floats:
 
 def _add_pairs(pairs: Floats, home_pairs: Ints, seats: Seats, owner: Ints, seen: Floats) -> None:
     """Add what runs of these owners see of each other."""
-    np.add.at(pairs, (owner[:, None], seats.number[owner]), seen)
-    row, key = np.nonzero(seats.leader[owner][:, None] == seats.leader[owner])
-    np.add.at(home_pairs, (owner[row], seats.member[owner[key]]), seen[row, key].astype(np.int64))
+    number, member, leader = seats.number[owner], seats.member[owner], seats.leader[owner]
+    place = owner[:, None] * pairs.shape[1] + number
+    pairs += np.bincount(place.ravel(), seen.ravel(), pairs.size).reshape(pairs.shape)
+    row, key = np.nonzero(leader[:, None] == leader)
+    np.add.at(home_pairs, (owner[row], member[key]), seen[row, key].astype(np.int64))
 
 
 def _seats(placement: Placement, heads: int) -> Seats | None:

@@ -47,8 +47,7 @@ def find_slots(plan: Plan, mask: int, backward: bool, seats: Seats) -> RingSlots
     expected = ((queries, leader, *heads), (keys, seats.group, *plan.shape.kv_range(*heads)))
     for t, label, low, high in expected:
         whole = (t.start == 0) & (t.stop == tokens[t.owner]) & (t.h0 == low[t.target]) & (t.h1 == high[t.target])
-        there = np.zeros((ranks, ranks), np.int64)
-        np.add.at(there, (t.target, t.owner), 1)
+        there = np.bincount(t.target * ranks + t.owner, minlength=ranks * ranks).reshape(ranks, ranks)
         if not whole.all() or not np.array_equal(there, keeps & (label[:, None] == label)):
             return None
     home = np.zeros(ranks, np.int64)

@@ -73,13 +73,12 @@ class _Parts(NamedTuple):
 
 
 def slot_work(plan: Plan, mask: int, backward: bool, ring: RingCounts | None = None) -> SlotWork:
-    """The work of a mask's program in one direction."""
+    """The work of a mask's program in one direction; ``ring`` is :func:`count_ring` of that mask, where it is at hand."""
     program, placement = plan.programs[mask][backward], plan.placement
-    if ring is None: ring = count_ring(plan, mask)
-    if ring is not None:
-        slots = find_slots(plan, mask, backward, ring.seats)
-        if slots is not None:
-            return SlotWork(*ring_slot_work(ring, slots, program.stages), True)
+    ring = ring or count_ring(plan, mask)
+    slots = find_slots(plan, mask, backward, ring.seats) if ring else None
+    if ring and slots:
+        return SlotWork(*ring_slot_work(ring, slots, program.stages), True)
     if placement.traffic.kind == "gather" and not placement.assemble_own:
         return _gathered(plan, mask, program)
     if placement.traffic.kind == "ring" and _ring_parts(placement, mask, program) > MOST_PARTS:
@@ -89,9 +88,8 @@ def slot_work(plan: Plan, mask: int, backward: bool, ring: RingCounts | None = N
 
 def slot_ns(found: SlotWork, plan: Plan, cost: CostModel, backward: bool) -> Ints:
     """``[rank, slot]`` nanoseconds, with the start of each kernel."""
-    shape, cluster = plan.shape, plan.cluster
-    columns = [cost.attention_ns(found.work[:, s], shape, cluster, backward) for s in range(found.work.shape[1])]
-    return np.stack(columns, axis=1) + cost.kernel_ns * found.kernels
+    ns = cost.attention_ns(found.work.T, plan.shape, plan.cluster, backward).T
+    return np.asarray(ns + cost.kernel_ns * found.kernels)
 
 
 # --- exactly -----------------------------------------------------------------------------------------------------------
