@@ -12,8 +12,8 @@ An event is one integer: its time, then what happens, then to whom (a rank or a 
 
 State is in tables whose rows are named below: ``rule`` (what holds for all), ``rank``, ``chunk``, and for each port ``queue[OUT or IN]``. A
 rank has a port inside its node and one across nodes, ``ports[level, rank]``; ranks may share one. ``order[OUT]`` are the chunks by the port
-they leave through, beginning at ``first[OUT, port]``; none from ``order[OUT, i]`` on is of a stage before ``earliest[OUT, i]``, so a search for
-a chunk ends where no rank of the port has posted that.
+they leave through, beginning at ``first[OUT, port]``. None of a port's from ``order[OUT, i]`` on is of a stage before ``earliest[OUT, i]``,
+so a search for a chunk ends where no rank of the port has posted that.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ most runs of keys whole or not at all: whole are those in a range of runs that o
 carries along how many keys of each position lie in that range, and a run of rows adds them all with one product. Only the few runs at the
 range's ends, which the band of the slice cuts, are counted one by one.
 
-``runs`` are the runs in the order of the stream, cut where documents end; ``first_run[document]`` is where a document's begin. A *region* is
-what the ranks of one position keep side by side of one document. ``seat`` says where ranks are: in which group, at which position of its
+``runs`` are the runs in the order of the stream, cut where documents end; ``first_run[document]`` is where a document's begin. A *region*
+is what the ranks of one position keep side by side of one document. ``seat`` says where ranks are: in which group, at which position of its
 ring, as which member of the position.
 """
 
@@ -87,10 +87,10 @@ def is_placed_as_ring(
             return False
         if k0[i] != 0 or k1[i] != lengths[document[i]] or h0[i] != seat[HEADS0, r] or h1[i] != seat[HEADS1, r]:
             return False
+    missing = 0
     for r in range(ranks):
-        if taken[r] != first[seat[LEADER, r] + 1] - first[seat[LEADER, r]]:
-            return False
-    return True
+        missing += first[seat[LEADER, r] + 1] - first[seat[LEADER, r]] - taken[r]
+    return missing == 0
 
 
 @compiled
@@ -119,14 +119,13 @@ def sum_products(sizes: Floats) -> Floats:
     """
     documents, runs = sizes.shape
     found = np.zeros((runs, runs), np.float64)
-    d = 0
-    while d + 4 <= documents:
+    fours = documents // 4 * 4
+    for d in range(0, fours, 4):
         for i in range(runs):
             a, b, c, e = sizes[d, i], sizes[d + 1, i], sizes[d + 2, i], sizes[d + 3, i]
             for j in range(i + 1):
                 found[i, j] += a * sizes[d, j] + b * sizes[d + 1, j] + c * sizes[d + 2, j] + e * sizes[d + 3, j]
-        d += 4
-    for d in range(d, documents):
+    for d in range(fours, documents):
         for i in range(runs):
             for j in range(i + 1):
                 found[i, j] += sizes[d, i] * sizes[d, j]
@@ -139,13 +138,17 @@ def count_rings(
 ) -> tuple[Floats, Ints, Ints, Ints, Ints]:
     """Pairs of each rank's rows with the keys of each position, and of each member of its own; row tiles of regions that have any.
 
-    Row tiles (``tiles[region]``) are of each position (its leader) by the position whose keys are seen, and at home of each rank: of regions
-    with pairs of its own rows and keys, and of regions with others. ``crew[leader]`` are the ranks of a position.
+    Row tiles (``tiles[region]``) are of each position (its leader) by the position whose keys are seen, and at home of each rank: of
+    regions with pairs of its own rows and keys, and of regions with others. ``crew[leader]`` are the ranks of a position.
     """
     ranks = seat.shape[1]
     widest, members = seat[POSITIONS].max(), seat[MEMBERS].max()
     pairs, home_pairs = np.zeros((ranks, widest), np.float64), np.zeros((ranks, members), np.int64)
-    tiled, own_tiled, other_tiled = np.zeros((ranks, widest), np.int64), np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
+    tiled, own_tiled, other_tiled = (
+        np.zeros((ranks, widest), np.int64),
+        np.zeros(ranks, np.int64),
+        np.zeros(ranks, np.int64),
+    )
     most = 0
     for d in which:
         most = max(most, first_run[d + 1] - first_run[d])

@@ -32,8 +32,8 @@ class RingSlots(NamedTuple):
 def find_slots(plan: Plan, mask: int, backward: bool, seats: Seats) -> RingSlots | None:
     """The slots of a ring's keys; None where transfers are not those of a ring.
 
-    In a ring every rank gets the queries and keys of the others of its position, all in one slot, then the keys of one more position a slot,
-    all of a rank's tokens at a time.
+    In a ring every rank gets the queries and keys of the others of its position, all in one slot, then the keys of one more position a
+    slot, all of a rank's tokens at a time.
     """
     program = plan.programs[mask][backward]
     if program.held or program.keys_kept or program.own_stage != 0:
@@ -59,7 +59,9 @@ def find_slots(plan: Plan, mask: int, backward: bool, seats: Seats) -> RingSlots
     mates = Transfers.join([queries, keys.take(near)])
     together = (home[mates.target] == mates.stage).all() and (hop[far.target, number[far.owner]] == far.stage).all()
     # One slot for what is at home, one for the rest of the position, one for each hop.
-    slots = np.sort(np.concatenate([np.where(hop < 0, -1 - np.arange(hop.shape[1]), hop), home[:, None]], axis=1), axis=1)
+    slots = np.sort(
+        np.concatenate([np.where(hop < 0, -1 - np.arange(hop.shape[1]), hop), home[:, None]], axis=1), axis=1
+    )
     apart = (np.diff(slots, axis=1) > 0).all() and ((hop < 0) | (hop > home[:, None])).all()
     return RingSlots(hop, home) if together and apart else None
 

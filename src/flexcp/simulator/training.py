@@ -133,11 +133,6 @@ class Simulation:
             for p in pair
         )
 
-    @property
-    def exact(self) -> bool:
-        """Whether the work of every slot was counted, not spread."""
-        return all(p.model.found.exact for pair in self.passes for p in pair)
-
     def events(self) -> list[Event]:
         """The timeline of one layer: every mask's forward, then every mask's backward behind the slowest rank of what was before."""
         found: list[Event] = []
