@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start hundreds of Python processes: bytecode is kept whatever the environment says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test loops kernels lint docs screenshots verify-all planning auto groups regimes memory multimodal models experiments published hypergraph properties data fuzz-plans clean
+.PHONY: demo test loops kernels lint docs screenshots verify-all planning simulator-speed auto groups regimes memory multimodal models experiments published hypergraph properties data fuzz-plans clean
 
 demo: .venv/ready
 	$(BIN)/flexcp demo
@@ -45,6 +45,10 @@ verify-all: .venv/ready
 # Bytes, balance and planning time on fixed batches; writes docs/results/planning.md.
 planning: .venv/ready
 	$(BIN)/python benchmarks/planning.py --write docs/results/planning.md
+
+# How long simulating a plan takes; writes docs/results/simulator-speed.md.
+simulator-speed: .venv/ready
+	$(BIN)/python benchmarks/simulator_speed.py --write docs/results/simulator-speed.md
 
 # auto against every strategy on all distributions, masks and three clusters, simulated; writes docs/results/auto.md.
 auto: .venv/ready

@@ -85,7 +85,7 @@ def scaling(
     rows = [_scaled(p, name, ranks) for p in presets for name in lengths for ranks in counts]
     heads = ["preset", "lengths", "GPUs", "auto ms", "blocks", "groups", *RIVALS]
     heads += ["best rival / auto", "auto's efficiency", "best rival / best of ours", "its efficiency"]
-    return table([*heads, "optimality of auto", "ring's hops"], rows)
+    return table([*heads, "optimality of auto"], rows)
 
 
 def _scaled(preset: str, name: str, ranks: int) -> list[str]:
@@ -96,10 +96,9 @@ def _scaled(preset: str, name: str, ranks: int) -> list[str]:
     best = min((n for n in times if n.partition(":")[0] in RIVALS), key=lambda n: times[n])
     texts = [f"{times[n] / 1e6:.1f}" if n in times else "refused" for n in names]
     ours = min(OURS, key=lambda n: times[n])
-    counted = "counted" if found[names[-1]].exact else "spread"
     last = [f"{times[best] / times['auto']:.2f} ({best})", f"{efficiency(found['auto']):.1%}"]
     last += [f"{times[best] / times[ours]:.2f} ({ours})", f"{efficiency(found[ours]):.1%}"]
-    return [preset, name, str(ranks), *texts, *last, f"{found['auto'].optimality:.2f}", counted]
+    return [preset, name, str(ranks), *texts, *last, f"{found['auto'].optimality:.2f}"]
 
 
 def sample() -> float:

@@ -92,8 +92,7 @@ def sections(quick: bool) -> list[tuple[str, str, Callable[[], list[str]]]]:
             "flexcp at the sizes of block-level FCP",
             "Milliseconds of attention forward and backward. Rivals are the dealing of MagiAttention, ByteScale and WLB-LLM and a ring "
             "over all ranks. Published: FCP 1.13 to 2.21 times the best of them, efficiency 92.9 to 94.7 %. Where `auto` is behind "
-            "`groups`, it stays with a static method because the predicted gain is within the 8 % by which the cost model may err. "
-            "*Spread*: the work of a large ring is spread evenly over its hops.",
+            "`groups`, it stays with a static method because the predicted gain is within the 8 % by which the cost model may err.",
             lambda: block_fcp.scaling(counts, ("h20",) if quick else ("h20", "gb200")),
         ),
         (

@@ -35,7 +35,7 @@ def hand_made(
     stage, source, target, time = np.array(chunks, np.int64).reshape(-1, 4).T
     zero = np.zeros_like(stage)
     work = np.array(ns, np.int64)
-    found = SlotWork(work, work, (work > 0).astype(np.int64), True)
+    found = SlotWork(work, work, (work > 0).astype(np.int64))
     messages = TimedChunks(stage, zero, source, target, time * 7, time, zero)
     return PassModel("all forward", len(ns), False, found, work, messages, rules, LATENCY, slow, link)
 

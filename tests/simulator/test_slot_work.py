@@ -15,7 +15,6 @@ from flexcp.masks import area
 from flexcp.plan.plan import Plan
 from flexcp.schedule.rings import count_static_pairs, rings_of
 from flexcp.schedule.work import rank_work
-from flexcp.simulator import slot_work as module
 from flexcp.simulator.slot_work import slot_ns, slot_work
 
 STRATEGIES = [
@@ -56,7 +55,6 @@ def assert_same(plan: Plan, mask: int = 0) -> None:
     for backward in (False, True):
         found = slot_work(plan, mask, backward)
         pairs, kernels = by_program(plan, mask, backward)
-        assert found.exact
         np.testing.assert_array_equal(found.pairs.sum(axis=1), pairs.sum(axis=1))
         held = plan.programs[mask][backward].held
         if held:  # held work is cut at whole tiles of rows, here at the plan's share
@@ -105,25 +103,6 @@ def test_several_masks_and_moved_queries() -> None:
     plan = planner([9000, 500, 300], masks={"all": (flexcp.causal(), 1), "near": (flexcp.window(100), 3)})
     for mask in (0, 1):
         assert_same(plan, mask)
-
-
-@pytest.mark.parametrize("strategy", ["zigzag", "usp:2,4", "ulysses", "zigzag:2"])
-def test_a_large_ring_is_spread_evenly(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = flexcp.cluster("h100", 1, 8)
-    plan = flexcp.Planner(8, 8, 32, cluster=machine, strategy=strategy)([4096, 2048])
-    exact = slot_work(plan, 0, False)
-    monkeypatch.setattr(module, "MOST_PARTS", 0)
-    spread = slot_work(plan, 0, False)
-    assert exact.exact and not spread.exact
-    np.testing.assert_array_equal(spread.pairs.sum(axis=1), exact.pairs.sum(axis=1))
-    # Zig-zag with equal parts has the same work in every hop, up to the few rows by which parts differ. Before heads are exchanged a rank
-    # can do what needs only its own tokens; spread, that waits.
-    first = 2 if strategy[0] == "u" else 1
-    joined = [
-        np.concatenate([x[:, :first].sum(axis=1, keepdims=True), x[:, first:]], axis=1)
-        for x in (spread.pairs, exact.pairs)
-    ]
-    np.testing.assert_allclose(*joined, rtol=0.02)
 
 
 def test_time_is_the_cost_models() -> None:

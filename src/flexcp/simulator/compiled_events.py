@@ -12,17 +12,17 @@ An event is one integer: its time, then what happens, then to whom (a rank or a 
 
 State is in tables whose rows are named below: ``rule`` (what holds for all), ``rank``, ``chunk``, and for each port ``queue[OUT or IN]``. A
 rank has a port inside its node and one across nodes, ``ports[level, rank]``; ranks may share one. ``order[OUT]`` are the chunks by the port
-they leave through, beginning at ``first[OUT, port]``.
+they leave through, beginning at ``first[OUT, port]``. None of a port's from ``order[OUT, i]`` on is of a stage before ``earliest[OUT, i]``,
+so a search for a chunk ends where no rank of the port has posted that.
 """
 
 from __future__ import annotations
 
-import heapq
-
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcp.arrays.jit import compiled
+from flexcp.arrays.compiled_heap import empty_heap, pop, push
+from flexcp.arrays.jit import compiled, compiled_leaf
 
 Ints = NDArray[np.int64]
 POSTED, COMPUTED, ARRIVED = range(3)
@@ -33,7 +33,7 @@ MOST_CHUNKS = 1 << WHOM
 LATENCY, SLOW, LINK, IN_LINE, RULES = range(5)
 SLOT, STAGE_POSTED, COMPUTING, LEFT, SINCE, READY, UNDER_WAY, DONE, RANK_ROWS = range(9)
 STAGE, PORT_OUT, PORT_IN, SOURCE, TARGET, NS, BEGIN, END, CHUNK_ROWS = range(9)
-BUSY, NEXT, QUEUE_ROWS = range(3)
+BUSY, NEXT, POSTED_UP_TO, QUEUE_ROWS = range(4)
 OUT, IN = range(2)
 
 
@@ -61,11 +61,14 @@ def run_events(
     rank[DONE] = start
     queue = np.zeros((2, QUEUE_ROWS, first.shape[1] - 1), np.int64)
     queue[:, NEXT] = first[:, :-1]
+    earliest = earliest_stages(chunk, order, first)
     rank[READY] = start
-    events = [event(start[r], COMPUTED, r) for r in range(ranks)]
-    heapq.heapify(events)
-    while len(events) > 0:
-        next_event = heapq.heappop(events)
+    # A rank posts and computes once a slot; a chunk arrives once, and changes the pace of two ranks when it starts and when it does.
+    events = empty_heap(ranks + 2 * ranks * slots + 5 * chunk.shape[1])
+    for r in range(ranks):
+        push(events, event(start[r], COMPUTED, r))
+    while events[0] > 0:
+        next_event = pop(events)
         now, what, number = next_event >> (WHOM + WHAT), (next_event >> WHOM) & 3, next_event & (MOST_CHUNKS - 1)
         if what == COMPUTED:
             if now == rank[READY, number]:
@@ -82,7 +85,9 @@ def run_events(
             rank[STAGE_POSTED, number] = stage
             for level in range(2):
                 for side in range(2):
-                    start_one(ports[level, number], side, now, rank, chunk, queue, order, first, rule, events)
+                    port = ports[level, number]
+                    queue[side, POSTED_UP_TO, port] = max(queue[side, POSTED_UP_TO, port], stage)
+                    start_one(port, side, now, rank, chunk, queue, order, first, earliest, rule, events)
         else:
             out, into = chunk[PORT_OUT, number], chunk[PORT_IN, number]
             source, target, stage = chunk[SOURCE, number], chunk[TARGET, number], chunk[STAGE, number]
@@ -94,18 +99,18 @@ def run_events(
             missing[target, stage] -= 1
             if missing[target, stage] == 0 and rank[COMPUTING, target] == 0 and rank[SLOT, target] == stage - 1:
                 go_on(target, now, rank, begin, end, missing, takes_part, work, rule, events)
-            start_one(out, OUT, now, rank, chunk, queue, order, first, rule, events)
-            start_one(into, IN, now, rank, chunk, queue, order, first, rule, events)
+            start_one(out, OUT, now, rank, chunk, queue, order, first, earliest, rule, events)
+            start_one(into, IN, now, rank, chunk, queue, order, first, earliest, rule, events)
     return begin, end, rank[DONE]
 
 
-@compiled
+@compiled_leaf
 def event(time, what, whom):
     """An event as one integer."""
     return (time << (WHOM + WHAT)) | (what << WHOM) | whom
 
 
-@compiled
+@compiled_leaf
 def go_on(r, now, rank, begin, end, missing, takes_part, work, rule, events):
     """Let a rank that computes nothing enter slots, as far as what has arrived allows."""
     slots = work.shape[1]
@@ -114,7 +119,7 @@ def go_on(r, now, rank, begin, end, missing, takes_part, work, rule, events):
         s = rank[SLOT, r]
         begin[r, s] = now
         if s + 1 < slots and takes_part[r, s + 1] == 1:
-            heapq.heappush(events, event(now + rule[LATENCY], POSTED, r))
+            push(events, event(now + rule[LATENCY], POSTED, r))
         if work[r, s] > 0:
             rank[COMPUTING, r] = 1
             rank[LEFT, r] = work[r, s]
@@ -124,16 +129,16 @@ def go_on(r, now, rank, begin, end, missing, takes_part, work, rule, events):
         rank[DONE, r] = max(rank[DONE, r], now)
 
 
-@compiled
+@compiled_leaf
 def compute(r, now, rank, rule, events):
     """Foresee the end of a rank's compute at today's pace; what was foreseen before is void."""
     pace = rule[SLOW] if rank[UNDER_WAY, r] > 0 else 1000
     rank[SINCE, r] = now
     rank[READY, r] = now + (rank[LEFT, r] * pace + 999) // 1000
-    heapq.heappush(events, event(rank[READY, r], COMPUTED, r))
+    push(events, event(rank[READY, r], COMPUTED, r))
 
 
-@compiled
+@compiled_leaf
 def change_pace(r, change, now, rank, rule, events):
     """A chunk of a rank starts (+1) or ends (-1)."""
     before = rank[UNDER_WAY, r]
@@ -144,13 +149,15 @@ def change_pace(r, change, now, rank, rule, events):
         compute(r, now, rank, rule, events)
 
 
-@compiled
-def start_one(p, side, now, rank, chunk, queue, order, first, rule, events):
+@compiled_leaf
+def start_one(p, side, now, rank, chunk, queue, order, first, earliest, rule, events):
     """Start the first chunk that can use a free port on one side."""
     if queue[side, BUSY, p] == 1:
         return
     skip_started(p, side, chunk, queue, order, first)
     for i in range(queue[side, NEXT, p], first[side, p + 1]):
+        if earliest[side, i] > queue[side, POSTED_UP_TO, p]:
+            return
         c = order[side, i]
         if chunk[BEGIN, c] >= 0:
             continue
@@ -168,13 +175,25 @@ def start_one(p, side, now, rank, chunk, queue, order, first, rule, events):
                 time = (time * 1000 + rule[LINK] - 1) // rule[LINK]
             change_pace(source, 1, now, rank, rule, events)
             change_pace(target, 1, now, rank, rule, events)
-            heapq.heappush(events, event(now + time, ARRIVED, c))
+            push(events, event(now + time, ARRIVED, c))
             return
         if rule[IN_LINE] == 1 and side == OUT:
             return
 
 
 @compiled
+def earliest_stages(chunk, order, first):
+    """The earliest stage of each port's chunks from each one on."""
+    earliest = np.empty_like(order)
+    for side in range(2):
+        for p in range(first.shape[1] - 1):
+            for i in range(first[side, p + 1] - 1, first[side, p] - 1, -1):
+                stage = chunk[STAGE, order[side, i]]
+                earliest[side, i] = min(stage, earliest[side, i + 1]) if i + 1 < first[side, p + 1] else stage
+    return earliest
+
+
+@compiled_leaf
 def skip_started(p, side, chunk, queue, order, first):
     """Move a port's queue past what has started."""
     while queue[side, NEXT, p] < first[side, p + 1] and chunk[BEGIN, order[side, queue[side, NEXT, p]]] >= 0:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from flexcp.cost import CostModel
 from flexcp.plan.plan import Plan
 from flexcp.simulator.messages import TimedChunks, find_chunks
+from flexcp.simulator.ring_counts import RingCounts
 from flexcp.simulator.slot_work import SlotWork, slot_ns, slot_work
 
 Ints = NDArray[np.int64]
@@ -111,11 +112,14 @@ class Pass:
 
 
 def pass_model(
-    plan: Plan, mask: int, backward: bool, cost: CostModel, rules: Rules, ns: Ints | None = None
-) -> PassModel:
-    """Work and messages of a mask's program in one direction; ``ns[rank, slot]`` replaces modelled by measured compute."""
+    plan: Plan, mask: int, backward: bool, cost: CostModel, rules: Rules, ns: Ints | None = None, ring: RingCounts | None = None
+) -> PassModel:  # fmt: skip
+    """Work and messages of a mask's program in one direction; ``ns[rank, slot]`` replaces modelled by measured compute.
+
+    ``ring`` is what :func:`flexcp.simulator.ring_counts.count_ring` found for the mask, which is the same in both directions.
+    """
     program = plan.programs[mask][backward]
-    found = slot_work(plan, mask, backward)
+    found = slot_work(plan, mask, backward, ring)
     if ns is None:
         ns = slot_ns(found, plan, cost, backward)
     elif ns.shape != found.work.shape:

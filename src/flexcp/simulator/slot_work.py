@@ -4,8 +4,8 @@ In which slot work runs is the executor's rule (:mod:`flexcp.plan.slots`). Pairs
 arrives in each stage; every pass over a region pays for its row tiles, every slot with work for the start of a kernel
 (:mod:`flexcp.schedule.work` says the same in closed form).
 
-Rings of many ranks would be cut into too many parts. Beyond ``MOST_PARTS`` a ring's work on others' keys is spread evenly over its hops,
-which is exact for zig-zag under a causal mask.
+That takes as many parts as regions see pieces. A ring has very many of both, and is counted by its rule instead
+(:mod:`flexcp.simulator.ring_work`); the numbers are the same.
 """
 
 from __future__ import annotations
@@ -19,28 +19,24 @@ from flexcp.arrays.intervals import overlaps
 from flexcp.arrays.totals import sums
 from flexcp.cost import CostModel
 from flexcp.masks import K0, K1, Q0, Q1, area, is_empty, shift, trim
-from flexcp.plan.placement import Placement
 from flexcp.plan.plan import Plan
 from flexcp.plan.program import Program
 from flexcp.plan.slots import held_slot, pass_inputs, work_slot
 from flexcp.schedule.rings import count_static_pairs, rings_of
 from flexcp.schedule.work import Pairs, rank_work
 from flexcp.shape import Kind
+from flexcp.simulator.ring_counts import RingCounts, count_ring
+from flexcp.simulator.ring_work import find_slots, ring_slot_work
 
 Ints = NDArray[np.int64]
-MOST_PARTS = 4_000_000
 
 
 class SlotWork(NamedTuple):
-    """``[rank, slot]``: pairs x query heads with the price of row tiles, the same without it, kernels started.
-
-    ``exact`` is False where a ring was spread.
-    """
+    """``[rank, slot]``: pairs x query heads with the price of row tiles, the same without it, kernels started."""
 
     work: Ints
     pairs: Ints
     kernels: Ints
-    exact: bool
 
 
 class _Segments(NamedTuple):
@@ -70,21 +66,27 @@ class _Parts(NamedTuple):
     k_shelf: Ints
 
 
-def slot_work(plan: Plan, mask: int, backward: bool) -> SlotWork:
-    """The work of a mask's program in one direction."""
+def slot_work(plan: Plan, mask: int, backward: bool, ring: RingCounts | None = None) -> SlotWork:
+    """The work of a mask's program in one direction; ``ring`` is :func:`count_ring` of that mask, where it is at hand."""
     program, placement = plan.programs[mask][backward], plan.placement
+    ring = ring or count_ring(plan, mask)
+    slots = find_slots(plan, mask, backward, ring.seats) if ring else None
+    if ring and slots:
+        return SlotWork(*ring_slot_work(ring, slots, program.stages))
     if placement.traffic.kind == "gather" and not placement.assemble_own:
         return _gathered(plan, mask, program)
-    if placement.traffic.kind == "ring" and _ring_parts(placement, mask, program) > MOST_PARTS:
-        return _spread_ring(plan, mask, program)
+    return cut_work(plan, mask, program)
+
+
+def cut_work(plan: Plan, mask: int, program: Program) -> SlotWork:
+    """The work of any program, with every region cut along what arrives."""
     return _summed(plan, mask, program, _parts(plan, mask, program))
 
 
 def slot_ns(found: SlotWork, plan: Plan, cost: CostModel, backward: bool) -> Ints:
     """``[rank, slot]`` nanoseconds, with the start of each kernel."""
-    shape, cluster = plan.shape, plan.cluster
-    columns = [cost.attention_ns(found.work[:, s], shape, cluster, backward) for s in range(found.work.shape[1])]
-    return np.stack(columns, axis=1) + cost.kernel_ns * found.kernels
+    ns = cost.attention_ns(found.work.T, plan.shape, plan.cluster, backward).T
+    return np.asarray(ns + cost.kernel_ns * found.kernels)
 
 
 # --- exactly -----------------------------------------------------------------------------------------------------------
@@ -186,7 +188,7 @@ def _summed(plan: Plan, mask: int, program: Program, parts: _Parts) -> SlotWork:
         found.append(total)
     if program.held:
         kernels[np.arange(ranks), later] += moved > 0
-    return SlotWork(found[0], found[1], kernels, True)
+    return SlotWork(found[0], found[1], kernels)
 
 
 def _kernels(plan: Plan, mask: int, slots: int, parts: _Parts) -> Ints:
@@ -205,17 +207,7 @@ def _last_inputs(plan: Plan, mask: int, program: Program) -> Ints:
     return last
 
 
-# --- a gather, and a ring of many --------------------------------------------------------------------------------------
-
-
-def _ring_parts(placement: Placement, mask: int, program: Program) -> int:
-    """About how many parts the exact way would make: what arrives, run by run, and regions against the runs of their documents."""
-    runs = np.bincount(placement.runs.rank, minlength=placement.ranks)
-    t = program.transfers
-    arriving = int(runs[t.owner[t.kind == Kind.KV]].sum())
-    document = placement.batch.document_of(placement.runs.start[placement.runs.start < placement.batch.tokens])
-    of_document = np.bincount(document, minlength=placement.batch.documents)
-    return arriving + int(of_document[placement.regions[mask].document].sum()) // 2
+# --- a gather -------------------------------------------------------------------------------------------------------
 
 
 def _gathered(plan: Plan, mask: int, program: Program) -> SlotWork:
@@ -225,7 +217,7 @@ def _gathered(plan: Plan, mask: int, program: Program) -> SlotWork:
         total = np.zeros((plan.ranks, program.stages), np.int64)
         total[:, : len(columns)] = np.stack(columns[: program.stages], axis=1)
         found.append(total)
-    return SlotWork(found[0], found[1], (found[1] > 0).astype(np.int64), True)
+    return SlotWork(found[0], found[1], (found[1] > 0).astype(np.int64))
 
 
 def _own_and_rest(plan: Plan, mask: int) -> tuple[tuple[Ints, Ints], tuple[Ints, Ints]]:
@@ -241,24 +233,3 @@ def _own_and_rest(plan: Plan, mask: int) -> tuple[tuple[Ints, Ints], tuple[Ints,
     counts = pairs.own, pairs.all - pairs.own
     own_pairs, rest_pairs = (sums(regions.rank, count * heads, plan.ranks) for count in counts)
     return (own, rest), (own_pairs, rest_pairs)
-
-
-def _spread_ring(plan: Plan, mask: int, program: Program) -> SlotWork:
-    placement = plan.placement
-    rings = rings_of(placement)
-    (own, rest), (own_pairs, rest_pairs) = _own_and_rest(plan, mask)
-    split = np.array([len(grid[0]) for grid in placement.traffic.groups for row in grid for _ in row], np.int64)
-    ranks = np.array([rank for grid in placement.traffic.groups for row in grid for rank in row], np.int64)
-    first = np.zeros(plan.ranks, np.int64)
-    first[ranks] = (split > 1).astype(np.int64)  # heads are exchanged before anything can run
-    slot = np.arange(program.stages, dtype=np.int64)
-    hop = slot[None, :] - first[:, None]
-    hops = np.maximum(rings.positions - 1, 1)[:, None]
-    turning = (hop >= 1) & (hop <= hops) & (rings.positions > 1)[:, None]
-
-    def placed(own: Ints, rest: Ints) -> Ints:
-        each = np.where(turning, rest[:, None] * hop // hops - rest[:, None] * (hop - 1) // hops, 0)
-        return np.where(hop == 0, own[:, None] + np.where(rings.positions == 1, rest, 0)[:, None], each)
-
-    work = placed(own, rest)
-    return SlotWork(work, placed(own_pairs, rest_pairs), (work > 0).astype(np.int64), False)

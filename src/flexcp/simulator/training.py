@@ -32,6 +32,7 @@ from flexcp.models.preset import Preset
 from flexcp.plan.plan import Plan
 from flexcp.simulator.bounds import Bounds, pass_bounds
 from flexcp.simulator.passes import Event, Pass, PassModel, Rules, pass_model, run_pass
+from flexcp.simulator.ring_counts import count_ring
 
 Ints = NDArray[np.int64]
 Sync = Literal["fsdp", "allreduce", "none"]
@@ -134,11 +135,6 @@ class Simulation:
             for p in pair
         )
 
-    @property
-    def exact(self) -> bool:
-        """Whether the work of every slot was counted, not spread."""
-        return all(p.model.found.exact for pair in self.passes for p in pair)
-
     def events(self) -> list[Event]:
         """The timeline of one layer: every mask's forward, then every mask's backward behind the slowest rank of what was before."""
         found: list[Event] = []
@@ -161,19 +157,25 @@ def simulate(
     """Run a plan on simulated time; ``measured(mask, backward)`` gives compute ``[rank, slot]`` in nanoseconds in the model's place."""
     cost = plan.cost if cost is None else cost
     zero = np.zeros(plan.ranks, np.int64)
-    models = [
-        tuple(pass_model(plan, m, b, cost, rules, None if measured is None else measured(m, b)) for b in (False, True))
-        for m in range(len(plan.programs))
-    ]
+    models = [_pass_models(plan, m, cost, rules, measured) for m in range(len(plan.programs))]
     passes = tuple((run_pass(forward, zero), run_pass(backward, zero)) for forward, backward in models)
     step = None if training is None else _whole_step(plan, cost, models, training)
     return Simulation(plan, cost, rules, passes, step)
 
 
+def _pass_models(
+    plan: Plan, mask: int, cost: CostModel, rules: Rules, measured: Callable[[int, bool], Ints] | None
+) -> tuple[PassModel, PassModel]:
+    ring = count_ring(plan, mask)
+    ways = ((way, None if measured is None else measured(mask, way)) for way in (False, True))
+    forward, backward = (pass_model(plan, mask, way, cost, rules, ns, ring) for way, ns in ways)
+    return forward, backward
+
+
 # --- a whole step ------------------------------------------------------------------------------------------------------
 
 
-def _whole_step(plan: Plan, cost: CostModel, models: list[tuple[PassModel, ...]], training: Training) -> StepTime:
+def _whole_step(plan: Plan, cost: CostModel, models: list[tuple[PassModel, PassModel]], training: Training) -> StepTime:
     """Layers one behind the other; of each mask's alike layers the first two are simulated."""
     linear = cost.linear_ns(plan.placement.tokens, plan.shape, plan.cluster)
     inside = _tensor_parallel_ns(plan, cost, training)

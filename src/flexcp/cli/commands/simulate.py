@@ -77,7 +77,6 @@ def simulation_data(found: Simulation) -> dict[str, Any]:
         "forward_bytes": int(found.plan.bytes().sum()),
         "backward_bytes": int(found.plan.bytes(backward=True).sum()),
         "inter_node_bytes": found.plan.inter_node_bytes() + found.plan.inter_node_bytes(backward=True),
-        "exact": found.exact,
         "plan": found.plan.hash,
         "step_ms": None,
     }
@@ -116,8 +115,6 @@ def text(found: Simulation, name: str) -> str:
             f"{step.wait_ns / 1e6:.3f}, other layers {step.linear_ns / 1e6:.3f}, exposed gradient sync {step.sync_ns / 1e6:.3f}; "
             f"{found.plan.batch.tokens / step.total_ns * 1e9:,.0f} tokens/s"
         )
-    if not found.exact:
-        lines.append("the work of large rings is spread evenly over their hops")
     for one in found.passes[0]:
         lines += ["", f"{one.model.name}, one layer (# computes, . waits):", *_bars(one)]
     return "\n".join(lines)

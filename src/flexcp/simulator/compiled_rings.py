@@ -1,0 +1,282 @@
+"""Loops of ring work: what the rows of every rank see of the keys of every ring position; compiled.
+
+A document is a row of runs, each kept by one rank. The runs are swept once for each slice of its mask. Under a slice a run of rows sees
+most runs of keys whole or not at all: whole are those in a range of runs that only moves forward while the sweep does. The sweep therefore
+carries along how many keys of each position lie in that range, and a run of rows adds them all with one product. Only the few runs at the
+range's ends, which the band of the slice cuts, are counted one by one.
+
+``runs`` are the runs in the order of the stream, cut where documents end; ``first_run[document]`` is where a document's begin. A *region*
+is what the ranks of one position keep side by side of one document. ``seat`` says where ranks are: in which group, at which position of its
+ring, as which member of the position.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.arrays.jit import compiled, compiled_leaf
+
+Ints = NDArray[np.int64]
+Table = NDArray[np.int32]
+Floats = NDArray[np.float64]
+OWNER, BEGIN, END, REGION, RUN_COLUMNS = range(5)
+POSITION, DOCUMENT, Q0, Q1, REGION_COLUMNS = range(5)
+"""Tables of runs and regions: 32 bits are enough for places in a document."""
+GROUP, NUMBER, MEMBER, POSITIONS, MEMBERS, LEADER, HEADS0, HEADS1, SEAT_ROWS = range(9)
+
+
+@compiled
+def cut_runs(order: Ints, rank: Ints, start: Ints, stop: Ints, starts: Ints, seat: Ints) -> tuple[Table, Ints, Table]:
+    """(runs in the order of the stream, where each document's begin, regions); what lies behind the last document is left out."""
+    documents = len(starts) - 1
+    runs = np.empty((len(order) + documents, RUN_COLUMNS), np.int32)
+    regions = np.empty((len(order) + documents, REGION_COLUMNS), np.int32)
+    first = np.zeros(documents + 1, np.int64)
+    count, region, document = 0, -1, 0
+    for i in order:
+        at, leader = start[i], seat[LEADER, rank[i]]
+        while at < min(stop[i], starts[documents]):
+            while starts[document + 1] <= at:
+                document += 1
+                first[document] = count
+            begin, end = at - starts[document], min(stop[i], starts[document + 1]) - starts[document]
+            if count == first[document] or regions[region, POSITION] != leader:
+                region += 1
+                regions[region, POSITION], regions[region, DOCUMENT], regions[region, Q0] = leader, document, begin
+            regions[region, Q1] = end
+            runs[count, OWNER], runs[count, BEGIN], runs[count, END], runs[count, REGION] = rank[i], begin, end, region
+            count += 1
+            at = starts[document] + end
+    first[document + 1 :] = count
+    return runs[:count], first, regions[: region + 1]
+
+
+@compiled
+def is_placed_as_ring(
+    runs: Table, first_run: Ints, regions: Table, seat: Ints, lengths: Ints,
+    rank: Ints, document: Ints, q0: Ints, q1: Ints, k0: Ints, k1: Ints, h0: Ints, h1: Ints,
+) -> bool:  # fmt: skip
+    """Whether documents stay in groups, and every rank computes the regions of its position, in order, with all keys, for its heads.
+
+    The columns from ``rank`` on are the placement's regions.
+    """
+    for d in range(len(first_run) - 1):
+        for i in range(first_run[d] + 1, first_run[d + 1]):
+            if seat[GROUP, runs[i, OWNER]] != seat[GROUP, runs[i - 1, OWNER]]:
+                return False
+    ranks, count = seat.shape[1], len(regions)
+    first, taken = np.zeros(ranks + 1, np.int64), np.zeros(ranks, np.int64)
+    for g in range(count):
+        first[regions[g, POSITION] + 1] += 1
+    for r in range(ranks):
+        first[r + 1] += first[r]
+    by_position, free = np.empty(count, np.int64), first[:-1].copy()
+    for g in range(count):
+        by_position[free[regions[g, POSITION]]] = g
+        free[regions[g, POSITION]] += 1
+    for i in range(len(rank)):
+        r = rank[i]
+        leader = seat[LEADER, r]
+        at = first[leader] + taken[r]
+        taken[r] += 1
+        if at >= first[leader + 1]:
+            return False
+        g = by_position[at]
+        if regions[g, DOCUMENT] != document[i] or regions[g, Q0] != q0[i] or regions[g, Q1] != q1[i]:
+            return False
+        if k0[i] != 0 or k1[i] != lengths[document[i]] or h0[i] != seat[HEADS0, r] or h1[i] != seat[HEADS1, r]:
+            return False
+    missing = 0
+    for r in range(ranks):
+        missing += first[seat[LEADER, r] + 1] - first[seat[LEADER, r]] - taken[r]
+    return missing == 0
+
+
+@compiled
+def find_alike(runs: Table, first_run: Ints, which: Ints) -> tuple[Ints, Floats]:
+    """Those of the documents ``which`` whose runs have the owners of the first one's, and how long each of the others' runs are."""
+    model = which[0]
+    low, count = first_run[model], first_run[model + 1] - first_run[model]
+    found, size = np.empty(len(which), np.int64), np.empty((len(which), count), np.float64)
+    found[0], alike = model, 1
+    for d in which[1:]:
+        at, same = first_run[d], first_run[d + 1] - first_run[d] == count
+        for i in range(count if same else 0):
+            same = same and runs[at + i, OWNER] == runs[low + i, OWNER]
+            size[alike, i] = runs[at + i, END] - runs[at + i, BEGIN]
+        if same:
+            found[alike] = d
+            alike += 1
+    return found[:alike], size[1:alike]
+
+
+@compiled
+def sum_products(sizes: Floats) -> Floats:
+    """The sum over documents of ``sizes[document, i] * sizes[document, j]``, for j up to i; four documents at a time stay in registers.
+
+    (A library's product would start threads for it, and wait for them where the processor has other work.)
+    """
+    documents, runs = sizes.shape
+    found = np.zeros((runs, runs), np.float64)
+    fours = documents // 4 * 4
+    for d in range(0, fours, 4):
+        for i in range(runs):
+            a, b, c, e = sizes[d, i], sizes[d + 1, i], sizes[d + 2, i], sizes[d + 3, i]
+            for j in range(i + 1):
+                found[i, j] += a * sizes[d, j] + b * sizes[d + 1, j] + c * sizes[d + 2, j] + e * sizes[d + 3, j]
+    for d in range(fours, documents):
+        for i in range(runs):
+            for j in range(i + 1):
+                found[i, j] += sizes[d, i] * sizes[d, j]
+    return found
+
+
+@compiled
+def count_rings(
+    runs: Table, first_run: Ints, slices: Ints, first_slice: Ints, seat: Ints, crew: Ints, tiles: Ints, which: Ints
+) -> tuple[Floats, Ints, Ints, Ints, Ints]:
+    """Pairs of each rank's rows with the keys of each position, and of each member of its own; row tiles of regions that have any.
+
+    Row tiles (``tiles[region]``) are of each position (its leader) by the position whose keys are seen, and at home of each rank: of
+    regions with pairs of its own rows and keys, and of regions with others. ``crew[leader]`` are the ranks of a position.
+    """
+    ranks = seat.shape[1]
+    widest, members = seat[POSITIONS].max(), seat[MEMBERS].max()
+    pairs, home_pairs = np.zeros((ranks, widest), np.float64), np.zeros((ranks, members), np.int64)
+    tiled, own_tiled, other_tiled = (
+        np.zeros((ranks, widest), np.int64),
+        np.zeros(ranks, np.int64),
+        np.zeros(ranks, np.int64),
+    )
+    most = 0
+    for d in which:
+        most = max(most, first_run[d + 1] - first_run[d])
+    # Of a document's regions: whether they see each position, pairs at home, those of each member with itself.
+    sees = np.zeros((most, widest), np.uint8)
+    at_home, own = np.zeros(most, np.int64), np.zeros((most, members), np.int64)
+    # Keys of each position, and of each member of it, in the range of runs that are seen whole; below 2**30, as documents are.
+    keys, keys_of = np.zeros(widest, np.float64), np.zeros((widest, members), np.int64)
+    for d in which:
+        low, high = first_run[d], first_run[d + 1]
+        if low == high:
+            continue
+        zero = runs[low, REGION]
+        count = runs[high - 1, REGION] - zero + 1
+        sees[:count] = 0
+        at_home[:count] = 0
+        own[:count] = 0
+        for s in range(first_slice[d], first_slice[d + 1]):
+            keys[:] = 0
+            keys_of[:] = 0
+            sweep(runs, low, high, slices, s, seat, keys, keys_of, pairs, home_pairs, sees, at_home, own)
+        for i in range(low, high):
+            g = runs[i, REGION]
+            if i == low or g != runs[i - 1, REGION]:
+                leader = seat[LEADER, runs[i, OWNER]]
+                add_tiles(leader, tiles[g], seat, crew, g - zero, sees, at_home, own, tiled, own_tiled, other_tiled)
+    return pairs, home_pairs, tiled, own_tiled, other_tiled
+
+
+@compiled_leaf
+def sweep(runs, low, high, slices, s, seat, keys, keys_of, pairs, home_pairs, sees, at_home, own):
+    """Count one slice of the document whose runs are ``low..high``."""
+    q0, q1, k0, k1, lo, hi = slices[s, 0], slices[s, 1], slices[s, 2], slices[s, 3], slices[s, 4], slices[s, 5]
+    zero = runs[low, REGION]
+    positions, members = seat[POSITIONS, runs[low, OWNER]], seat[MEMBERS, runs[low, OWNER]]
+    i = first_ending_after(runs, low, high, q0)
+    # Runs of keys: those before ``visible`` are out of sight for good; ``gone..come`` are seen whole.
+    visible = gone = come = first_ending_after(runs, low, high, k0)
+    while i < high and runs[i, BEGIN] < q1:
+        rows0, rows1 = max(runs[i, BEGIN], q0), min(runs[i, END], q1)
+        rank, g = runs[i, OWNER], runs[i, REGION] - zero
+        number, member = seat[NUMBER, rank], seat[MEMBER, rank]
+        whole0, whole1 = max(k0, rows1 - 1 + lo), min(k1, rows0 + hi + 1)
+        some0, some1 = max(k0, rows0 + lo), min(k1, rows1 + hi)
+        while come < high and runs[come, BEGIN] < k1 and min(runs[come, END], k1) <= whole1:
+            add_keys(runs, come, 1, k0, k1, seat, keys, keys_of)
+            come += 1
+        while gone < high and runs[gone, BEGIN] < k1 and max(runs[gone, BEGIN], k0) < whole0:
+            add_keys(runs, gone, -1, k0, k1, seat, keys, keys_of)
+            gone += 1
+        if gone < come:
+            rows = rows1 - rows0
+            factor = np.float64(rows)
+            for p in range(positions):
+                pairs[rank, p] += factor * keys[p]
+            for p in range(positions):
+                sees[g, p] |= keys[p] > 0
+            at_home[g] += rows * np.int64(keys[number])
+            own[g, member] += rows * keys_of[number, member]
+            for n in range(members):
+                home_pairs[rank, n] += rows * keys_of[number, n]
+        while visible < high and runs[visible, END] <= some0:
+            visible += 1
+        j = visible
+        while j < high and runs[j, BEGIN] < some1:
+            if gone <= j < come:
+                j = come
+                continue
+            found = band_area(rows0, rows1, max(runs[j, BEGIN], k0), min(runs[j, END], k1), lo, hi)
+            if found > 0:
+                of = runs[j, OWNER]
+                pairs[rank, seat[NUMBER, of]] += found
+                sees[g, seat[NUMBER, of]] = 1
+                if seat[NUMBER, of] == number:
+                    home_pairs[rank, seat[MEMBER, of]] += found
+                    at_home[g] += found
+                    if of == rank:
+                        own[g, member] += found
+            j += 1
+        i += 1
+
+
+@compiled_leaf
+def add_tiles(leader, tiles, seat, crew, g, sees, at_home, own, tiled, own_tiled, other_tiled):
+    """A region's row tiles, wherever it has pairs."""
+    for p in range(seat[POSITIONS, leader]):
+        tiled[leader, p] += tiles if sees[g, p] > 0 else 0
+    for n in range(seat[MEMBERS, leader]):
+        if own[g, n] > 0:
+            own_tiled[crew[leader, n]] += tiles
+        if at_home[g] > own[g, n]:
+            other_tiled[crew[leader, n]] += tiles
+
+
+@compiled_leaf
+def add_keys(runs, i, sign, k0, k1, seat, keys, keys_of):
+    """A run of keys comes into the range that is seen whole (+1) or leaves it (-1)."""
+    rank, length = runs[i, OWNER], sign * (min(runs[i, END], k1) - max(runs[i, BEGIN], k0))
+    keys[seat[NUMBER, rank]] += length
+    keys_of[seat[NUMBER, rank], seat[MEMBER, rank]] += length
+
+
+@compiled_leaf
+def first_ending_after(runs, low, high, token):
+    """The first of the runs ``low..high`` that ends behind a token."""
+    while low < high:
+        middle = (low + high) // 2
+        if runs[middle, END] <= token:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@compiled_leaf
+def band_area(q0, q1, k0, k1, lo, hi):
+    """Pairs with ``lo <= k - q <= hi`` in a rectangle."""
+    lo, hi = max(lo, k0 - q1 + 1), min(hi, k1 - 1 - q0)
+    if q0 >= q1 or k0 >= k1 or lo > hi:
+        return 0
+    width = k1 - k0
+    upper = ramp(q1 + hi + 1 - k0, width) - ramp(q0 + hi + 1 - k0, width)
+    return upper - ramp(q1 + lo - k0, width) + ramp(q0 + lo - k0, width)
+
+
+@compiled_leaf
+def ramp(x, width):
+    """Sum of clamp(j, 0, width) over all j < x."""
+    x = max(x, 0)
+    inside = min(x, width + 1)
+    return inside * (inside - 1) // 2 + (x - inside) * width

@@ -1,0 +1,152 @@
+"""Ring counts: what the positions of a ring see of each other.
+
+In a ring whole ranks' keys move, position by position, and a rank computes for its heads all rows that its position keeps. So work has no
+more kinds than there are positions: the keys that a hop brings come from one of them. A document over r positions would be cut into r
+squared parts; here its runs are swept once (:mod:`flexcp.simulator.compiled_rings`), which gives the same sums.
+
+Most documents are cut alike: their runs have the same owners in the same order and differ in length alone. Under a causal or a full mask
+what run i sees of run j is then the same product of lengths in all of them, so one matrix product counts them together. Which positions
+are seen at all does not depend on the lengths: one of these documents is swept with the row tiles of all.
+
+Counts are exact. Products are taken in floating point, which holds integers up to 2**53; batches with more pairs are not counted here.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.batch import LayerMask
+from flexcp.masks import HI, K0, K1, LO, Q0, Q1
+from flexcp.plan.placement import Placement
+from flexcp.plan.plan import Plan
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+EXACT = 1 << 53
+"""Floating point holds all integers up to this."""
+
+
+class Seats(NamedTuple):
+    """Where each rank is: its group, its position in the group's ring, which member of the position; how many there are of both.
+
+    ``leader`` is the first rank of its position; it computes the query heads ``first_head..last_head``. These columns are the rows of the
+    table that :mod:`flexcp.simulator.compiled_rings` reads.
+    """
+
+    group: Ints
+    number: Ints
+    member: Ints
+    positions: Ints
+    members: Ints
+    leader: Ints
+    first_head: Ints
+    last_head: Ints
+
+
+class RingCounts(NamedTuple):
+    """Pairs of one head and row tiles, of rank by position of its ring or member of its position.
+
+    ``pairs[rank, position]`` are those of the rows that the rank keeps, ``home_pairs[rank, member]`` likewise inside its own position.
+    ``tiles[leader, position]`` are of the regions of a position that see another; ``own_tiles[rank]`` and ``other_tiles[rank]`` at home, of
+    the regions with pairs of the rank's own rows and keys, and of those with any others.
+    """
+
+    seats: Seats
+    pairs: Ints
+    home_pairs: Ints
+    tiles: Ints
+    own_tiles: Ints
+    other_tiles: Ints
+
+
+def count_ring(plan: Plan, mask: int) -> RingCounts | None:
+    """What positions see of each other under a mask; None where the placement is not that of a ring."""
+    from flexcp.simulator import compiled_rings as loops  # compiled: only who simulates loads Numba
+
+    placement, batch = plan.placement, plan.batch
+    if placement.traffic.kind != "ring" or placement.assemble_own or sum(n * n for n in batch.lengths.tolist()) > EXACT:
+        return None
+    seats = _seats(placement, plan.shape.heads)
+    if seats is None:
+        return None
+    table, kept, given, layer = np.stack(seats), placement.runs, placement.regions[mask], batch.masks[mask]
+    order = np.argsort(kept.start, kind="stable")
+    cut = loops.cut_runs(order, kept.rank, kept.start, kept.stop, _own(batch.starts), table)
+    columns = (given.rank, given.document, given.q0, given.q1, given.k0, given.k1, given.h0, given.h1)
+    if not loops.is_placed_as_ring(*cut, table, _own(batch.lengths), *columns):
+        return None
+    runs, first_run, regions = cut
+    tiles = plan.cost.row_tiles_work((regions[:, loops.Q1] - regions[:, loops.Q0]).astype(np.int64))
+    which, reaches_ahead = _documents_of_one_kind(layer, batch.lengths, np.diff(first_run))
+    alike, sizes = loops.find_alike(runs, first_run, which) if len(which) > 1 else (which, np.zeros((0, 0)))
+    others = np.delete(np.arange(batch.documents), alike[1:])
+    if len(sizes):
+        low, high = first_run[alike[0]], first_run[alike[0] + 1]
+        first_region = runs[first_run[alike], loops.REGION].astype(np.int64)
+        within = np.arange(runs[high - 1, loops.REGION] - first_region[0] + 1)
+        tiles[first_region[0] + within] = tiles[first_region[:, None] + within].sum(axis=0)
+    slices = _own(layer.slices), _own(layer.first)
+    pairs, home_pairs, *tiled = loops.count_rings(runs, first_run, *slices, table, _crews(seats), tiles, others)
+    if len(sizes):
+        seen = _seen(loops.sum_products(sizes), sizes.sum(axis=0), reaches_ahead)
+        _add_pairs(pairs, home_pairs, seats, runs[low:high, loops.OWNER], seen)
+    return RingCounts(seats, pairs.astype(np.int64), home_pairs, *tiled)
+
+
+def _documents_of_one_kind(layer: LayerMask, lengths: Ints, runs: Ints) -> tuple[Ints, bool]:
+    """Documents that may be cut alike, with as many runs as most: those under a causal mask, or (then True) those in which all see all."""
+    one = np.flatnonzero(np.diff(layer.first) == 1)
+    slices, n = layer.slices[layer.first[one]], lengths[one]
+    whole = (slices[:, Q0] == 0) & (slices[:, Q1] == n) & (slices[:, K0] == 0) & (slices[:, K1] == n)
+    whole &= slices[:, LO] <= 1 - n
+    kinds = one[whole & (slices[:, HI] == 0)], one[whole & (slices[:, HI] >= n - 1)]
+    ahead = len(kinds[1]) > len(kinds[0])
+    found = kinds[ahead]
+    usual = np.bincount(runs[found], weights=runs[found]).argmax() if len(found) else 0
+    return found[runs[found] == usual], ahead
+
+
+def _seen(products: Floats, sizes: Floats, ahead: bool) -> Floats:
+    """Pairs of the rows of each run with the keys of each, from products of lengths below the diagonal."""
+    if ahead:
+        return products + np.tril(products, -1).T
+    np.fill_diagonal(products, (np.diag(products) + sizes) / 2)
+    return products
+
+
+def _add_pairs(pairs: Floats, home_pairs: Ints, seats: Seats, owner: Ints, seen: Floats) -> None:
+    """Add what runs of these owners see of each other."""
+    number, member, leader = seats.number[owner], seats.member[owner], seats.leader[owner]
+    place = owner[:, None] * pairs.shape[1] + number
+    pairs += np.bincount(place.ravel(), seen.ravel(), pairs.size).reshape(pairs.shape)
+    row, key = np.nonzero(leader[:, None] == leader)
+    np.add.at(home_pairs, (owner[row], member[key]), seen[row, key].astype(np.int64))
+
+
+def _seats(placement: Placement, heads: int) -> Seats | None:
+    """The seats of a placement's groups, or None where these are no grids of all ranks."""
+    columns = np.full((len(Seats._fields), placement.ranks), -1, np.int64)
+    for g, grid in enumerate(placement.traffic.groups):
+        positions, members = len(grid), len(grid[0])
+        for c, row in enumerate(grid):
+            if len(row) != members:
+                return None
+            for j, rank in enumerate(row):
+                mine = j * heads // members, (j + 1) * heads // members
+                columns[:, rank] = (g, c, j, positions, members, row[0], *mine)
+    return Seats(*columns) if columns.min() >= 0 else None
+
+
+def _crews(seats: Seats) -> Ints:
+    """``[leader, member]``: the ranks of each position."""
+    crews = np.zeros((len(seats.leader), int(seats.members.max())), np.int64)
+    crews[seats.leader, seats.member] = np.arange(len(seats.leader))
+    return crews
+
+
+def _own(column: Ints) -> Ints:
+    """A contiguous array that may be written: of what a batch holds some may, some may not, and loops are compiled for either."""
+    return np.array(column, np.int64)
