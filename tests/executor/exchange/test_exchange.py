@@ -41,7 +41,7 @@ def plan_for(strategy: str, nodes: int, ranks: int, **options: Any) -> Plan:
 def with_rounds(plan: Plan, rounds_per_call: int = 1, chunk_bytes: int = 4000) -> Plan:
     """The plan with its rounds made, so that no rank needs to load Numba for them."""
     for backward in (False, True):
-        plan.rounds(0, backward, chunk_bytes, rounds_per_call)
+        plan.rounds(0, backward, chunk_bytes)
     return plan
 
 
@@ -80,9 +80,9 @@ def dawdling(rank: int, seed: int) -> type[HostExchange]:
             dawdle()
             return super().receive(message, peer, tag)
 
-        def arrived(self) -> Buffers | None:
+        def arrived(self, stage: int) -> Buffers | None:
             dawdle()
-            return super().arrived()
+            return super().arrived(stage)
 
     return Dawdling
 
@@ -165,7 +165,7 @@ def test_ranks_that_cut_stages_differently_are_refused_at_bind(pool: RankPool) -
         assert "ranks disagree on the calls" in message and "bind with the same on every rank" in message
 
 
-@pytest.mark.parametrize("wrong", [{"rounds_per_call": 0}, {"rounds_per_call": 1.5}, {"chunk_bytes": 10}])
+@pytest.mark.parametrize("wrong", [{"rounds_per_call": -1}, {"rounds_per_call": 1.5}, {"chunk_bytes": 10}])
 def test_calls_that_are_none_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         flexcp.bind(plan_for("dp", 1, 1), **wrong)
@@ -209,13 +209,14 @@ def test_messages_that_trickle_in_share_one_limit(monkeypatch: pytest.MonkeyPatc
 
     wire = Wire(None, [0] * 4, timedelta(seconds=10), None, lambda reason: None)
     parts = {"receives": (1, 2, 3), "sends": (1, 2, 3), "receives and sends": (1,)}[way]
-    call = Call(0, tuple(MessageRange(p, 0, 1) for p in parts), tuple(MessageRange(p, 0, 1) for p in parts))
-    exchange = Trickling(wire, PassLabel(1, 1, 0, "", False, 2), ((call,), ()))
+    ranges = tuple(MessageRange(p, 0, 1) for p in parts)
+    calls = (Call(0, (), ranges),), (Call(0, ranges, ()),)
+    exchange = Trickling(wire, PassLabel(1, 1, 0, "", False, 2), calls)
     buffers = Buffers.alone([(peer, 1) for peer in (1, 2, 3)], torch.device("cpu"))
     exchange.post(0, buffers, buffers)
     exchange.post(1, buffers, buffers)  # what was sent in the stage before leaves while this one's messages arrive
     with pytest.raises(ExchangeError, match=r"nothing within 8 s \(of 10 s"):
-        exchange.arrived()
+        exchange.arrived(1)
     assert clock[0] == 8.0
 
 

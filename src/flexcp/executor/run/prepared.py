@@ -37,7 +37,7 @@ class PreparedWork:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A program, by slot: work, shelves to open, (peer, bytes) of the messages that leave and arrive; and its packing."""
+    """A program, by slot: work, shelves to open; by stage (peer, bytes) of the messages that leave and arrive; and its packing."""
 
     program: RankProgram
     kernel: Any
