@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +43,7 @@ def with_rounds(plan: Plan, rounds_per_call: int = 1, chunk_bytes: int = 4000) -
     """The plan with its rounds made, so that no rank needs to load Numba for them."""
     for backward in (False, True):
         plan.rounds(0, backward, chunk_bytes)
+        plan.rounds(0, backward)
     return plan
 
 
@@ -132,6 +134,38 @@ def test_calls_of_few_rounds_give_the_same_results_and_bytes_as_one_call(pool: R
                 assert sent[direction] == plan.bytes(bool(backward))[rank].tolist()
         if calls["chunk_bytes"] < 1000:
             assert max(most for _, _, most in parts) > 1
+
+
+def executed_so(plan: Plan, **columns: int) -> Plan:
+    """The plan with these values in every row of execution; two ahead only what its owners send, which nothing holds back."""
+
+    def changed(program: Any) -> Any:
+        stages, t = np.arange(program.stages), program.transfers
+        made = {name: np.full_like(stages, value) for name, value in columns.items()}
+        if made.get("ahead", stages)[0] == 2:
+            bound = np.isin(stages, t.stage[t.is_output | (t.source != t.owner)]) | (stages < 2)
+            made["ahead"] = np.where(bound, 1, 2)
+        return replace(program, execution=replace(program.execution, **made))
+
+    return replace(plan, programs=tuple(tuple(changed(p) for p in pair) for pair in plan.programs))
+
+
+def test_however_a_plan_is_executed_results_and_bytes_are_the_same(pool: RankPool) -> None:
+    slow = replace(flexcp.cluster("cpu", 1, 3), gflops=1, intra_mbps=1)
+    planner = flexcp.Planner(4, 2, 8, dtype="float32", cluster=slow, strategy="blocks")
+    plan = planner([900, 40, 300])
+    early = executed_so(plan, ahead=2)
+    assert any((p.execution.ahead == 2).any() for p in early.programs[0])
+    whole = pool.run(on_calls, plan, {}, ranks=3)
+    for other in (
+        early,
+        executed_so(plan, ahead=0),
+        executed_so(plan, margin=16),
+        with_rounds(executed_so(plan, rounds_per_call=1)),
+    ):
+        other.check()
+        for (exact, bytes_of, _), (found, sent, _) in zip(whole, pool.run(on_calls, other, {}, ranks=3), strict=True):
+            assert all(np.array_equal(found[name], x) for name, x in exact.items()) and sent == bytes_of
 
 
 def test_ranks_with_nothing_to_exchange_and_stages_of_some_ranks(pool: RankPool) -> None:
