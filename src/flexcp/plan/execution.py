@@ -78,9 +78,9 @@ def under_way(program: Program, ranks: int) -> NDArray[np.bool_]:
     moves = t.source != t.target
     for end in (t.source, t.target):
         busy[end[moves], t.stage[moves]] = True
-    # Stage s is under way from the slot that posts it to slot s - 1: a step up there, a step down in slot s.
+    # Stage s is under way from the slot that posts it to slot s - 1: a step up there, a step down in slot s, which may be the same.
     steps = np.zeros((ranks, program.stages + 1), np.int64)
-    rank, stage = np.nonzero(busy & (how.ahead > 0))
+    rank, stage = np.nonzero(busy)
     np.add.at(steps, (rank, how.posted[stage]), 1)
     np.add.at(steps, (rank, stage), -1)
     found: NDArray[np.bool_] = np.cumsum(steps, axis=1)[:, :-1] > 0
