@@ -29,10 +29,10 @@ COUNTS = (16, 32, 64, 128, 256)
 RIVALS = ("minheap", "hdp", "wlb", "ring")
 RING = {16: 0.696, 256: 0.273}
 ABLATION = (
-    ("none of them", 0.29, Rules(rounds=False, overlap=False)),
-    ("pipeline", 0.48, Rules(rounds=False)),
+    ("none of them", 0.29, Rules(in_line=True, ahead=0)),
+    ("pipeline", 0.48, Rules(in_line=True)),
     ("rounds, posted one by one", 0.62, Rules(rounds_per_call=1)),
-    ("rounds, 16 together", 0.70, Rules()),
+    ("rounds, 16 together", 0.70, Rules(rounds_per_call=16)),
 )
 
 

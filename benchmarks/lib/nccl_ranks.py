@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import multiprocessing
 from torch._C._distributed_c10d import TCPStore
 
+from flexcp.executor.exchange.start_group import start_group
 from flexcp.measure.local_store import joined_store, kept_store
 
 NCCL_LIMIT = 120.0
@@ -103,7 +104,7 @@ def _rank(
     try:
         torch.cuda.set_device(0)
         store = joined_store(port)
-        dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=limit))
+        start_group(True, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=limit))
         groups = {n: dist.new_group(list(range(n))) for n in range(2, ranks)} | {ranks: dist.group.WORLD}
         value = function({n: g for n, g in groups.items() if rank < n}, *arguments)
         torch.cuda.synchronize()

@@ -7,8 +7,11 @@ Planners compare costs, so a cost is an exact integer on every machine: nanoseco
 - *linear*: what a token costs in the rest of a layer, forward and backward, from a :class:`Model`.
 - *links*: bytes at a port's bandwidth, a start-up per exchange and a little per message.
 
-What compute and transfers cost each other on one device is a slowdown of both while they overlap. Planners leave it out (it is nearly the
-same for all their choices), the event simulator applies it.
+What compute and transfers cost each other on one device is a slowdown of both while they overlap, and how much depends on the
+multiprocessors that compute leaves free: a larger *margin* makes transfers faster and attention slower. :class:`Contention` is a row of
+that for each margin that was measured. Planners leave it out (it is nearly
+the same for all their choices); the plan chooses a margin for every stage by it (:mod:`flexcp.schedule.execution`), the event simulator
+applies it.
 
 The defaults are analytic. Attention is fitted to what one H200 does: with 560 per mille of peak and 32,768 pairs (two tiles of 128 x 128)
 for a tile of rows the formula gives 543, 376 and 190 TFLOP/s for 1, 16 and 64 causal documents in 16,384 tokens, where our Triton probe
@@ -22,8 +25,9 @@ Besides nanoseconds there is one relative unit, the *pair*: the attention of one
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, astuple, dataclass, fields
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -69,13 +73,60 @@ def dense_model(shape: Shape) -> Model:
 
 
 @dataclass(frozen=True)
+class Contention:
+    """Attention that leaves ``margin`` multiprocessors free, and a transfer beside it, per mille of either alone.
+
+    ``forward`` and ``backward`` are how long attention takes while a transfer is under way, ``forward_alone`` and ``backward_alone`` how
+    long with nothing under way, against attention that takes every multiprocessor; ``link`` is how fast a transfer is beside attention.
+    """
+
+    margin: int
+    forward: int
+    backward: int
+    forward_alone: int
+    backward_alone: int
+    link: int
+
+    def __post_init__(self) -> None:
+        least = {"margin": 0, "forward_alone": 1000, "backward_alone": 1000, "link": 1}
+        least |= {"forward": self.forward_alone, "backward": self.backward_alone}
+        for field, low in least.items():
+            value = getattr(self, field)
+            if not isinstance(value, int) or isinstance(value, bool) or (isinstance(low, int) and value < low):
+                raise ValueError(
+                    f"a row of contention needs {field} as a whole number of at least {low}; got {value!r}"
+                )
+
+    def compute(self, backward: bool) -> tuple[int, int]:
+        """How long attention takes in a direction: (while a transfer is under way, with nothing under way)."""
+        return (self.backward, self.backward_alone) if backward else (self.forward, self.forward_alone)
+
+
+H200_CONTENTION = (
+    Contention(0, 1030, 1346, 1000, 1000, 206),
+    Contention(4, 1039, 1233, 1039, 1074, 211),
+    Contention(8, 1066, 1150, 1066, 1028, 330),
+    Contention(16, 1141, 1160, 1141, 1145, 930),
+    Contention(24, 1191, 1237, 1191, 1201, 911),
+)
+"""An H200 with a copy of 16 blocks beside the kernel, from docs/results/kernels.md: "with the copy" (and alone, where that is less) over
+attention alone at margin 0, and the mean of both directions of a copy alone over one beside attention."""
+NO_CONTENTION = (Contention(0, 1000, 1000, 1000, 1000, 1000),)
+"""Compute and transfers that do not slow each other: CPU ranks whose kernel times were measured with all of them running."""
+OLD_MARGIN = 16
+"""Cost models once described one margin, by three fields."""
+_OLD_FIELDS = ("overlap_forward", "overlap_backward", "overlap_link")
+
+
+@dataclass(frozen=True)
 class CostModel:
     """Efficiencies are per mille of a rank's peak or of a link's bandwidth; ``model=None`` stands for :func:`dense_model`.
 
     ``row_tile_pairs`` is the fixed price of 128 rows of one head in pairs, ``kernel_ns`` that of starting a kernel, ``message_ns`` that of
-    one more peer in an exchange. The ``overlap`` fields are per mille too: how long compute takes while the rank's transfers are under way,
-    and how fast those are meanwhile; the defaults are an H200's with 16 multiprocessors left to a copy of 16 blocks (docs/kernels.md).
-    ``token_bytes`` is what a token occupies in a layer's activations, 0 when nobody measured it.
+    one more peer in an exchange. ``contention`` is what compute and transfers cost each other, by ascending margins from 0 on; the default
+    is an H200's. ``crowding`` is what a port loses, in per mille, for each further message that arrives there in the same call: 0, because
+    no rounds were measured to be faster than one call (docs/results/communication.md). ``token_bytes`` is what a token occupies in a
+    layer's activations, 0 when nobody measured it.
     """
 
     name: str = "analytic"
@@ -88,19 +139,20 @@ class CostModel:
     message_ns: int = 1_000
     error_permille: int = 80
     model: Model | None = None
-    overlap_forward: int = 1141
-    overlap_backward: int = 1160
-    overlap_link: int = 930
     token_bytes: int = 0
+    contention: tuple[Contention, ...] = H200_CONTENTION
+    crowding: int = 0
 
     def __post_init__(self) -> None:
         for field in ("forward_efficiency", "backward_efficiency", "linear_efficiency", "link_efficiency"):
             _check_number("cost model", field, getattr(self, field), 1)
-        for field in ("row_tile_pairs", "kernel_ns", "message_ns", "error_permille", "token_bytes"):
+        for field in ("row_tile_pairs", "kernel_ns", "message_ns", "error_permille", "token_bytes", "crowding"):
             _check_number("cost model", field, getattr(self, field), 0)
-        for field in ("overlap_forward", "overlap_backward"):
-            _check_number("cost model", field, getattr(self, field), 1000)
-        _check_number("cost model", "overlap_link", self.overlap_link, 1)
+        margins = [row.margin for row in self.contention]
+        if margins[:1] != [0] or any(a >= b for a, b in pairwise(margins)):
+            raise ValueError(
+                f"a cost model's contention has a row for margin 0, then larger ones; got margins {margins}"
+            )
 
     # --- attention ----------------------------------------------------------------------------------------------------
 
@@ -146,7 +198,14 @@ class CostModel:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for a JSON file."""
-        return {"format": FORMAT, **asdict(self)}
+        return {"format": FORMAT, **asdict(self), "contention": [list(astuple(row)) for row in self.contention]}
+
+    def version_1(self) -> dict[str, Any]:
+        """The fields as plans hashed them when a cost model described one margin."""
+        found = asdict(self)
+        for name in ("contention", "crowding"):
+            del found[name]
+        return {**found, **_one_margin(self.contention)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> CostModel:
@@ -154,6 +213,7 @@ class CostModel:
         if not isinstance(values, Mapping) or values.get("format") != FORMAT:
             raise ValueError(f'this is no cost model: it must be a JSON object with "format": "{FORMAT}"')
         given = {key: value for key, value in values.items() if key != "format"}
+        given["contention"] = _read_contention(given)
         _check_fields(cls, given, "cost model")
         model = given.get("model")
         if model is not None:
@@ -162,6 +222,37 @@ class CostModel:
             _check_fields(Model, model, "model")
             given["model"] = Model(**model)
         return cls(**given)
+
+
+def _read_contention(given: dict[str, Any]) -> tuple[Contention, ...]:
+    """The rows of a file; the three fields of an older one, which are taken out, stand for one margin of the default's."""
+    old = {name: given.pop(name) for name in _OLD_FIELDS if name in given}
+    if "contention" not in given:
+        known = _one_margin(H200_CONTENTION)
+        described = {**known, **old}
+        if described == known:
+            return H200_CONTENTION
+        forward, backward, link = (described[name] for name in _OLD_FIELDS)
+        if (forward, backward, link) == (1000, 1000, 1000):
+            return NO_CONTENTION
+        found = Contention(OLD_MARGIN, forward, backward, forward, backward, link)
+        return tuple(found if row.margin == OLD_MARGIN else row for row in H200_CONTENTION)
+    rows = given["contention"]
+    size = len(fields(Contention))
+    if not isinstance(rows, list | tuple) or any(not isinstance(r, list | tuple) or len(r) != size for r in rows):
+        raise ValueError(f"a cost model's contention is a list of rows of {size} numbers; got {rows!r}")
+    return tuple(Contention(*row) for row in rows)
+
+
+def row_for(rows: Sequence[Contention], margin: int) -> Contention:
+    """The row of the largest margin that was measured and is not over ``margin``."""
+    return [row for row in rows if row.margin <= margin][-1]
+
+
+def _one_margin(rows: Sequence[Contention]) -> dict[str, int]:
+    """The three fields by which cost models once described one margin."""
+    row = next((row for row in rows if row.margin == OLD_MARGIN), rows[0])
+    return dict(zip(_OLD_FIELDS, (row.forward, row.backward, row.link), strict=True))
 
 
 def _times(amount: Ints, flops_each: int, efficiency: int, shape: Shape, cluster: Cluster) -> Ints:

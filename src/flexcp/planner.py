@@ -166,7 +166,8 @@ class Planner:
             priced_tokens=tokens == "priced",
         )
         refuse_over_cap(request)
-        plan = make_plan(self.place(request), self.shape, self.cluster, self.cost, self.strategy, self.keep_kv)
+        known = (self.shape, self.cluster, self.cost)
+        plan = make_plan(self.place(request), *known, self.strategy, self.keep_kv, request.most_ahead)
         refuse_over_memory(request, plan)
         refuse_over_peers(request, plan)
         return plan

@@ -37,7 +37,7 @@ def test_scaled_batches_have_their_tokens(load: Any, scale: float) -> None:
 def test_cells_hold_and_repeat(load: Any) -> None:
     dcp, blocks = load("dcp"), load("block_fcp")
     first = dcp.sample()
-    assert first > 1.5 and dcp.sample() == first, "auto over a ring across slow links"
+    assert first > 1.4 and dcp.sample() == first, "auto over a ring across slow links"
     assert 0.6 < blocks.sample() <= 1
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from flexcp.cli.main import app
+from flexcp.executor.exchange.start_group import start_group
 from flexcp.measure import doctor
 from flexcp.measure.doctor import Finding
 
@@ -21,6 +24,37 @@ def test_what_is_here() -> None:
     assert ("GPU 0" in found) == torch.cuda.is_available()
     assert found["kernel for bfloat16"].value.partition(":")[0] in ("cpu", "triton", "hopper", "cute")
     assert "not installed" in found["triton"].value or found["triton"].value[0].isdigit()
+
+
+def test_transfers_want_a_stream_of_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Group:
+        def __init__(self, high: bool) -> None:
+            self.options = SimpleNamespace(is_high_priority_stream=high)
+
+        def _get_backend(self, device: torch.device) -> Any:
+            return self
+
+    monkeypatch.setattr("torch.distributed.get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+    unknown, high, low = (doctor.transfer_stream(g) for g in (None, Group(True), Group(False)))  # type: ignore[arg-type]
+    assert (
+        unknown.hint is not None
+        and "is_high_priority_stream=True" in unknown.hint
+        and "groups that flexcp makes" in unknown.value
+    )
+    assert (high.value, high.hint) == ("of high priority", None)
+    assert low.value == "not of high priority" and low.hint is not None and "pg_options" in low.hint
+
+
+def test_groups_that_flexcp_makes_ask_for_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed as dist
+
+    asked: list[tuple[str, dict[str, Any]]] = []
+    nccl = SimpleNamespace(Options=lambda is_high_priority_stream: ("high", is_high_priority_stream))
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: asked.append((backend, options)))
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD="world"))
+    assert start_group(True, world_size=4) == start_group(False) == "world"
+    assert asked == [("nccl", {"world_size": 4, "pg_options": ("high", True)}), ("gloo", {})]
 
 
 def test_trying_out_runs_two_processes() -> None:

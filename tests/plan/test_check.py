@@ -25,6 +25,7 @@ from flexcp.clusters import cluster
 from flexcp.cost import CostModel
 from flexcp.masks import causal, full, lambda_, window
 from flexcp.plan.check import PlanError, check_plan
+from flexcp.plan.execution import one_call_ahead
 from flexcp.plan.placement import Placement, Regions, Runs
 from flexcp.plan.plan import Plan
 from flexcp.plan.program import Transfers
@@ -690,7 +691,7 @@ def test_a_relay_is_accepted_one_stage_after_arrival_and_not_before() -> None:
     row = row_of(table, owner=0, target=3)
     for stage, right in ((1, False), (2, True), (3, True)):
         relayed = edited(table, row, source=1, stage=stage)
-        changed = with_program(plan, False, transfers=relayed, stages=5)
+        changed = with_program(plan, False, transfers=relayed, stages=5, execution=one_call_ahead(5))
         if right:
             check_plan(changed)
             executed(changed, False)
@@ -705,7 +706,9 @@ def test_a_reduction_on_the_way_is_accepted_one_stage_after_arrival_and_not_befo
     far, near = (row_of(table, kind=Kind.DKV, owner=0, source=r) for r in (3, 1))
     through = edited(table, far, target=1)
     for stage, right in ((3, False), (4, True), (5, True)):
-        changed = with_program(plan, True, transfers=edited(through, near, stage=stage), stages=7)
+        changed = with_program(
+            plan, True, transfers=edited(through, near, stage=stage), stages=7, execution=one_call_ahead(7)
+        )
         if right:
             check_plan(changed)
             executed(changed, True)

@@ -78,14 +78,16 @@ def lives(program: RankProgram, shape: Shape, backward: bool) -> dict[tuple[str 
         for block in (b for pair in stage.own for b in pair):
             use(block.shelf, block.kind in OUTPUTS, 2 * slot)
         for block in (b for m in stage.send for b in m.blocks):
-            use(block.shelf, block.kind in OUTPUTS, 2 * slot + 1)
+            use(block.shelf, block.kind in OUTPUTS, 2 * slot - 1)
         counted = [
             [(sum(int(each[b.kind, int(b.partial)]) * b.count * (b.h1 - b.h0) for b in m.blocks),) for m in messages]
             for messages in (stage.receive, stage.send)
         ]
-        message("receives", slot, counted[0], [2 * slot - 1, 2 * slot])
-        # What leaves for the next stage has left when the stage after that one is waited for.
-        message("sends", slot + 1, counted[1], [2 * slot + 1, 2 * slot + 3])
+        posted = next((s for s, posts in enumerate(program.posts) if slot in posts[0] + posts[1]), slot)
+        first = 2 * min(posted, slot - 1) + 1
+        message("receives", slot, counted[0], [first, 2 * slot])
+        # What leaves in a stage has left when the next one is waited for.
+        message("sends", slot, counted[1], [first, 2 * slot + 1])
     offsets = program.layout.offsets
     assert set(offsets) == {key for key, size in sizes.items() if size}
     return {

@@ -25,7 +25,7 @@ from flexcp.arrays.packed_columns import Reader, packed
 from flexcp.data.lengths import parse_lengths
 from flexcp.masks import Mask
 from flexcp.plan import file as wire
-from flexcp.plan.file import PlanFormatError, load_plan, save_plan
+from flexcp.plan.file import PlanFormatError, load_plan, save_plan, version_1_hash
 from flexcp.plan.plan import Plan
 from test_planner import golden_plans
 
@@ -88,6 +88,37 @@ def test_every_mask_comes_back(mask: Any) -> None:
     assert load_plan(save_plan(plan)) == plan
 
 
+def test_a_file_of_version_1_means_what_was_done_then() -> None:
+    plan = load_plan((Path(__file__).parent / "version_1.flexcp").read_bytes())
+    assert (
+        version_1_hash(plan) == "48bd504fad17fba4668bf3ca9908617f" != plan.hash
+    )  # as it was printed when the file was written
+    masks = {"window": (flexcp.window(100, 0), 3), "full": (flexcp.causal(), 1)}
+    planner = flexcp.Planner(8, 4, 64, cluster=flexcp.cluster("h200", 2, 2), strategy="blocks", keep_kv=10**9)
+    again = planner([3000, 700, 41, 1, 260], masks=masks)
+    assert version_1_hash(again) == version_1_hash(plan) and again.cost == plan.cost
+    for program in (p for pair in plan.programs for p in pair):
+        how = program.execution
+        assert not how.rounds_per_call.any() and (how.ahead == 1).all() and not how.margin.any()
+    plan.check()
+    assert load_plan(save_plan(plan)) == plan != again
+
+
+def test_execution_adds_at_most_a_quarter_to_a_file() -> None:
+    for name, plan in golden_plans().items():
+        data = save_plan(plan)
+        inside = zlib.decompress(data[wire._PREFIX.size :])
+        size = struct.unpack_from("<Q", inside)[0]
+        facts = json.loads(inside[8 : 8 + size])
+        facts["cost"] = {"format": facts["cost"]["format"], **plan.cost.version_1()}
+        ways = b"".join(packed([getattr(t, n) for n in t.names()]) for t in plan.tables()[len(plan.moving_tables()) :])
+        text = json.dumps(facts, separators=(",", ":")).encode()
+        before = struct.pack("<Q", len(text)) + text + inside[8 + size :].removesuffix(ways)
+        assert len(before) < len(inside) and len(data) <= 1.25 * (wire._PREFIX.size + len(zlib.compress(before, 6))), (
+            name
+        )
+
+
 def test_files_are_small() -> None:
     planner = flexcp.Planner(32, 8, 128, cluster=flexcp.cluster("h100", 8, 8), strategy="groups")
     plan = planner(parse_lengths("web:1048576:0"))
@@ -114,7 +145,7 @@ def test_messages_say_what_is_wrong() -> None:
         (b"", "does not begin as one"),
         (b"PK\x03\x04" + data, "does not begin as one"),
         (data[:5], "cut off after 5 bytes"),
-        (data[:8] + struct.pack("<I", 7) + data[12:], r"format version 7, and this flexcp reads version 1"),
+        (data[:8] + struct.pack("<I", 7) + data[12:], r"format version 7, and this flexcp reads versions 1 to 2"),
         (data[:-1], "copy it again"),
         (data[:-1] + bytes([data[-1] ^ 1]), "checksum is wrong"),
     ):
@@ -156,9 +187,11 @@ def forged(plan: Plan, table: int, column: str, value: int) -> bytes:
     cells = getattr(tables[table], column).copy()
     cells[0] = value
     tables[table] = replace(tables[table], **{column: cells})
+    transfers, ways = tables[2:4], tables[4:6]
     placement = replace(plan.placement, runs=tables[0], regions=(tables[1],))
     (forward, backward) = plan.programs[0]
-    programs = ((replace(forward, transfers=tables[2]), replace(backward, transfers=tables[3])),)
+    pair = zip((forward, backward), transfers, ways, strict=True)
+    programs = (tuple(replace(program, transfers=t, execution=way) for program, t, way in pair),)
     return save_plan(replace(plan, placement=placement, programs=programs))
 
 
@@ -174,6 +207,9 @@ def forged(plan: Plan, table: int, column: str, value: int) -> bytes:
         (2, "stop", 1 << 40, "a piece's tokens do not exist"),
         (3, "kind", 6, "a transfer's kind does not exist"),
         (3, "stage", 0, "a transfer's stage does not exist"),
+        (4, "margin", -1, "margin is below 0"),
+        (4, "rounds_per_call", 1 << 40, "a margin or a number of rounds that cannot be"),
+        (5, "ahead", -1, "ahead is below 0"),
     ],
 )
 def test_every_number_of_a_table_names_something_that_exists(table: int, column: str, value: int, message: str) -> None:

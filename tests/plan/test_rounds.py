@@ -6,6 +6,7 @@ Counted by hand from the transfers, over random multigraphs and over plans of ev
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 import flexcp
 from flexcp.clusters import Cluster, cluster
 from flexcp.plan.compiled_rounds import colour_edges
+from flexcp.plan.execution import one_call_ahead
 from flexcp.plan.program import Program, Transfers
 from flexcp.plan.rounds import MOST_CHUNKS, WORTH_PERMILLE, plan_rounds
 from flexcp.planners.strategies import STRATEGIES
@@ -40,7 +42,7 @@ def program_of(moves: list[tuple[int, int, int, int]]) -> Program:
     table = Transfers.make(
         len(moves), stage=stage, source=source, target=target, kind=int(Kind.Q), owner=source, start=0, stop=tokens, h0=0, h1=1, partial=0
     )  # fmt: skip
-    return Program(table.sorted_by("stage", "source", "target"), 0, 9)
+    return Program(table.sorted_by("stage", "source", "target"), 0, 9, execution=one_call_ahead(9))
 
 
 @st.composite
@@ -141,7 +143,7 @@ def test_the_same_program_gives_the_same_rounds_in_any_order_of_transfers() -> N
     program = plan.programs[0][1]
     found = plan_rounds(program, plan.shape, machine)
     order = np.random.default_rng(0).permutation(len(program.transfers))
-    again = plan_rounds(Program(program.transfers.take(order), 0, program.stages), plan.shape, machine)
+    again = plan_rounds(replace(program, transfers=program.transfers.take(order)), plan.shape, machine)
     for one, other in ((found.exchanges, again.exchanges), (found.chunks, again.chunks)):
         assert one.matrix().tolist() == other.matrix().tolist()
 

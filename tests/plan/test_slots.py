@@ -7,6 +7,7 @@ import pytest
 
 import flexcp
 from flexcp.executor.run.rank_program import rank_program
+from flexcp.plan.execution import one_call_ahead
 from flexcp.plan.plan import Plan
 from flexcp.plan.program import Program, Transfers
 from flexcp.plan.slots import held_slot, pass_inputs, work_slot
@@ -30,7 +31,7 @@ def test_work_runs_when_queries_and_keys_are_there() -> None:
 )
 def test_held_work_runs_after_the_last_inputs(keys_kept: bool, stages: int, expected: list[int]) -> None:
     """Of ranks without inputs, with inputs in stage 1, and in stage 3; never after the last slot."""
-    program = Program(NOTHING, 0, stages, (500, 500, 500), keys_kept)
+    program = Program(NOTHING, 0, stages, (500, 500, 500), keys_kept, execution=one_call_ahead(stages))
     assert held_slot(program, np.array([0, 1, 3])).tolist() == expected
 
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_properties import cases, planned
 
-from flexcp.executor.exchange.rank_calls import WHOLE_STAGES, CallSettings, rank_calls
+from flexcp.executor.exchange.rank_calls import AS_PLANNED, CallSettings, rank_calls
 from flexcp.plan.plan import Plan
 from flexcp.planners.strategies import STRATEGIES
 from flexcp.shape import Kind
@@ -31,7 +31,7 @@ def check_calls(plan: Plan, mask: int, backward: bool, how: CallSettings) -> Non
     for rank in range(plan.ranks):
         for stage, calls in enumerate(rank_calls(plan, rank, mask, backward, how)):
             numbers = [call.number for call in calls]
-            assert numbers == sorted(set(numbers)) and (how != WHOLE_STAGES or numbers in ([], [0]))
+            assert numbers == sorted(set(numbers)) and (how != AS_PLANNED or numbers in ([], [0]))
             for call in calls:
                 assert call.sends or call.receives
                 sent.update((stage, call.number, rank, *part) for part in call.sends)
@@ -96,7 +96,7 @@ def test_rounds_calls_and_relays_of_any_plan(name: str, data: st.DataObject) -> 
             rounds = plan.rounds(mask, backward, chunk_bytes, rounds_per_call)
             assert rounds is plan.rounds(mask, backward, chunk_bytes, rounds_per_call)
             judge(rounds, program, plan.shape, plan.cluster)
-            check_calls(plan, mask, backward, WHOLE_STAGES)
+            check_calls(plan, mask, backward, AS_PLANNED)
             check_calls(plan, mask, backward, CallSettings(rounds_per_call, chunk_bytes))
             check_crossings(plan, mask, backward)
     for rank in range(plan.ranks):

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 import flexcp
 from flexcp.clusters import Cluster
+from flexcp.plan.execution import one_call_ahead
+from flexcp.plan.program import Program, Transfers
 from flexcp.simulator.messages import TimedChunks
 from flexcp.simulator.passes import TRACKS, Pass, PassModel, Rules, pass_model, run_pass
 from flexcp.simulator.slot_work import SlotWork
@@ -37,7 +39,9 @@ def hand_made(
     work = np.array(ns, np.int64)
     found = SlotWork(work, work, (work > 0).astype(np.int64))
     messages = TimedChunks(stage, zero, source, target, time * 7, time, zero)
-    return PassModel("all forward", len(ns), False, found, work, messages, rules, LATENCY, slow, link)
+    program = rules.applied(Program(Transfers.join([]), 0, work.shape[1], execution=one_call_ahead(work.shape[1])))
+    paces = (np.full_like(work, slow), np.full_like(work, link))
+    return PassModel("all forward", len(ns), False, found, work, messages, rules, LATENCY, program.execution, *paces)
 
 
 def test_a_message_hides_behind_compute_or_is_waited_for() -> None:
@@ -72,7 +76,7 @@ def test_neighbours_share_a_network_port() -> None:
 
 def test_in_line_a_sender_waits_for_its_first_receiver() -> None:
     crowd = [(1, 0, 2, 100), (1, 1, 2, 50), (1, 1, 3, 50)]
-    ran = run_pass(hand_made([[0, 0]] * 4, crowd, Rules(rounds=False)), ints(0, 0, 0, 0))
+    ran = run_pass(hand_made([[0, 0]] * 4, crowd, Rules(contention=False, in_line=True)), ints(0, 0, 0, 0))
     assert ran.chunk_begin.tolist() == [5, 105, 155]
 
 
@@ -81,7 +85,9 @@ def test_a_stage_is_posted_when_the_slot_before_begins() -> None:
     ran = run_pass(hand_made([[80, 10, 0], [10, 20, 30]], [(2, 0, 1, 40)]), ints(0, 0))
     assert ran.chunk_begin[0] == 85 and ran.begin[1, 2] == 125
     # Without overlap, when it has computed slot 1, at 90.
-    turns = run_pass(hand_made([[80, 10, 0], [10, 20, 30]], [(2, 0, 1, 40)], Rules(overlap=False)), ints(0, 0))
+    turns = run_pass(
+        hand_made([[80, 10, 0], [10, 20, 30]], [(2, 0, 1, 40)], Rules(contention=False, ahead=0)), ints(0, 0)
+    )
     assert turns.chunk_begin[0] == 95 and turns.begin[1, 2] == 135 and turns.end[1, 2] == 165
 
 
@@ -102,10 +108,12 @@ def judge(ran: Pass) -> None:
     np.maximum.at(arrived, (c.target, c.stage), ran.chunk_end)
     before = np.concatenate([ran.start[:, None], ran.end[:, :-1]], axis=1)
     np.testing.assert_array_equal(ran.begin, np.maximum(before, arrived))
-    posted = ran.begin[:, :-1] + model.latency_ns
-    ready = np.maximum(posted[c.source, c.stage - 1], posted[c.target, c.stage - 1])
+    # A stage that is posted beside nothing is so when the slot before is computed, others when the slot that posts them begins.
+    how = model.execution
+    posted = np.where(how.ahead > 0, ran.begin[:, how.posted], np.roll(ran.end, 1, axis=1)) + model.latency_ns
+    ready = np.maximum(posted[c.source, c.stage], posted[c.target, c.stage])
     assert (ran.chunk_begin >= ready).all()
-    assert (ran.chunk_end - ran.chunk_begin == c.ns).all() or model.link != 1000
+    assert (ran.chunk_end - ran.chunk_begin == c.ns).all() or model.rules.contention
     ports = defaultdict(list)
     for i in range(len(c.ns)):
         ports["out", int(c.across[i]), int(c.source[i])].append((int(ran.chunk_begin[i]), int(ran.chunk_end[i]), i))
@@ -115,14 +123,14 @@ def judge(ran: Pass) -> None:
         busy.sort()
         assert all(a[1] <= b[0] for a, b in pairwise(busy)), f"{name} carries two chunks at once"
         ends[name] = {b[1] for b in busy}
-    if model.rules.rounds:  # nothing waits but for its post or a port
+    if not model.rules.in_line:  # nothing waits but for its post or a port
         for i in range(len(c.ns)):
             freed = ends["out", int(c.across[i]), int(c.source[i])] | ends["in", int(c.across[i]), int(c.target[i])]
             assert ran.chunk_begin[i] == ready[i] or int(ran.chunk_begin[i]) in freed
     sent = np.zeros(ranks, np.int64)
     np.maximum.at(sent, c.source, ran.chunk_end)
     np.testing.assert_array_equal(ran.done, np.maximum(ran.end[:, -1], sent))
-    if model.slow == 1000:
+    if not model.rules.contention:
         np.testing.assert_array_equal(ran.end - ran.begin, model.ns)
     else:
         assert (ran.end - ran.begin >= model.ns).all() and (
@@ -136,7 +144,14 @@ def judge(ran: Pass) -> None:
     st.sampled_from(["blocks", "ring", "zigzag:2", "allgather", "ulysses:2", "usp:2,2", "minheap:512"]),
     st.sampled_from([flexcp.causal(), flexcp.causal_blockwise(64, 1)]),
     st.booleans(),
-    st.builds(Rules, st.booleans(), st.integers(1, 3), st.booleans()),
+    st.builds(
+        Rules,
+        st.booleans(),
+        st.just(1),
+        st.sampled_from([None, 0, 1, 3]),
+        st.sampled_from([None, 0, 1]),
+        st.booleans(),
+    ),
 )
 def test_any_plan_keeps_the_rules(
     lengths: list[int], strategy: str, mask: flexcp.Mask, backward: bool, rules: Rules

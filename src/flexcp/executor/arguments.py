@@ -82,7 +82,8 @@ def check_running(kernel: object, deterministic: object, sm_margin: object, retu
     for name, x in (("deterministic", deterministic), ("return_lse", return_lse)):
         if not isinstance(x, bool):
             raise ValueError(f"{name}= is True or False; got {named_kind(x)}")
-    check_whole("sm_margin", sm_margin)
+    if sm_margin is not None:
+        check_whole("sm_margin", sm_margin)
     if isinstance(sm_margin, int) and sm_margin < 0:
         raise ValueError(f"sm_margin= is how many multiprocessors to leave free, 0 or more; got {sm_margin}")
 

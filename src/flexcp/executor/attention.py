@@ -29,7 +29,7 @@ from flexcp.executor.arguments import (
     named_kind,
     refuse_keywords,
 )
-from flexcp.executor.kernels import Settings, accumulator_dtype
+from flexcp.executor.kernels import accumulator_dtype
 from flexcp.executor.kernels.sinks_and_delta import OutputGradient, sinks_gradient, with_sinks
 from flexcp.executor.layer_masks import checked_name, mask_number, passable
 from flexcp.executor.run.executor import Runtime, run_backward, run_forward
@@ -55,7 +55,7 @@ def attention(
     bias: Tensor | None = None,
     kernel: str | None = None,
     deterministic: bool = False,
-    sm_margin: int = 0,
+    sm_margin: int | None = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of the whole batch, seen from this rank.
@@ -75,7 +75,8 @@ def attention(
     probability and gives no value; its gradient, like any parameter's, is this rank's share.
 
     ``kernel`` overrides the choice of :func:`flexcp.choose_kernel`; ``step.kernels`` says which ran and why. ``deterministic``
-    makes gradients bitwise the same in every run, ``sm_margin`` leaves that many multiprocessors to communication.
+    makes gradients bitwise the same in every run. On a GPU every slot leaves as many multiprocessors to transfers as the plan says;
+    ``sm_margin`` is a number for all of them in its place.
     """
     if unknown:
         refuse_keywords(unknown)
@@ -115,7 +116,7 @@ def _attend(x: Inputs, numbers: Numbers, layer: Layer) -> tuple[Tensor, Tensor, 
     with step.collectives.checking("attention"):
         _check(q, k, v, step)
         number = layer.number(step)
-    runtime = _runtime(step, q, settings, number, backward=False)
+    runtime = _runtime(step, q, numbers, number, backward=False)
     prepared = step.prepared(number, False, step.choose_kernel(q.device, numbers.kernel), runtime.types)
     step.note_call()
     kept_q, kept_k, kept_v = (step.in_stream_order(rows) for rows in (q, k, v))
@@ -141,7 +142,7 @@ def _gradients(
     step = step_of(handle)
     step.note_backward()
     number = layer.number(step)
-    runtime = _runtime(step, q, numbers.settings, number, backward=True)
+    runtime = _runtime(step, q, numbers, number, backward=True)
     prepared = step.prepared(number, True, step.choose_kernel(q.device, numbers.kernel), runtime.types)
     gradient = OutputGradient(back.do.to(made.out.dtype), made.out, back.dlse, made.lse.dtype)
     if step.kept_order_on(q.device) is not None:
@@ -167,10 +168,10 @@ _keep = register_attention(
 )
 
 
-def _runtime(step: Step, q: Tensor, settings: Settings, mask: int, backward: bool) -> Runtime:
+def _runtime(step: Step, q: Tensor, numbers: Numbers, mask: int, backward: bool) -> Runtime:
     exchange = step.open_exchange(mask, backward, q.device)
     watch = None if step.telemetry is None else step.telemetry.watch(step, mask, backward, q.device)
-    return Runtime(step.plan.shape, types_of(q), settings, exchange, step.arena, watch)
+    return Runtime(step.plan.shape, types_of(q), numbers.settings, exchange, step.arena, watch, numbers.sm_margin)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, step: Step) -> None:

@@ -41,9 +41,9 @@ def bind(
     an error on all of them within ``timeout`` (seconds or timedelta). A :class:`flexcp.Telemetry` follows what the step does.
     ``arena``, that of an earlier step, is memory to go on with instead of new.
 
-    ``rounds_per_call`` posts the messages of a stage that many conflict-free rounds at a time, in chunks of at most ``chunk_bytes``;
-    without it all of a stage start at once (docs/communication.md). ``progress(done, all)`` is told how many peers are connected, where
-    that takes time (NCCL); by default a terminal is.
+    How messages are issued is in the plan. ``rounds_per_call`` asks for something else in every stage: that many conflict-free rounds at a
+    time, in chunks of at most ``chunk_bytes``, or 0 for all of a stage at once (docs/communication.md). ``progress(done, all)`` is told how
+    many peers are connected, where that takes time (NCCL); by default a terminal is.
     """
     calls = CallSettings(rounds_per_call, chunk_bytes)
     _check_bind(plan, telemetry, arena)

@@ -147,7 +147,7 @@ class LatentMessages:
         for rows, part in self._parts(leaving, stage.sends):
             part.copy_(arena[rows])
         self.exchange.post(number, leaving, arriving)
-        self.exchange.arrived()
+        self.exchange.arrived(number)
         for rows, part in self._parts(arriving, stage.receives):
             yield rows, part.to(arena.dtype)
 

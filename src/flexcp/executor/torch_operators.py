@@ -45,13 +45,13 @@ class Numbers(NamedTuple):
     scale: float
     softcap: float | None
     deterministic: bool
-    sm_margin: int
+    sm_margin: int | None
     kernel: str | None
 
     @property
     def settings(self) -> Settings:
         """What a kernel is told of them."""
-        return Settings(self.scale, self.softcap, self.deterministic, self.sm_margin)
+        return Settings(self.scale, self.softcap, self.deterministic, self.sm_margin or 0)
 
 
 class Results(NamedTuple):

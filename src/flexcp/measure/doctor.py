@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 from flexcp.version import __version__
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from flexcp.plan.plan import Plan
 
 OPTIONAL = ("triton", "mtkahypar", "transformers", "torchtitan", "megatron-core", "datasets")
@@ -114,6 +116,20 @@ def _torch() -> Iterator[Finding]:
     nccl = dist.is_available() and dist.is_nccl_available()
     version = ".".join(map(str, torch.cuda.nccl.version())) if nccl else "missing"
     yield Finding("NCCL", version, fix=None if nccl else "install a torch built with NCCL; several GPUs need it")
+    if nccl:
+        yield transfer_stream(dist.group.WORLD if dist.is_initialized() else None)
+
+
+def transfer_stream(group: dist.ProcessGroup | None) -> Finding:
+    """Whether transfers go before the work they travel beside, where both want the same multiprocessors."""
+    from flexcp.executor.exchange.start_group import OWN_GROUP, has_high_priority
+
+    if group is None:
+        words = "of high priority in groups that flexcp makes (flexcp train, bench step)"
+        return Finding("stream of transfers", words, hint=f"one's own group needs to ask for it: {OWN_GROUP}")
+    if has_high_priority(group):
+        return Finding("stream of transfers", "of high priority")
+    return Finding("stream of transfers", "not of high priority", hint=f"make the group with {OWN_GROUP}")
 
 
 def _kernels() -> Iterator[Finding]:

@@ -127,6 +127,8 @@ class _Side:
 class _SymbolicPass:
     def __init__(self, plan: Plan, number: int, program: Program, where: str, forward: Program) -> None:
         self.plan, self.program, self.where = plan, program, where
+        # What leaves in a stage must be there in the slot that posts it; one slot ahead of its use, unless the plan says more.
+        self.posted = [stage - max(int(ahead), 1) for stage, ahead in enumerate(program.execution.ahead)]
         self.pieces = program.transfers
         if program.keys_kept:
             self.pieces = Transfers.join([program.transfers, _kept_keys(forward)])
@@ -194,6 +196,8 @@ class _SymbolicPass:
         allowed = (Kind.Q, Kind.KV, Kind.DO, Kind.DQ, Kind.DKV) if backward else (Kind.Q, Kind.KV, Kind.O)
         self._require(np.isin(t.kind, allowed).all(), "a kind of piece that does not belong to this direction")
         self._require((t.stage >= 1).all() and (t.stage < self.program.stages).all(), "a stage that does not exist")
+        problem = self.program.execution.problem(self.program.stages)
+        self._require(problem is None, str(problem))
         self._require_kept_keys(backward)
         self._receive([Kind.Q, Kind.KV])
         self._require_whole_relays()
@@ -270,7 +274,7 @@ class _SymbolicPass:
                     heads, atoms = self._heads(side, h0, h1), self._atoms(owner, start, stop)
                     if source != owner:
                         self._require(
-                            (side.arrived[source, heads, atoms] < stage).all(),
+                            (side.arrived[source, heads, atoms] <= self.posted[stage]).all(),
                             f"rank {source} forwards in stage {stage} what it has not received before",
                         )
                         side.forwarded[source, heads, atoms] = True
@@ -327,7 +331,7 @@ class _SymbolicPass:
             for _, source, target, _, owner, start, stop, h0, h1, partial in (r for r in rows if r[0] == stage):
                 heads, atoms = self._heads(side, h0, h1), self._atoms(owner, start, stop)
                 self._require(
-                    (side.complete[source, heads, atoms] <= stage - 2).all(),
+                    (side.complete[source, heads, atoms] < self.posted[stage]).all(),
                     f"rank {source} sends {kind.name} in stage {stage} before it is computed",
                 )
                 self._require(
@@ -351,6 +355,9 @@ class _SymbolicPass:
                     side.home[heads, atoms] += value
                 else:
                     side.labels[target, heads, atoms] += value
+                    # What comes in with this stage may leave with one that is posted in its slot, as if computed in the one before.
+                    whole = side.complete[target, heads, atoms]
+                    side.complete[target, heads, atoms] = np.maximum(whole, stage - 1)
         self._require((side.home == side.expected).all(), f"{kind.name} does not come home whole and once")
         self._require(not side.labels.any(), f"{kind.name} is left behind on a rank that does not keep the tokens")
 

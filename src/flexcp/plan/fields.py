@@ -42,6 +42,11 @@ def header(plan: Plan) -> dict[str, Any]:
     return {name: fact.hashed(plan) for name, fact in FACTS.items() if fact.hashed}
 
 
+def version_1_header(plan: Plan) -> dict[str, Any]:
+    """The fields as a hash of version 1 covered them: the cost model said less of compute beside transfers."""
+    return {**header(plan), "cost": plan.cost.version_1()}
+
+
 def saved_facts(plan: Plan) -> dict[str, Any]:
     """The fields of a plan file."""
     return {name: fact.saved(plan) for name, fact in FACTS.items() if fact.saved}

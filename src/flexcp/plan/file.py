@@ -4,7 +4,7 @@
 
     body: length of the facts (8), facts as JSON (:mod:`flexcp.plan.fields`), then blocks of integer columns (``packed_columns.py``):
     document lengths, the rule of every document where a mask has several, explicit slices, and the plan's tables in the order of
-    ``Plan.tables()``
+    ``Plan.tables()``: what moves, then how each program is executed
 
 Reading runs no code: JSON, numbers, and the constructors anybody calls. A file may be hostile, so nothing in it is believed. The checksum
 finds what time and disks do; everything else is for those who can compute one: lengths are checked before they are used, memory for tables
@@ -12,7 +12,8 @@ and slices is at most ``ROOM`` bytes and ``PER_BYTE`` for each byte of the file 
 shape, cluster, cost model and masks pass through their own checks, every number of a table names something that exists, and the plan's hash
 must come out as it was. Whether such a plan also computes the right thing is what ``plan.check()`` finds.
 
-What a version 1 file holds never changes; another layout is another version, and a reader refuses versions it does not know.
+What a version's file holds never changes; another layout is another version, and a reader refuses versions it does not know. Version 1
+had no tables of execution, and its hash did not cover them: such a plan is executed as all plans were then.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ from flexcp.arrays.tables import Table
 from flexcp.batch import Batch, make_batch
 from flexcp.io.plain_values import MAX_NUMBER, integer, items, refuse_constant, small_integer
 from flexcp.masks import Mask
-from flexcp.plan.fields import MAX_RANKS, different_rules, read_facts, saved_facts
+from flexcp.plan.execution import Execution, one_call_ahead
+from flexcp.plan.fields import MAX_RANKS, different_rules, read_facts, saved_facts, version_1_header
 from flexcp.plan.placement import Placement, Regions, Runs
-from flexcp.plan.plan import Plan
+from flexcp.plan.plan import Plan, digest
 from flexcp.plan.program import Program, Transfers
 from flexcp.shape import QUERY_SIDED, Kind, Shape
 
@@ -43,7 +45,7 @@ Ints = NDArray[np.int64]
 SomeTable = TypeVar("SomeTable", bound=Table)
 
 MAGIC = b"\x8fflexcp\n"
-VERSION = 1
+VERSION, OLDEST = 2, 1
 _PREFIX = struct.Struct("<8sIQQ16s")
 
 ROOM = 4 << 20
@@ -130,7 +132,7 @@ def _check_comparisons(table: Sequence[Sequence[int]]) -> None:
 
 def load_plan(data: bytes) -> Plan:
     """The plan that :func:`save_plan` wrote; raises :class:`PlanFormatError` on anything else."""
-    deflated, size = _opened(bytes(data))
+    deflated, size, version = _opened(bytes(data))
     room = ROOM + PER_BYTE * len(deflated)
     try:
         body = _inflated(deflated, size, room)
@@ -140,8 +142,8 @@ def load_plan(data: bytes) -> Plan:
         # Decoded here: json would guess the encoding of bytes, and load a codec for it.
         text = body[8 : 8 + facts_size].decode("utf-8")
         facts = read_facts(json.loads(text, parse_int=small_integer, parse_constant=refuse_constant))
-        plan = _plan(facts, Reader(body[8 + facts_size :], room))
-        promised, found = facts["hash"], plan.hash
+        plan = _plan(facts, Reader(body[8 + facts_size :], room), version)
+        promised, found = facts["hash"], plan.hash if version > 1 else version_1_hash(plan)
     except (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError, struct.error) as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
         raise PlanFormatError(
@@ -154,16 +156,21 @@ def load_plan(data: bytes) -> Plan:
     return plan
 
 
-def _opened(data: bytes) -> tuple[bytes, int]:
-    """(deflated body, its inflated size) of a whole, unchanged file of a version we know."""
+def version_1_hash(plan: Plan) -> str:
+    """The hash that a plan had when it did not say how it is executed: equal where placement and transfers are."""
+    return digest(version_1_header(plan), plan.moving_tables())
+
+
+def _opened(data: bytes) -> tuple[bytes, int, int]:
+    """(deflated body, its inflated size, version) of a whole, unchanged file of a version we know."""
     if len(data) < _PREFIX.size or not data.startswith(MAGIC):
         if data and MAGIC.startswith(data[: len(MAGIC)]):
             raise PlanFormatError(f"this flexcp plan is cut off after {len(data)} bytes; copy it again")
         raise PlanFormatError("this is no flexcp plan: it does not begin as one; make one with flexcp plan --save FILE")
     _, version, total, size, checksum = _PREFIX.unpack_from(data)
-    if version != VERSION:
+    if not OLDEST <= version <= VERSION:
         raise PlanFormatError(
-            f"this flexcp plan has format version {version}, and this flexcp reads version {VERSION}; "
+            f"this flexcp plan has format version {version}, and this flexcp reads versions {OLDEST} to {VERSION}; "
             "save it again, or read it with the flexcp that wrote it"
         )
     if total != len(data):
@@ -171,7 +178,7 @@ def _opened(data: bytes) -> tuple[bytes, int]:
     deflated = data[_PREFIX.size :]
     if _checksum(data[: _PREFIX.size - 16], deflated) != checksum:
         raise PlanFormatError("this flexcp plan is damaged: its checksum is wrong; copy it again")
-    return deflated, size
+    return deflated, size, version
 
 
 def _inflated(deflated: bytes, size: int, room: int) -> bytes:
@@ -187,19 +194,24 @@ def _inflated(deflated: bytes, size: int, room: int) -> bytes:
     return body
 
 
-def _plan(facts: Mapping[str, Any], reader: Reader) -> Plan:
+def _plan(facts: Mapping[str, Any], reader: Reader, version: int) -> Plan:
     shape, cluster = facts["shape"], facts["cluster"]
     batch = _batch(facts, reader)
     runs = _table(reader, Runs)
-    programs: list[tuple[Program, Program]] = []
     regions: list[Regions] = []
+    transfers: list[Transfers] = []
     if len(facts["programs"]) != len(batch.masks):
         raise ValueError(f"{len(facts['programs'])} pairs of programs for {len(batch.masks)} masks")
     for pair in facts["programs"]:
+        if len(pair) != 2:
+            raise ValueError(f"{len(pair)} programs of a mask, not a forward and a backward")
         regions.append(_table(reader, Regions))
-        forward, backward = (Program(_table(reader, Transfers), *entry) for entry in pair)
-        programs.append((forward, backward))
+        transfers += [_table(reader, Transfers) for _ in pair]
+    entries = [entry for pair in facts["programs"] for entry in pair]
+    ways = [_table(reader, Execution) if version > 1 else _as_before(entry[1], reader) for entry in entries]
     reader.end()
+    made = [Program(t, *entry, execution=way) for t, entry, way in zip(transfers, entries, ways, strict=True)]
+    programs = tuple(zip(made[::2], made[1::2], strict=True))
     placement = Placement(
         batch,
         cluster.ranks,
@@ -211,9 +223,17 @@ def _plan(facts: Mapping[str, Any], reader: Reader) -> Plan:
         facts["note"],
     )
     _check_placement(placement, shape)
-    for program in (p for pair in programs for p in pair):
+    for program in made:
         _check_program(program, placement, shape)
-    return Plan(shape, cluster, facts["cost"], facts["strategy"], placement, tuple(programs))
+    return Plan(shape, cluster, facts["cost"], facts["strategy"], placement, programs)
+
+
+def _as_before(stages: int, reader: Reader) -> Execution:
+    """What version 1 does not say. The number of stages is not believed either."""
+    if not 0 < stages <= MAX_STAGES:
+        raise ValueError(f"own tokens enter in stage 0 of {stages}")
+    reader.spend(8 * len(Execution.names()) * stages, f"{stages} stages")
+    return one_call_ahead(stages)
 
 
 def _batch(facts: Mapping[str, Any], reader: Reader) -> Batch:
@@ -285,6 +305,10 @@ def _check_program(program: Program, placement: Placement, shape: Shape) -> None
         raise ValueError(f"own tokens enter in stage {program.own_stage} of {program.stages}")
     if len(program.held) not in (0, ranks) or any(not 0 <= share <= 1000 for share in program.held):
         raise ValueError("held work is not a share of 0 to 1000 for each rank")
+    if (problem := program.execution.problem(program.stages)) is not None:
+        raise ValueError(problem)
+    if max(int(program.execution.margin.max()), int(program.execution.rounds_per_call.max())) > MAX_STAGES:
+        raise ValueError("a margin or a number of rounds that cannot be")
     _inside("a transfer's stage", t.stage, 1, program.stages)
     for name in ("source", "target", "owner"):
         _inside(f"a transfer's {name}", getattr(t, name), 0, ranks)

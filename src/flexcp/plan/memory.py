@@ -6,7 +6,7 @@ takes in what arrived (half ``2 s``) and then posts the next stage and computes 
 
     inputs of a shelf    from the slot they arrive in until the last work on them, or until they are passed on
     results on a shelf   from then until they are sent home; on an entry, until the last reader's have come in and left with its own
-    received messages    from the slot that posts them until they are taken in, one slot later
+    received messages    from the slot that posts them, one before their stage's or earlier, until they are taken in
     sent messages        one slot longer: a stage's sends have left when the next stage's arrivals have been waited for
 
 Work needs its rows and its keys: keys are read until the rank's last queries are there, queries until its last keys are. Tenants whose
@@ -228,7 +228,8 @@ def _found_in(arriving: Transfers, pieces: Transfers) -> Ints:
 
 
 def _message_tenants(plan: Plan, rank: int, mask: int, backward: bool) -> Iterator[_Tenant]:
-    t = plan.programs[mask][backward].transfers
+    program = plan.programs[mask][backward]
+    t, ahead = program.transfers, program.execution.ahead
     t = t.take(((t.source == rank) | (t.target == rank)) & (t.source != t.target))
     for what, mine, peer, last in (("sends", t.source, t.target, 1), ("receives", t.target, t.source, 0)):
         at = mine == rank
@@ -237,7 +238,9 @@ def _message_tenants(plan: Plan, rank: int, mask: int, backward: bool) -> Iterat
         sizes = -(-np.bincount(message.reshape(-1), size).astype(np.int64) // ALIGNMENT) * ALIGNMENT
         stages, of = np.unique(messages // plan.ranks, return_inverse=True)
         for number, total in zip(stages.tolist(), np.bincount(of.reshape(-1), sizes).tolist(), strict=True):
-            yield _Tenant((what, number), int(total), 2 * number - 1, 2 * number + last)
+            # What is posted in its own slot is so before that slot waits: before the sends of the stage in front have surely left.
+            posted = number - max(int(ahead[number]), 1)
+            yield _Tenant((what, number), int(total), 2 * posted + 1, 2 * number + last)
 
 
 def _groups(columns: Ints) -> tuple[Ints, Ints]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,15 @@ if TYPE_CHECKING:
     from flexcp.plan.rounds import Rounds
 
 Ints = NDArray[np.int64]
+
+
+def digest(header: dict[str, Any], tables: Sequence[Table]) -> str:
+    """The hash of a header and tables."""
+    found = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
+    for table in tables:
+        found.update(len(table).to_bytes(8, "little"))
+        found.update(table.matrix().astype("<i8").tobytes())
+    return found.hexdigest()[:32]
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,18 +84,18 @@ class Plan:
     @cached_property
     def hash(self) -> str:
         """Identity of the plan: equal on ranks, machines and CPU types exactly when the plans are equal."""
-        digest = hashlib.sha256(json.dumps(self.header(), sort_keys=True).encode())
-        for table in self.tables():
-            digest.update(len(table).to_bytes(8, "little"))
-            digest.update(table.matrix().astype("<i8").tobytes())
-        return digest.hexdigest()[:32]
+        return digest(self.header(), self.tables())
 
     def header(self) -> dict[str, Any]:
         """Everything of the plan that is not a table, as plain JSON values."""
         return header(self)
 
     def tables(self) -> list[Table]:
-        """All tables of the plan in a fixed order: runs, then for each mask regions, forward and backward transfers."""
+        """All tables of the plan in a fixed order: what moves, then how each program is executed."""
+        return [*self.moving_tables(), *(program.execution for pair in self.programs for program in pair)]
+
+    def moving_tables(self) -> list[Table]:
+        """The tables that say what is where and what moves: runs, then for each mask regions, forward and backward transfers."""
         found: list[Table] = [self.placement.runs]
         for regions, (forward, backward) in zip(self.placement.regions, self.programs, strict=True):
             found += [regions, forward.transfers, backward.transfers]

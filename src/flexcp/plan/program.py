@@ -1,18 +1,20 @@
 """Program: what moves in one pass of one mask, and in which stage.
 
-Stages. In slot s a rank first waits for the transfers of stage s, then posts those of stage s + 1, then computes. Work runs in the
-earliest slot in which its queries and its keys are there (own tokens: slot ``own_stage``). So an input may be forwarded one stage
-after it arrived, and an output may leave two stages after the slot that completed it.
+Stages. In slot s a rank first waits for the transfers of stage s, then posts those of stage s + 1 (or of later ones: how far ahead each
+stage is posted is in :mod:`flexcp.plan.execution`), then computes. Work runs in the earliest slot in which its queries and its keys are
+there (own tokens: slot ``own_stage``). So an input may be forwarded one stage after it arrived, and an output may leave two stages after
+the slot that completed it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flexcp.arrays.tables import Table
+from flexcp.plan.execution import Execution
 from flexcp.shape import OUTPUTS, Shape
 
 Ints = NDArray[np.int64]
@@ -56,6 +58,8 @@ class Program:
 
     ``keys_kept`` (backward only): every rank kept the keys it received in the forward, so none travel again. What arrived in stage s of the
     forward is there from slot s - 1 on.
+
+    ``execution`` says of every stage how and when it is posted, and what the work beside it leaves free.
     """
 
     transfers: Transfers
@@ -63,3 +67,4 @@ class Program:
     stages: int
     held: tuple[int, ...] = ()
     keys_kept: bool = False
+    execution: Execution = field(kw_only=True)

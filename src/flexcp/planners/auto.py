@@ -193,7 +193,7 @@ class _Search:
             if (
                 request.max_memory_per_rank is not None or request.max_peers is not None
             ):  # only known of a candidate's plan
-                plan = make_plan(placement, *known, name, request.keep_kv)
+                plan = make_plan(placement, *known, name, request.keep_kv, request.most_ahead)
                 refuse_over_memory(request, plan)
                 refuse_over_peers(request, plan)
         except Refused as refusal:

@@ -60,6 +60,11 @@ class Request:
         return self.cluster.ranks
 
     @property
+    def most_ahead(self) -> int:
+        """How many slots ahead a stage may be posted: messages that wait take memory, which a cap leaves to what needs it."""
+        return 2 if self.max_memory_per_rank is None else 1
+
+    @property
     def token_cap(self) -> int | None:
         """The most document tokens a rank may keep; with equal tokens every rank keeps a multiple of ``pad_to``."""
         cap = self.max_tokens_per_rank

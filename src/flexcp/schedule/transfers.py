@@ -8,6 +8,8 @@ first; gradients of keys go home as soon as the work on those keys is done, resu
 computed whole travels in the model's dtype, others as partials. Keys travel again in the backward unless a budget lets ranks keep them.
 - *static*: the traffic users know of rings, head exchanges and gathers, needed or not.
 
+How each stage is executed is chosen behind that (:mod:`flexcp.schedule.execution`).
+
 Backward inputs are the forward's plus do, LSE and delta; every output returns a piece that came in, so a rank reduces in the rows where
 it holds that piece.
 """
@@ -20,10 +22,12 @@ from numpy.typing import NDArray
 from flexcp.arrays.intervals import spread
 from flexcp.clusters import Cluster
 from flexcp.cost import CostModel
+from flexcp.plan.execution import one_call_ahead
 from flexcp.plan.placement import Placement
 from flexcp.plan.plan import Plan
 from flexcp.plan.program import Program, Transfers
 from flexcp.schedule.analysis import MaskAnalysis, analyse
+from flexcp.schedule.execution import needed_work_ns, static_work_ns, with_execution
 from flexcp.schedule.needs import Pieces
 from flexcp.schedule.routes import Needs
 from flexcp.schedule.stages import Stages, cut_into_stages
@@ -33,19 +37,39 @@ Ints = NDArray[np.int64]
 
 
 def make_plan(
-    placement: Placement, shape: Shape, cluster: Cluster, cost: CostModel, strategy: str, keep_kv: int = 0
+    placement: Placement,
+    shape: Shape,
+    cluster: Cluster,
+    cost: CostModel,
+    strategy: str,
+    keep_kv: int = 0,
+    most_ahead: int = 2,
 ) -> Plan:
     """The plan of a placement: transfers for every mask, forward and backward.
 
-    ``keep_kv`` is how many bytes of received keys a rank may keep for the backward, all layers together.
+    ``keep_kv`` is how many bytes of received keys a rank may keep for the backward, all layers together; ``most_ahead`` how many slots
+    ahead a stage may be posted, where messages that wait must not take memory.
     """
+    how = (shape, cluster, cost)
     if placement.traffic.kind == "needed":
         own_stage = 1 if placement.assemble_own else 0
         masks = analyse(placement, shape, cluster, cost, keep_kv)
-        programs = [_needed_programs(found, own_stage, cluster) for found in masks]
+        pairs = [_needed_programs(found, own_stage, cluster) for found in masks]
+        work = [
+            [needed_work_ns(p, one.work, one.stages) for p, one in zip(pair, found[2:], strict=True)]
+            for pair, found in zip(pairs, masks, strict=True)
+        ]
     else:
-        both = _static_program(placement, shape, False), _static_program(placement, shape, True)
-        programs = [both] * len(placement.batch.masks)
+        pairs = [(_static_program(placement, shape, False), _static_program(placement, shape, True))]
+        pairs *= len(placement.batch.masks)
+        work = [
+            list(static_work_ns(placement, mask, (forward.stages, backward.stages), *how))
+            for mask, (forward, backward) in enumerate(pairs)
+        ]
+    programs = []
+    for (forward, backward), (there, back) in zip(pairs, work, strict=True):
+        first = with_execution(forward, there, *how, False, most_ahead)
+        programs.append((first, with_execution(backward, back, *how, True, most_ahead)))
     return Plan(shape, cluster, cost, strategy, placement, tuple(programs))
 
 
@@ -53,7 +77,8 @@ def _program(parts: list[Transfers], own_stage: int, held: tuple[int, ...] = (),
     transfers = Transfers.join([part for part in parts if len(part)])
     transfers = transfers.sorted_by("stage", "source", "target", "kind", "owner", "start", "h0")
     last = int(transfers.stage.max()) if len(transfers) else own_stage
-    return Program(transfers, own_stage, max(last, own_stage) + 1, held, keys_kept)
+    stages = max(last, own_stage) + 1
+    return Program(transfers, own_stage, stages, held, keys_kept, execution=one_call_ahead(stages))
 
 
 # --- exactly what is needed -------------------------------------------------------------------------------------------

@@ -1,12 +1,14 @@
 """Loops of the event simulator: slots begin, compute ends, chunks come and go; compiled.
 
-A rank enters slot s when it has computed slot s - 1 and everything of stage s has arrived. It then posts stage s + 1 and computes. A
-chunk of a stage may go when both its ranks have posted that stage; it goes when the sender's outgoing and the receiver's incoming port of
-its level are free, the earliest in order first, and holds both until it is there. So a port is never idle while something can use it. In
-line, a sender takes its chunks strictly in order, and waits for the receiver of the first.
+A rank enters slot s when it has computed slot s - 1 and everything of stage s has arrived. It then posts the stages that the plan posts
+there (``opens[s]`` to ``opens[s + 1]``; most often stage s + 1) and computes. A chunk of a stage may go when both its ranks have posted
+that stage; it goes when the sender's outgoing and the receiver's incoming port of its level are free, the earliest in order first, and
+holds both until it is there. So a port is never idle while something can use it. In line, a sender takes its chunks strictly in order, and
+waits for the receiver of the first.
 
-While chunks of a rank are under way its compute takes ``SLOW`` per mille of its time; a chunk that starts while one of its ranks computes
-takes 1000 / ``LINK`` of its own. Everything is integers, so the same plan gives the same times on every machine.
+While chunks of a rank are under way its compute takes ``pace[SLOW, rank, slot]`` per mille of its time; a chunk that starts while one of
+its ranks computes takes 1000 / ``pace[LINK, rank, slot]`` of its own, the slower one's where both do. Everything is integers, so the same
+plan gives the same times on every machine.
 
 An event is one integer: its time, then what happens, then to whom (a rank or a chunk).
 
@@ -30,7 +32,8 @@ POSTED, COMPUTED, ARRIVED = range(3)
 WHOM, WHAT = 22, 2
 """Bits of an event's last two parts; 39 are left for its time, nine minutes."""
 MOST_CHUNKS = 1 << WHOM
-LATENCY, SLOW, LINK, IN_LINE, RULES = range(5)
+LATENCY, IN_LINE, RULES = range(3)
+SLOW, LINK = range(2)
 SLOT, STAGE_POSTED, COMPUTING, LEFT, SINCE, READY, UNDER_WAY, DONE, RANK_ROWS = range(9)
 STAGE, PORT_OUT, PORT_IN, SOURCE, TARGET, NS, BEGIN, END, CHUNK_ROWS = range(9)
 BUSY, NEXT, POSTED_UP_TO, QUEUE_ROWS = range(4)
@@ -39,7 +42,7 @@ OUT, IN = range(2)
 
 @compiled
 def run_events(
-    start: Ints, work: Ints, chunk: Ints, order: Ints, first: Ints, ports: Ints, rule: Ints
+    start: Ints, work: Ints, chunk: Ints, order: Ints, first: Ints, ports: Ints, rule: Ints, pace: Ints, opens: Ints
 ) -> tuple[Ints, Ints, Ints]:
     """Runs a pass: begin and end of every slot's compute, and the end of the pass on each rank; BEGIN and END of ``chunk`` are filled in.
 
@@ -77,7 +80,7 @@ def run_events(
                 if rank[SLOT, number] >= 0:
                     end[number, rank[SLOT, number]] = now
                     rank[DONE, number] = max(rank[DONE, number], now)
-                go_on(number, now, rank, begin, end, missing, takes_part, work, rule, events)
+                go_on(number, now, rank, begin, end, missing, takes_part, work, rule, pace, opens, events)
         elif what == POSTED:
             stage = rank[STAGE_POSTED, number] + 1
             while takes_part[number, stage] == 0:
@@ -87,20 +90,20 @@ def run_events(
                 for side in range(2):
                     port = ports[level, number]
                     queue[side, POSTED_UP_TO, port] = max(queue[side, POSTED_UP_TO, port], stage)
-                    start_one(port, side, now, rank, chunk, queue, order, first, earliest, rule, events)
+                    start_one(port, side, now, rank, chunk, queue, order, first, earliest, rule, pace, events)
         else:
             out, into = chunk[PORT_OUT, number], chunk[PORT_IN, number]
             source, target, stage = chunk[SOURCE, number], chunk[TARGET, number], chunk[STAGE, number]
             chunk[END, number] = now
             rank[DONE, source] = max(rank[DONE, source], now)
             queue[OUT, BUSY, out] = queue[IN, BUSY, into] = 0
-            change_pace(source, -1, now, rank, rule, events)
-            change_pace(target, -1, now, rank, rule, events)
+            change_pace(source, -1, now, rank, pace, events)
+            change_pace(target, -1, now, rank, pace, events)
             missing[target, stage] -= 1
             if missing[target, stage] == 0 and rank[COMPUTING, target] == 0 and rank[SLOT, target] == stage - 1:
-                go_on(target, now, rank, begin, end, missing, takes_part, work, rule, events)
-            start_one(out, OUT, now, rank, chunk, queue, order, first, earliest, rule, events)
-            start_one(into, IN, now, rank, chunk, queue, order, first, earliest, rule, events)
+                go_on(target, now, rank, begin, end, missing, takes_part, work, rule, pace, opens, events)
+            start_one(out, OUT, now, rank, chunk, queue, order, first, earliest, rule, pace, events)
+            start_one(into, IN, now, rank, chunk, queue, order, first, earliest, rule, pace, events)
     return begin, end, rank[DONE]
 
 
@@ -111,46 +114,48 @@ def event(time, what, whom):
 
 
 @compiled_leaf
-def go_on(r, now, rank, begin, end, missing, takes_part, work, rule, events):
+def go_on(r, now, rank, begin, end, missing, takes_part, work, rule, pace, opens, events):
     """Let a rank that computes nothing enter slots, as far as what has arrived allows."""
     slots = work.shape[1]
     while rank[SLOT, r] + 1 < slots and missing[r, rank[SLOT, r] + 1] == 0:
         rank[SLOT, r] += 1
         s = rank[SLOT, r]
         begin[r, s] = now
-        if s + 1 < slots and takes_part[r, s + 1] == 1:
-            push(events, event(now + rule[LATENCY], POSTED, r))
+        for stage in range(opens[s], opens[s + 1]):
+            if takes_part[r, stage] == 1:
+                push(events, event(now + rule[LATENCY], POSTED, r))
         if work[r, s] > 0:
             rank[COMPUTING, r] = 1
             rank[LEFT, r] = work[r, s]
-            compute(r, now, rank, rule, events)
+            compute(r, now, rank, pace, events)
             return
         end[r, s] = now
         rank[DONE, r] = max(rank[DONE, r], now)
 
 
 @compiled_leaf
-def compute(r, now, rank, rule, events):
+def compute(r, now, rank, pace, events):
     """Foresee the end of a rank's compute at today's pace; what was foreseen before is void."""
-    pace = rule[SLOW] if rank[UNDER_WAY, r] > 0 else 1000
+    slow = pace[SLOW, r, rank[SLOT, r]] if rank[UNDER_WAY, r] > 0 else 1000
     rank[SINCE, r] = now
-    rank[READY, r] = now + (rank[LEFT, r] * pace + 999) // 1000
+    rank[READY, r] = now + (rank[LEFT, r] * slow + 999) // 1000
     push(events, event(rank[READY, r], COMPUTED, r))
 
 
 @compiled_leaf
-def change_pace(r, change, now, rank, rule, events):
+def change_pace(r, change, now, rank, pace, events):
     """A chunk of a rank starts (+1) or ends (-1)."""
     before = rank[UNDER_WAY, r]
     rank[UNDER_WAY, r] += change
-    if rank[COMPUTING, r] == 1 and rule[SLOW] != 1000 and (before > 0) != (rank[UNDER_WAY, r] > 0):
-        pace = rule[SLOW] if before > 0 else 1000
-        rank[LEFT, r] = max(0, rank[LEFT, r] - (now - rank[SINCE, r]) * 1000 // pace)
-        compute(r, now, rank, rule, events)
+    slow = pace[SLOW, r, rank[SLOT, r]]
+    if rank[COMPUTING, r] == 1 and slow != 1000 and (before > 0) != (rank[UNDER_WAY, r] > 0):
+        done = slow if before > 0 else 1000
+        rank[LEFT, r] = max(0, rank[LEFT, r] - (now - rank[SINCE, r]) * 1000 // done)
+        compute(r, now, rank, pace, events)
 
 
 @compiled_leaf
-def start_one(p, side, now, rank, chunk, queue, order, first, earliest, rule, events):
+def start_one(p, side, now, rank, chunk, queue, order, first, earliest, rule, pace, events):
     """Start the first chunk that can use a free port on one side."""
     if queue[side, BUSY, p] == 1:
         return
@@ -171,10 +176,13 @@ def start_one(p, side, now, rank, chunk, queue, order, first, earliest, rule, ev
             queue[OUT, BUSY, out] = queue[IN, BUSY, into] = 1
             chunk[BEGIN, c] = now
             time = chunk[NS, c]
-            if rank[COMPUTING, source] == 1 or rank[COMPUTING, target] == 1:
-                time = (time * 1000 + rule[LINK] - 1) // rule[LINK]
-            change_pace(source, 1, now, rank, rule, events)
-            change_pace(target, 1, now, rank, rule, events)
+            link = 1000
+            for r in (source, target):
+                if rank[COMPUTING, r] == 1:
+                    link = min(link, pace[LINK, r, rank[SLOT, r]])
+            time = (time * 1000 + link - 1) // link
+            change_pace(source, 1, now, rank, pace, events)
+            change_pace(target, 1, now, rank, pace, events)
             push(events, event(now + time, ARRIVED, c))
             return
         if rule[IN_LINE] == 1 and side == OUT:

@@ -6,15 +6,17 @@ does not compute between its first slot and its end is *waiting*.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcp.cost import CostModel
+from flexcp.cost import NO_CONTENTION, Contention, CostModel, row_for
+from flexcp.plan.execution import Execution, margins
 from flexcp.plan.plan import Plan
+from flexcp.plan.program import Program
 from flexcp.simulator.messages import TimedChunks, find_chunks
 from flexcp.simulator.ring_counts import RingCounts
 from flexcp.simulator.slot_work import SlotWork, slot_ns, slot_work
@@ -25,19 +27,28 @@ TRACKS = ("compute", "wait", "send inside", "send across", "receive inside", "re
 
 @dataclass(frozen=True)
 class Rules:
-    """How a plan is executed.
+    """What a simulation assumes beside the plan, which says itself how it is executed (:mod:`flexcp.plan.execution`).
 
-    ``rounds``: chunks in the order of :mod:`flexcp.plan.rounds`; without, each rank sends peer by peer. ``rounds_per_call``: how many are
-    posted together. ``contention``: compute and transfers slow each other as the cost model says. ``overlap``: without, a rank's transfers
-    and compute take turns (the next stage is posted only when this one is computed). ``ranks_per_nic``: so many neighbours share one
-    network port, which carries as much as all of them together; one of them alone may then use all of it.
+    ``contention``: compute and transfers slow each other as the cost model says. ``ranks_per_nic``: so many neighbours share one network
+    port, which carries as much as all of them together; one of them alone may then use all of it. The others are questions, what if the
+    plan said something else of every stage: so many ``rounds_per_call``, posted so far ``ahead`` (0: transfers and compute take turns); or
+    if each rank sent its messages peer by peer, ``in_line``.
     """
 
-    rounds: bool = True
-    rounds_per_call: int = 16
     contention: bool = True
-    overlap: bool = True
     ranks_per_nic: int = 1
+    rounds_per_call: int | None = None
+    ahead: int | None = None
+    in_line: bool = False
+
+    def applied(self, program: Program) -> Program:
+        """The program as it is asked about."""
+        how, stages = program.execution, np.arange(program.stages)
+        if self.rounds_per_call is not None:
+            how = replace(how, rounds_per_call=np.full_like(stages, self.rounds_per_call))
+        if self.ahead is not None:
+            how = replace(how, ahead=np.minimum(self.ahead, stages))
+        return replace(program, execution=how)
 
 
 class Event(NamedTuple):
@@ -53,7 +64,11 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PassModel:
-    """Work and messages of a pass, the same in every layer. ``ns[rank, slot]`` is undisturbed compute."""
+    """Work and messages of a pass, the same in every layer, and how it is executed.
+
+    ``ns[rank, slot]`` is undisturbed compute under the slot's margin; ``slow[rank, slot]`` how long it takes while the rank's transfers are
+    under way, ``link[rank, slot]`` how fast those are meanwhile, both per mille.
+    """
 
     name: str
     ranks: int
@@ -63,8 +78,9 @@ class PassModel:
     chunks: TimedChunks
     rules: Rules
     latency_ns: int
-    slow: int
-    link: int
+    execution: Execution
+    slow: Ints
+    link: Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +134,7 @@ def pass_model(
 
     ``ring`` is what :func:`flexcp.simulator.ring_counts.count_ring` found for the mask, which is the same in both directions.
     """
-    program = plan.programs[mask][backward]
+    program = rules.applied(plan.programs[mask][backward])
     found = slot_work(plan, mask, backward, ring)
     if ns is None:
         ns = slot_ns(found, plan, cost, backward)
@@ -126,11 +142,25 @@ def pass_model(
         raise ValueError(
             f"measured compute is [rank, slot] = {found.work.shape} for this program; got an array of {ns.shape}"
         )
-    chunks = find_chunks(plan, program, cost, rules.rounds, rules.rounds_per_call, rules.ranks_per_nic)
-    slow = (cost.overlap_backward if backward else cost.overlap_forward) if rules.contention else 1000
-    link = cost.overlap_link if rules.contention else 1000
+    how = program.execution
+    chunks = find_chunks(plan, mask, backward, cost, how.rounds_per_call, rules.in_line, rules.ranks_per_nic)
+    alone, slow, link = _contention(
+        program, plan.ranks, cost.contention if rules.contention else NO_CONTENTION, backward
+    )
+    ns = -(-ns * alone // 1000)
     name = f"{plan.batch.masks[mask].name} {'backward' if backward else 'forward'}"
-    return PassModel(name, plan.ranks, backward, found, ns, chunks, rules, plan.cluster.latency_ns, slow, link)
+    return PassModel(name, plan.ranks, backward, found, ns, chunks, rules, plan.cluster.latency_ns, how, slow, link)
+
+
+def _contention(program: Program, ranks: int, rows: Sequence[Contention], backward: bool) -> tuple[Ints, Ints, Ints]:
+    """``[rank, slot]``, per mille, under the plan's margins: compute alone; beside transfers, against that; speed of those."""
+    margin = margins(program, ranks)
+    found = np.full((3, *margin.shape), 1000, np.int64)
+    for left in np.unique(margin).tolist():
+        row = row_for(rows, left)
+        beside, alone = row.compute(backward)
+        found[:, margin == left] = np.array([alone, -(-beside * 1000 // alone), row.link])[:, None]
+    return found[0], found[1], found[2]
 
 
 def run_pass(model: PassModel, start: Ints) -> Pass:
@@ -138,9 +168,11 @@ def run_pass(model: PassModel, start: Ints) -> Pass:
     from flexcp.simulator.compiled_events import run_events  # compiled: only who simulates loads Numba
 
     work, c, ranks = model.ns, model.chunks, model.ranks
-    stage = c.stage
-    if not model.rules.overlap:
-        work, stage = _in_turns(work, stage)
+    stage, posted, pace = c.stage, model.execution.posted, np.stack([model.slow, model.link])
+    in_turns = bool((model.execution.ahead[1:] == 0).any())
+    if in_turns:
+        work, stage, posted, pace = _in_turns(work, stage, model.execution, pace)
+    opens = np.searchsorted(posted[1:], np.arange(len(posted) + 1)) + 1
     everyone = np.arange(ranks, dtype=np.int64)
     ports = np.stack([everyone, ranks + everyone // model.rules.ranks_per_nic])
     out, into = ports[c.across, c.source], ports[c.across, c.target]
@@ -148,16 +180,19 @@ def run_pass(model: PassModel, start: Ints) -> Pass:
     table = np.concatenate([np.stack([stage, out, into, c.source, c.target, c.ns]), open_ends])
     by_port = [np.argsort(port, kind="stable") for port in (out, into)]
     first = [np.searchsorted(port[o], np.arange(2 * ranks + 1)) for port, o in zip((out, into), by_port, strict=True)]
-    rule = np.array([model.latency_ns, model.slow, model.link, not model.rules.rounds], np.int64)
-    tables = (table, np.stack(by_port), np.stack(first), ports, rule)
+    rule = np.array([model.latency_ns, model.rules.in_line], np.int64)
+    tables = (table, np.stack(by_port), np.stack(first), ports, rule, np.ascontiguousarray(pace), opens)
     begin, end, done = run_events(np.ascontiguousarray(start, np.int64), np.ascontiguousarray(work), *tables)
-    if not model.rules.overlap:
+    if in_turns:
         begin, end = begin[:, 1::3], end[:, 1::3]
     return Pass(model, start, begin, end, table[-2], table[-1], done)
 
 
-def _in_turns(work: Ints, stage: Ints) -> tuple[Ints, Ints]:
-    """Every slot as three: one that receives, one that computes, one that posts the next stage, which so begins when all is computed."""
+def _in_turns(work: Ints, stage: Ints, how: Execution, pace: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    """Every slot as three, where some stages are posted beside nothing: one that receives, one that posts what is ahead and computes, and
+    one that posts the next slot's own stage when all is computed."""
+    number = np.arange(len(how))
     apart = np.zeros((work.shape[0], 3 * work.shape[1]), np.int64)
     apart[:, 1::3] = work
-    return apart, 3 * stage
+    posted = np.maximum(np.where(how.ahead == 0, 3 * number - 1, 3 * how.posted + 1), 0)
+    return apart, 3 * stage, np.repeat(posted, 3), np.repeat(pace, 3, axis=2)

@@ -22,7 +22,7 @@ from typing import Any
 
 from flexcp.io.atomic_files import write_whole
 from flexcp.io.json_files import read_json
-from flexcp.plan.file import PlanFormatError, load_plan, save_plan
+from flexcp.plan.file import PlanFormatError, load_plan, save_plan, version_1_hash
 from flexcp.plan.plan import Plan
 from flexcp.telemetry.records import PassRecord, StepRecord
 
@@ -161,7 +161,7 @@ def _read_step(path: Path, step: dict[str, Any]) -> DumpedStep:
         plan = load_plan(base64.b64decode(step["plan"], validate=True))
     except (PlanFormatError, binascii.Error) as error:
         raise ValueError(f"{path}: the plan of step {number} cannot be read: {error}") from None
-    if plan.hash != step["hash"]:
+    if step["hash"] not in (plan.hash, version_1_hash(plan)):  # the second is what a dump of a plan of version 1 has
         raise ValueError(
             f"{path}: step {number} says its plan is {str(step['hash'])[:12]}, but holds {plan.hash[:12]}; copy the dump again"
         )

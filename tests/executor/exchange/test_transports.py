@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -48,7 +49,8 @@ def plan_for(strategy: str, nodes: int, ranks: int, **options: Any) -> Plan:
 def with_rounds(plan: Plan, rounds_per_call: int = 1, chunk_bytes: int = 4000) -> Plan:
     """The plan with its rounds made, so that no rank needs to load Numba for them."""
     for backward in (False, True):
-        plan.rounds(0, backward, chunk_bytes, rounds_per_call)
+        plan.rounds(0, backward, chunk_bytes)
+        plan.rounds(0, backward)
     return plan
 
 
@@ -92,9 +94,9 @@ def dawdling(rank: int, seed: int) -> type[HostExchange]:
             dawdle()
             return super().receive(message, peer, tag)
 
-        def arrived(self) -> Buffers | None:
+        def arrived(self, stage: int) -> Buffers | None:
             dawdle()
-            return super().arrived()
+            return super().arrived(stage)
 
     return Dawdling
 
@@ -146,6 +148,38 @@ def test_calls_of_few_rounds_give_the_same_results_and_bytes_as_one_call(pool: R
             assert max(most for _, _, most in parts) > 1
 
 
+def executed_so(plan: Plan, **columns: int) -> Plan:
+    """The plan with these values in every row of execution; two ahead only what its owners send, which nothing holds back."""
+
+    def changed(program: Any) -> Any:
+        stages, t = np.arange(program.stages), program.transfers
+        made = {name: np.full_like(stages, value) for name, value in columns.items()}
+        if made.get("ahead", stages)[0] == 2:
+            bound = np.isin(stages, t.stage[t.is_output | (t.source != t.owner)]) | (stages < 2)
+            made["ahead"] = np.where(bound, 1, 2)
+        return replace(program, execution=replace(program.execution, **made))
+
+    return replace(plan, programs=tuple(tuple(changed(p) for p in pair) for pair in plan.programs))
+
+
+def test_however_a_plan_is_executed_results_and_bytes_are_the_same(pool: RankPool) -> None:
+    slow = replace(flexcp.cluster("cpu", 1, 3), gflops=1, intra_mbps=1)
+    planner = flexcp.Planner(4, 2, 8, dtype="float32", cluster=slow, strategy="blocks")
+    plan = planner([900, 40, 300])
+    early = executed_so(plan, ahead=2)
+    assert any((p.execution.ahead == 2).any() for p in early.programs[0])
+    whole = pool.run(on_calls, plan, {}, ranks=3)
+    for other in (
+        early,
+        executed_so(plan, ahead=0),
+        executed_so(plan, margin=16),
+        with_rounds(executed_so(plan, rounds_per_call=1)),
+    ):
+        other.check()
+        for (exact, bytes_of, _), (found, sent, _) in zip(whole, pool.run(on_calls, other, {}, ranks=3), strict=True):
+            assert all(np.array_equal(found[name], x) for name, x in exact.items()) and sent == bytes_of
+
+
 def test_ranks_with_nothing_to_exchange_and_stages_of_some_ranks(pool: RankPool) -> None:
     lengths, shape = [300, 200, 190], {"heads": 4, "head_dim": 8, "dtype": "float32", "strategy": "blocks"}
     one, four = (
@@ -177,7 +211,7 @@ def test_ranks_that_cut_stages_differently_are_refused_at_bind(pool: RankPool) -
         assert "ranks disagree on the calls" in message and "bind with the same on every rank" in message
 
 
-@pytest.mark.parametrize("wrong", [{"rounds_per_call": 0}, {"rounds_per_call": 1.5}, {"chunk_bytes": 10}])
+@pytest.mark.parametrize("wrong", [{"rounds_per_call": -1}, {"rounds_per_call": 1.5}, {"chunk_bytes": 10}])
 def test_calls_that_are_none_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         flexcp.bind(plan_for("dp", 1, 1), **wrong)
@@ -221,13 +255,14 @@ def test_messages_that_trickle_in_share_one_limit(monkeypatch: pytest.MonkeyPatc
 
     wire = Wire(None, [0] * 4, timedelta(seconds=10), None, lambda reason: None)
     parts = {"receives": (1, 2, 3), "sends": (1, 2, 3), "receives and sends": (1,)}[way]
-    call = Call(0, tuple(MessageRange(p, 0, 1) for p in parts), tuple(MessageRange(p, 0, 1) for p in parts))
-    exchange = Trickling(wire, PassLabel(1, 1, 0, "", False, 2), ((call,), ()))
+    ranges = tuple(MessageRange(p, 0, 1) for p in parts)
+    calls = (Call(0, (), ranges),), (Call(0, ranges, ()),)
+    exchange = Trickling(wire, PassLabel(1, 1, 0, "", False, 2), calls)
     buffers = Buffers.alone([(peer, 1) for peer in (1, 2, 3)], torch.device("cpu"))
     exchange.post(0, buffers, buffers)
     exchange.post(1, buffers, buffers)  # what was sent in the stage before leaves while this one's messages arrive
     with pytest.raises(ExchangeError, match=r"nothing within 8 s \(of 10 s"):
-        exchange.arrived()
+        exchange.arrived(1)
     assert clock[0] == 8.0
 
 

@@ -101,7 +101,7 @@ shelves = (Shelf(QUERIES, 6, 0, 2, 0), Shelf(KEYS, 6, 0, 2, 0))
 for kind, backward in ((Kind.O, False), (Kind.DQ, True), (Kind.DKV, True)):
     side = KEYS if kind == Kind.DKV else QUERIES
     blocks = (Block(kind, side, slice(0, 4), 4, 0, 2, True), Block(kind, side, np.array([3, 5, 1]), 3, 0, 1, True))
-    program = RankProgram(shelves, (Slot(receive=[Message(1, blocks)]),), Layout(0, {}), {}, 0)
+    program = RankProgram(shelves, (Slot(receive=[Message(1, blocks)]),), Layout(0, {}), (([], []),), (0,), {}, 0)
     results = []
     for packing in (FieldPacking(program, shape, types), RowPacking(program, shape, types)):
         buffers = Buffers.alone([(1, message_bytes(program.slots[0].receive[0], shape))], types.device)

@@ -11,7 +11,7 @@ import pytest
 
 import flexcp
 from flexcp.calibration import Calibration, Errors, error_words, read_calibration
-from flexcp.cost import CostModel, Model
+from flexcp.cost import NO_CONTENTION, CostModel, Model
 from flexcp.measure.calibrate.calibrate import Measured, calibrated
 from flexcp.measure.calibrate.fit import KernelFit, Sample, errors, fit_kernels, fit_link, split
 from flexcp.measure.calibrate.kernels import KernelTask
@@ -70,7 +70,7 @@ def test_a_calibration_predicts_what_was_measured() -> None:
         100e3, rel=0.01
     )
     assert int(cost.link_ns(np.array([10**6]), machine.intra_mbps)[0]) == pytest.approx(500_000)
-    assert cost.token_bytes == 777 and cost.overlap_forward == cost.overlap_link == 1000
+    assert cost.token_bytes == 777 and cost.contention == NO_CONTENTION
     assert found.held_out["kernels"].worst < 1e-6 and found.held_out["kernels"].count == 8
     assert set(found.held_out) == {"kernels", "layers", "links"}
 

@@ -126,14 +126,14 @@ def _on_torchrun(task: BenchTask, say: Any) -> list[Measured] | None:
     import torch
     import torch.distributed as dist
 
+    from flexcp.executor.exchange.start_group import start_group
     from flexcp.measure.bench_step import bench
 
     if task.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    dist.init_process_group("nccl" if task.device == "cuda" else "gloo")
+    group = start_group(task.device == "cuda")
     try:
-        assert dist.group.WORLD is not None
-        first, work = dist.get_rank() == 0, bench(dist.group.WORLD, task)
+        first, work = dist.get_rank() == 0, bench(group, task)
         while True:
             try:
                 name = next(work)

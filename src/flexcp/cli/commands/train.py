@@ -115,14 +115,14 @@ def _under_torchrun(config: TrainConfig, add: Callable[[StepReport], None]) -> l
     import torch
     import torch.distributed as dist
 
+    from flexcp.executor.exchange.start_group import start_group
     from flexcp.train.loop import train as loop
 
     if _has_gpu():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if _has_gpu() else "gloo")
-    assert dist.group.WORLD is not None
+    group = start_group(_has_gpu())
     reports = []
-    for report in loop(dist.group.WORLD, config):
+    for report in loop(group, config):
         add(report)
         reports.append(report)
     dist.destroy_process_group()

@@ -105,7 +105,7 @@ class Collectives:
         occasion = Occasion(place, self._calls[place], self.step)
         with kind(self.wire([0] * self.size), occasion, ((Call(0, parts[0], parts[1]),),)) as exchange:
             exchange.post(0, Buffers.holding(leaving), Buffers.holding(arriving))
-            exchange.arrived()
+            exchange.arrived(0)
             exchange.finish()
 
     def gathered(self, place: str, x: Tensor) -> list[Tensor]:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from flexcp.executor.exchange.collectives import Collectives
-from flexcp.executor.exchange.rank_calls import WHOLE_STAGES, Call, CallSettings, rank_calls
+from flexcp.executor.exchange.rank_calls import AS_PLANNED, Call, CallSettings, rank_calls
 from flexcp.executor.exchange.transports import Exchange, HostExchange, PassLabel, transport_for
 from flexcp.plan.plan import Plan
 
@@ -28,7 +28,7 @@ class Passes:
         group: dist.ProcessGroup | None,
         timeout: timedelta,
         step: int = 0,
-        settings: CallSettings = WHOLE_STAGES,
+        settings: CallSettings = AS_PLANNED,
     ) -> None:
         self.plan, self.rank, self.settings = plan, rank, settings
         self.collectives = Collectives(group, timeout, step)

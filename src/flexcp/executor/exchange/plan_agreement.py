@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from flexcp.executor.exchange.failure_notes import through_store
-from flexcp.executor.exchange.rank_calls import WHOLE_STAGES, CallSettings
+from flexcp.executor.exchange.rank_calls import AS_PLANNED, CallSettings
 
 
 def agree(
@@ -21,7 +21,7 @@ def agree(
     group: dist.ProcessGroup,
     timeout: timedelta,
     mistake: str | None = None,
-    calls: CallSettings = WHOLE_STAGES,
+    calls: CallSettings = AS_PLANNED,
 ) -> int:
     """The number of this bind, when every rank of ``group`` called this with the same plan and settings; raises within ``timeout`` else.
 

@@ -7,6 +7,8 @@ A stage's messages leave in the calls of :mod:`flexcp.executor.exchange.rank_cal
 never wait for each other, and every rank posts calls in the same order, so no order of arrival can deadlock. Receives come first: on gloo
 two ranks that send to each other get only half of a link otherwise (measured, benchmarks/box.py).
 
+Several stages may be under way at once: a stage is posted as many slots ahead as the plan says, and stages are posted in order.
+
 On a device (NCCL) the calls of a stage are queued one after the other and nothing waits on the host: a handle's ``wait()`` only orders
 the current stream after the transfer, and memory is kept until then, so the allocator may reuse it in stream order. Who is late is NCCL's
 own watchdog's to say.
@@ -100,30 +102,27 @@ class Wire:
 
 
 class Exchange:
-    """The messages of one pass: ``post`` a stage, then ask for what ``arrived``; ``finish`` at the end. Use as a context manager."""
+    """The messages of one pass: ``post`` stages in order, then ask for what ``arrived`` in each; ``finish`` at the end. Use as a context
+    manager."""
 
     own_collectives: ClassVar[bool]
     """Whether sums and gathers outside attention are the group's own collectives; else they are made of messages between pairs."""
 
     def __init__(self, wire: Wire, this: Subject, calls: tuple[tuple[Call, ...], ...]) -> None:
         self.wire, self.this, self.calls = wire, this, calls
-        self._arriving: Buffers | None = None
+        self._arriving: dict[int, Buffers] = {}
 
     def post(self, stage: int, sends: Buffers, receives: Buffers) -> None:
         """Start all transfers of a stage."""
         raise NotImplementedError
 
-    def arrived(self) -> Buffers | None:
-        """Wait for the stage posted last, and until what was sent in the one before it has left; its messages, peer by peer."""
+    def arrived(self, stage: int) -> Buffers | None:
+        """Wait for a stage, and until what was sent in those before it has left; its messages, peer by peer (None: never posted)."""
         raise NotImplementedError
 
     def finish(self) -> None:
         """Wait until everything sent has left."""
         raise NotImplementedError
-
-    def _take(self) -> Buffers | None:
-        arrived, self._arriving = self._arriving, None
-        return arrived
 
     def __enter__(self) -> Self:
         return self
@@ -146,11 +145,12 @@ class DeviceExchange(Exchange):
 
     def __init__(self, wire: Wire, this: Subject, calls: tuple[tuple[Call, ...], ...]) -> None:
         super().__init__(wire, this, calls)
-        self._receiving: list[dist.Work] = []
+        self._receiving: dict[int, list[dist.Work]] = {}
         self._sending: list[tuple[dist.Work, Tensor]] = []
 
     def post(self, stage: int, sends: Buffers, receives: Buffers) -> None:
-        self._arriving = receives
+        self._arriving[stage] = receives
+        posted = self._receiving.setdefault(stage, [])
         out, into = dict(sends.messages), dict(receives.messages)
         for call in self.calls[stage]:
             operations = [self._operation(dist.irecv, into, part) for part in call.receives]
@@ -161,14 +161,13 @@ class DeviceExchange(Exchange):
                 works = dist.batch_isend_irecv(operations)
             except RuntimeError as error:
                 raise ExchangeError(f"{self.this.where(stage)}: {error}") from error
-            self._receiving += works
+            posted += works
             self._sending += [(work, sends.memory) for work in works]
 
-    def arrived(self) -> Buffers | None:
-        for work in self._receiving:
+    def arrived(self, stage: int) -> Buffers | None:
+        for work in self._receiving.pop(stage, []):
             work.wait()
-        self._receiving = []
-        return self._take()
+        return self._arriving.pop(stage, None)
 
     def finish(self) -> None:
         for work, _ in self._sending:
@@ -192,6 +191,9 @@ class _Leg:
     sends: bool
 
 
+_Legs = list[tuple[_Leg, dist.Work]]
+
+
 class HostExchange(Exchange):
     """Calls between CPU ranks, every wait with a time limit. Tests slow it down by overriding ``send`` and ``receive``."""
 
@@ -200,41 +202,42 @@ class HostExchange(Exchange):
     def __init__(self, wire: Wire, this: Subject, calls: tuple[tuple[Call, ...], ...]) -> None:
         super().__init__(wire, this, calls)
         self._patience = wire.timeout.total_seconds() - grace_of(wire.timeout)
-        self._receiving: list[tuple[_Leg, dist.Work]] = []
-        self._sending: list[tuple[_Leg, dist.Work]] = []
-        self._leaving: list[tuple[_Leg, dist.Work]] = []
-        self._courier: threading.Thread | None = None
-        self._waiting_for: _Leg | None = None
+        self._receiving: dict[int, _Legs] = {}
+        self._sending: dict[int, _Legs] = {}
+        self._couriers: dict[int, threading.Thread] = {}
+        self._waiting_for: dict[int, _Leg] = {}
         self._broken: Exception | None = None
 
     def post(self, stage: int, sends: Buffers, receives: Buffers) -> None:
-        self._arriving = receives
-        self._leaving, self._sending = self._sending, []
+        self._arriving[stage] = receives
+        self._receiving[stage], self._sending[stage] = [], []
         calls, messages = self.calls[stage], (dict(receives.messages), dict(sends.messages))
         if calls:
             self._post(stage, calls[0], messages)
         if len(calls) > 1:
-            self._courier = threading.Thread(
+            courier = self._couriers[stage] = threading.Thread(
                 target=self._carry, args=(stage, calls, messages), daemon=True, name="flexcp-calls"
             )
-            self._courier.start()
+            courier.start()
 
-    def arrived(self) -> Buffers | None:
+    def arrived(self, stage: int) -> Buffers | None:
         deadline = time.monotonic() + self._patience
-        if self._courier is not None:
-            self._courier.join(self._patience)
-            if self._courier.is_alive():  # in a wait of its own, begun before this one; it is left behind
-                assert self._waiting_for is not None
-                raise self._error(self._waiting_for, f"not done within {self._patience:g} s")
-            self._courier = None
+        courier = self._couriers.pop(stage, None)
+        if courier is not None:
+            courier.join(self._patience)
+            if courier.is_alive():  # in a wait of its own, begun before this one; it is left behind
+                raise self._error(self._waiting_for[stage], f"not done within {self._patience:g} s")
             if self._broken is not None:
                 raise self._broken
-        self._wait(self._receiving, deadline)
-        self._wait(self._leaving, deadline)
-        return self._take()
+        self._wait(self._receiving.pop(stage, []), deadline)
+        for before in [number for number in self._sending if number < stage]:
+            self._wait(self._sending.pop(before), deadline)
+        return self._arriving.pop(stage, None)
 
     def finish(self) -> None:
-        self._wait(self._sending, time.monotonic() + self._patience)
+        deadline = time.monotonic() + self._patience
+        for legs in self._sending.values():
+            self._wait(legs, deadline)
 
     def send(self, message: Tensor, peer: int, tag: int) -> dist.Work:
         """Start to send a message."""
@@ -253,16 +256,17 @@ class HostExchange(Exchange):
         try:
             for call in calls[1:]:
                 deadline = time.monotonic() + self._patience
-                self._wait(self._receiving, deadline)
-                self._wait(self._sending, deadline)
+                self._wait(self._receiving[stage], deadline)
+                self._wait(self._sending[stage], deadline)
                 self._post(stage, call, messages)
-            self._wait(self._receiving, time.monotonic() + self._patience)
+            self._wait(self._receiving[stage], time.monotonic() + self._patience)
         except Exception as error:  # raised where the pass waits for it
             self._broken = error
 
     def _post(self, stage: int, call: Call, messages: tuple[dict[int, Tensor], ...]) -> None:
         tag = self.this.tag(stage, call.number)
-        sides = ((self.receive, call.receives, self._receiving), (self.send, call.sends, self._sending))
+        receiving, sending = self._receiving[stage], self._sending[stage]
+        sides = ((self.receive, call.receives, receiving), (self.send, call.sends, sending))
         for (start, parts, posted), of_peer, sends in zip(sides, messages, (False, True), strict=True):
             for part in parts:
                 leg = _Leg(part.peer, stage, sends)
@@ -273,10 +277,10 @@ class HostExchange(Exchange):
                 if sends:
                     self.wire.sent[part.peer] += part.stop - part.start
 
-    def _wait(self, posted: list[tuple[_Leg, dist.Work]], deadline: float) -> None:
+    def _wait(self, posted: _Legs, deadline: float) -> None:
         """Until all of these are done, however many they are, before the deadline; they are forgotten then."""
         for leg, work in posted:
-            self._waiting_for = leg
+            self._waiting_for[leg.stage] = leg
             try:
                 work.wait(timedelta(seconds=max(0.01, deadline - time.monotonic())))
             except RuntimeError as error:

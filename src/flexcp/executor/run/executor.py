@@ -1,9 +1,11 @@
 """The executor: one loop that runs a rank's program, forward or backward.
 
 In slot s: take in what stage s brought (inputs are laid on their shelves, outputs reduced into the rows they belong to, in a fixed
-order), post stage s + 1, compute, close what the slot's lists were the last to leave open. The last slot has nothing left to post. Nothing
-here knows a strategy, and nothing waits for the device: on a GPU the loop only queues work, in stream order. What exists only during a pass
-lies in the arena (:mod:`flexcp.executor.exchange.arena`), at offsets known from the plan; a rank's own results, which are returned, do not.
+order), post the stages that the plan posts here (stage s + 1, where it says nothing else), then compute, leaving free the multiprocessors
+that the plan says, and close what the slot's lists were the last to leave open. So transfers are always issued before the work they
+travel beside. The last slot has nothing left to post. Nothing here knows a strategy, and nothing waits for the device: on a GPU the loop
+only queues work, in stream order. What exists only during a pass lies in the arena (:mod:`flexcp.executor.exchange.arena`), at offsets
+known from the plan; a rank's own results, which are returned, do not.
 
 A program that is a single launch over a rank's own rows (one rank, or a rank that needs nobody) is :mod:`flexcp.executor.run.one_device`'s.
 """
@@ -33,7 +35,10 @@ WORD = 16
 
 @dataclass(frozen=True)
 class Runtime:
-    """What a pass runs with: shape and dtypes, scalars, the exchange with other ranks, memory, and whoever watches."""
+    """What a pass runs with: shape and dtypes, scalars, the exchange with other ranks, memory, and whoever watches.
+
+    ``margin`` stands for the plan's own multiprocessors left free, in every slot, where somebody asked for it.
+    """
 
     shape: Shape
     types: Types
@@ -41,6 +46,7 @@ class Runtime:
     exchange: Exchange
     arena: Arena
     watch: Watch | None = None
+    margin: int | None = None
 
     def watched(self) -> AbstractContextManager[None]:
         """Around a pass: told to whoever watches, if anybody does."""
@@ -100,7 +106,10 @@ class _PassRun:
         slots = self.program.slots
         mark = None if self.runtime.watch is None else self.runtime.watch.mark
         for stage in range(len(slots)):
-            arrived = self.exchange.arrived()
+            early, late = self.program.posts[stage]
+            for number in early:
+                self._post(number)
+            arrived = self.exchange.arrived(stage)
             if mark is not None:
                 mark()
             for number in self.prepared.opens[stage]:
@@ -111,15 +120,15 @@ class _PassRun:
             if arrived is not None:
                 packing.unpack(stage, arrived, self.shelves)
             packing.move(stage, self.shelves)
-            if stage + 1 < len(slots):
-                leaving = Buffers(self.prepared.sends[stage], self._at("sends", stage + 1))
-                packing.pack(stage, leaving, self.shelves)
-                arriving = Buffers(self.prepared.receives[stage + 1], self._at("receives", stage + 1))
-                self.exchange.post(stage + 1, leaving, arriving)
+            for number in late:
+                self._post(number)
             if mark is not None:
                 mark()
+            margin = self.program.margins[stage] if self.runtime.margin is None else self.runtime.margin
+            settings = self.runtime.settings
+            settings = settings if margin == settings.sm_margin else replace(settings, sm_margin=margin)
             for work in self.prepared.work[stage]:
-                self._compute(work)
+                self._compute(work, settings)
             if self.may_open:
                 for number in self.prepared.closes[stage]:
                     self.prepared.kernel.close_dq(self.shelves[number]["dq"], self.runtime.settings)
@@ -128,14 +137,20 @@ class _PassRun:
         self.exchange.finish()
         return self.shelves
 
+    def _post(self, stage: int) -> None:
+        leaving = Buffers(self.prepared.sends[stage], self._at("sends", stage))
+        self.prepared.packing.pack(stage, leaving, self.shelves)
+        arriving = Buffers(self.prepared.receives[stage], self._at("receives", stage))
+        self.exchange.post(stage, leaving, arriving)
+
     def _at(self, *tenant: str | int) -> Tensor:
         """The arena from where a tenant begins; what nobody planned for has no bytes."""
         return self.memory[self.program.layout.offsets.get(tenant, len(self.memory)) :]
 
-    def _compute(self, work: PreparedWork) -> None:
+    def _compute(self, work: PreparedWork, settings: Settings) -> None:
         q = {name: x[:, work.heads] for name, x in self.shelves[work.work.q_shelf].items()}
         kv = {name: x[:, work.groups] for name, x in self.shelves[work.work.kv_shelf].items()}
-        kernel, settings = self.prepared.kernel, self.runtime.settings
+        kernel = self.prepared.kernel
         if self.backward:
             inputs = (q["q"], kv["k"], kv["v"], q["do"], q["lse"], q["delta"])
             settings = replace(settings, open_dq=self.may_open and work.open_dq)

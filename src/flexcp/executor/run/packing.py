@@ -22,16 +22,16 @@ from flexcp.shape import FIELDS, OUTPUTS, Field, Kind, Shape
 
 
 class Packing(Protocol):
-    """Moves the blocks of a slot."""
+    """Moves the blocks of a stage."""
 
-    def pack(self, slot: int, buffers: Buffers, shelves: Shelves) -> None:
-        """Fill the messages that leave after ``slot``."""
+    def pack(self, stage: int, buffers: Buffers, shelves: Shelves) -> None:
+        """Fill the messages that leave in ``stage``."""
 
-    def unpack(self, slot: int, buffers: Buffers, shelves: Shelves) -> None:
-        """Take in the messages that arrived for ``slot``."""
+    def unpack(self, stage: int, buffers: Buffers, shelves: Shelves) -> None:
+        """Take in the messages that arrived in ``stage``."""
 
-    def move(self, slot: int, shelves: Shelves) -> None:
-        """Copy or reduce what ``slot`` moves from one shelf of this rank to another."""
+    def move(self, stage: int, shelves: Shelves) -> None:
+        """Copy or reduce what ``stage`` moves from one shelf of this rank to another."""
 
 
 class FieldPacking:
@@ -49,22 +49,22 @@ class FieldPacking:
         self._sends = [[_parts(m, shape, types) for m in slot.send] for slot in program.slots]
         self._receives = [[_parts(m, shape, types) for m in slot.receive] for slot in program.slots]
 
-    def pack(self, slot: int, buffers: Buffers, shelves: Shelves) -> None:
-        for (_, message), parts in zip(buffers.messages, self._sends[slot], strict=True):
+    def pack(self, stage: int, buffers: Buffers, shelves: Shelves) -> None:
+        for (_, message), parts in zip(buffers.messages, self._sends[stage], strict=True):
             for part in parts:
                 part.view(message).copy_(self._read(shelves, part.block, part.field))
 
-    def unpack(self, slot: int, buffers: Buffers, shelves: Shelves) -> None:
-        receives = self.program.slots[slot].receive
-        for (_, memory), message, parts in zip(buffers.messages, receives, self._receives[slot], strict=True):
+    def unpack(self, stage: int, buffers: Buffers, shelves: Shelves) -> None:
+        receives = self.program.slots[stage].receive
+        for (_, memory), message, parts in zip(buffers.messages, receives, self._receives[stage], strict=True):
             found: dict[int, dict[str, Tensor]] = {}
             for part in parts:
                 found.setdefault(id(part.block), {})[part.field.name] = part.view(memory)
             for block in message.blocks:
                 self._take_in(shelves, block, found[id(block)])
 
-    def move(self, slot: int, shelves: Shelves) -> None:
-        for here, there in self.program.slots[slot].own:
+    def move(self, stage: int, shelves: Shelves) -> None:
+        for here, there in self.program.slots[stage].own:
             self._take_in(shelves, there, {f.name: self._read(shelves, here, f) for f in FIELDS[here.kind]})
 
     def _read(self, shelves: Shelves, block: Block, field: Field) -> Tensor:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from flexcp import masks
 from flexcp.arrays.intervals import overlaps
 from flexcp.masks import K0, K1, Q0, Q1
+from flexcp.plan.execution import margins
 from flexcp.plan.memory import KEYS, QUERIES, Layout, arena_layout, kept_starts
 from flexcp.plan.plan import Plan
 from flexcp.plan.program import Transfers
@@ -81,7 +82,7 @@ class ShelfWork:
 
 @dataclass
 class Slot:
-    """One stage: receive, send for the next stage, compute."""
+    """What a stage brings and takes away, which the plan posts one or more slots ahead, and the work of its slot."""
 
     receive: list[Message] = field(default_factory=list)
     own: list[tuple[Block, Block]] = field(default_factory=list)
@@ -91,11 +92,14 @@ class Slot:
 
 @dataclass(frozen=True)
 class RankProgram:
-    """Shelves and slots of one rank, and where in its arena things lie; ``send`` of slot s leaves for stage s + 1."""
+    """Shelves and slots of one rank, where in its arena things lie, and how its stages are executed: which of them every slot posts,
+    before it waits and behind that, and how many multiprocessors its work leaves free."""
 
     shelves: tuple[Shelf, ...]
     slots: tuple[Slot, ...]
     layout: Layout
+    posts: tuple[tuple[list[int], list[int]], ...]
+    margins: tuple[int, ...]
     kept: dict[int, int]
     """Shelves whose keys the backward finds as the forward left them, and where each begins in the memory that is kept."""
     kept_size: int
@@ -109,7 +113,10 @@ def rank_program(plan: Plan, rank: int, mask: int, backward: bool) -> RankProgra
         numbers = []
     starts = kept_starts([shelves[n].rows * (shelves[n].h1 - shelves[n].h0) for n in numbers], plan.shape)
     kept = dict(zip(numbers, starts, strict=False))
-    return RankProgram(shelves, slots, arena_layout(plan, rank, mask, backward), kept, starts[-1])
+    program = plan.programs[mask][backward]
+    posts = tuple(program.execution.posts(slot) for slot in range(program.stages))
+    left = tuple(margins(program, plan.ranks)[rank].tolist())
+    return RankProgram(shelves, slots, arena_layout(plan, rank, mask, backward), posts, left, kept, starts[-1])
 
 
 @dataclass
@@ -206,7 +213,7 @@ class _Builder:
                 spot = home if owner == self.rank else away
                 receives.setdefault((stage, source), []).append(self._block(kind, *spot, h0, h1, partial))
         for (stage, peer), blocks in sorted(sends.items()):
-            slots[stage - 1].send.append(Message(peer, tuple(blocks)))
+            slots[stage].send.append(Message(peer, tuple(blocks)))
         for (stage, peer), blocks in sorted(receives.items()):
             slots[stage].receive.append(Message(peer, tuple(blocks)))
 

@@ -93,16 +93,16 @@ class RowPacking:
             for slot in program.slots
         ]
 
-    def pack(self, slot: int, buffers: Buffers, shelves: Shelves) -> None:
-        for launch in self._packs[slot]:
+    def pack(self, stage: int, buffers: Buffers, shelves: Shelves) -> None:
+        for launch in self._packs[stage]:
             _run(launch, buffers.memory, shelves)
 
-    def unpack(self, slot: int, buffers: Buffers, shelves: Shelves) -> None:
-        for launch in self._unpacks[slot]:
+    def unpack(self, stage: int, buffers: Buffers, shelves: Shelves) -> None:
+        for launch in self._unpacks[stage]:
             _run(launch, buffers.memory, shelves)
 
-    def move(self, slot: int, shelves: Shelves) -> None:
-        for launch in self._moves[slot]:
+    def move(self, stage: int, shelves: Shelves) -> None:
+        for launch in self._moves[stage]:
             _run(launch, None, shelves)
 
     def _leaving(self, messages: list[Message]) -> Iterator[_Move]:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from flexcp.calibration import Calibration, Errors
-from flexcp.cost import PEAK_PERMILLE, CostModel, Model, dense_model
+from flexcp.cost import NO_CONTENTION, PEAK_PERMILLE, Contention, CostModel, Model, dense_model
 from flexcp.measure.calibrate.fit import Sample, errors, fit_kernels, fit_link, split
 from flexcp.measure.calibrate.kernels import CPU_TOKENS, GPU_TOKENS, GPU_WORK, KernelTask, kernel_samples, matrix_gflops
 from flexcp.measure.calibrate.layers import LayerTimes, layer_times
@@ -30,8 +30,6 @@ from flexcp.measure.ranks import RankPool
 from flexcp.shape import Shape
 
 Run = Callable[..., list[Any]]
-MARGIN = 16
-"""Multiprocessors left to a copy of as many blocks: what the executor's transfers look like."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,6 @@ def calibrated(found: Measured, task: KernelTask, model: Model, name: str, machi
         values["message_ns"] = more.pop("message_ns")
         speeds |= more
         held_out["links"] = errors_of_links
-    cpu = task.device == "cpu"
     cost = CostModel(
         name,
         forward_efficiency=_permille(flops / kernel.forward / peak),
@@ -104,10 +101,8 @@ def calibrated(found: Measured, task: KernelTask, model: Model, name: str, machi
         link_efficiency=1000 if found.links is not None else CostModel().link_efficiency,
         error_permille=math.ceil(1000 * held_out["kernels"].p90),
         token_bytes=found.layers.token_bytes,
+        contention=NO_CONTENTION if task.device == "cpu" else _gpu_contention(),
         **values,
-    )
-    together: Any = (
-        dict.fromkeys(("overlap_forward", "overlap_backward", "overlap_link"), 1000) if cpu else _gpu_overlap()
     )
     tiles = None
     if found.plans:
@@ -115,7 +110,7 @@ def calibrated(found: Measured, task: KernelTask, model: Model, name: str, machi
         singles = {one_kv_head(shape): found.one_kv_head} | {shape: found.samples}
         tiles, errors_of_tiles = fit_tiles(shape, units, singles, found.plans)
         held_out |= errors_of_tiles
-    return Calibration(replace(cost, **together), machine, speeds, held_out, tiles)
+    return Calibration(cost, machine, speeds, held_out, tiles)
 
 
 def _permille(share: float) -> int:
@@ -132,26 +127,33 @@ def _links(found: LinkTimes) -> tuple[dict[str, int], Errors]:
     return {"intra_mbps": mbps, "latency_ns": round(latency), "message_ns": round(message)}, off
 
 
-def _gpu_overlap() -> dict[str, int]:
-    """Slowdown of attention beside a copy, and of the copy, at the margin the executor would leave."""
+def _gpu_contention() -> tuple[Contention, ...]:
+    """What attention and a copy cost each other at the margins a plan may choose from."""
     from flexcp.executor.kernels import has_triton
 
     if not has_triton():
-        return {}
+        return CostModel().contention
     from flexcp.measure.kernels.margin import margin_table
 
-    rows = {(row["way"], row["margin"]): row for row in margin_table((0, MARGIN))}
-    slow = {
-        f"overlap_{way}": max(
-            1000, round(1000 * rows[way, MARGIN]["attention with copy ms"] / rows[way, 0]["attention alone ms"])
-        )
-        for way in ("forward", "backward")
-    }
-    link = min(
-        rows[way, MARGIN]["copy alone ms"] / rows[way, MARGIN]["copy with attention ms"]
-        for way in ("forward", "backward")
-    )
-    return {**slow, "overlap_link": min(1000, _permille(link))}
+    return contention_rows(margin_table())
+
+
+def contention_rows(table: list[dict[str, Any]]) -> tuple[Contention, ...]:
+    """The rows of a cost model from those of :func:`flexcp.measure.kernels.margin.margin_table`.
+
+    A margin never makes attention faster: where noise says so, alone counts as 1, and beside a copy as no less than alone.
+    """
+    measured = {(row["way"], row["margin"]): row for row in table}
+    found = []
+    for margin in sorted({margin for _, margin in measured}):
+        both = [(measured[way, margin], measured[way, 0]["attention alone ms"]) for way in ("forward", "backward")]
+        beside = [max(1000, _permille(row["attention with copy ms"] / whole)) for row, whole in both]
+        alone = [max(1000, _permille(row["attention alone ms"] / whole)) for row, whole in both]
+        alone = [min(pair) for pair in zip(alone, beside, strict=True)]
+        links = [row["copy alone ms"] / row["copy with attention ms"] for row, _ in both]
+        link = min(1000, _permille(sum(links) / 2))
+        found.append(Contention(margin, beside[0], beside[1], alone[0], alone[1], link))
+    return tuple(found)
 
 
 def calibrate_here(shape: Shape, ranks: int, device: str, say: Callable[[str], None] = lambda _: None) -> Calibration:

@@ -1,0 +1,63 @@
+"""Issue: what ranks post, part by part, in the order in which it leaves.
+
+A stage's messages are issued as its row of :class:`~flexcp.plan.execution.Execution` says: whole, in one call, every rank beginning with
+its next neighbour; or as chunks of conflict-free rounds (:mod:`flexcp.plan.rounds`), so many rounds to a call. Levels have ports of their
+own, so the n-th call holds the n-th rounds inside nodes and the n-th across nodes. The executor posts these parts and the simulator times
+them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.arrays.tables import Table
+from flexcp.plan.plan import Plan
+from flexcp.plan.rounds import find_messages
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Parts(Table):
+    """Bytes ``start..stop`` of the message from ``source`` to ``target`` in a stage; ``across`` is its level, calls count from 0.
+
+    Sorted by stage, level and round; messages that are issued whole are all of round 0.
+    """
+
+    stage: Ints
+    across: Ints
+    round: Ints
+    call: Ints
+    source: Ints
+    target: Ints
+    start: Ints
+    stop: Ints
+
+
+def issued_parts(
+    plan: Plan, mask: int, backward: bool, rounds_per_call: Ints | None = None, chunk_bytes: int | None = None
+) -> Parts:
+    """What all ranks post in a pass; ``rounds_per_call`` of each stage stands for the plan's own where given."""
+    program = plan.programs[mask][backward]
+    each = program.execution.rounds_per_call if rounds_per_call is None else rounds_per_call
+    found = []
+    if not each.all():
+        messages, stages, levels = find_messages(program, plan.shape, plan.cluster)
+        stage, zero = stages[messages.exchange], np.zeros_like(messages.size)
+        ends = (messages.source, messages.target)
+        parts = Parts(stage, levels[messages.exchange], zero, zero, *ends, zero, messages.size)
+        found.append(parts.take(each[stage] == 0))
+    if each.any():
+        rounds = plan.rounds(mask, backward, chunk_bytes)
+        chunks, exchanges = rounds.chunks, rounds.exchanges
+        stage, number = exchanges.stage[chunks.exchange], chunks.round
+        call = number // np.maximum(each[stage], 1)
+        ends = (chunks.source, chunks.target)
+        parts = Parts(stage, exchanges.across[chunks.exchange], number, call, *ends, chunks.start, chunks.stop)
+        found.append(parts.take(each[stage] > 0))
+    if len(found) == 1:
+        return found[0]
+    return Parts.join(found).sorted_by("stage", "across", "round")

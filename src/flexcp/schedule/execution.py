@@ -1,0 +1,225 @@
+"""Execution chosen: for every stage of a program how it is issued, how far ahead it is posted and what the work beside it leaves free.
+
+Chosen by cost, stage by stage, from two tables of nanoseconds: the work of every rank in every slot (closed forms, as in
+:mod:`flexcp.schedule.stages`) and what every rank's ports carry in every stage (exact bytes). The rules, in this order:
+
+- *issue*. A stage is one call, unless the cost model says that ports lose by crowds (``crowding``): then in calls of as many rounds as take
+  least, the loss inside a call against the start of each further one.
+- *ahead*. A stage is posted one slot ahead. Where it takes longer than the work it would hide behind, and the slot before that has time to
+  spare, it is posted two ahead, if both slots together are then clearly faster. Only inputs that their owners send can be: what is
+  forwarded or computed is not there yet. Earlier than that, or beside a cap on memory, is not tried: messages that wait hold memory.
+- *margin*. Of the cost model's rows of contention the one under which the slowest rank is done first with a slot's work and what travels
+  beside it; then the one with the least time of all ranks, then the smallest. Nothing beside, nothing free.
+
+With latents (:func:`flexcp.latent_attention`) all transfers come before the work: nothing is posted ahead, and nothing is left free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.arrays.totals import sums
+from flexcp.clusters import Cluster
+from flexcp.cost import Contention, CostModel
+from flexcp.plan.execution import Execution
+from flexcp.plan.placement import Placement
+from flexcp.plan.program import Program
+from flexcp.plan.rounds import find_messages
+from flexcp.plan.slots import held_slot
+from flexcp.schedule.stages import Stages
+from flexcp.schedule.work import Work
+from flexcp.shape import Shape
+
+Ints = NDArray[np.int64]
+WORTH_PERMILLE = 970
+"""A stage is posted two slots ahead when both slots then take no longer than this."""
+ROUNDS_TRIED = (1, 2, 4, 8, 16)
+
+
+def with_execution(
+    program: Program, work: Ints, shape: Shape, cluster: Cluster, cost: CostModel, backward: bool, most_ahead: int = 2
+) -> Program:
+    """The program with its execution chosen; ``work[rank, slot]`` is in nanoseconds."""
+    stages = program.stages
+    rounds = _rounds_per_call(program, shape, cluster, cost) if cost.crowding else np.zeros(stages, np.int64)
+    if shape.latent is not None:
+        return replace(program, execution=Execution.make(stages, rounds_per_call=0, ahead=0, margin=0))
+    beside = np.zeros_like(work)
+    beside[:, :-1] = transfers_ns(program, shape, cluster, cost)[:, 1:]
+    ahead = np.ones(stages, np.int64)
+    if most_ahead > 1:
+        ahead, beside = _posted_early(program, work, beside, cost, backward)
+    return replace(program, execution=Execution(rounds, ahead, _margins(work, beside, cost, backward)))
+
+
+# --- how long ----------------------------------------------------------------------------------------------------------
+
+
+def overlapped_ns(work: Ints, beside: Ints, row: Contention, backward: bool) -> Ints:
+    """Time until work and the transfers beside it are both done, when they begin together; work alone where nothing travels.
+
+    A transfer that begins beside work stays as slow as that makes it, also behind the work: its blocks stay where they found room.
+    """
+    slow, alone = row.compute(backward)
+    linked = -(-beside * 1000 // row.link)
+    computed = -(-work * slow // 1000)
+    outlasted = linked + (work - linked * 1000 // slow) * alone // 1000
+    found = np.where(linked >= computed, linked, outlasted)
+    return np.where(beside > 0, np.where(work > 0, found, beside), work)
+
+
+def transfers_ns(program: Program, shape: Shape, cluster: Cluster, cost: CostModel) -> Ints:
+    """``[rank, stage]``: what the busiest port of a rank, or of one that sends to it, takes for a stage, with the start of messages."""
+    messages, stages, levels = find_messages(program, shape, cluster)
+    stage, level = stages[messages.exchange], levels[messages.exchange]
+    size = (2, cluster.ranks, program.stages)
+    found = np.zeros(size[1:], np.int64)
+    for end in (messages.source, messages.target):
+        key = (level * cluster.ranks + end) * program.stages + stage
+        amount, count = (
+            sums(key, column, int(np.prod(size))).reshape(2, -1)
+            for column in (messages.size, np.ones_like(messages.size))
+        )
+        for at, mbps in enumerate((cluster.intra_mbps, cluster.inter_mbps)[: 1 + (cluster.nodes > 1)]):
+            ns = cost.link_ns(amount[at], mbps) + np.where(
+                count[at] > 0, cluster.latency_ns + cost.message_ns * count[at], 0
+            )
+            found = np.maximum(found, ns.reshape(size[1:]))
+    slowest = found.copy()
+    np.maximum.at(slowest, (messages.target, stage), found[messages.source, stage])
+    return slowest
+
+
+def needed_work_ns(program: Program, work: Work, stages: Stages) -> Ints:
+    """``[rank, slot]``: own work in front, the work of each input stage in its slot, held work behind."""
+    number = stages.number
+    each = -(-(work.rest + (number - 1) * work.again) // number)
+    begin = 0 if program.keys_kept else 1
+    slot = np.arange(program.stages)
+    found = np.where((slot >= begin) & (slot < begin + number[:, None]), each[:, None], 0)
+    after = work.own * stages.held // 1000 if program.held else np.zeros_like(work.own)
+    found[:, program.own_stage] += work.own - after
+    found[np.arange(len(number)), held_slot(program, begin + number - 1)] += after
+    return found
+
+
+def static_work_ns(
+    placement: Placement, mask: int, stages: tuple[int, int], shape: Shape, cluster: Cluster, cost: CostModel
+) -> tuple[Ints, Ints]:
+    """``[rank, slot]`` of the forward and the backward, of so many stages.
+
+    The work of a group's documents is spread evenly over its ranks, and a rank's over its ring's positions; where heads are exchanged
+    first, what a rank keeps itself can be done meanwhile. A gather brings all other keys at once.
+    """
+    groups = placement.traffic.groups
+    group_of = np.zeros(placement.ranks, np.int64)
+    for number, grid in enumerate(groups):
+        group_of[[rank for row in grid for rank in row]] = number
+    batch, runs = placement.batch, placement.runs
+    real = runs.start < batch.tokens
+    home = np.zeros(batch.documents, np.int64)
+    home[batch.document_of(runs.start[real])] = group_of[runs.rank[real]]
+    documents = np.arange(batch.documents)
+    area = batch.masks[mask].rows_area(documents, np.zeros_like(documents), batch.lengths)
+    area = (area + cost.row_tiles_work(batch.lengths)) * shape.heads
+    size = np.bincount(group_of, minlength=len(groups))
+    each = (sums(home, area, len(groups)) // size)[group_of]
+    found = []
+    for backward in (False, True):
+        total = cost.attention_ns(each, shape, cluster, backward)
+        work = np.zeros((placement.ranks, stages[backward]), np.int64)
+        for grid in groups:
+            ranks = np.array(grid, np.int64).reshape(-1)
+            positions, split = len(grid), len(grid[0])
+            if placement.traffic.kind == "gather":
+                positions, split = len(ranks), 1
+                shares = [1, positions - 1]
+            elif split == 1:
+                shares = [1] * positions
+            else:
+                shares = [1, split - 1] + [split] * (positions - 1)
+            shares = shares[: work.shape[1]]
+            work[ranks[:, None], np.arange(len(shares))] = (
+                total[ranks][:, None] * np.array(shares) // (positions * split)
+            )
+        found.append(work)
+    return found[0], found[1]
+
+
+# --- the choices -------------------------------------------------------------------------------------------------------
+
+
+def _margins(work: Ints, beside: Ints, cost: CostModel, backward: bool) -> Ints:
+    """The margin of each slot."""
+    rows = cost.contention
+    margin = np.full(work.shape[1], rows[0].margin, np.int64)
+    if len(rows) == 1 or not beside.any():
+        return margin
+    worst, total = _slowest(work, beside, rows[0], backward)
+    for row in rows[1:]:
+        other_worst, other_total = _slowest(work, beside, row, backward)
+        better = (other_worst < worst) | ((other_worst == worst) & (other_total < total))
+        margin = np.where(better, row.margin, margin)
+        worst, total = np.where(better, other_worst, worst), np.where(better, other_total, total)
+    return margin
+
+
+def _slowest(work: Ints, beside: Ints, row: Contention, backward: bool) -> tuple[Ints, Ints]:
+    ns = overlapped_ns(work, beside, row, backward)
+    return ns.max(axis=0), ns.sum(axis=0)
+
+
+def _least_ns(work: Ints, beside: Ints, cost: CostModel, backward: bool) -> int:
+    """Time of some slots, each until its slowest rank is done, under the best margins."""
+    slowest = [overlapped_ns(work, beside, row, backward).max(axis=0) for row in cost.contention]
+    return int(np.min(slowest, axis=0).sum())
+
+
+def _posted_early(program: Program, work: Ints, beside: Ints, cost: CostModel, backward: bool) -> tuple[Ints, Ints]:
+    """(how far ahead each stage is posted, what then travels beside each slot)."""
+    t = program.transfers
+    moves = t.source != t.target
+    bound = np.zeros(program.stages, bool)
+    bound[t.stage[moves & (t.is_output | (t.source != t.owner))]] = True
+    ahead = np.ones(program.stages, np.int64)
+    for stage in range(2, program.stages):
+        if bound[stage]:
+            continue
+        two = slice(stage - 2, stage)
+        spare = np.maximum(work[:, stage - 2] - beside[:, stage - 2], 0)
+        early = np.minimum(beside[:, stage - 1], spare)
+        moved = beside.copy()
+        moved[:, stage - 2] += early
+        moved[:, stage - 1] -= early
+        before, after = (_least_ns(work[:, two], x[:, two], cost, backward) for x in (beside, moved))
+        if after * 1000 < before * WORTH_PERMILLE:
+            ahead[stage], beside = 2, moved
+    return ahead, beside
+
+
+def _rounds_per_call(program: Program, shape: Shape, cluster: Cluster, cost: CostModel) -> Ints:
+    """Rounds to a call for each stage, 0 where one call is as fast."""
+    messages, stages, levels = find_messages(program, shape, cluster)
+    at = messages.exchange * cluster.ranks + messages.target
+    count, size = (
+        sums(at, column, len(stages) * cluster.ranks).reshape(-1, cluster.ranks).max(axis=1)
+        for column in (np.ones_like(at), messages.size)
+    )
+    port = np.where(levels, cost.link_ns(size, cluster.inter_mbps), cost.link_ns(size, cluster.intra_mbps))
+
+    def stage_ns(rounds: Ints) -> Ints:
+        ns = port * (1000 + cost.crowding * (np.minimum(rounds, count) - 1)) // 1000
+        ns += cluster.latency_ns * (-(-count // rounds) - 1)
+        found = np.zeros(program.stages, np.int64)
+        np.maximum.at(found, stages, ns)
+        return found
+
+    best, chosen = stage_ns(np.maximum(count, 1)), np.zeros(program.stages, np.int64)
+    for rounds in ROUNDS_TRIED:
+        ns = stage_ns(np.full_like(count, rounds))
+        better = ns < best
+        best, chosen = np.where(better, ns, best), np.where(better, rounds, chosen)
+    return chosen

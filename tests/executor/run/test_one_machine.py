@@ -1,0 +1,229 @@
+"""Proves that plan, executor and simulator are one machine: what a plan says of a stage is what a rank does and what the simulator assumes.
+
+The table of docs/communication.md, field by field and value by value. A rank's pass runs alone, with an exchange that records what is
+posted and waited for and a kernel that records what it leaves free; the simulator's inputs for the same plan are beside it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import flexcp
+from flexcp.clusters import Cluster
+from flexcp.cost import row_for
+from flexcp.executor.exchange.arena import Arena, Buffers
+from flexcp.executor.exchange.rank_calls import CallSettings, rank_calls
+from flexcp.executor.exchange.transports import Exchange, PassLabel, Wire
+from flexcp.executor.kernels import Settings
+from flexcp.executor.kernels.sinks_and_delta import OutputGradient
+from flexcp.executor.run.executor import Runtime, run_backward, run_forward
+from flexcp.executor.run.message_layout import types_of
+from flexcp.executor.run.prepared import prepare
+from flexcp.executor.run.rank_program import rank_program
+from flexcp.plan.check import PlanError
+from flexcp.plan.issue import issued_parts
+from flexcp.plan.plan import Plan
+from flexcp.simulator.passes import Rules, pass_model, run_pass
+
+MACHINE = Cluster("slow", 2, 2, gflops=50_000, intra_mbps=2000, inter_mbps=300, latency_ns=700)
+ONE_NODE = replace(MACHINE, nodes=1, ranks_per_node=4, intra_mbps=1000)
+FORWARD, BACKWARD = False, True
+
+
+def planned(strategy: str = "blocks", **columns: int) -> Plan:
+    """A plan of several stages whose every row of execution has these values, where they can be had."""
+    # Inside one node nothing is relayed, so inputs of later stages are there from the beginning.
+    machine = ONE_NODE if columns.get("ahead", 0) > 1 else MACHINE
+    plan = flexcp.Planner(4, 4, 16, dtype="float32", cluster=machine, strategy=strategy)([5000, 900, 31])
+    if columns:
+        plan = replace(plan, programs=tuple(tuple(_with(p, columns) for p in pair) for pair in plan.programs))
+    return plan
+
+
+def _with(program: Any, columns: dict[str, int]) -> Any:
+    how, stages = program.execution, np.arange(program.stages)
+    for name, value in columns.items():
+        column = np.full_like(stages, value)
+        if name == "ahead" and value > 1:  # only what owners send can be posted earlier
+            t = program.transfers
+            bound = np.isin(stages, t.stage[t.is_output | (t.source != t.owner)]) | (stages < value)
+            column = np.where(bound, 1, value)
+        how = replace(how, **{name: column})
+    return replace(program, execution=how)
+
+
+class Recorder:
+    """What one rank did in a pass: ("post" or "wait", stage) and ("work", multiprocessors left free), in order."""
+
+    FRESH = False
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int]] = []
+
+    def forward(self, *arguments: Any) -> None:
+        self.events.append(("work", next(a for a in arguments if isinstance(a, Settings)).sm_margin))
+
+    backward = forward
+
+
+class SilentExchange(Exchange):
+    """Brings zeros, and records."""
+
+    recorder: Recorder
+
+    def post(self, stage: int, sends: Buffers, receives: Buffers) -> None:
+        self.recorder.events.append(("post", stage))
+        self._arriving[stage] = receives
+        for _, message in receives.messages:
+            message.zero_()
+
+    def arrived(self, stage: int) -> Buffers | None:
+        self.recorder.events.append(("wait", stage))
+        return self._arriving.pop(stage, None)
+
+    def finish(self) -> None:
+        assert not self._arriving
+
+
+def executed(plan: Plan, rank: int, backward: bool, margin: int | None = None) -> list[tuple[str, int]]:
+    """What ``rank`` does in a pass of the plan."""
+    shape, recorder, tokens = plan.shape, Recorder(), int(plan.placement.tokens[rank])
+    q, k, v = (torch.zeros(tokens, heads, shape.head_dim) for heads in (shape.heads, shape.kv_heads, shape.kv_heads))
+    types = types_of(q)
+    program = rank_program(plan, rank, 0, backward)
+    prepared = replace(prepare(program, shape, "cpu", types, {}), kernel=recorder)
+    wire = Wire(None, [0] * plan.ranks, timedelta(seconds=1), None, lambda reason: None)
+    exchange = SilentExchange(wire, PassLabel(0, 0, 0, "", backward, len(program.slots)), ())
+    exchange.recorder = recorder
+    runtime = Runtime(shape, types, Settings(1.0), exchange, Arena(), margin=margin)
+    if not backward:
+        run_forward(prepared, runtime, q, k, v, rounded=True)
+        return recorder.events
+    lse = torch.zeros(tokens, shape.heads, dtype=types.statistics)
+    kept = torch.empty(0, dtype=torch.uint8)
+    run_backward(prepared, runtime, kept, q, k, v, lse, OutputGradient(q, q, None, types.statistics))
+    return recorder.events
+
+
+def moves_beside(plan: Plan, rank: int, backward: bool, slot: int) -> bool:
+    """Whether a stage in which the rank sends or receives is posted by ``slot`` and not yet waited for."""
+    program = plan.programs[0][backward]
+    t = program.transfers
+    mine = t.stage[((t.source == rank) | (t.target == rank)) & (t.source != t.target)]
+    return any(stage - program.execution.ahead[stage] <= slot < stage for stage in set(mine.tolist()))
+
+
+def expected(plan: Plan, rank: int, backward: bool) -> list[tuple[str, int]]:
+    """What the columns say, slot by slot; how often a slot works is the program's to know."""
+    program = plan.programs[0][backward]
+    ahead, margin = program.execution.ahead.tolist(), program.execution.margin.tolist()
+    slots = rank_program(plan, rank, 0, backward).slots
+    found: list[tuple[str, int]] = []
+    for slot in range(program.stages):
+        found += [("post", slot)] * (slot > 0 and ahead[slot] == 0) + [("wait", slot)]
+        found += [("post", s) for s in range(1, program.stages) if ahead[s] > 0 and s - ahead[s] == slot]
+        left = margin[slot] if moves_beside(plan, rank, backward, slot) else 0
+        found += [("work", left)] * len(slots[slot].work)
+    return found
+
+
+CASES = [("ahead", 0), ("ahead", 1), ("ahead", 2), ("margin", 0), ("margin", 8), ("margin", 16)]
+
+
+@pytest.mark.parametrize("backward", [FORWARD, BACKWARD], ids=["forward", "backward"])
+@pytest.mark.parametrize(("column", "value"), CASES)
+def test_a_rank_posts_and_leaves_free_what_the_plan_says_and_the_simulator_reads(
+    column: str, value: int, backward: bool
+) -> None:
+    plan = planned(**{column: value})
+    plan.check()
+    program = plan.programs[0][backward]
+    assert program.stages > 3 and value in getattr(program.execution, column)
+    model = pass_model(plan, 0, backward, plan.cost, Rules())
+    calm = pass_model(plan, 0, backward, plan.cost, Rules(contention=False))
+    ran = run_pass(calm, np.zeros(plan.ranks, np.int64))
+    for rank in range(plan.ranks):
+        events = executed(plan, rank, backward)
+        assert events == expected(plan, rank, backward)
+        slot, posted = -1, {}
+        for what, number in events:
+            slot = number if what == "wait" else slot
+            if what == "post":
+                posted[number] = slot
+            if what == "work":
+                row = row_for(plan.cost.contention, number)
+                slow, alone = row.compute(backward)
+                assert model.link[rank, slot] == row.link
+                assert model.slow[rank, slot] == -(-slow * 1000 // alone)
+                assert model.ns[rank, slot] == -(-calm.ns[rank, slot] * alone // 1000)
+        # A chunk never starts before both its ranks have posted its stage: in that slot, or behind the work of the one before.
+        chunks = calm.chunks
+        for i in np.flatnonzero(chunks.source == rank):
+            stage = int(chunks.stage[i])
+            at = posted[stage]
+            late = program.execution.ahead[stage] == 0
+            begin = ran.end[rank, at] if late else ran.begin[rank, at]
+            assert ran.chunk_begin[i] >= begin + calm.latency_ns
+    stage, source = calm.chunks.stage, calm.chunks.source
+    early = (ran.chunk_begin < ran.begin[source, stage - 1] + calm.latency_ns) & (program.execution.ahead[stage] > 1)
+    assert early.any() == (column == "ahead" and value > 1)  # in time to be of use
+
+
+@pytest.mark.parametrize("rounds", [0, 1, 2])
+def test_a_stage_is_issued_as_the_plan_says_and_timed_so(rounds: int) -> None:
+    plan = planned("allgather", rounds_per_call=rounds)
+    asked = CallSettings(rounds)
+    for backward in (FORWARD, BACKWARD):
+        sent: Counter[tuple[int, int, int]] = Counter()
+        most = 0
+        for rank in range(plan.ranks):
+            calls = rank_calls(plan, rank, 0, backward)
+            assert calls == rank_calls(planned("allgather"), rank, 0, backward, asked)
+            most = max(most, *(len(stage) for stage in calls))
+            for stage, of_stage in enumerate(calls):
+                for call in of_stage:
+                    sent[stage, call.number, rank] += sum(part.stop - part.start for part in call.sends)
+        number = plan.rounds(0, backward).exchanges.rounds.max()
+        assert most == (1 if rounds == 0 else -(-number // rounds)) and number > 1
+        chunks = pass_model(plan, 0, backward, plan.cost, Rules()).chunks
+        parts = issued_parts(plan, 0, backward)
+        timed: Counter[tuple[int, int, int]] = Counter()
+        for stage, call, source, size in zip(parts.stage, parts.call, parts.source, chunks.size, strict=True):
+            timed[int(stage), int(call), int(source)] += int(size)
+        assert timed == +sent
+        whole = parts.start == 0
+        assert whole.all() or rounds > 0
+
+
+def test_one_margin_for_all_slots_can_be_asked_for() -> None:
+    for rank in range(4):
+        left = {number for what, number in executed(planned(margin=16), rank, FORWARD, margin=5) if what == "work"}
+        assert left == {5}
+
+
+def test_transfers_are_issued_before_the_work_they_travel_beside() -> None:
+    for strategy in ("blocks", "zigzag", "usp:2,2"):
+        plan = planned(strategy)
+        for backward in (FORWARD, BACKWARD):
+            events = executed(plan, 0, backward)
+            for stage in range(1, plan.programs[0][backward].stages):
+                post, wait, before = (events.index(e) for e in (("post", stage), ("wait", stage), ("wait", stage - 1)))
+                assert before < post < wait
+                assert not any(what == "work" for what, _ in events[before:post])
+
+
+def test_what_is_not_there_yet_cannot_be_posted() -> None:
+    plan = planned("zigzag")
+    for column, message in ((3, "posted before the first slot"), (2, "forwards in stage 2 what it has not received")):
+        ahead = np.where(np.arange(plan.programs[0][0].stages) == 2, column, 1)
+        forward, backward = plan.programs[0]
+        forward = replace(forward, execution=replace(forward.execution, ahead=ahead))
+        with pytest.raises(PlanError, match=message):
+            replace(plan, programs=((forward, backward),)).check()
