@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import blake2s
 from itertools import product
 
 import numpy as np
@@ -52,6 +53,18 @@ MASKS: dict[str, Callable[[int], Mask]] = {
 }
 
 
+EXTRAS = {
+    "lengths": 5, "layout": len(LAYOUTS), "softcap": 4, "sinks": 7, "lse gradient": 3, "kernel": 11, "value size": 3, "kept keys": 2,
+    "method": 4,
+}  # fmt: skip
+"""What is cycled through, and how many values each has."""
+
+
+def drawn(number: int, extra: str) -> int:
+    """The value of an extra in a cell. Drawn, because numbers and factors have common periods: their remainders would never meet."""
+    return int.from_bytes(blake2s(f"{extra} {number}".encode()).digest()[:8]) % EXTRAS[extra]
+
+
 @dataclass(frozen=True)
 class Cell:
     """What is to run: a number, from which the extras follow, and one value of every factor."""
@@ -71,7 +84,7 @@ class Cell:
     @property
     def layout(self) -> str:
         """Two layouts in five are free: most strategies place tokens themselves."""
-        layout = LAYOUTS[self.number % len(LAYOUTS)]
+        layout = LAYOUTS[drawn(self.number, "layout")]
         if self.strategy in PLACE_TOKENS and layout not in ("free", "equal"):
             return "free"
         return "zigzag" if layout == "index map" and self.strategy not in ANY_LAYOUT else layout
@@ -142,11 +155,11 @@ def case_of(cell: Cell) -> Case:
     )
     options = Options(
         seed=number,
-        softcap=3.0 if number % 4 == 1 else None,
-        sinks=number % 7 == 3,
-        lse_gradient=number % 3 == 0,
+        softcap=None if drawn(number, "softcap") else 3.0,
+        sinks=drawn(number, "sinks") == 0,
+        lse_gradient=drawn(number, "lse gradient") == 0,
         # In low precision the rule is the reference kernel's own error: it is the yardstick there, not a candidate.
-        kernel="reference" if number % 11 == 5 and cell.dtype == "float64" else "cpu",
+        kernel="reference" if drawn(number, "kernel") == 0 and cell.dtype == "float64" else "cpu",
     )
     kept = ", keys kept" if plan.programs[0][1].keys_kept else ""
     title = f"{name} {cell.mask} {cell.cluster} {cell.heads} {cell.layout} {cell.dtype} {lengths}{kept}"
@@ -166,12 +179,13 @@ def _planner(strategy: str, where: Cluster, heads: str, dtype: str, number: int)
     name, tolerance = strategy, None
     if strategy == "grouped":
         degree = max(d for d in range(1, ranks + 1) if ranks % d == 0 and (d < ranks or ranks < 3))
-        name = f"{('ring', 'zigzag', 'allgather', 'ulysses')[number % 4]}:{degree}"
+        name = f"{('ring', 'zigzag', 'allgather', 'ulysses')[drawn(number, 'method')]}:{degree}"
     if strategy == "tolerant":
         name, tolerance = "blocks", 0.05
     planner = Planner(
-        q, kv, head_dim=8, v_head_dim=(8, 4, 12)[number % 3], dtype=dtype, cluster=where, strategy=name, compute_tolerance=tolerance,
-        keep_kv=(1 << 30) * (number % 2),
+        q, kv, head_dim=8, v_head_dim=(8, 4, 12)[drawn(number, "value size")], dtype=dtype, cluster=where, strategy=name,
+        compute_tolerance=tolerance,
+        keep_kv=(1 << 30) * drawn(number, "kept keys"),
     )  # fmt: skip
     return planner, name
 
@@ -179,7 +193,7 @@ def _planner(strategy: str, where: Cluster, heads: str, dtype: str, number: int)
 def _lengths(number: int, ranks: int) -> tuple[int, ...]:
     """Ragged ones (with 1, 2 and ranks-1), only length 1, one prime length, fewer tokens than ranks."""
     sets = ((1, 2, max(1, ranks - 1), 37, 113, 61, 7), (1,) * 11, (1, 211), (2, 1), (83, 3, 1, 90, 17))
-    return sets[number // 2 % len(sets)]
+    return sets[drawn(number, "lengths")]
 
 
 def _index_map(tokens: int, ranks: int) -> list[list[int]]:

@@ -18,6 +18,7 @@ from flexcp.measure.verify import Verdict
 from lib.matrix import (
     CLUSTERS,
     DTYPES,
+    EXTRAS,
     HEADS,
     LAYOUTS,
     LONG,
@@ -27,6 +28,7 @@ from lib.matrix import (
     Case,
     Cell,
     case_of,
+    drawn,
     full_matrix,
     low_precision_matrix,
     pairwise_matrix,
@@ -122,6 +124,19 @@ def test_every_two_factors_meet_in_both_matrices() -> None:
     for factor, values in (("strategy", STRATEGIES), ("mask", MASKS), ("shape", CLUSTERS), ("heads", HEADS)):
         met = {(getattr(c, factor), c.dtype) for c in low_precision_matrix()}
         assert met == set(product(values, LOW_PRECISION)), factor
+
+
+@pytest.mark.parametrize("matrix", [full_matrix, low_precision_matrix])
+def test_every_extra_meets_every_value_of_every_factor(matrix: Any) -> None:
+    """Numbers have the periods of the factors in them, so an extra that followed a remainder would come with the same cluster for ever."""
+    cells = matrix()
+    for extra, count in EXTRAS.items():
+        for factor in ("strategy", "mask", "shape", "heads", "dtype"):
+            met = {(getattr(c, factor), drawn(c.number, extra)) for c in cells}
+            assert met == set(product({getattr(c, factor) for c in cells}, range(count))), (extra, factor)
+    for shape, heads in product(CLUSTERS, HEADS):
+        lengths = {drawn(c.number, "lengths") for c in cells if (c.shape, c.heads) == (shape, heads)}
+        assert len(lengths) == EXTRAS["lengths"], (shape, heads)
 
 
 def test_a_cell_that_did_not_run_is_a_dash(monkeypatch: pytest.MonkeyPatch) -> None:
