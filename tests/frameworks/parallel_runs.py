@@ -330,6 +330,33 @@ def ids_cut_by_hand(group: dist.ProcessGroup, ids: str) -> list[str]:
     return [str(w.message) for w in caught if "step" in str(w.message)]
 
 
+def own_ids_of_few_tokens(group: dist.ProcessGroup) -> tuple[int, float, float]:
+    """(This rank's tokens, the batch's loss less one process's, the largest difference of gradients) where ranks have no token."""
+    from flexcp.frameworks import huggingface
+
+    run = Run("llama")
+    model, alone = make_model(run, "eager"), make_model(run, "eager")
+    huggingface.turn_on(model)
+    where = flexcp.cluster("cpu", ranks_per_node=3)
+    step = flexcp.bind(huggingface.planner(model, where, strategy="dp")([7]), group)
+    tokens = torch.randint(64, (7,), generator=torch.Generator().manual_seed(0))
+    logits = model(step.shard(tokens)[None], position_ids=step.positions[None], step=step, use_cache=False).logits[0]
+    loss = step.loss(logits, step.labels(tokens))
+    loss.backward()
+    # Transformers' own loss and softmax would be in float32.
+    huggingface.turn_on(alone)
+    logits = alone(tokens[None], use_cache=False, step="alone").logits[0, :-1]
+    right = nn.functional.cross_entropy(logits, tokens[1:])
+    right.backward()
+    dist.all_reduce(loss := loss.detach(), group=group)
+    off = 0.0
+    for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
+        assert mine.grad is not None and other.grad is not None
+        dist.all_reduce(mine.grad, group=group)
+        off = max(off, float((mine.grad - other.grad).abs().max()))
+    return step.local_tokens, float(loss - right.detach()), off
+
+
 def counted_labels(group: dist.ProcessGroup, gradients: Gradients) -> int:
     """The number of labels that a model is given, as an integer."""
     from flexcp.frameworks import huggingface

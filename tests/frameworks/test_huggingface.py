@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_runs import counted_labels, ids_cut_by_hand, streams_of_their_own, whole_stream, without_a_step
+from parallel_runs import (
+    counted_labels,
+    ids_cut_by_hand,
+    own_ids_of_few_tokens,
+    streams_of_their_own,
+    whole_stream,
+    without_a_step,
+)
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
@@ -268,6 +275,12 @@ def test_the_ids_of_all_ranks_are_refused(pool: RankPool) -> None:
     for said in pool.run(whole_stream, ranks=2):
         assert re.match(r"input_ids has shape \(1, \d+\) \(the whole stream\), but rank \d keeps \d+ tokens", said)
         assert "step.shard(stream)[None]" in said
+
+
+def test_a_rank_without_a_token_takes_part_with_ids_of_ones_own(pool: RankPool) -> None:
+    found = pool.run(own_ids_of_few_tokens, ranks=3)
+    assert sorted(tokens for tokens, _, _ in found) == [0, 0, 7]
+    assert all(abs(loss) < 1e-9 and gradient < 1e-9 for _, loss, gradient in found), found
 
 
 @pytest.mark.parametrize("gradients", ["summed", "averaged"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_runs import one_process, trained, with_accelerate
+from trainer_runs import evaluated_shares, one_process, trained, with_accelerate
 
 from flexcp.frameworks.huggingface_trainer import _stream
 from flexcp.frameworks.shared_batch import lengths_of, next_in_document
@@ -38,6 +38,11 @@ def test_a_trainer_that_evaluates_by_itself_has_the_same_loss(
     for ours in two.run(trained, str(tmp_path), "padded", True, False, "like TRL"):
         assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
         assert ours["eval"] == pytest.approx(theirs["eval"], rel=1e-5)
+
+
+def test_every_rank_evaluates_the_whole_batch(two: RankPool) -> None:
+    """The Trainer weighs what ranks return by their documents, of which the last batch may have fewer on one of them."""
+    assert two.run(evaluated_shares) == [2.5, 2.5]
 
 
 def test_without_labels_gradients_are_whole_too(two: RankPool, tmp_path: Path) -> None:

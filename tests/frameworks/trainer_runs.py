@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -177,3 +179,14 @@ def one_process() -> list[float]:
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     return losses
+
+
+def evaluated_shares(group: dist.ProcessGroup) -> float:
+    """What a rank returns of an evaluation in which the ranks' shares, times their number, are 1 and 4."""
+    from flexcp.executor.exchange.collectives import Collectives
+    from flexcp.frameworks.huggingface_trainer import of_the_batch
+
+    step: Any = SimpleNamespace(collectives=Collectives(group, timedelta(seconds=60)), cp_size=2)
+    loss, rest = of_the_batch((torch.tensor((1.0, 4.0)[dist.get_rank(group)]), "outputs"), step)
+    assert rest == "outputs"
+    return float(loss)

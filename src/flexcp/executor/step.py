@@ -231,7 +231,8 @@ class Step:
     def labels(self, tokens: Tensor, ignore: int = -100) -> Tensor:
         """Next-token labels of this rank's rows from the stream's token ids: shifted inside documents *before* sharding.
 
-        A document that branches is refused.
+        Labels that are shifted already (each the token after its own) are not for here: ``step.shard`` them. A document that branches is
+        refused.
         """
         check_rows(tokens, "step.labels")
         check_whole("ignore", ignore)

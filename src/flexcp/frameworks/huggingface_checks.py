@@ -20,6 +20,7 @@ from flexcp.frameworks.huggingface_attention import refuse_counted
 from flexcp.masks import full
 
 _CALLS = "_flexcp_calls"
+_ROW = "_flexcp_row"
 
 
 def check_forwards(model: nn.Module) -> None:
@@ -27,6 +28,7 @@ def check_forwards(model: nn.Module) -> None:
     if _refuse_wrong_use in model._forward_pre_hooks.values():
         return
     model.register_forward_pre_hook(_refuse_wrong_use, with_kwargs=True)
+    model.register_forward_pre_hook(_with_a_row, with_kwargs=True)
     model.register_forward_pre_hook(_with_count, with_kwargs=True)
     model.register_forward_pre_hook(_with_positions, with_kwargs=True)
     check_use(model)
@@ -110,6 +112,25 @@ def _refuse_other_count(count: Any, step: Step, gradients: Gradients) -> None:
     )
 
 
+def _with_a_row(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """On a rank without a token a row that nobody sees, in the place of none: models cannot shape an empty one."""
+    step = keywords.get("step")
+    if not isinstance(step, Step) or step.local_tokens or torch.compiler.is_compiling():
+        return None
+    made = [_one_row(x) for x in arguments], {name: _one_row(x) for name, x in keywords.items()}
+    if all(a is b for a, b in zip(made[0], arguments, strict=True)) and all(
+        x is keywords[n] for n, x in made[1].items()
+    ):
+        return None
+    setattr(module, _ROW, True)
+    return tuple(made[0]), made[1]
+
+
+def _one_row(x: Any) -> Any:
+    empty = isinstance(x, Tensor) and x.dim() > 1 and tuple(x.shape[:2]) == (1, 0)
+    return x.new_zeros(1, 1, *x.shape[2:]) if empty else x
+
+
 def _with_count(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """The plain number of labels."""
     found = keywords.get("num_items_in_batch")
@@ -171,13 +192,25 @@ def _note_calls(module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> 
         setattr(module, _CALLS, step.calls)
 
 
-def _check_calls(module: nn.Module, arguments: Any, keywords: dict[str, Any], output: Any) -> None:
+def _check_calls(module: nn.Module, arguments: Any, keywords: dict[str, Any], output: Any) -> Any:
     step = keywords.get("step")
     if not isinstance(step, Step) or torch.compiler.is_compiling():
-        return
+        return None
     if step.calls == getattr(module, _CALLS):
         raise RuntimeError(not_used(step))
     fsdp.note_reduction(module, step)
     loss = getattr(output, "loss", None)
     if loss is not None and loss.requires_grad and "gradients" in keywords:
         step.check_reduction(keywords["gradients"])
+    return _without_the_row(module, output)
+
+
+def _without_the_row(module: nn.Module, output: Any) -> Any:
+    """The output without the row of :func:`_with_a_row`, which its gradient still reaches: with zeros, so that all parameters have one."""
+    if not getattr(module, _ROW, False):
+        return None
+    setattr(module, _ROW, False)
+    for name in ("logits", "last_hidden_state"):
+        if isinstance(getattr(output, name, None), Tensor):
+            output[name] = output[name][:, :0]
+    return output

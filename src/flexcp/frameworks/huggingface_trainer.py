@@ -26,6 +26,7 @@ from transformers import Trainer
 
 from flexcp.executor.averaging import Gradients
 from flexcp.executor.local_rows import refuse_shifted
+from flexcp.executor.step import Step
 from flexcp.frameworks import not_used
 from flexcp.frameworks.huggingface import keywords_of, masks, turn_on
 from flexcp.frameworks.shared_batch import IGNORE, lengths_of, next_in_document, share
@@ -44,6 +45,13 @@ BORDERS = {
     "seq_idx",
 }
 KNOWN = {"input_ids", "labels"} | BORDERS
+
+
+def of_the_batch(found: Any, step: Step) -> Any:
+    """An evaluated loss as the whole batch's on every rank: the Trainer weighs what ranks return by documents."""
+    loss = found[0] if isinstance(found, tuple) else found
+    mean = step.collectives.summed("evaluation", loss.detach()) / step.cp_size
+    return (mean, *found[1:]) if isinstance(found, tuple) else mean
 
 
 def prepared(
@@ -204,7 +212,7 @@ class FlexcpTrainer(Trainer):
         loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch=number, **keywords)
         if step.calls == before:
             raise RuntimeError(not_used(step))
-        return loss
+        return loss if torch.is_grad_enabled() else of_the_batch(loss, step)
 
     def evaluation_loop(
         self, dataloader: Any, description: str, prediction_loss_only: bool | None = None, *arguments: Any, **keywords: Any
