@@ -141,16 +141,21 @@ def _model(value: Any) -> str:
     return str(value)
 
 
+LEAST = {"ranks_per_nic": 1, "rounds_per_call": 0, "ahead": 0}
+"""Rules that are numbers, and the least of each; the others are true or false."""
+
+
 def _rules(value: Any) -> tuple[tuple[str, int], ...]:
-    known = {f.name: f.default for f in fields(Rules)}
+    known = [f.name for f in fields(Rules)]
     if not isinstance(value, dict):
-        raise ValueError(f'it is an object, as in {{"overlap": false}}; got {short(value)}')
+        raise ValueError(f'it is an object, as in {{"ahead": 0}}; got {short(value)}')
     for name, setting in value.items():
         if name not in known:
             raise ValueError(f"{name!r} is no rule; rules are {', '.join(known)}")
-        if type(setting) is not type(known[name]) or (type(setting) is int and setting < 1):
-            what = "true or false" if isinstance(known[name], bool) else "a whole number of at least 1"
-            raise ValueError(f"{name} is {what}; got {short(setting)}")
+        if name not in LEAST and type(setting) is not bool:
+            raise ValueError(f"{name} is true or false; got {short(setting)}")
+        if name in LEAST and (type(setting) is not int or setting < LEAST[name]):
+            raise ValueError(f"{name} is a whole number of at least {LEAST[name]}; got {short(setting)}")
     return tuple(sorted(value.items()))
 
 

@@ -20,7 +20,7 @@ field             what it holds
 ``longest``       documents longer than this are cut
 ``model``         of a step: whose layers surround attention; ``sync`` is ``fsdp``, ``allreduce`` or ``none``
 ``recompute``     of a step: whether the forward runs once more in the backward
-``rules``         how the plan is executed, as in ``{"overlap": false}``
+``rules``         how the plan is executed, as in ``{"ahead": 0}``
 ``stated``        whether the source states the setting; where it does not, ``assumed`` says what was taken
 ``assumed``       what the source leaves open, or what stands in for data that is not here
 ``reason``        why the simulated figure is off, where somebody knows
