@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexcp.executor.kernels.cute.items import TILE_PRICE, dealt, in_turns, longest_program
+from flexcp.executor.kernels.cute.items import RECORD, TILE_PRICE, dealt, in_turns, longest_program, records
 from flexcp.executor.kernels.cute.levelled import LevelledList, levelled
 from flexcp.executor.kernels.tiles import SegmentList, segment_list, tile_list
 
@@ -93,3 +93,18 @@ def test_a_list_of_fewer_items_than_programs_is_spread() -> None:
     )
     assert walked(spread.made, spread.items, 1) == walked(few, before, 1)
     assert found.items.shape[1] >= items.shape[1]
+
+
+def test_a_record_has_what_a_program_begins_an_item_with() -> None:
+    made = causal([300, 4640, 77])
+    found, _ = level(made, 8, 132)
+    table = records(found.items, found.made, 8, found.parts)
+    assert table.shape == (*found.items.shape, RECORD) and RECORD % 4 == 0
+    assert ((table[..., 0] >= 0) == (found.items >= 0)).all()
+    for item, record in zip(found.items[found.items >= 0].tolist(), table[found.items >= 0].tolist(), strict=True):
+        tile, group = divmod(item, 8)
+        row0, row1, segment, blocks = found.made.tiles[tile].tolist()
+        key, count, masked = found.made.segments[segment, :3].tolist()
+        assert record[:10] == [row0, row1, segment, blocks, key, count, masked, group, *found.parts[tile].tolist()]
+    plain = records(found.items, found.made, 8)
+    assert (plain[..., 8:10] == -1).all() and (plain[..., :8] == table[..., :8]).all()
