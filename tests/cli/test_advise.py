@@ -80,6 +80,21 @@ def test_a_long_tail_gets_code_and_a_page(tmp_path: Path) -> None:
         assert part in written
 
 
+def test_perfectly_divided_compute_has_the_vocabulary_in_it(tmp_path: Path) -> None:
+    """Its time and the static method's grow by the same where only the vocabulary does."""
+    found = []
+    for size in (1_000, 300_000):
+        sizes = {"hidden_size": 1024, "num_hidden_layers": 4, "intermediate_size": 2816, "num_attention_heads": 8}
+        config = {"model_type": "llama", "vocab_size": size, "num_key_value_heads": 8, **sizes}
+        path = tmp_path / f"{size}.json"
+        path.write_text(json.dumps(config))
+        found.append(advice("32x8192", "--model", str(path), "--cluster", "h100:1x8", "--today", "zigzag"))
+    bound = found[1]["bound_ms"] - found[0]["bound_ms"]
+    static = found[1]["static"]["pass_ms"] - found[0]["static"]["pass_ms"]
+    assert bound > 0.1 * found[1]["bound_ms"]
+    assert bound == pytest.approx(static, rel=0.02)
+
+
 def test_today_decides_what_gains_are_against() -> None:
     setting = ["60000,40x500", "--cluster", "h100:1x8", "--max-tokens-per-rank", "65536"]
     best, dp = advice(*setting), advice(*setting, "--today", "dp")

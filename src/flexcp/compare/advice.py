@@ -21,8 +21,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from flexcp.arrays.totals import imbalance
 from flexcp.batch import make_batch
 from flexcp.clusters import Cluster
@@ -211,16 +209,10 @@ def advise(question: Question, lengths: Sequence[int], tell: Callable[[str], Non
     swap = fastest(_answers(question, fixed, ("auto",), tell))
     if swap is not None:
         swap = replace(swap, name='auto, layout="contiguous"')
-    bound = sum(_perfectly_divided(question, r) for r in requests)
+    head = question.preset.head_flops_per_token
+    bound = sum(lower_bound(r.batch, r.shape, r.cluster, r.cost, head) for r in requests)
     longest_seen = max(max(found) for found in looked_at) == max(lengths)
     return Advice(question, tuple(lengths), len(passes), static, swap, free, bound, longest_seen, by_load)
-
-
-def _perfectly_divided(question: Question, request: Request) -> int:
-    """Nanoseconds of a pass's compute divided perfectly, the vocabulary's projection included."""
-    tokens = np.full(request.ranks, -(-request.batch.tokens // request.ranks))
-    head = request.cost.head_ns(tokens, question.preset.head_flops_per_token, request.shape, request.cluster)
-    return lower_bound(request.batch, request.shape, request.cluster, request.cost) + int(head.mean())
 
 
 def refuse_too_long(question: Question, lengths: Sequence[int]) -> None:

@@ -168,10 +168,13 @@ def _until_results_are_home(ns: Ints, moves: Moves) -> Ints:
     return found
 
 
-def lower_bound(batch: Batch, shape: Shape, cluster: Cluster, cost: CostModel) -> int:
-    """Nanoseconds of the batch's compute divided perfectly over the ranks, each as fast as it is."""
+def lower_bound(batch: Batch, shape: Shape, cluster: Cluster, cost: CostModel, head_flops: int = 0) -> int:
+    """Nanoseconds of the batch's compute divided perfectly over the ranks, each as fast as it is.
+
+    ``head_flops`` are those of a token in the vocabulary's projection, where the compute is a whole pass and not its layers alone.
+    """
     alone = replace(cluster, nodes=1, ranks_per_node=1, speeds=())
-    ns = 0
+    ns = int(cost.head_ns(batch.lengths.sum(keepdims=True), head_flops, shape, alone)[0])
     for mask, work in zip(batch.masks, document_work(batch, shape, cost), strict=True):
         whole = work.sum(keepdims=True)
         ns += mask.layers * sum(int(cost.attention_ns(whole, shape, alone, b)[0]) for b in (False, True))

@@ -40,6 +40,7 @@ from flexcp.executor.kernels.cute.parts import (
     init_bars,
     kept,
     load_box,
+    next_buffer,
     packed_heads_view,
     product,
     round_to,
@@ -229,7 +230,7 @@ class Backward:
                     expect(do_full + stage, M * V * size)
                     at_do = cute.domain_offset(((0, query), 0), mdO[None, None, number])
                     load_box(do_atom, cute.local_tile(at_do, (M, V), (0, 0)), sdO[None, None, stage], do_full + stage)
-                    stage, phase = self.next(stage, phase)
+                    stage, phase = next_buffer(stage, phase, self.stages)
                     query -= M // P
                     left -= 1
                     if left == 0:
@@ -285,12 +286,6 @@ class Backward:
         """First query of a segment's last block, and how many blocks it has."""
         left = mG[segment, 1]
         return mG[segment, 0] + (left - 1) * (M // self.pack), left
-
-    @cute.jit
-    def next(self, stage, phase):
-        """The buffer after this one, and the phase in which it is filled."""
-        after = stage + 1 if stage + 1 < self.stages else Int32(0)
-        return after, phase ^ 1 if after == 0 else phase
 
     @cute.jit
     def compute(
@@ -450,7 +445,7 @@ class Backward:
         cute.arch.barrier_arrive(barrier_id=DQ_FULL + wg, number_of_threads=160)
         warpgroup.wait_group(0)
         arrive(q_free + stage)
-        stage, phase = self.next(stage, phase)
+        stage, phase = next_buffer(stage, phase, self.stages)
         return stage, phase, copy ^ 1
 
     @cute.jit

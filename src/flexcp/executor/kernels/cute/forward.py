@@ -11,8 +11,8 @@ Blocks come in segments (see :mod:`tiles`), with and without a mask, and each ki
 the wait for them would make the compiler wait at the branch. Keys past a slice's end may hold anything: their logits are masked, and their
 values are zeroed in the buffer.
 
-Where results are added to, those that are there are read at a tile's end, into the registers of its last logits, and merged by their LSEs.
-A tile may be a part of one, which then waits until the part before has added (:mod:`levelled`).
+Where results are added to, those that are there are read at a tile's end, into the registers of its last logits, and merged by their LSEs
+(:mod:`merging`). A tile may be a part of one, which then waits until the part before has added (:mod:`levelled`).
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -24,6 +24,7 @@ from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from flexcp.executor.kernels.cute.items import RECORD
+from flexcp.executor.kernels.cute.merging import add_scaled, pass_turn, read_lse, read_results, wait_for_turn, weigh
 from flexcp.executor.kernels.cute.parts import (
     COMPUTE_REGISTERS,
     LN2,
@@ -244,7 +245,7 @@ class Forward:
             acc.fill(0.0)
             if const_expr(not self.fresh):
                 # Of a part that waits they are not there yet.
-                self.read_lse(lse, l_at, row0, row1 if place <= 1 else row0, m, there)
+                read_lse(lse, l_at, row0, row1 if place <= 1 else row0, m, P, there)
 
             # The first block: logits and softmax.
             cute.arch.mbarrier_wait(q_full + q_stage, q_phase)
@@ -291,10 +292,10 @@ class Forward:
             q_stage, q_phase = next_buffer(q_stage, q_phase, TILES)
             if const_expr(not self.fresh):
                 if place > 1:
-                    self.wait_for_turn(counters + 2 * counter + wg, place // 2, thread, wg)
-                    self.read_lse(lse, l_at, row0, row1, m, there)
+                    wait_for_turn(counters + 2 * counter + wg, place // 2, thread, OWN + wg)
+                    read_lse(lse, l_at, row0, row1, m, P, there)
                 # Into the registers of the logits, which are used up; they arrive while the values are multiplied.
-                self.read_results(out, o_at, column0, there, s)
+                read_results(out, o_at, column0, there, V, s)
             cute.arch.mbarrier_wait(v_full + stage, phase)
             product(mma_O, acc, [(rP, rV[None, None, None, stage])], False)
             warpgroup.wait_group(0)
@@ -307,13 +308,7 @@ class Forward:
                 whole += cute.arch.shuffle_sync_bfly(whole, offset=2)
                 share[r] = Float32(1.0)
                 if const_expr(not self.fresh):
-                    # What is there is worth 2 ** there beside the new 2 ** top * whole.
-                    both = cute.arch.fmax(top[r], there[r])
-                    base = Float32(0.0) if both == -Float32.inf else both
-                    share[r] = cute.math.exp2(top[r] - base, fastmath=True)
-                    old_share[r] = cute.math.exp2(there[r] - base, fastmath=True)
-                    whole = whole * share[r] + old_share[r]
-                    top[r] = both
+                    whole = weigh(whole, top, there, share, old_share, r)
                 inverse = cute.arch.rcp_approx(whole if whole != 0.0 else Float32(1.0))
                 share[r] *= inverse
                 old_share[r] *= inverse
@@ -321,60 +316,13 @@ class Forward:
                     (lse + l_at[r]).store((top[r] + cute.math.log2(whole, fastmath=True)) * LN2)
             self.rescale(acc, share)
             if const_expr(not self.fresh):
-                self.add_scaled(acc, s, old_share)
+                add_scaled(acc, s, old_share)
             if const_expr(self.out_dtype is Float32):
                 self.write_sums(acc, out, o_at, row0, row1, m, column0)
             else:
                 self.write_rounded(mma_O, acc, sO, out, thread, wg, row0, row1, group, o_row, o_head)
             if const_expr(not self.fresh):
-                self.pass_turn(counters + 2 * counter + wg, place, thread, wg)
-
-    @cute.jit
-    def read_lse(self, lse, l_at, row0, row1, m, there):
-        """LSEs of the results that are there, in base 2."""
-        for r in cutlass.range_constexpr(2):
-            there[r] = -Float32.inf
-            if row0 + m[r] // self.pack < row1:
-                there[r] = (lse + l_at[r]).load() * LOG2E
-
-    @cute.jit
-    def read_results(self, out, o_at, column0, there, results):
-        """The results that are there. Rows that have seen no key are not read: they may be anything."""
-        rows = by_rows(results)
-        for r in cutlass.range_constexpr(2):
-            for c in cutlass.range_constexpr(self.V // 8):
-                pair = cute.make_rmem_tensor(2, Float32)
-                pair.fill(0.0)
-                if there[r] != -Float32.inf:
-                    at = (out + (o_at[r] + column0 + 8 * c)).align(8)
-                    cute.autovec_copy(cute.make_tensor(at, cute.make_layout(2)), pair)
-                rows[r, 2 * c] = pair[0]
-                rows[r, 2 * c + 1] = pair[1]
-
-    @cute.jit
-    def add_scaled(self, acc, more, factor):
-        rows, more_rows = by_rows(acc), by_rows(more)
-        for r in cutlass.range_constexpr(2):
-            rows[r, None].store(rows[r, None].load() + more_rows[r, None].load() * factor[r])
-
-    @cute.jit
-    def wait_for_turn(self, counter, number, thread, wg):
-        """Until the parts of this tile before this one have added their results."""
-        if thread == 0:
-            done = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
-            while done < number:
-                done = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
-        cute.arch.barrier(barrier_id=OWN + wg, number_of_threads=128)
-
-    @cute.jit
-    def pass_turn(self, counter, place, thread, wg):
-        """Of a part: say that it has added its results. The last one leaves the counter as it was before the launch."""
-        if place >= 0:
-            cute.arch.fence_acq_rel_gpu()
-            cute.arch.barrier(barrier_id=OWN + wg, number_of_threads=128)
-            if thread == 0:
-                done = Int32(0) if place % 2 == 1 else place // 2 + 1
-                cute.arch.store(counter, done, sem="release", scope="gpu")
+                pass_turn(counters + 2 * counter + wg, place, thread, OWN + wg)
 
     @cute.jit
     def issue(self, state, rings, stage, phase, wg):
