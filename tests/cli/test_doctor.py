@@ -49,12 +49,15 @@ def test_groups_that_flexcp_makes_ask_for_high_priority(monkeypatch: pytest.Monk
     import torch.distributed as dist
 
     asked: list[tuple[str, dict[str, Any]]] = []
-    nccl = SimpleNamespace(Options=lambda is_high_priority_stream: ("high", is_high_priority_stream))
+    nccl = SimpleNamespace(
+        Options=lambda is_high_priority_stream: SimpleNamespace(high=is_high_priority_stream, config=SimpleNamespace())
+    )
     monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: asked.append((backend, options)))
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD="world"))
     assert start_group(True, world_size=4) == start_group(False) == "world"
-    assert asked == [("nccl", {"world_size": 4, "pg_options": ("high", True)}), ("gloo", {})]
+    options = SimpleNamespace(high=True, config=SimpleNamespace(max_ctas=16))
+    assert asked == [("nccl", {"world_size": 4, "pg_options": options}), ("gloo", {})]
 
 
 def test_trying_out_runs_two_processes() -> None:

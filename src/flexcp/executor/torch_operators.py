@@ -13,6 +13,10 @@ and what arrives is packed into them again before our functions see it. So a new
 
 Shapes follow from q and v alone, so token counts are free in a compiled model, and the exchange between ranks stays eager inside: compiled
 collectives could be reordered against FSDP's.
+
+An operator's way through torch's dispatcher costs the host more than a short kernel runs. So the operators are called only where somebody
+watches for them (torch.compile, dispatch modes such as selective checkpointing's, transforms, subclasses of tensors); plain tensors in a
+plain call take the same functions through ``torch.autograd.Function``.
 """
 
 from __future__ import annotations
@@ -77,17 +81,22 @@ class Gradients(NamedTuple):
 Tuples = tuple[Any, ...]
 """Types from among the tuples above, and further ones of numbers."""
 
+PLAIN = (Tensor, torch.nn.Parameter, type(None))
+"""What a call's tensors are if no subclass has a say in it."""
+
 
 def register_attention(
     names: tuple[str, str], forward: Callable[..., Any], backward: Callable[..., Any], numbers: Tuples, keeps: bool = False
-) -> CustomOpDef:  # fmt: skip
-    """Register a pair of functions as ``flexcp::`` operators of these names; returns the forward's, with shapes and its gradient.
+) -> Callable[..., Any]:  # fmt: skip
+    """Register a pair of functions as ``flexcp::`` operators of these names; returns what calls the forward, with its gradient.
 
     ``numbers`` are the types of the tuples that both take after their tensors; ``keeps``: the forward returns what it keeps.
     """
     made: Tuples = (Results, Kept) if keeps else (Results,)
-    first = _operator(names[0], forward, (Inputs, *numbers), sum(len(fields._fields) for fields in made))
-    second = _operator(names[1], backward, (Gradients, Inputs, *made, *numbers), 4)
+    plain_first = _packing(forward, (Inputs, *numbers))
+    plain_second = _packing(backward, (Gradients, Inputs, *made, *numbers))
+    first = _operator(names[0], plain_first, (Inputs, *numbers), sum(len(fields._fields) for fields in made))
+    second = _operator(names[1], plain_second, (Gradients, Inputs, *made, *numbers), 4)
     first.register_fake(_packing(_keeping_shapes if keeps else _forward_shapes, (Inputs,)))
     second.register_fake(_packing(_backward_shapes, (Gradients, Inputs)))
 
@@ -96,16 +105,42 @@ def register_attention(
         x = Inputs._make(saved[: len(Inputs._fields)])
         if do is None:
             do = torch.zeros_like(saved[len(x)])
-        dq, dk, dv, dsinks = second(do, dlse, *saved, *ctx.numbers)
+        # Whoever wants a gradient of the gradient must meet an operator that says that it has none.
+        run = second if torch.is_grad_enabled() or _is_watched(do, dlse, *x) else plain_second
+        dq, dk, dv, dsinks = run(do, dlse, *saved, *ctx.numbers)
         return dq, dk, dv, None if x.sinks is None else dsinks, *([None] * (1 + len(ctx.numbers)))
 
     first.register_autograd(gradients, setup_context=_save)
-    return first
+
+    class Plain(torch.autograd.Function):
+        """The same pair without operators."""
+
+        @staticmethod
+        def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
+            found: tuple[Tensor, ...] = plain_first(*given)
+            _save(ctx, given, found)
+            return found
+
+        @staticmethod
+        def backward(ctx: Any, *back: Any) -> Any:
+            return gradients(ctx, *back)
+
+    def call(*given: Any) -> Any:
+        return (first if _is_watched(*given[: len(Inputs._fields)]) else Plain.apply)(*given)
+
+    return call
 
 
-def _operator(name: str, run: Callable[..., Any], takes: Tuples, results: int) -> CustomOpDef:
-    """``run`` as an operator of as many arguments as its tuples have fields."""
-    call = _packing(run, takes)
+def _is_watched(*tensors: Tensor | None) -> bool:
+    """Whether anybody may want to see the operators of a call with these tensors."""
+    if torch.compiler.is_compiling() or any(type(x) not in PLAIN for x in tensors):
+        return True
+    # Neither question has a public name in torch.
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _operator(name: str, call: Callable[..., Any], takes: Tuples, results: int) -> CustomOpDef:
+    """``call``, which takes the fields of these tuples one by one, as an operator."""
     arguments = [
         Parameter(argument, Parameter.POSITIONAL_OR_KEYWORD, annotation=kind)
         for fields in takes

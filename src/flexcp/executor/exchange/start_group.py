@@ -1,8 +1,9 @@
 """Start group: the process group that flexcp's own commands make, and what to say of one that somebody else made.
 
 Transfers are queued before the work they travel beside, but on a GPU both want multiprocessors, and the device begins what has the higher
-priority first. So the group is asked for a stream of high priority. That is chosen when a group is made and cannot be changed later:
-whoever makes his own passes ``pg_options=`` himself.
+priority first. So the group is asked for a stream of high priority, and for transfers of no more blocks than the largest margin that a
+plan chooses has multiprocessors: attention beside a transfer that takes more than it was left has to wait for it. Both are chosen when a
+group is made and cannot be changed later: whoever makes his own passes ``pg_options=`` himself.
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ OWN_GROUP = (
     'init_process_group("nccl", pg_options=torch.distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True))'
 )
 """What a user writes."""
+MOST_BLOCKS = 16
+"""Blocks of a transfer, of which each occupies a multiprocessor."""
 
 
 def start_group(gpu: bool, **options: Any) -> dist.ProcessGroup:
-    """The group of all processes: NCCL with a stream of high priority, or gloo. ``options`` are ``init_process_group``'s."""
+    """The group of all processes: NCCL with a stream of high priority and few blocks, or gloo. ``options`` are
+    ``init_process_group``'s."""
     if gpu:
         options["pg_options"] = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options["pg_options"].config.max_ctas = MOST_BLOCKS
     dist.init_process_group("nccl" if gpu else "gloo", **options)
     assert dist.group.WORLD is not None
     return dist.group.WORLD

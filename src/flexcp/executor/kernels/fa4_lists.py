@@ -23,6 +23,9 @@ DOCUMENTS_PRICES = ((0.97, 4.3, 0.0), (0.93, 7.4, 2700.0))
 """Of the CuTe kernel, and of FlashAttention-4 on one document and on several; forward and backward: a block of 128 queries and keys of one
 head, what a tile of 128 queries costs besides, and what a call costs, in blocks of the CuTe kernel. Set by hand so that they
 give the ratios of eight workloads on an H200."""
+HOST_BLOCKS = (32_000.0, 12_000.0)
+"""What the GPU computes, forward and backward, while the host makes one call of FlashAttention-4: some 400 microseconds on an H200's host,
+where the CuTe kernel's call takes 60. Less work than that would wait for the host."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ def cheaper(form: Form, pairs: int, heads: int) -> tuple[bool, bool]:
     counts = np.array([pairs / BLOCK**2 * heads, (-(-np.diff(form.rows_at) // BLOCK)).sum() * heads, 1.0])
     theirs = ONE_DOCUMENT_PRICES if len(form.rows_at) == 2 else DOCUMENTS_PRICES
     forward, backward = (
-        bool(counts @ np.array(a) < counts @ np.array(b)) for a, b in zip(theirs, OWN_PRICES, strict=True)
+        bool(host < counts @ np.array(a) < counts @ np.array(b))
+        for host, a, b in zip(HOST_BLOCKS, theirs, OWN_PRICES, strict=True)
     )
     return forward, backward

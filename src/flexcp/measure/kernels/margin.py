@@ -1,14 +1,16 @@
 """What attention and a transfer cost each other on one GPU.
 
-Beside attention, on another stream, runs a copy of a fixed number of blocks of 512 threads each that stay until it is done: what a
-collective's kernel looks like to the chip. Attention takes every multiprocessor or leaves a margin. Measured: attention alone and with
-the copy, the copy alone and with attention.
+A transfer looks to the chip like a copy by a fixed number of blocks of 512 threads that stay until it is done. It is started first, on a
+stream of high priority, as the executor does with real ones; attention follows and takes every multiprocessor or leaves a margin. Two
+kinds: *inside* a node, 16 blocks, what NCCL starts for peers on NVLink, and *across* nodes, 4 blocks, what it starts for peers behind a
+network card. Measured of each: attention alone and beside a copy that outlasts it, the copy alone and beside attention that outlasts it.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,65 +24,83 @@ from flexcp.measure.kernels.bench import Heads, random_tensors
 from flexcp.measure.kernels.work import workload
 
 BLOCK = 8192
-CHANNELS = 16
-BYTES = 1 << 30
+CHANNELS = {"inside": 16, "across": 4}
+"""Blocks of a copy, by where its peer is."""
+BYTES = 1 << 28
+OUTLASTS, FITS = 1.5, 0.4
+"""How long a copy takes of attention's time where it outlasts attention, and where attention outlasts it."""
 
 
-@triton.jit(do_not_specialize=["n"])
-def copy_kernel(source, target, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Copy n elements by as many blocks as were launched."""
-    for at in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
-        i = at + tl.arange(0, BLOCK)
-        tl.store(target + i, tl.load(source + i, mask=i < n), mask=i < n)
+@triton.jit(do_not_specialize=["n", "times"])
+def copy_kernel(source, target, n, times, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Copy n elements so many times, by as many blocks as were launched."""
+    for _ in range(times):
+        for at in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
+            i = at + tl.arange(0, BLOCK)
+            tl.store(target + i, tl.load(source + i, mask=i < n), mask=i < n)
 
 
 def margin_table(margins: tuple[int, ...] = (0, 4, 8, 16, 24), tokens: int = 16_384) -> list[dict[str, Any]]:
-    """One row per direction and margin."""
+    """One row per kind of transfer, direction and margin."""
     heads, device = Heads(), torch.device("cuda", torch.cuda.current_device())
-    kernel = choose_kernel(device, heads.dtype, heads.head_dim).kernel
+    chosen = choose_kernel(device, heads.dtype, heads.head_dim).kernel
+    # What runs beside a transfer adds to results, which FlashAttention-4 cannot.
+    kernel = "cute" if chosen == "fa4" else chosen
     source = torch.ones(BYTES // 4, device=device)
     target = torch.empty_like(source)
-    beside = torch.cuda.Stream()
+    beside = torch.cuda.Stream(priority=-1)
     rows = []
     for margin in margins:
         for way, attention in _calls(kernel, tokens, heads, device, margin).items():
-            alone = _median(lambda call=attention: _both(call, None, beside))[0]  # type: ignore[misc]
-            copy_alone = _median(lambda: _both(None, (source, target), beside))[1]
-            together = _median(lambda call=attention: _both(call, (source, target), beside))  # type: ignore[misc]
-            rows.append(
-                {
-                    "kernel": kernel, "way": way, "margin": margin, "channels": CHANNELS, "attention alone ms": alone,
-                    "attention with copy ms": together[0], "slowdown": together[0] / alone, "copy alone ms": copy_alone,
-                    "copy with attention ms": together[1], "copy GB/s with attention": 2 * BYTES / together[1] / 1e6,
-                }
-            )  # fmt: skip
+            alone = _median(partial(_both, attention, None, beside))[0]
+            for where, channels in CHANNELS.items():
+                once = _median(partial(_both, None, partial(_copy, source, target, channels, 1), beside))[1]
+                longer, shorter = (
+                    partial(_copy, source, target, channels, max(1, round(share * alone / once)))
+                    for share in (OUTLASTS, FITS)
+                )
+                copy_alone = _median(partial(_both, None, shorter, beside))[1]
+                slowed = _median(partial(_both, attention, longer, beside))[0]
+                copied = _median(partial(_both, attention, shorter, beside))[1]
+                rows.append(
+                    {
+                        "kernel": kernel, "way": way, "where": where, "margin": margin, "channels": channels,
+                        "attention alone ms": alone, "attention with copy ms": slowed, "slowdown": slowed / alone,
+                        "copy alone ms": copy_alone, "copy with attention ms": copied, "link": copy_alone / copied,
+                        "copy GB/s alone": 2 * BYTES / once / 1e6,
+                    }
+                )  # fmt: skip
     return rows
+
+
+def _copy(source: Tensor, target: Tensor, channels: int, times: int) -> None:
+    copy_kernel[(channels,)](source, target, source.numel(), times, BLOCK=BLOCK, num_warps=16)
 
 
 def _calls(kernel: str, tokens: int, heads: Heads, device: torch.device, margin: int) -> dict[str, Callable[[], Any]]:
     from flexcp.measure.kernels.bench import our_calls
 
-    settings = Settings(heads.head_dim**-0.5, fresh=True, sm_margin=margin)
+    settings = Settings(heads.head_dim**-0.5, sm_margin=margin)
     work = workload("causal", tokens)
     calls = our_calls(kernel, work.slices(), random_tensors(tokens, heads, device), heads, settings)
     return {"forward": calls.forward, "backward": calls.backward}
 
 
 def _both(
-    attention: Callable[[], Any] | None, copy: tuple[Tensor, Tensor] | None, beside: torch.cuda.Stream
+    attention: Callable[[], Any] | None, copy: Callable[[], Any] | None, beside: torch.cuda.Stream
 ) -> tuple[float, float]:
-    """Milliseconds of attention and of the copy, started together."""
+    """Milliseconds of attention and of the copy, which is started first."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
     torch.cuda.synchronize()
+    with torch.cuda.stream(beside):
+        events[2].record()
+        if copy is not None:
+            copy()
+        events[3].record()
     events[0].record()
     if attention is not None:
         attention()
     events[1].record()
-    with torch.cuda.stream(beside):
-        events[2].record()
-        if copy is not None:
-            copy_kernel[(CHANNELS,)](*copy, copy[0].numel(), BLOCK=BLOCK, num_warps=16)
-        events[3].record()
     torch.cuda.synchronize()
     return events[0].elapsed_time(events[1]), events[2].elapsed_time(events[3])
 
