@@ -2,14 +2,18 @@
 
 Every strategy x named mask x number of ranks (1 to 8, two nodes of 2 and of 3) x head arrangement in float64, and every strategy x mask x
 number of ranks again in lower precisions, with lengths, layouts, softcap, sinks and LSE gradients cycled through; one case in 37 has a
-document of 3,001 tokens. ``--sample N`` draws one case in N.
+document of 3,001 tokens. ``--sample N`` draws one case in N; ``--pools N`` runs N parts of the matrix at the same time, for machines with
+more cores than the ranks of one case.
 """
 
 from __future__ import annotations
 
 import argparse
+import pickle
 import platform
+import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -44,15 +48,44 @@ def main() -> int:
     """Run, report, write; 1 when a case failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sample", type=int, default=1, help="draw one case in N")
+    parser.add_argument("--pools", type=int, default=1, help="parts of the matrix that run at the same time")
+    parser.add_argument("--part", type=int, help="run only this part, and leave its results in the file of --write")
     parser.add_argument("--write", type=Path, help="file for the table")
     asked = parser.parse_args()
-    results: list[Result] = []
     begin = time.monotonic()
+    if asked.part is not None:
+        asked.write.write_bytes(pickle.dumps(_results(asked.sample, asked.part, asked.pools)))
+        return 0
+    results = _results(asked.sample, 0, 1) if asked.pools == 1 else _results_of_parts(asked.sample, asked.pools)
+    text = table(results, time.monotonic() - begin)
+    print(text)
+    if asked.write:
+        asked.write.write_text(text)
+    return int(any(not v.passed for _, _, v in results))
+
+
+def _results_of_parts(sample: int, pools: int) -> list[Result]:
+    """Those of all parts, each in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / str(part) for part in range(pools)]
+        common = [sys.executable, __file__, "--sample", str(sample), "--pools", str(pools)]
+        running = [
+            subprocess.Popen([*common, "--part", str(part), "--write", str(file)]) for part, file in enumerate(files)
+        ]
+        ends = [process.wait() for process in running]
+        if any(ends):
+            raise SystemExit(f"parts of the matrix ended with {ends}")
+        # Written by the processes above, into a folder that nobody else can write.
+        return [result for file in files for result in pickle.loads(file.read_bytes())]
+
+
+def _results(sample: int, part: int, pools: int) -> list[Result]:
+    results: list[Result] = []
     with RankPool(8) as pool, Progress() as progress:
         for label, cells in (("float64", full_matrix()), ("lower", low_precision_matrix())):
-            chosen = sampled(cells, asked.sample)
-            task = progress.add_task(label, total=len(chosen))
-            for chunk in _chunks(chosen):
+            chunks = list(_chunks(sampled(cells, sample)))[part::pools]
+            task = progress.add_task(label, total=sum(map(len, chunks)))
+            for chunk in chunks:
                 cases = [case_of(cell) for cell in chunk]
                 verdicts = pool.run(verify_cases, cases, ranks=cases[0].plan.ranks)[0]
                 for case, verdict in zip(cases, verdicts, strict=True):
@@ -61,11 +94,7 @@ def main() -> int:
                     if not verdict.passed:
                         progress.console.print(f"FAILED {case.name}: {verdict}")
                 progress.update(task, advance=len(chunk))
-    text = table(results, time.monotonic() - begin)
-    print(text)
-    if asked.write:
-        asked.write.write_text(text)
-    return int(any(not v.passed for _, _, v in results))
+    return results
 
 
 def _chunks(cells: list[Cell]) -> Iterator[list[Cell]]:

@@ -81,6 +81,7 @@ def test_an_exception_is_raised_with_the_ranks_traceback(pool: RankPool) -> None
     assert message.startswith("rank 1 failed (2 in all):\nTraceback")
     assert "in stumble" in message
     assert "rank 1 stumbled over its shoelace" in message
+    assert message.splitlines()[-1] == "rank 3: KeyError: 'rank 3 stumbled over its shoelace'"
     assert pool.run(stumble, [], ranks=4) == ["fine"] * 4, "the pool works on after an exception"
 
 

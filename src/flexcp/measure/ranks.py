@@ -101,7 +101,8 @@ class RankPool:
                 (failures if what == "failed" else results)[rank] = value
         if failures:
             rank = min(failures)
-            raise RankError(f"rank {rank} failed ({len(failures)} in all):\n{failures[rank]}")
+            others = [f"rank {r}: {failures[r].strip().splitlines()[-1]}" for r in sorted(failures) if r != rank]
+            raise RankError("\n".join([f"rank {rank} failed ({len(failures)} in all):\n{failures[rank]}", *others]))
         return [results[r] for r in ranks]
 
     def close(self) -> None:

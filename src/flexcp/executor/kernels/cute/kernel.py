@@ -1,12 +1,13 @@
 """The CuTe kernel: head size 128 in bf16 or fp16 on sm90, in NVIDIA's CuTe DSL (``flexcp[cute]``). Same interface as every kernel.
 
-A function is compiled once for a model (dtype, heads that share a KV head, softcap), in the process that first needs it, which takes some
-seconds. It gets addresses, sizes and strides as numbers, so no batch compiles anything, and a launch costs the host some ten microseconds.
-``deterministic`` gradients are the hopper kernel's: here dq is added to memory in any order.
+A function is compiled once for a model (dtype, heads that share a KV head, softcap), which takes some seconds, and kept on disk
+(:mod:`flexcp.executor.kernels.cute.kept`). It gets addresses, sizes and strides as numbers, so no batch compiles anything, and a launch
+costs the host some ten microseconds. ``deterministic`` gradients are the hopper kernel's: here dq is added to memory in any order.
 """
 
 from __future__ import annotations
 
+import operator
 from functools import cache, cached_property
 from typing import Any
 
@@ -30,6 +31,7 @@ from flexcp.executor.kernels.cute.items import (
     longest_program,
     records,
 )
+from flexcp.executor.kernels.cute.kept import kept
 from flexcp.executor.kernels.cute.levelled import levelled
 from flexcp.executor.kernels.cute.parts import FAR
 from flexcp.executor.kernels.cute.rows import SPARE, After, Before, Close
@@ -37,7 +39,7 @@ from flexcp.executor.kernels.hopper import kernel as hopper_kernel
 from flexcp.executor.kernels.hopper.kernel import STAGES, HopperWork, Segments, programs_of
 from flexcp.executor.kernels.hopper.tiles import BEYOND_L2, BLOCK, QUERIES, longest_part
 from flexcp.executor.kernels.sinks_and_delta import OutputGradient
-from flexcp.executor.kernels.triton.kernel import aligned, base_of, check, multiprocessors, pack_statistics
+from flexcp.executor.kernels.triton.kernel import ALIGNMENT, aligned, base_of, check, multiprocessors, pack_statistics
 from flexcp.masks import Q0, Q1
 
 FRESH = True
@@ -98,6 +100,11 @@ class CuteWork(HopperWork):
     @cached_property
     def _own(self) -> dict[int, tuple[Segments, bool]]:
         return {}
+
+    @cached_property
+    def fitting(self) -> set[tuple[Any, ...]]:
+        """Layouts of tensors that this list was found to run as they are."""
+        return set()
 
     @cached_property
     def covered_keys(self) -> int:
@@ -172,8 +179,7 @@ def forward(
     made = work.forward_segments
     if not made.count:
         return
-    q, k, v = (aligned(x) for x in (q_THD, k_TGD, v_TGV))
-    check(work, supports, q, k, v, out_THV, lse_TH)
+    q, k, v = _fitting(work, (q_THD, k_TGD, v_TGV), (out_THV, lse_TH))
     programs, tables = work.forward_tables(programs_of(FAR, settings, work), settings.fresh)
     run = compiled_forward(q.dtype, out_THV.dtype, work.share, work.pack, settings.softcap is not None, settings.fresh)
     run(
@@ -194,8 +200,7 @@ def backward(
         inputs = (q_THD, k_TGD, v_TGV, do_THV, lse_TH, delta_TH, work, settings)
         hopper_kernel.backward(*inputs, dq_THD, dk_TGD, dv_TGV)
         return
-    q, k, v, do = (aligned(x) for x in (q_THD, k_TGD, v_TGV, do_THV))
-    check(work, supports, q, k, v, do, lse_TH, delta_TH, dq_THD, dk_TGD, dv_TGV)
+    q, k, v, do = _fitting(work, (q_THD, k_TGD, v_TGV, do_THV), (lse_TH, delta_TH, dq_THD, dk_TGD, dv_TGV))
     made = work.descending_segments
     programs = programs_of(made.count * work.kv_heads, settings, work)
     order = "open" if settings.open_dq or settings.fresh else "rows"
@@ -229,8 +234,7 @@ def backward_alone(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv in the model's dtype, of slices that touch every query: three launches and nothing else."""
     assert back.out is not None
-    q, k, v, do, out = (aligned(x) for x in (q_THD, k_TGD, v_TGV, back.do, back.out))
-    check(work, supports, q, k, v, do, out, lse_TH)
+    q, k, v, do, out = _fitting(work, (q_THD, k_TGD, v_TGV, back.do, back.out), (lse_TH,))
     rows, heads, pack, stream = len(q), work.heads, work.pack, _stream(q.device)
     programs = programs_of(work.whole_segments.count * work.kv_heads, settings, work)
     made, whole = work.own_segments(programs)
@@ -261,7 +265,7 @@ def compiled_before(dtype: torch.dtype, pack: int, has_dlse: bool) -> Any:
     kind = TYPES[dtype]
     pointers = [_pointer(kind)] * 2 + [_pointer(Float32, 4)] * 3 + [_pointer(Float32)]
     numbers = [Int32(1)] * 2 + [Int64(8)] * 8
-    return cute.compile(Before(kind, pack, has_dlse), *pointers, *numbers, cuda.CUstream(0), options="--enable-tvm-ffi")
+    return _compiled(Before(kind, pack, has_dlse), pointers, numbers, "before", dtype, pack, has_dlse)
 
 
 @cache
@@ -269,7 +273,7 @@ def compiled_after(dtype: torch.dtype, pack: int) -> Any:
     """What runs after it, ready to be called with numbers."""
     pointers = [_pointer(Float32), _pointer(TYPES[dtype])]
     numbers = [Int32(1)] * 2 + [Int64(8)] * 2 + [Float32(1.0)]
-    return cute.compile(After(TYPES[dtype], pack), *pointers, *numbers, cuda.CUstream(0), options="--enable-tvm-ffi")
+    return _compiled(After(TYPES[dtype], pack), pointers, numbers, "after", dtype, pack)
 
 
 @cache
@@ -277,7 +281,7 @@ def compiled_close(dtype: torch.dtype) -> Any:
     """What closes an open dq, in this dtype, ready to be called with numbers."""
     pointers = [_pointer(Float32), _pointer(TYPES[dtype])]
     numbers = [Int32(1)] * 2 + [Int64(8)] * 4 + [Float32(1.0)]
-    return cute.compile(Close(TYPES[dtype]), *pointers, *numbers, cuda.CUstream(0), options="--enable-tvm-ffi")
+    return _compiled(Close(TYPES[dtype]), pointers, numbers, "close", dtype)
 
 
 @cache
@@ -289,7 +293,7 @@ def compiled_forward(
     kernel = Forward(kind, out, share, pack, HEAD_SIZE, HEAD_SIZE, BLOCK, STAGES, softcap, fresh)
     pointers = [_pointer(kind)] * 3 + [_pointer(out), _pointer(Float32, 4)] + [_pointer(Int32)] * 3
     numbers = [Int32(1)] * 4 + [Int64(8)] * 10 + [Float32(1.0), Float32(1.0), Int32(1)]
-    return cute.compile(kernel, *pointers, *numbers, cuda.CUstream(0), options="--enable-tvm-ffi")
+    return _compiled(kernel, pointers, numbers, "forward", dtype, out_dtype, share, pack, softcap, fresh)
 
 
 @cache
@@ -299,7 +303,29 @@ def compiled_backward(dtype: torch.dtype, share: int, pack: int, softcap: bool, 
     kernel = Backward(kind, share, pack, HEAD_SIZE, HEAD_SIZE, STAGES, softcap, order)
     pointers = [_pointer(kind)] * 4 + [_pointer(Float32, 4)] + [_pointer(Float32)] * 3 + [_pointer(Int32)] * 3
     numbers = [Int32(1)] * 4 + [Int64(8)] * 14 + [Float32(1.0), Float32(1.0), Int32(1), Int32(1)]
-    return cute.compile(kernel, *pointers, *numbers, cuda.CUstream(0), options="--enable-tvm-ffi")
+    return _compiled(kernel, pointers, numbers, "backward", dtype, share, pack, softcap, order)
+
+
+def _compiled(kernel: Any, pointers: list[Any], numbers: list[Any], *key: Any) -> Any:
+    """A kernel compiled for such arguments; ``key`` is what else of it is not in its sources."""
+    arguments = (*pointers, *numbers, cuda.CUstream(0))
+    name = "-".join(str(x).removeprefix("torch.") for x in key)
+    return kept(name, lambda: cute.compile(kernel, *arguments, options="--enable-tvm-ffi"))
+
+
+def _fitting(work: CuteWork, inputs: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The inputs, copied where the copy engine's loads do not fit them; raises for what this work list cannot run.
+
+    Layouts that were found to fit are remembered with the list: looking again would take the host longer than the launch.
+    """
+    layout = tuple((x.device, x.dtype, x.shape[1:], x.stride(), x.data_ptr() % ALIGNMENT) for x in (*inputs, *others))
+    if layout in work.fitting:
+        return inputs
+    fitting = tuple(aligned(x) for x in inputs)
+    check(work, supports, *fitting[:3], *fitting[3:], *others)
+    if all(map(operator.is_, fitting, inputs)):
+        work.fitting.add(layout)
+    return fitting
 
 
 def _pointer(kind: Any, alignment: int = 16) -> Any:
@@ -322,4 +348,5 @@ def _numbers(settings: Settings) -> tuple[float, float]:
 
 
 def _stream(device: torch.device) -> int:
-    return int(torch.cuda.current_stream(device).cuda_stream)
+    # What torch.cuda.current_stream asks, without an object around the answer.
+    return int(torch._C._cuda_getCurrentRawStream(device.index))

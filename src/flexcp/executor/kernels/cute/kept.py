@@ -1,0 +1,76 @@
+"""Kept: functions of the CuTe DSL that were compiled once, on disk, so that every further process loads them in milliseconds.
+
+Compiling the functions of a model takes 20 to 30 seconds in every rank that does it. What came out is an object file: host code that
+launches, with the machine code of the kernel inside. It is kept where compiled loops are (:mod:`flexcp.arrays.jit`), in a folder named by
+a digest of the kernels' sources, the DSL's version and the chip, under the same rules: all of a file or nothing, and none that
+another user could have written. Whatever goes wrong with a file is logged, and the function is compiled in this process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import logging
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from cutlass import cute
+
+from flexcp.arrays.jit import cache_folders
+from flexcp.io.private_files import read_own, write_own
+
+LOGGER = logging.getLogger("flexcp.compile")
+FUNCTION = "flexcp_kernel"
+"""Its name inside an object file."""
+
+
+def kept(name: str, compile_now: Callable[[], Any]) -> Any:
+    """The function that was kept under this name, or else the one that ``compile_now`` makes, which is then kept."""
+    file = f"{name}.o"
+    for folder in _folders():
+        try:
+            return _loaded(read_own(folder, file))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except Exception as error:  # no rights, another's file, half a file: what these raise has no common name
+            LOGGER.warning("cannot load %s from %s: %s", file, folder, error)
+    LOGGER.info("compiling %s", name)
+    content = _object_file(compile_now())
+    refused = []
+    for folder in _folders():
+        try:
+            write_own(folder, file, content)
+            break
+        except OSError as error:
+            refused.append(str(error))
+    else:
+        LOGGER.warning("compiled %s is lost with this process, no folder takes it: %s", name, "; ".join(refused))
+    return _loaded(content)
+
+
+def _loaded(content: bytes) -> Any:
+    with tempfile.NamedTemporaryFile(suffix=".o") as file:
+        file.write(content)
+        file.flush()
+        return getattr(cute.runtime.load_module(file.name, enable_tvm_ffi=True), FUNCTION)
+
+
+def _object_file(made: Any) -> bytes:
+    with tempfile.NamedTemporaryFile(suffix=".o") as file:
+        made.export_to_c(file.name, function_name=FUNCTION)
+        return Path(file.name).read_bytes()
+
+
+@cache
+def _folders() -> tuple[Path, ...]:
+    """Where object files may be kept, the best first."""
+    here = Path(__file__).parent
+    files = sorted([*here.glob("*.py"), *here.parent.glob("hopper/*.py")])
+    chip = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    versions = repr((importlib.metadata.version("nvidia-cutlass-dsl"), chip))
+    digest = hashlib.sha256(versions.encode() + b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+    return tuple(folder.with_name(f"cute-{digest}") for folder in cache_folders())
