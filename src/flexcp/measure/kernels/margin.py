@@ -3,7 +3,8 @@
 A transfer looks to the chip like a copy by a fixed number of blocks of 512 threads that stay until it is done. It is started first, on a
 stream of high priority, as the executor does with real ones; attention follows and takes every multiprocessor or leaves a margin. Two
 kinds: *inside* a node, 16 blocks, what NCCL starts for peers on NVLink, and *across* nodes, 4 blocks, what it starts for peers behind a
-network card. Measured of each: attention alone and beside a copy that outlasts it, the copy alone and beside attention that outlasts it.
+network card. Measured of each: attention alone, beside a copy that outlasts it and beside one that it outlasts, and that copy alone and
+beside attention.
 """
 
 from __future__ import annotations
@@ -61,11 +62,12 @@ def margin_table(margins: tuple[int, ...] = (0, 4, 8, 16, 24), tokens: int = 16_
                 )
                 copy_alone = _median(partial(_both, None, shorter, beside))[1]
                 slowed = _median(partial(_both, attention, longer, beside))[0]
-                copied = _median(partial(_both, attention, shorter, beside))[1]
+                delayed, copied = _median(partial(_both, attention, shorter, beside))
                 rows.append(
                     {
                         "kernel": kernel, "way": way, "where": where, "margin": margin, "channels": channels,
                         "attention alone ms": alone, "attention with copy ms": slowed, "slowdown": slowed / alone,
+                        "attention with short copy ms": delayed,
                         "copy alone ms": copy_alone, "copy with attention ms": copied, "link": copy_alone / copied,
                         "copy GB/s alone": 2 * BYTES / once / 1e6,
                     }
