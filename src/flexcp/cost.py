@@ -103,16 +103,25 @@ class Contention:
 
 
 H200_CONTENTION = (
-    Contention(0, 1030, 1346, 1000, 1000, 206),
-    Contention(4, 1039, 1233, 1039, 1074, 211),
-    Contention(8, 1066, 1150, 1066, 1028, 330),
-    Contention(16, 1141, 1160, 1141, 1145, 930),
-    Contention(24, 1191, 1237, 1191, 1201, 911),
+    Contention(0, 6088, 8629, 1000, 1000, 869),
+    Contention(4, 6913, 3080, 1046, 1127, 879),
+    Contention(8, 4434, 3624, 1101, 1164, 935),
+    Contention(16, 1178, 1174, 1113, 1174, 894),
+    Contention(24, 1224, 1210, 1224, 1210, 906),
 )
-"""An H200 with a copy of 16 blocks beside the kernel, from docs/results/kernels.md: "with the copy" (and alone, where that is less) over
-attention alone at margin 0, and the mean of both directions of a copy alone over one beside attention."""
+"""An H200 with a transfer of 16 blocks, as NCCL has inside a node, beside the ``cute`` kernel. This and the next are what
+``flexcp.measure.calibrate`` makes of the table in docs/results/kernels.md."""
+H200_CONTENTION_ACROSS = (
+    Contention(0, 7847, 4942, 1000, 1000, 851),
+    Contention(4, 1057, 1127, 1046, 1127, 828),
+    Contention(8, 1101, 1164, 1101, 1164, 844),
+    Contention(16, 1128, 1174, 1113, 1174, 895),
+    Contention(24, 1224, 1210, 1224, 1210, 926),
+)
+"""The same with a transfer of 4 blocks, as NCCL has across nodes."""
 NO_CONTENTION = (Contention(0, 1000, 1000, 1000, 1000, 1000),)
 """Compute and transfers that do not slow each other: CPU ranks whose kernel times were measured with all of them running."""
+CONTENTIONS = ("contention", "contention_across")
 OLD_MARGIN = 16
 """Cost models once described one margin, by three fields."""
 _OLD_FIELDS = ("overlap_forward", "overlap_backward", "overlap_link")
@@ -123,10 +132,11 @@ class CostModel:
     """Efficiencies are per mille of a rank's peak or of a link's bandwidth; ``model=None`` stands for :func:`dense_model`.
 
     ``row_tile_pairs`` is the fixed price of 128 rows of one head in pairs, ``kernel_ns`` that of starting a kernel, ``message_ns`` that of
-    one more peer in an exchange. ``contention`` is what compute and transfers cost each other, by ascending margins from 0 on; the default
-    is an H200's. ``crowding`` is what a port loses, in per mille, for each further message that arrives there in the same call: 0, because
-    no rounds were measured to be faster than one call (docs/results/communication.md). ``token_bytes`` is what a token occupies in a
-    layer's activations, 0 when nobody measured it.
+    one more peer in an exchange. ``contention`` is what compute and transfers inside a node cost each other, by ascending margins from 0
+    on (the default is an H200's), ``contention_across`` the same of transfers that only cross nodes, for the same margins (None: an
+    H200's beside an H200's, else like ``contention``). ``crowding`` is what a port loses, in per mille, for each further message that
+    arrives there in the same call: 0, because no rounds were measured to be faster than one call (docs/results/communication.md).
+    ``token_bytes`` is what a token occupies in a layer's activations, 0 when nobody measured it.
     """
 
     name: str = "analytic"
@@ -141,6 +151,7 @@ class CostModel:
     model: Model | None = None
     token_bytes: int = 0
     contention: tuple[Contention, ...] = H200_CONTENTION
+    contention_across: tuple[Contention, ...] | None = None
     crowding: int = 0
 
     def __post_init__(self) -> None:
@@ -148,11 +159,23 @@ class CostModel:
             _check_number("cost model", field, getattr(self, field), 1)
         for field in ("row_tile_pairs", "kernel_ns", "message_ns", "error_permille", "token_bytes", "crowding"):
             _check_number("cost model", field, getattr(self, field), 0)
-        margins = [row.margin for row in self.contention]
+        margins, others = ([row.margin for row in self.rows_beside(across)] for across in (False, True))
         if margins[:1] != [0] or any(a >= b for a, b in pairwise(margins)):
             raise ValueError(
                 f"a cost model's contention has a row for margin 0, then larger ones; got margins {margins}"
             )
+        if margins != others:
+            raise ValueError(
+                f"a cost model's contention and contention_across are for the same margins; got {margins} and {others}"
+            )
+
+    def rows_beside(self, across: bool) -> tuple[Contention, ...]:
+        """Contention with transfers inside a node, or with such as only cross nodes."""
+        if not across:
+            return self.contention
+        if self.contention_across is not None:
+            return self.contention_across
+        return H200_CONTENTION_ACROSS if self.contention == H200_CONTENTION else self.contention
 
     # --- attention ----------------------------------------------------------------------------------------------------
 
@@ -198,12 +221,14 @@ class CostModel:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for a JSON file."""
-        return {"format": FORMAT, **asdict(self), "contention": [list(astuple(row)) for row in self.contention]}
+        given = {name: rows for name in CONTENTIONS if (rows := getattr(self, name)) is not None}
+        rows = {name: [list(astuple(row)) for row in rows] for name, rows in given.items()}
+        return {"format": FORMAT, **asdict(self), **rows}
 
     def version_1(self) -> dict[str, Any]:
         """The fields as plans hashed them when a cost model described one margin."""
         found = asdict(self)
-        for name in ("contention", "crowding"):
+        for name in (*CONTENTIONS, "crowding"):
             del found[name]
         return {**found, **_one_margin(self.contention)}
 
@@ -214,6 +239,8 @@ class CostModel:
             raise ValueError(f'this is no cost model: it must be a JSON object with "format": "{FORMAT}"')
         given = {key: value for key, value in values.items() if key != "format"}
         given["contention"] = _read_contention(given)
+        if given.get("contention_across") is not None:
+            given["contention_across"] = _rows(given, "contention_across")
         _check_fields(cls, given, "cost model")
         model = given.get("model")
         if model is not None:
@@ -237,10 +264,14 @@ def _read_contention(given: dict[str, Any]) -> tuple[Contention, ...]:
             return NO_CONTENTION
         found = Contention(OLD_MARGIN, forward, backward, forward, backward, link)
         return tuple(found if row.margin == OLD_MARGIN else row for row in H200_CONTENTION)
-    rows = given["contention"]
+    return _rows(given, "contention")
+
+
+def _rows(given: dict[str, Any], name: str) -> tuple[Contention, ...]:
+    rows = given[name]
     size = len(fields(Contention))
     if not isinstance(rows, list | tuple) or any(not isinstance(r, list | tuple) or len(r) != size for r in rows):
-        raise ValueError(f"a cost model's contention is a list of rows of {size} numbers; got {rows!r}")
+        raise ValueError(f"a cost model's {name} is a list of rows of {size} numbers; got {rows!r}")
     return tuple(Contention(*row) for row in rows)
 
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import flexcp
 from flexcp.clusters import Cluster
-from flexcp.cost import H200_CONTENTION, NO_CONTENTION, Contention, CostModel
+from flexcp.cost import H200_CONTENTION, H200_CONTENTION_ACROSS, NO_CONTENTION, Contention, CostModel
+from flexcp.measure.calibrate.calibrate import contention_rows
 from flexcp.plan.execution import Execution, margins, one_call_ahead
 from flexcp.plan.program import Program, Transfers
 from flexcp.schedule.execution import overlapped_ns, transfers_ns, with_execution
@@ -129,16 +130,14 @@ def test_a_cap_on_memory_keeps_posts_one_ahead() -> None:
 
 def test_the_default_rows_are_those_that_were_measured() -> None:
     text = (Path(__file__).parents[2] / "docs" / "results" / "kernels.md").read_text()
-    rows = re.findall(r"^\| (forward|backward) \| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", text, re.M)
-    table = {(way, int(margin)): [float(x) for x in numbers] for way, margin, *numbers in rows}
-    assert sorted({margin for _, margin in table}) == [row.margin for row in H200_CONTENTION]
-    for row in H200_CONTENTION:
-        links = []
-        for backward, way in enumerate(("forward", "backward")):
-            alone, beside, copy, copy_beside = table[way, row.margin]
-            whole = table[way, 0][0]
-            assert row.compute(bool(backward)) == pytest.approx(
-                (1000 * beside / whole, 1000 * min(alone, beside) / whole), abs=1
-            )
-            links.append(copy / copy_beside)
-        assert row.link == pytest.approx(1000 * sum(links) / 2, abs=1.1)
+    row = r"^\| (inside|across), \d+ blocks \| (forward|backward) \| (\d+) \|" + r" ([\d.]+) \|" * 5
+    names = ("alone", "with short copy", "with copy")
+    table = [
+        {"where": where, "way": way, "margin": int(margin)}
+        | {f"attention {name} ms": float(x) for name, x in zip(names, numbers, strict=False)}
+        | {"copy alone ms": float(numbers[3]), "copy with attention ms": float(numbers[4])}
+        for where, way, margin, *numbers in re.findall(row, text, re.M)
+    ]
+    assert len(table) == 20
+    for where, rows in (("inside", H200_CONTENTION), ("across", H200_CONTENTION_ACROSS)):
+        assert contention_rows([x for x in table if x["where"] == where]) == rows

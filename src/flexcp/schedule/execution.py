@@ -8,8 +8,9 @@ Chosen by cost, stage by stage, from two tables of nanoseconds: the work of ever
 - *ahead*. A stage is posted one slot ahead. Where it takes longer than the work it would hide behind, and the slot before that has time to
   spare, it is posted two ahead, if both slots together are then clearly faster. Only inputs that their owners send can be: what is
   forwarded or computed is not there yet. Earlier than that, or beside a cap on memory, is not tried: messages that wait hold memory.
-- *margin*. Of the cost model's rows of contention the one under which the slowest rank is done first with a slot's work and what travels
-  beside it; then the one with the least time of all ranks, then the smallest. Nothing beside, nothing free.
+- *margin*. Of the cost model's rows of contention (of transfers inside nodes, or of such as only cross them) the one under which the
+  slowest rank is done first with a slot's work and what travels beside it; then the one with the least time of all ranks, then the
+  smallest. Nothing beside, nothing free.
 
 With latents (:func:`flexcp.latent_attention`) all transfers come before the work: nothing is posted ahead, and nothing is left free.
 """
@@ -17,6 +18,7 @@ With latents (:func:`flexcp.latent_attention`) all transfers come before the wor
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,12 +49,14 @@ def with_execution(
     rounds = _rounds_per_call(program, shape, cluster, cost) if cost.crowding else np.zeros(stages, np.int64)
     if shape.latent is not None:
         return replace(program, execution=Execution.make(stages, rounds_per_call=0, ahead=0, margin=0))
-    beside = np.zeros_like(work)
+    beside, across = np.zeros_like(work), np.zeros(work.shape, bool)
     beside[:, :-1] = transfers_ns(program, shape, cluster, cost)[:, 1:]
+    across[:, :-1] = crosses_only(program, shape, cluster)[:, 1:]
+    rows = Rows(across, tuple(zip(cost.rows_beside(False), cost.rows_beside(True), strict=True)), backward)
     ahead = np.ones(stages, np.int64)
     if most_ahead > 1:
-        ahead, beside = _posted_early(program, work, beside, cost, backward)
-    return replace(program, execution=Execution(rounds, ahead, _margins(work, beside, cost, backward)))
+        ahead, beside = _posted_early(program, work, beside, rows)
+    return replace(program, execution=Execution(rounds, ahead, _margins(work, beside, rows)))
 
 
 # --- how long ----------------------------------------------------------------------------------------------------------
@@ -69,6 +73,34 @@ def overlapped_ns(work: Ints, beside: Ints, row: Contention, backward: bool) -> 
     outlasted = linked + (work - linked * 1000 // slow) * alone // 1000
     found = np.where(linked >= computed, linked, outlasted)
     return np.where(beside > 0, np.where(work > 0, found, beside), work)
+
+
+class Rows(NamedTuple):
+    """A cost model's rows of contention in a direction: for each margin inside a node and across nodes, and which of the two applies
+    ``[rank, slot]``."""
+
+    across: NDArray[np.bool_]
+    pairs: tuple[tuple[Contention, Contention], ...]
+    backward: bool
+
+    def of(self, slots: slice) -> Rows:
+        """The same for some slots."""
+        return self._replace(across=self.across[:, slots])
+
+    def overlapped_ns(self, work: Ints, beside: Ints, pair: tuple[Contention, Contention]) -> Ints:
+        """:func:`overlapped_ns` with the row that applies."""
+        inside, across = (overlapped_ns(work, beside, row, self.backward) for row in pair)
+        return np.where(self.across, across, inside)
+
+
+def crosses_only(program: Program, shape: Shape, cluster: Cluster) -> NDArray[np.bool_]:
+    """``[rank, stage]``: whether a rank's messages of a stage, if it has any, are all with ranks of other nodes."""
+    messages, stages, levels = find_messages(program, shape, cluster)
+    stage, level = stages[messages.exchange], levels[messages.exchange]
+    inside = np.zeros((cluster.ranks, program.stages), bool)
+    for end in (messages.source, messages.target):
+        inside[end[level == 0], stage[level == 0]] = True
+    return ~inside
 
 
 def transfers_ns(program: Program, shape: Shape, cluster: Cluster, cost: CostModel) -> Ints:
@@ -152,33 +184,32 @@ def static_work_ns(
 # --- the choices -------------------------------------------------------------------------------------------------------
 
 
-def _margins(work: Ints, beside: Ints, cost: CostModel, backward: bool) -> Ints:
+def _margins(work: Ints, beside: Ints, rows: Rows) -> Ints:
     """The margin of each slot."""
-    rows = cost.contention
-    margin = np.full(work.shape[1], rows[0].margin, np.int64)
-    if len(rows) == 1 or not beside.any():
+    margin = np.full(work.shape[1], rows.pairs[0][0].margin, np.int64)
+    if len(rows.pairs) == 1 or not beside.any():
         return margin
-    worst, total = _slowest(work, beside, rows[0], backward)
-    for row in rows[1:]:
-        other_worst, other_total = _slowest(work, beside, row, backward)
+    worst, total = _slowest(work, beside, rows, 0)
+    for number in range(1, len(rows.pairs)):
+        other_worst, other_total = _slowest(work, beside, rows, number)
         better = (other_worst < worst) | ((other_worst == worst) & (other_total < total))
-        margin = np.where(better, row.margin, margin)
+        margin = np.where(better, rows.pairs[number][0].margin, margin)
         worst, total = np.where(better, other_worst, worst), np.where(better, other_total, total)
     return margin
 
 
-def _slowest(work: Ints, beside: Ints, row: Contention, backward: bool) -> tuple[Ints, Ints]:
-    ns = overlapped_ns(work, beside, row, backward)
+def _slowest(work: Ints, beside: Ints, rows: Rows, number: int) -> tuple[Ints, Ints]:
+    ns = rows.overlapped_ns(work, beside, rows.pairs[number])
     return ns.max(axis=0), ns.sum(axis=0)
 
 
-def _least_ns(work: Ints, beside: Ints, cost: CostModel, backward: bool) -> int:
+def _least_ns(work: Ints, beside: Ints, rows: Rows) -> int:
     """Time of some slots, each until its slowest rank is done, under the best margins."""
-    slowest = [overlapped_ns(work, beside, row, backward).max(axis=0) for row in cost.contention]
+    slowest = [rows.overlapped_ns(work, beside, pair).max(axis=0) for pair in rows.pairs]
     return int(np.min(slowest, axis=0).sum())
 
 
-def _posted_early(program: Program, work: Ints, beside: Ints, cost: CostModel, backward: bool) -> tuple[Ints, Ints]:
+def _posted_early(program: Program, work: Ints, beside: Ints, rows: Rows) -> tuple[Ints, Ints]:
     """(how far ahead each stage is posted, what then travels beside each slot)."""
     t = program.transfers
     moves = t.source != t.target
@@ -194,7 +225,7 @@ def _posted_early(program: Program, work: Ints, beside: Ints, cost: CostModel, b
         moved = beside.copy()
         moved[:, stage - 2] += early
         moved[:, stage - 1] -= early
-        before, after = (_least_ns(work[:, two], x[:, two], cost, backward) for x in (beside, moved))
+        before, after = (_least_ns(work[:, two], x[:, two], rows.of(two)) for x in (beside, moved))
         if after * 1000 < before * WORTH_PERMILLE:
             ahead[stage], beside = 2, moved
     return ahead, beside

@@ -78,7 +78,12 @@ def test_rows_and_keys_of_other_lengths_end_together() -> None:
 
 def test_long_documents_go_to_flash_attention_and_short_ones_stay() -> None:
     # At 4,096 tokens the GPU would be done before the host has made the call.
-    expected_of = (([65_536], (True, True)), ([16_384], (True, True)), ([4_096], (False, False)), ([256] * 64, (False, False)))
+    expected_of = (
+        ([65_536], (True, True)),
+        ([16_384], (True, True)),
+        ([4_096], (False, False)),
+        ([256] * 64, (False, False)),
+    )
     for lengths, expected in expected_of:
         slices = flexcp.packed_slices(lengths, masks.causal()).numpy()
         form = form_of(slices)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from flexcp.calibration import Calibration, Errors
-from flexcp.cost import NO_CONTENTION, PEAK_PERMILLE, Contention, CostModel, Model, dense_model
+from flexcp.cost import CONTENTIONS, NO_CONTENTION, PEAK_PERMILLE, Contention, CostModel, Model, dense_model
 from flexcp.measure.calibrate.fit import Sample, errors, fit_kernels, fit_link, split
 from flexcp.measure.calibrate.kernels import CPU_TOKENS, GPU_TOKENS, GPU_WORK, KernelTask, kernel_samples, matrix_gflops
 from flexcp.measure.calibrate.layers import LayerTimes, layer_times
@@ -30,6 +30,8 @@ from flexcp.measure.ranks import RankPool
 from flexcp.shape import Shape
 
 Run = Callable[..., list[Any]]
+STANDSTILL = 100_000
+"""Per mille: attention that makes no progress beside a transfer."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ def calibrated(found: Measured, task: KernelTask, model: Model, name: str, machi
         link_efficiency=1000 if found.links is not None else CostModel().link_efficiency,
         error_permille=math.ceil(1000 * held_out["kernels"].p90),
         token_bytes=found.layers.token_bytes,
-        contention=NO_CONTENTION if task.device == "cpu" else _gpu_contention(),
+        **({"contention": NO_CONTENTION} if task.device == "cpu" else _gpu_contention()),
         **values,
     )
     tiles = None
@@ -127,33 +129,45 @@ def _links(found: LinkTimes) -> tuple[dict[str, int], Errors]:
     return {"intra_mbps": mbps, "latency_ns": round(latency), "message_ns": round(message)}, off
 
 
-def _gpu_contention() -> tuple[Contention, ...]:
-    """What attention and a copy cost each other at the margins a plan may choose from."""
+def _gpu_contention() -> dict[str, tuple[Contention, ...]]:
+    """What attention and a copy cost each other at the margins a plan may choose from, for both kinds of transfers."""
     from flexcp.executor.kernels import has_triton
 
     if not has_triton():
-        return CostModel().contention
+        return {}
     from flexcp.measure.kernels.margin import margin_table
 
-    return contention_rows(margin_table())
+    table = margin_table()
+    return {
+        name: contention_rows([row for row in table if row["where"] == where])
+        for name, where in zip(CONTENTIONS, ("inside", "across"), strict=True)
+    }
 
 
 def contention_rows(table: list[dict[str, Any]]) -> tuple[Contention, ...]:
-    """The rows of a cost model from those of :func:`flexcp.measure.kernels.margin.margin_table`.
+    """The rows of a cost model from those of :func:`flexcp.measure.kernels.margin.margin_table` for one kind of transfer.
 
-    A margin never makes attention faster: where noise says so, alone counts as 1, and beside a copy as no less than alone.
+    How slow attention is beside a transfer follows from one that it outlasts: what it took longer than alone is what it lost meanwhile. A
+    margin never makes attention faster: where noise says so, alone counts as 1, and beside a copy as no less than alone.
     """
     measured = {(row["way"], row["margin"]): row for row in table}
     found = []
     for margin in sorted({margin for _, margin in measured}):
         both = [(measured[way, margin], measured[way, 0]["attention alone ms"]) for way in ("forward", "backward")]
-        beside = [max(1000, _permille(row["attention with copy ms"] / whole)) for row, whole in both]
         alone = [max(1000, _permille(row["attention alone ms"] / whole)) for row, whole in both]
-        alone = [min(pair) for pair in zip(alone, beside, strict=True)]
+        beside = [max(least, _slowed(row, whole)) for least, (row, whole) in zip(alone, both, strict=True)]
         links = [row["copy alone ms"] / row["copy with attention ms"] for row, _ in both]
         link = min(1000, _permille(sum(links) / 2))
         found.append(Contention(margin, beside[0], beside[1], alone[0], alone[1], link))
     return tuple(found)
+
+
+def _slowed(row: dict[str, Any], whole: float) -> int:
+    """Per mille of ``whole``, attention that takes every multiprocessor, while a transfer is under way."""
+    copied = row["copy with attention ms"]
+    lost = row["attention with short copy ms"] - row["attention alone ms"]
+    done = copied - max(0.0, lost)  # of attention's own time, while the copy ran
+    return min(STANDSTILL, _permille(row["attention alone ms"] / whole * copied / done)) if done > 0 else STANDSTILL
 
 
 def calibrate_here(shape: Shape, ranks: int, device: str, say: Callable[[str], None] = lambda _: None) -> Calibration:

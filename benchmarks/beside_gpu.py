@@ -1,0 +1,192 @@
+"""Attention beside a transfer, slot by slot of real plans: measured on one GPU, and beside it what the simulator's rule says.
+
+    python benchmarks/beside_gpu.py --make slots.pkl                 on any machine: the fullest slot of some plans
+    python benchmarks/beside_gpu.py --slots slots.pkl --write x.json  on a GPU: measure at every margin
+    python benchmarks/beside_gpu.py --judge x.json                   on any machine: measured over simulated, under the plan's margin
+
+Of every plan the slot and rank in which work and transfer are largest together, as the executor runs it: its work lists one after the
+other, and before them, on a stream of high priority, a copy that takes as long as the plan's transfer does by the cost model, by as many
+blocks as such a transfer has (:mod:`flexcp.measure.kernels.margin`). Work and copy alone are measured too; the rule is given those two
+and the cost model's row of contention, and must say how long both take together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+PLANS = (("web", 8, "zigzag"), ("libra256k", 32, "auto"), ("web", 32, "blocks"), ("web", 32, "ring"))
+TOKENS_PER_RANK = 8192
+MARGINS = (0, 4, 8, 16, 24)
+
+
+def main() -> None:
+    """Make, measure or judge."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--make", type=Path)
+    parser.add_argument("--slots", type=Path)
+    parser.add_argument("--write", type=Path)
+    parser.add_argument("--judge", type=Path)
+    asked = parser.parse_args()
+    if asked.make:
+        asked.make.write_bytes(pickle.dumps(full_slots()))
+    elif asked.slots:
+        # Written by --make, by the same user: nothing of a stranger's is unpickled.
+        asked.write.write_text(json.dumps([measured(slot) for slot in pickle.loads(asked.slots.read_bytes())]))
+    else:
+        print(table(json.loads(asked.judge.read_text())))
+
+
+def full_slots() -> list[dict[str, Any]]:
+    """The fullest slot of each plan, forward and backward."""
+    import flexcp
+    from flexcp.data.lengths import draw_lengths
+    from flexcp.executor.run.rank_program import rank_program
+    from flexcp.plan.rounds import find_messages
+    from flexcp.schedule.execution import transfers_ns
+
+    found = []
+    for data, ranks, strategy in PLANS:
+        where = flexcp.cluster("h100", max(1, ranks // 8), 8)
+        planner = flexcp.Planner(32, 8, 128, cluster=where, strategy=strategy)
+        plan = planner(draw_lengths(data, TOKENS_PER_RANK * ranks, 0))
+        for backward, program in enumerate(plan.programs[0]):
+            carried = transfers_ns(program, plan.shape, plan.cluster, plan.cost)
+            messages, stages, levels = find_messages(program, plan.shape, plan.cluster)
+            inside = np.zeros(carried.shape, bool)
+            for end in (messages.source, messages.target):
+                inside[
+                    end[levels[messages.exchange] == 0], stages[messages.exchange][levels[messages.exchange] == 0]
+                ] = True
+            best: tuple[int, Any] = (0, None)
+            for rank in range(0, ranks, max(1, ranks // 8)):
+                slots = rank_program(plan, rank, 0, bool(backward)).slots
+                for at in range(len(slots) - 1):
+                    pairs = sum(int(flexcp.masks.area(w.slices).sum()) * (w.h1 - w.h0) for w in slots[at].work)
+                    work = int(
+                        plan.cost.attention_ns(np.full(ranks, pairs), plan.shape, plan.cluster, bool(backward))[rank]
+                    )
+                    if (both := min(work, int(carried[rank, at + 1]))) > best[0]:
+                        best = both, (rank, at)
+            if best[1] is None:
+                continue
+            rank, at = best[1]
+            whole = rank_program(plan, rank, 0, bool(backward))
+            lists = []
+            for w in whole.slots[at].work:
+                queries, keys = whole.shelves[w.q_shelf], whole.shelves[w.kv_shelf]
+                lists.append(
+                    (
+                        w.slices,
+                        queries.rows,
+                        keys.rows,
+                        w.q_shelf,
+                        queries.h1 - queries.h0,
+                        w.h0 - queries.h0,
+                        w.h1 - queries.h0,
+                    )
+                )
+            found.append(
+                {
+                    "plan": f"{data}, {ranks} ranks, {plan.strategy}", "backward": bool(backward), "rank": rank, "slot": at,
+                    "margin": int(program.execution.margin[at]), "where": "inside" if inside[rank, at + 1] else "across",
+                    "transfer ns": int(carried[rank, at + 1]), "lists": lists,
+                }
+            )  # fmt: skip
+    return found
+
+
+def measured(slot: dict[str, Any]) -> dict[str, Any]:
+    """A slot's work and transfer, alone and together, at every margin."""
+    from functools import partial
+
+    import torch
+
+    from flexcp.executor.kernels import Settings, find_kernel
+    from flexcp.measure.kernels import bench, margin
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    kernel, beside = find_kernel("cute"), torch.cuda.Stream(priority=-1)
+    source = torch.ones(4 * margin.BYTES, dtype=torch.int8, device=device).view(torch.float32)
+    target = torch.empty_like(source)
+    shelves: dict[int, Any] = {}
+    runs = []
+    for slices, rows, keys, shelf, shelf_heads, h0, h1 in slot["lists"]:
+        heads = bench.Heads(h1 - h0, max(1, (h1 - h0) // 4), 128)
+        if shelf not in shelves:
+            both = bench.random_tensors(rows, bench.Heads(shelf_heads, 1, 128), device)
+            lse, delta = (torch.full(both.q.shape[:2], 10.0, device=device) for _ in range(2))
+            shelves[shelf] = both.q, both.do, torch.zeros(both.q.shape, device=device), lse, delta
+        q, do, result, lse, delta = (t[:, h0:h1] for t in shelves[shelf])
+        kv = bench.random_tensors(keys, heads, device)
+        work = kernel.prepare(slices, heads.heads, heads.kv_heads, 128, 128, device)
+        dk, dv = torch.zeros(kv.k.shape, device=device), torch.zeros(kv.v.shape, device=device)
+        if slot["backward"]:
+            runs.append(
+                lambda s, a=(q, kv.k, kv.v, do, lse, delta, work), b=(result, dk, dv): kernel.backward(*a, s, *b)
+            )
+        else:
+            runs.append(lambda s, a=(q, kv.k, kv.v, work), b=(result, lse): kernel.forward(*a, s, *b))
+    channels = margin.CHANNELS[slot["where"]]
+
+    def attention(settings: Settings) -> None:
+        for run in runs:
+            run(settings)
+
+    def copy(size: int) -> Any:
+        return partial(margin._copy, source[:size], target[:size], channels, 1)
+
+    all_of_it = margin._median(partial(margin._both, None, copy(len(source)), beside))[1]
+    size = min(len(source), max(1, round(slot["transfer ns"] / 1e6 / all_of_it * len(source))))
+    copied = margin._median(partial(margin._both, None, copy(size), beside))[1]
+    rows = []
+    for left in MARGINS:
+        work = partial(attention, Settings(128**-0.5, sm_margin=left))
+        alone = margin._median(partial(margin._both, work, None, beside))[0]
+        together = margin._median(partial(margin._both, work, copy(size), beside))
+        rows.append({"margin": left, "work alone ms": alone, "work ms": together[0], "copy ms": together[1]})
+    return {**{k: v for k, v in slot.items() if k != "lists"}, "copy alone ms": copied, "rows": rows}
+
+
+def table(slots: list[dict[str, Any]]) -> str:
+    """Measured over simulated, of work and transfer, under the margin that the cost model of today chooses for the slot."""
+    from flexcp.cost import CostModel
+
+    lines = [
+        "| plan | pass | transfer | margin | work alone, ms | work, measured | simulated | transfer alone, ms | measured | simulated |",
+        "| " + "--- | " * 10,
+    ]
+    for slot in slots:
+        rows = {row["margin"]: row for row in slot["rows"]}
+        chosen = []
+        for row in CostModel().rows_beside(slot["where"] == "across"):
+            work, copied = (round(x * 1e6) for x in (rows[0]["work alone ms"], slot["copy alone ms"]))
+            chosen.append((max(*together_ns(work, copied, row, slot["backward"])), row))
+        _, row = min(chosen, key=lambda x: x[0])
+        work, copied = (round(x * 1e6) for x in (rows[0]["work alone ms"], slot["copy alone ms"]))
+        said = together_ns(work, copied, row, slot["backward"])
+        got = rows[row.margin]
+        lines.append(
+            f"| {slot['plan']} | {'backward' if slot['backward'] else 'forward'} | {slot['where']} | {row.margin} | {work / 1e6:.3f} | "
+            f"{got['work ms']:.3f} | {said[0] / 1e6:.3f} ({got['work ms'] * 1e6 / said[0]:.2f}) | {copied / 1e6:.3f} | "
+            f"{got['copy ms']:.3f} | {said[1] / 1e6:.3f} ({got['copy ms'] * 1e6 / said[1]:.2f}) |"
+        )
+    return "\n".join(lines)
+
+
+def together_ns(work: int, transfer: int, row: Any, backward: bool) -> tuple[float, float]:
+    """When work and a transfer that begin together are done, by the simulator's rule: (work, transfer)."""
+    slow, alone = row.compute(backward)
+    linked, computed = transfer * 1000 / row.link, work * slow / 1000
+    if linked >= computed:
+        return computed, linked
+    return linked + (work - linked * 1000 / slow) * alone / 1000, linked
+
+
+if __name__ == "__main__":
+    main()
