@@ -28,17 +28,18 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcp.arrays.totals import sums
 from flexcp.clusters import Cluster
 from flexcp.plan.plan import Plan
 from flexcp.plan.program import Transfers
 from flexcp.plan.slots import pass_inputs
-from flexcp.shape import Kind, Shape
+from flexcp.shape import OUTPUTS, Kind, Shape
 
 Ints = NDArray[np.int64]
 COPY_PERMILLE = 800
 """Of a memory's nominal speed. Measured on an H200 (4,800 GB/s): 3,740 to 3,930 GB/s, read and written together, for pieces of
 16,384 tokens packed, laid and added (benchmarks/packing_gpu.py, docs/results/communication.md)."""
+
+IS_OUTPUT = np.isin(np.arange(len(Kind)), OUTPUTS)
 
 
 class Copies(NamedTuple):
@@ -48,32 +49,35 @@ class Copies(NamedTuple):
     take_in: Ints
 
 
-def find_copies(plan: Plan, mask: int, backward: bool, mbps: int, launch_ns: int) -> Copies:
-    """The copies of a pass through memory that reads or writes so many megabytes a second, and what starting each takes."""
-    program, shape = plan.programs[mask][backward], plan.shape
-    t = program.transfers
-    wire, precise = shape.bytes_per_token_head()[t.kind, t.partial], _precise_bytes(shape)[t.kind]
-    amount = (t.stop - t.start) * (t.h1 - t.h0)
-    is_output = t.is_output
-    on_shelf = np.where(is_output, precise, wire)
-    own = t.source == t.target
-    came = np.where(own, on_shelf, wire)
-    packed = np.where(own, 0, amount * (on_shelf + wire))
-    taken = amount * (came + np.where(is_output, 2 * precise, wire))
-    pack = _by_stage(plan.ranks, program.stages, t.source, t.stage, packed)
-    take_in = _by_stage(plan.ranks, program.stages, t.target, t.stage, taken)
-    take_in += _cleared(pass_inputs(plan, mask, backward), plan.ranks, program.stages, backward, shape)
-    if program.stages > 1:
-        final, precise_own = _own_bytes(shape, backward)
-        take_in[:, 0] += plan.placement.tokens * precise_own
-        take_in[:, -1] += plan.placement.tokens * (precise_own + final)
-    moved = t.take(~own)
-    laid = np.zeros_like(take_in)
-    laid[moved.target[~moved.is_output], moved.stage[~moved.is_output]] = 1
-    results = moved.take(moved.is_output)
-    messages = np.unique((results.target * program.stages + results.stage) * plan.ranks + results.source) // plan.ranks
-    laid += np.bincount(messages, minlength=laid.size).reshape(laid.shape)
-    return Copies(_ns(pack, mbps) + launch_ns * (pack > 0), _ns(take_in, mbps) + launch_ns * laid)
+def find_copies(
+    plan: Plan, mask: int, backward: bool, mbps: int, launch_ns: int, messages_only: bool = False
+) -> Copies:
+    """The copies of a pass through memory that reads or writes so many megabytes a second, and what starting each takes.
+
+    ``messages_only``: nothing but messages is copied, as they travel, in one launch at either end.
+    """
+    program, shape, ranks = plan.programs[mask][backward], plan.shape, plan.ranks
+    t, stages = program.transfers, program.stages
+    from_place, to_place, own = t.source * stages + t.stage, t.target * stages + t.stage, t.source == t.target
+    wire = (t.stop - t.start) * (t.h1 - t.h0) * shape.bytes_per_token_head()[t.kind, t.partial]
+    if messages_only:
+        both = np.where(own, 0, 2 * wire)
+        pack, take_in = (_summed(place, both, (ranks, stages)) for place in (from_place, to_place))
+        return Copies(_ns(pack, mbps, launch_ns * (pack > 0)), _ns(take_in, mbps, launch_ns * (take_in > 0)))
+    is_output = IS_OUTPUT[t.kind]
+    on_shelf = np.where(is_output, (t.stop - t.start) * (t.h1 - t.h0) * _precise_bytes(shape)[t.kind], wire)
+    pack = _summed(from_place, np.where(own, 0, on_shelf + wire), (ranks, stages))
+    take_in = _summed(to_place, np.where(own, on_shelf, wire) + on_shelf * (1 + is_output), (ranks, stages))
+    take_in += _cleared(pass_inputs(plan, mask, backward), ranks, stages, backward, shape)
+    if stages > 1:
+        final, precise = _own_bytes(shape, backward)
+        take_in[:, 0] += plan.placement.tokens * precise
+        take_in[:, -1] += plan.placement.tokens * (precise + final)
+    laid = np.bincount(to_place[~own & ~is_output], minlength=ranks * stages) > 0
+    results = ~own & is_output
+    merged = np.unique(to_place[results] * ranks + t.source[results]) // ranks
+    launches = (laid + np.bincount(merged, minlength=ranks * stages)).reshape(ranks, stages)
+    return Copies(_ns(pack, mbps, launch_ns * (pack > 0)), _ns(take_in, mbps, launch_ns * launches))
 
 
 def copy_mbps(cluster: Cluster) -> int:
@@ -88,7 +92,7 @@ def _cleared(inputs: Transfers, ranks: int, stages: int, backward: bool, shape: 
     each[Kind.Q] = precise[Kind.DQ] if backward else precise[Kind.O]
     each[Kind.KV] = precise[Kind.DKV] * backward
     size = (inputs.stop - inputs.start) * (inputs.h1 - inputs.h0) * each[inputs.kind]
-    return _by_stage(ranks, stages, inputs.target, inputs.stage, size)
+    return _summed(inputs.target * stages + inputs.stage, size, (ranks, stages))
 
 
 def _own_bytes(shape: Shape, backward: bool) -> tuple[int, int]:
@@ -103,9 +107,10 @@ def _precise_bytes(shape: Shape) -> Ints:
     return shape.bytes_per_token_head()[:, 1]
 
 
-def _by_stage(ranks: int, stages: int, rank: Ints, stage: Ints, size: Ints) -> Ints:
-    return sums(rank * stages + stage, size, ranks * stages).reshape(ranks, stages)
+def _summed(place: Ints, size: Ints, shape: tuple[int, int]) -> Ints:
+    """Bytes by rank and stage; floating point holds them exactly, and numpy adds that up fastest."""
+    return np.bincount(place, size, shape[0] * shape[1]).astype(np.int64).reshape(shape)
 
 
-def _ns(size: Ints, mbps: int) -> Ints:
-    return np.asarray(-(-size * 1000 // mbps))
+def _ns(size: Ints, mbps: int, more: Ints) -> Ints:
+    return np.asarray(-(-size * 1000 // mbps)) + more

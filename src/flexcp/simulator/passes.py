@@ -34,7 +34,8 @@ class Rules:
     port, which carries as much as all of them together; one of them alone may then use all of it. The others are questions, what if the
     plan said something else of every stage: so many ``rounds_per_call``, posted so far ``ahead`` (0: transfers and compute take turns); or
     if each rank sent its messages peer by peer, ``in_line``. ``copy_mbps`` is how fast packing and merging read and write memory, in
-    megabytes a second (None: as fast as copies are on the cluster, 0: nothing is copied).
+    megabytes a second (None: as fast as copies are on the cluster, 0: nothing is copied). ``copies_messages_only``: an executor that keeps
+    nothing in the accumulator's dtype outside its kernels copies messages in and out, and no more.
     """
 
     contention: bool = True
@@ -43,6 +44,7 @@ class Rules:
     ahead: int | None = None
     in_line: bool = False
     copy_mbps: int | None = None
+    copies_messages_only: bool = False
 
     def applied(self, program: Program) -> Program:
         """The program as it is asked about."""
@@ -165,7 +167,7 @@ def _copies(plan: Plan, mask: int, backward: bool, cost: CostModel, rules: Rules
     if rules.copy_mbps == 0:
         return Copies(*np.zeros((2, plan.ranks, plan.programs[mask][backward].stages), np.int64))
     mbps = copy_mbps(plan.cluster) if rules.copy_mbps is None else rules.copy_mbps
-    return find_copies(plan, mask, backward, mbps, cost.kernel_ns)
+    return find_copies(plan, mask, backward, mbps, cost.kernel_ns, rules.copies_messages_only)
 
 
 def _contention(program: Program, ranks: int, rows: Sequence[Contention], backward: bool) -> tuple[Ints, Ints, Ints]:

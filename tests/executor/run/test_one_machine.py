@@ -256,6 +256,9 @@ def test_the_simulator_counts_the_bytes_that_a_rank_copies(strategy: str, dtype:
             merges = sum(any(block.kind in OUTPUTS for block in message.blocks) for message in slot.receive)
             assert launches.pack[rank, stage] // 10**9 == bool(slot.send)
             assert launches.take_in[rank, stage] // 10**9 == inputs + merges
+    messages = find_copies(plan, 0, backward, mbps=1000, launch_ns=0, messages_only=True)
+    assert messages.pack.sum(axis=1).tolist() == (2 * plan.bytes(backward).sum(axis=1)).tolist()
+    assert messages.take_in.sum(axis=1).tolist() == (2 * plan.bytes(backward).sum(axis=0)).tolist()
 
 
 def test_one_margin_for_all_slots_can_be_asked_for() -> None:
