@@ -32,14 +32,12 @@ from flexcp.clusters import Cluster
 from flexcp.plan.plan import Plan
 from flexcp.plan.program import Transfers
 from flexcp.plan.slots import pass_inputs
-from flexcp.shape import OUTPUTS, Kind, Shape
+from flexcp.shape import Kind, Shape
 
 Ints = NDArray[np.int64]
 COPY_PERMILLE = 800
 """Of a memory's nominal speed. Measured on an H200 (4,800 GB/s): 3,740 to 3,930 GB/s, read and written together, for pieces of
 16,384 tokens packed, laid and added (benchmarks/packing_gpu.py, docs/results/communication.md)."""
-
-IS_OUTPUT = np.isin(np.arange(len(Kind)), OUTPUTS)
 
 
 class Copies(NamedTuple):
@@ -64,7 +62,7 @@ def find_copies(
         both = np.where(own, 0, 2 * wire)
         pack, take_in = (_summed(place, both, (ranks, stages)) for place in (from_place, to_place))
         return Copies(_ns(pack, mbps, launch_ns * (pack > 0)), _ns(take_in, mbps, launch_ns * (take_in > 0)))
-    is_output = IS_OUTPUT[t.kind]
+    is_output = t.is_output
     on_shelf = np.where(is_output, (t.stop - t.start) * (t.h1 - t.h0) * _precise_bytes(shape)[t.kind], wire)
     pack = _summed(from_place, np.where(own, 0, on_shelf + wire), (ranks, stages))
     take_in = _summed(to_place, np.where(own, on_shelf, wire) + on_shelf * (1 + is_output), (ranks, stages))
