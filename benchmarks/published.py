@@ -24,7 +24,6 @@ from flexcp.data.lengths import parse_lengths
 from flexcp.masks import Mask
 from flexcp.masks.text import parse_mask
 from flexcp.models.find import find_model
-from flexcp.simulator.passes import Rules
 from flexcp.simulator.training import Simulation, Training
 from lib.published_fields import RATES, distribution
 from lib.published_figures import Figure, FiguresError, read_figures
@@ -44,8 +43,8 @@ class Setting:
     @cached_property
     def experiment(self) -> Experiment:
         figure = self.figure
-        cluster, ranks_per_nic, cost = place(figure.cluster, figure.kernel)
-        rules = replace(Rules(ranks_per_nic=ranks_per_nic), **dict(figure.rules))
+        cluster, rules, cost = place(figure.cluster, figure.kernel)
+        rules = replace(rules, **dict(figure.rules))
         training = None if figure.model is None else Training(find_model(figure.model), figure.sync)
         return Experiment(cluster, figure.shape, cost, rules, training)
 

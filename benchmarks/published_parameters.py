@@ -36,10 +36,16 @@ from flexcp.clusters import Cluster, cluster
 from flexcp.cost import CostModel
 from flexcp.data.lengths import draw_lengths
 from flexcp.models.find import find_model
+from flexcp.simulator.copies import copy_mbps
+from flexcp.simulator.passes import Rules
 
 ACROSS_NS = 31_000
 FLOPS = 4  # a pair of one head and one number of its size, forward: two products of two operations
 BACKWARD = 2.5
+
+
+OTHERS = Rules(copies_messages_only=True)
+"""Other systems copy q, k, v and outputs into the buffers of their calls and out of them; the rest of what our executor does is its own."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,11 @@ class Machine:
             inter_mbps=self.inter_mbps * self.ranks_in_one,
             latency_ns=latency,
         )
+
+    def rules(self) -> Rules:
+        """What a simulation of it assumes: shared network cards, and copies as fast as the preset's memory."""
+        memory = copy_mbps(cluster(self.preset)) * self.ranks_in_one
+        return replace(OTHERS, ranks_per_nic=self.ranks_per_nic, copy_mbps=memory)
 
 
 P4D_NODE = 29_600
@@ -159,8 +170,8 @@ KERNELS: dict[str, Callable[[], CostModel]] = {
 }
 
 
-def place(text: str, kernel: str | None) -> tuple[Cluster, int, CostModel]:
-    """The cluster a figure names, how many ranks share a network card there, and the cost model of its kernel and links.
+def place(text: str, kernel: str | None) -> tuple[Cluster, Rules, CostModel]:
+    """The cluster a figure names, what a simulation of it assumes, and the cost model of its kernel and links.
 
     A name that is not in ``MACHINES`` is a preset's; without a kernel the cost model is the analytic one.
     """
@@ -172,13 +183,13 @@ def place(text: str, kernel: str | None) -> tuple[Cluster, int, CostModel]:
     name, _, shape = text.partition(":")
     if name not in MACHINES:
         try:
-            return cluster(text), 1, cost
+            return cluster(text), OTHERS, cost
         except ValueError as error:
             raise ValueError(f"{error}; measured machines are {', '.join(MACHINES)}") from None
     sizes = cluster(f"h100:{shape}") if shape else cluster(MACHINES[name].preset)
     machine = MACHINES[name]
     found = machine.cluster(name, sizes.nodes, sizes.ranks_per_node)
-    return found, machine.ranks_per_nic, replace(cost, link_efficiency=1000)
+    return found, machine.rules(), replace(cost, link_efficiency=1000)
 
 
 def show() -> list[str]:

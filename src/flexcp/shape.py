@@ -36,6 +36,8 @@ class Kind(IntEnum):
 
 QUERY_SIDED = (Kind.Q, Kind.O, Kind.DO, Kind.DQ)
 OUTPUTS = (Kind.O, Kind.DQ, Kind.DKV)
+IS_OUTPUT = np.isin(np.arange(len(Kind)), OUTPUTS)
+"""The same as a column to look kinds up in, which is faster than asking for many whether they are among some."""
 
 
 @dataclass(frozen=True)

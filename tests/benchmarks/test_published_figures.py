@@ -15,6 +15,7 @@ import pytest
 import published
 import published_page
 from flexcp.clusters import cluster
+from flexcp.simulator.copies import copy_mbps
 from lib.published_figures import Figure, FiguresError, parse_figure, read_figures
 from lib.published_judging import Result, pairs, spread
 from published_parameters import KERNELS, MACHINES, ONE, PACKED, WEB, Measured, place
@@ -218,8 +219,9 @@ def test_a_kernels_cost_model_gives_its_measured_rate(kernel: str, preset: str, 
 
 
 def test_measured_links_lose_nothing_more() -> None:
-    found, ranks_per_nic, cost = place("p4de:4x8", "fa2-varlen-a100")
-    assert (found.nodes, found.ranks_per_node, ranks_per_nic, cost.link_efficiency) == (4, 8, 2, 1000)
+    found, rules, cost = place("p4de:4x8", "fa2-varlen-a100")
+    assert (found.nodes, found.ranks_per_node, rules.ranks_per_nic, cost.link_efficiency) == (4, 8, 2, 1000)
+    assert rules.copy_mbps == copy_mbps(cluster("a100")) and rules.copies_messages_only
     assert found.inter_mbps * 8 == pytest.approx(29_600) and found.intra_mbps == 230_000
     preset, _, analytic = place("h20:2x8", None)
     assert preset == cluster("h20:2x8") and analytic.name == "analytic"

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from flexcp.arrays.tables import Table
 from flexcp.plan.execution import Execution
-from flexcp.shape import OUTPUTS, Shape
+from flexcp.shape import IS_OUTPUT, Shape
 
 Ints = NDArray[np.int64]
 
@@ -46,7 +46,7 @@ class Transfers(Table):
 
     @property
     def is_output(self) -> NDArray[np.bool_]:
-        return np.isin(self.kind, OUTPUTS)
+        return IS_OUTPUT[self.kind]
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,7 +27,8 @@ Ints = NDArray[np.int64]
 def pass_inputs(plan: Plan, mask: int, backward: bool) -> Transfers:
     """The q and kv pieces of a pass; ``stage`` is the slot from which on each is there."""
     forward, program = plan.programs[mask][0].transfers, plan.programs[mask][backward]
-    found = program.transfers.take(np.isin(program.transfers.kind, (Kind.Q, Kind.KV)))
+    kind = program.transfers.kind
+    found = program.transfers.take((kind == Kind.Q) | (kind == Kind.KV))
     if not program.keys_kept:
         return found
     kept = forward.take(forward.kind == Kind.KV)

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexcp.arrays.jit import compiled, compiled_leaf
+from flexcp.cost import TILE_ROWS
 
 Ints = NDArray[np.int64]
 Table = NDArray[np.int32]
@@ -109,6 +110,23 @@ def find_alike(runs: Table, first_run: Ints, which: Ints) -> tuple[Ints, Floats]
             found[alike] = d
             alike += 1
     return found[:alike], size[1:alike]
+
+
+@compiled
+def row_tiles(runs: Table, first_run: Ints, regions: Table, alike: Ints) -> Ints:
+    """Tiles of rows of each region; those of documents that are cut alike are all with the first of them."""
+    found = np.empty(len(regions), np.int64)
+    for g in range(len(regions)):
+        found[g] = (regions[g, Q1] - regions[g, Q0] + TILE_ROWS - 1) // TILE_ROWS
+    if len(alike) > 1:
+        low, high = first_run[alike[0]], first_run[alike[0] + 1]
+        zero = runs[low, REGION]
+        count = runs[high - 1, REGION] - zero + 1
+        for d in alike[1:]:
+            first = runs[first_run[d], REGION]
+            for g in range(count):
+                found[zero + g] += found[first + g]
+    return found
 
 
 @compiled

@@ -79,21 +79,17 @@ def count_ring(plan: Plan, mask: int) -> RingCounts | None:
     if not loops.is_placed_as_ring(*cut, table, _own(batch.lengths), *columns):
         return None
     runs, first_run, regions = cut
-    tiles = plan.cost.row_tiles_work((regions[:, loops.Q1] - regions[:, loops.Q0]).astype(np.int64))
     which, reaches_ahead = _documents_of_one_kind(layer, batch.lengths, np.diff(first_run))
     alike, sizes = loops.find_alike(runs, first_run, which) if len(which) > 1 else (which, np.zeros((0, 0)))
     others = np.delete(np.arange(batch.documents), alike[1:])
-    if len(sizes):
-        low, high = first_run[alike[0]], first_run[alike[0] + 1]
-        first_region = runs[first_run[alike], loops.REGION].astype(np.int64)
-        within = np.arange(runs[high - 1, loops.REGION] - first_region[0] + 1)
-        tiles[first_region[0] + within] = tiles[first_region[:, None] + within].sum(axis=0)
+    tiles = loops.row_tiles(runs, first_run, regions, alike)
     slices = _own(layer.slices), _own(layer.first)
     pairs, home_pairs, *tiled = loops.count_rings(runs, first_run, *slices, table, _crews(seats), tiles, others)
     if len(sizes):
+        low, high = first_run[alike[0]], first_run[alike[0] + 1]
         seen = _seen(loops.sum_products(sizes), sizes.sum(axis=0), reaches_ahead)
         _add_pairs(pairs, home_pairs, seats, runs[low:high, loops.OWNER], seen)
-    return RingCounts(seats, pairs.astype(np.int64), home_pairs, *tiled)
+    return RingCounts(seats, pairs.astype(np.int64), home_pairs, *(plan.cost.row_tile_pairs * count for count in tiled))
 
 
 def _documents_of_one_kind(layer: LayerMask, lengths: Ints, runs: Ints) -> tuple[Ints, bool]:

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from flexcp.arrays.intervals import overlaps
 from flexcp.arrays.totals import sums
 from flexcp.cost import CostModel
-from flexcp.masks import K0, K1, Q0, Q1, area, is_empty, shift, trim
+from flexcp.masks import shift
 from flexcp.plan.plan import Plan
-from flexcp.plan.program import Program
-from flexcp.plan.slots import held_slot, pass_inputs, work_slot
+from flexcp.plan.program import Program, Transfers
+from flexcp.plan.slots import held_slot, pass_inputs
 from flexcp.schedule.rings import count_static_pairs, rings_of
 from flexcp.schedule.work import Pairs, rank_work
 from flexcp.shape import Kind
@@ -39,31 +39,16 @@ class SlotWork(NamedTuple):
     kernels: Ints
 
 
-class _Segments(NamedTuple):
-    """What each rank holds of one side: stream ranges with a head range, the slot from which on they are there, and their shelf.
+class _Held(NamedTuple):
+    """What ranks hold of one side, as :mod:`flexcp.simulator.compiled_cuts` reads it: segments, where each rank's begin, head ranges.
 
-    Shelf 0 is a rank's own tokens; what arrives together is on one.
+    Segments are stream ranges with the slot from which on they are there and their shelf. Shelf 0 is a rank's own tokens; what arrives
+    together is on one.
     """
 
-    rank: Ints
-    start: Ints
-    stop: Ints
-    h0: Ints
-    h1: Ints
-    slot: Ints
-    shelf: Ints
-
-
-class _Parts(NamedTuple):
-    """Slices of regions (in stream coordinates) for query heads ``h0..h1``; the slot in which they can run, shelves of queries and keys."""
-
-    region: Ints
-    slices: Ints
-    h0: Ints
-    h1: Ints
-    slot: Ints
-    q_shelf: Ints
-    k_shelf: Ints
+    segments: Ints
+    first: Ints
+    heads: Ints
 
 
 def slot_work(plan: Plan, mask: int, backward: bool, ring: RingCounts | None = None) -> SlotWork:
@@ -80,7 +65,30 @@ def slot_work(plan: Plan, mask: int, backward: bool, ring: RingCounts | None = N
 
 def cut_work(plan: Plan, mask: int, program: Program) -> SlotWork:
     """The work of any program, with every region cut along what arrives."""
-    return _summed(plan, mask, program, _parts(plan, mask, program))
+    from flexcp.simulator import compiled_cuts as loops  # compiled: only who simulates loads Numba
+
+    placement, shape, ranks, slots = plan.placement, plan.shape, plan.ranks, program.stages
+    regions = placement.regions[mask]
+    index, slices = placement.batch.masks[mask].cuts(regions.document, regions.q0, regions.q1, regions.k0, regions.k1)
+    begin = placement.batch.starts[regions.document[index]]
+    inputs = pass_inputs(plan, mask, program is plan.programs[mask][1])
+    queries, keys = (_held(plan, program, inputs, kind) for kind in (Kind.Q, Kind.KV))
+    table = np.stack([regions.rank, regions.h0, regions.h1, plan.cost.row_tiles_work(regions.q1 - regions.q0)])
+    shelves = 1 + max(int(held.segments[loops.SHELF].max(initial=0)) for held in (queries, keys))
+    sizes = np.array([ranks, slots, shape.heads, shelves], np.int64)
+    found, launches = loops.sum_parts(index, shift(slices, begin, begin), table, *queries, *keys, sizes)
+    pairs, tiles, own_pairs, own_tiles = found
+    launched = np.unique(launches) // (shelves * shelves * shape.heads * (shape.heads + 1))
+    kernels = np.bincount(launched, minlength=ranks * slots).reshape(ranks, slots)
+    work = pairs + tiles
+    if program.held:
+        share, later = np.array(program.held, np.int64), held_slot(program, _last_inputs(inputs, ranks))
+        for total, own in ((work, own_pairs + own_tiles), (pairs, own_pairs)):
+            moved = own.sum(axis=1) * share // 1000
+            total[:, program.own_stage] -= moved
+            total[np.arange(ranks), later] += moved
+        kernels[np.arange(ranks), later] += moved > 0
+    return SlotWork(work, pairs, kernels)
 
 
 def slot_ns(found: SlotWork, plan: Plan, cost: CostModel, backward: bool) -> Ints:
@@ -92,118 +100,40 @@ def slot_ns(found: SlotWork, plan: Plan, cost: CostModel, backward: bool) -> Int
 # --- exactly -----------------------------------------------------------------------------------------------------------
 
 
-def _parts(plan: Plan, mask: int, program: Program) -> _Parts:
-    """The regions cut by what arrives when."""
-    placement, share = plan.placement, plan.shape.queries_per_key
-    regions = placement.regions[mask]
-    index, slices = placement.batch.masks[mask].cuts(regions.document, regions.q0, regions.q1, regions.k0, regions.k1)
-    begin = placement.batch.starts[regions.document[index]]
-    now = np.zeros_like(index)
-    parts = _Parts(index, shift(slices, begin, begin), regions.h0[index], regions.h1[index], now, now, now)
-    for kind, each in ((Kind.Q, 1), (Kind.KV, share)):
-        parts = _cut(parts, regions.rank, _held(plan, mask, program, kind), kind, each, placement.stream)
-    return parts
-
-
-def _held(plan: Plan, mask: int, program: Program, kind: Kind) -> _Segments:
+def _held(plan: Plan, program: Program, inputs: Transfers, kind: Kind) -> _Held:
     """What ranks hold of queries or keys: their own tokens, and what arrives or was kept."""
-    placement, t = plan.placement, pass_inputs(plan, mask, program is plan.programs[mask][1])
+    placement, ranks = plan.placement, plan.ranks
     kept = placement.kept
-    t = t.take(t.kind == kind)
+    t = inputs.take(inputs.kind == kind)
     # Pieces name tokens in kept order: one axis for all owners, on which runs lie in order.
     span = placement.stream + 1
     order = np.lexsort((kept.local, kept.rank))
     start, stop, owner, local = (column[order] for column in kept)
     base = owner * span + local
     piece, run = overlaps(t.owner * span + t.start, t.owner * span + t.stop, base, base + stop - start)
-    first = np.maximum(t.start[piece], local[run]) - local[run] + start[run]
-    last = np.minimum(t.stop[piece], local[run] + (stop - start)[run]) - local[run] + start[run]
-    stage = t.stage[piece]
-    h0, h1, heads = t.h0[piece], t.h1[piece], plan.shape.heads + 1
-    shelf = 1 + (stage * heads + h0) * heads + h1
-    arrived = (t.target[piece], first, last, h0, h1, stage, shelf)
-    if placement.assemble_own:
-        return _Segments(*arrived)
-    everything = plan.shape.heads if kind == Kind.Q else plan.shape.kv_heads
-    count = len(kept.rank)
-    numbers = (_full(count, x) for x in (0, everything, program.own_stage, 0))
-    own = (kept.rank, kept.start, kept.stop, *numbers)
-    return _Segments(*(np.concatenate(pair) for pair in zip(own, arrived, strict=True)))
+    offset = start[run] - local[run]
+    first = np.maximum(t.start[piece], local[run]) + offset
+    last = np.minimum(t.stop[piece], local[run] + (stop - start)[run]) + offset
+    heads, share = (plan.shape.heads, 1) if kind == Kind.Q else (plan.shape.kv_heads, plan.shape.queries_per_key)
+    ranges, of = np.unique(np.append(t.h0 * (heads + 1) + t.h1, heads), return_inverse=True)
+    shelves = np.unique(t.stage * len(ranges) + of[:-1], return_inverse=True)[1] + 1
+    rows = [first, last, t.stage[piece], shelves[piece]]
+    group = of[piece] * ranks + t.target[piece]
+    if not placement.assemble_own:
+        own = (kept.start, kept.stop, np.full_like(kept.start, program.own_stage), np.zeros_like(kept.start))
+        rows = [np.concatenate(pair) for pair in zip(own, rows, strict=True)]
+        group = np.concatenate([of[-1] * ranks + kept.rank, group])
+    order = np.lexsort((rows[0], group))
+    begins = np.searchsorted(group[order], np.arange(len(ranges) * ranks + 1))
+    return _Held(
+        np.stack(rows)[:, order], begins, share * np.stack([ranges // (heads + 1), ranges % (heads + 1)], axis=1)
+    )
 
 
-def _full(count: int, value: int) -> Ints:
-    return np.full(count, value, np.int64)
-
-
-def _cut(parts: _Parts, rank_of: Ints, held: _Segments, kind: Kind, share: int, stream: int) -> _Parts:
-    """The parts cut along one side by what their ranks hold, head range by head range."""
-    first, last = (Q0, Q1) if kind == Kind.Q else (K0, K1)
-    span = stream + 1
-    found: list[_Parts] = [_Parts(*(column[:0] for column in parts))]
-    for h0, h1 in np.unique(np.stack([held.h0, held.h1]), axis=1).T.tolist():
-        of = np.flatnonzero((held.h0 == h0) & (held.h1 == h1))
-        of = of[np.lexsort((held.start[of], held.rank[of]))]
-        low, high = np.maximum(parts.h0, h0 * share), np.minimum(parts.h1, h1 * share)
-        chosen = np.flatnonzero(low < high)
-        slices, base = parts.slices[chosen], rank_of[parts.region[chosen]] * span
-        at = held.rank[of] * span
-        index, segment = overlaps(
-            base + slices[:, first], base + slices[:, last], at + held.start[of], at + held.stop[of]
-        )
-        inside = slices[index]
-        inside[:, first] = np.maximum(inside[:, first], held.start[of][segment])
-        inside[:, last] = np.minimum(inside[:, last], held.stop[of][segment])
-        inside = trim(inside)
-        keep = ~is_empty(inside)
-        index, segment = chosen[index[keep]], of[segment[keep]]
-        slot, shelf = work_slot(parts.slot[index], held.slot[segment]), held.shelf[segment]
-        shelves = (shelf, parts.k_shelf[index]) if kind == Kind.Q else (parts.q_shelf[index], shelf)
-        found.append(_Parts(parts.region[index], inside[keep], low[index], high[index], slot, *shelves))
-    return _Parts(*(np.concatenate(column) for column in zip(*found, strict=True)))
-
-
-def _summed(plan: Plan, mask: int, program: Program, parts: _Parts) -> SlotWork:
-    """Pairs, row tiles and kernels by rank and slot; a share of the own work waits."""
-    ranks, slots = plan.ranks, program.stages
-    regions = plan.placement.regions[mask]
-    own = (parts.q_shelf == 0) & (parts.k_shelf == 0)
-    # A pass is a region in a slot (own work apart) for some heads: its row tiles count once.
-    key = ((parts.region * slots + parts.slot) * 2 + own) * (plan.shape.heads + 1) + parts.h0
-    _, first, of = np.unique(key, return_index=True, return_inverse=True)
-    heads = parts.h1 - parts.h0
-    pairs = sums(of, area(parts.slices) * heads, len(first))
-    region = parts.region[first]
-    tiles = plan.cost.row_tiles_work((regions.q1 - regions.q0)[region]) * heads[first]
-    rank = regions.rank[region]
-    at = rank * slots + parts.slot[first]
-    kernels = _kernels(plan, mask, slots, parts)
-    found = []
-    for amount in (pairs + tiles, pairs):
-        total = sums(at, amount, ranks * slots).reshape(ranks, slots)
-        if program.held:
-            moved = sums(rank, amount * own[first], ranks) * np.array(program.held, np.int64) // 1000
-            later = held_slot(program, _last_inputs(plan, mask, program))
-            total[:, program.own_stage] -= moved
-            total[np.arange(ranks), later] += moved
-        found.append(total)
-    if program.held:
-        kernels[np.arange(ranks), later] += moved > 0
-    return SlotWork(found[0], found[1], kernels)
-
-
-def _kernels(plan: Plan, mask: int, slots: int, parts: _Parts) -> Ints:
-    """Launches: one for each pair of a query and a key shelf and head range that have work together, as in the executor."""
-    rank = plan.placement.regions[mask].rank[parts.region]
-    launch = np.unique(np.stack([rank, parts.slot, parts.q_shelf, parts.k_shelf, parts.h0, parts.h1]), axis=1)
-    at = launch[0] * slots + launch[1]
-    return sums(at, np.ones_like(at), plan.ranks * slots).reshape(plan.ranks, slots)
-
-
-def _last_inputs(plan: Plan, mask: int, program: Program) -> Ints:
+def _last_inputs(inputs: Transfers, ranks: int) -> Ints:
     """The stage of each rank's last input, 0 for a rank without any."""
-    t = pass_inputs(plan, mask, program is plan.programs[mask][1])
-    last = np.zeros(plan.ranks, np.int64)
-    np.maximum.at(last, t.target, t.stage)
+    last = np.zeros(ranks, np.int64)
+    np.maximum.at(last, inputs.target, inputs.stage)
     return last
 
 

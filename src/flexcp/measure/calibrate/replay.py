@@ -2,8 +2,8 @@
 
 What a slot of a rank computes is launched as the executor would (the same work lists over shelves of the same sizes, filled with random
 numbers) and timed alone; then :func:`flexcp.simulator.training.simulate` runs the plan with these times in the place of modelled ones. So
-a plan for 64 ranks can be judged on one GPU by kernels that really ran, which the planner's choice did not know. Not in it: packing,
-reductions, and what transfers cost compute beyond the cost model's overlap. Runs on a CPU too.
+a plan for 64 ranks can be judged on one GPU by kernels that really ran, which the planner's choice did not know. Packing and reductions
+are simulated, and what transfers cost compute is the cost model's. Runs on a CPU too.
 """
 
 from __future__ import annotations
