@@ -25,7 +25,17 @@ def accept_sections(found: Acceptance) -> list[Section]:
     ]
     if found.cards:
         ranks: list[list[Cell]] = [
-            [c.rank, c.host, setting.cluster.node_of(c.rank), c.gpu or c.device, c.flexcp, c.source, c.torch, c.python, c.nccl]
+            [
+                c.rank,
+                c.host,
+                setting.cluster.node_of(c.rank),
+                c.gpu or c.device,
+                c.flexcp,
+                c.source,
+                c.torch,
+                c.python,
+                c.nccl,
+            ]
             for c in found.cards
         ]
         headers = ["rank", "host", "node", "device", "flexcp", "source", "torch", "Python", "NCCL"]
@@ -33,11 +43,21 @@ def accept_sections(found: Acceptance) -> list[Section]:
         sections.append(table_section("Ranks", headers, ranks, says))
     if found.links:
         links: list[list[Cell]] = [
-            [x.a, found.cards[x.a].host, x.b, found.cards[x.b].host, level_words(x.across), round(x.mbps, 1), round(x.latency_ns / 1000, 1)]
+            [
+                x.a,
+                found.cards[x.a].host,
+                x.b,
+                found.cards[x.b].host,
+                level_words(x.across),
+                round(x.mbps, 1),
+                round(x.latency_ns / 1000, 1),
+            ]
             for x in found.links
         ]
         headers = ["rank", "host", "other rank", "its host", "level", "MB/s", "latency us"]
-        sections.append(table_section("Links", headers, links, "Measured, each way, with all pairs of a level at the same time."))
+        sections.append(
+            table_section("Links", headers, links, "Measured, each way, with all pairs of a level at the same time.")
+        )
     if found.rows:
         rows: list[list[Cell]] = [
             [row.name, row.step_ms, row.predicted_ms or 0.0, f"{row.error or 0.0:+.0%}", row.bytes or 0]

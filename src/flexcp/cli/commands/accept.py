@@ -32,10 +32,13 @@ HEADS = {"cuda": (32, 8, 128), "cpu": (8, 8, 64)}
 TOKENS_PER_RANK = {"cuda": 8192, "cpu": 256}
 
 ClusterName = Annotated[
-    str | None, typer.Option("--cluster", help="What the ranks should be, as in h100:4x8; torchrun's own shape by default.")
+    str | None,
+    typer.Option("--cluster", help="What the ranks should be, as in h100:4x8; torchrun's own shape by default."),
 ]
 Lengths = Annotated[str, typer.Option(help="Documents of the timed strategies; web:TOKENS by default.")]
-Rehearsal = Annotated[bool, typer.Option("--rehearsal", help="Ranks may share hosts and GPUs; times are shown, not judged.")]
+Rehearsal = Annotated[
+    bool, typer.Option("--rehearsal", help="Ranks may share hosts and GPUs; times are shown, not judged.")
+]
 Timeout = Annotated[float, typer.Option(help="Seconds that a step may take before a rank is said to stand still.")]
 Write = Annotated[Path, typer.Option(callback=o.writable, help="The JSON file.")]
 Page = Annotated[Path, typer.Option("--html", callback=o.writable, help="The page.")]
@@ -65,7 +68,9 @@ def accept(
     Example: `torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint $HEAD:29500 -m flexcp accept --cluster h100:4x8`
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        raise ValueError("accept runs on all ranks of a cluster: torchrun --nproc-per-node 8 -m flexcp accept (see docs/launch.md)")
+        raise ValueError(
+            "accept runs on all ranks of a cluster: torchrun --nproc-per-node 8 -m flexcp accept (see docs/launch.md)"
+        )
     if not timeout > 0:
         raise ValueError(f"--timeout is a number of seconds above 0; got {timeout:g}")
     setting = _setting(described, cluster, rehearsal, strategies, lengths, dtype, cost)
@@ -140,7 +145,7 @@ def _run(setting: Setting, timeout: float, written: Any, say: Any) -> bool:
                 say(step)
 
         begin("roll call")
-        found.cards = roll_call(watch.store, own_card(rank, setting.device), ranks, timeout / 2)
+        found.cards = roll_call(watch.store, own_card(rank, setting.device), ranks, timeout)
         watch.names = {card.rank: card.name for card in found.cards}
         limit = timedelta(seconds=2 * ALL_SECONDS)  # the watch is sooner, and says more
         start = partial(start_group, setting.device == "cuda", store=store, rank=rank, world_size=ranks, timeout=limit)
@@ -198,7 +203,9 @@ def _show(found: Acceptance, as_json: bool, write: Path, html: Path) -> None:
         from rich.console import Console
         from rich.table import Table
 
-        table = Table("check", "verdict", "found", title=f"{found.setting.cluster}, {found.setting.cluster.ranks} ranks")
+        table = Table(
+            "check", "verdict", "found", title=f"{found.setting.cluster}, {found.setting.cluster.ranks} ranks"
+        )
         for check in found.checks:
             table.add_row(check.name, check.verdict, visible(check.value or check.missing))
         Console().print(table)

@@ -26,7 +26,14 @@ from flexcp.compare.compare import planned, without_linear
 from flexcp.cost import CostModel, dense_model
 from flexcp.masks import causal
 from flexcp.measure.accept.checks import Check, hosts_check, versions_check
-from flexcp.measure.accept.link_speeds import PairLink, level_words, link_times_of, links_check, measure_level, usual_mbps
+from flexcp.measure.accept.link_speeds import (
+    PairLink,
+    level_words,
+    link_times_of,
+    links_check,
+    measure_level,
+    usual_mbps,
+)
 from flexcp.measure.accept.rank_cards import RankCard
 from flexcp.measure.bench_step import BenchTask, Measured, bench_strategy, median_error
 from flexcp.measure.calibrate.calibrate import calibrated, measure
@@ -90,10 +97,17 @@ class Acceptance:
             "rehearsal": setting.rehearsal,
             "shape": asdict(setting.shape),
             "lengths": list(setting.lengths),
-            "checks": [{**asdict(check), "verdict": check.verdict} for check in self.checks],
+            "checks": [
+                {**asdict(check), "failures": list(check.failures), "verdict": check.verdict} for check in self.checks
+            ],
             "ranks": [asdict(card) for card in self.cards],
             "links": [
-                {"ranks": [x.a, x.b], "across": x.across, "mbps": round(x.mbps, 1), "latency_us": round(x.latency_ns / 1000, 1)}
+                {
+                    "ranks": [x.a, x.b],
+                    "across": x.across,
+                    "mbps": round(x.mbps, 1),
+                    "latency_us": round(x.latency_ns / 1000, 1),
+                }
                 for x in self.links
             ],
             "strategies": [{**asdict(row), "error": row.error} for row in self.rows],
@@ -156,7 +170,9 @@ def _exactness(group: dist.ProcessGroup, setting: Setting, begin: Begin) -> Chec
         if not verdict.bytes_match:
             failures.append(f"{name}: bytes on the wire differ from the plan's; run flexcp doctor on these hosts")
     if not ran:
-        return Check("exactness", "", missing=f"none of {', '.join(setting.strategies)} takes {ranks} ranks; try others")
+        return Check(
+            "exactness", "", missing=f"none of {', '.join(setting.strategies)} takes {ranks} ranks; try others"
+        )
     return Check("exactness", f"{', '.join(ran)}: largest error {worst:.1e} ({shape.dtype})", tuple(failures))
 
 
@@ -177,7 +193,9 @@ def _calibration(group: dist.ProcessGroup, found: Acceptance, begin: Begin) -> C
         measured = replace(measured, links=link_times_of(group, found.links, setting.device))
     begin("fitting the cost model")
     shared: list[Any] = [None]
-    if dist.get_rank(group) == 0:  # it measures how kernels and copies slow each other, which would differ on every rank
+    if (
+        dist.get_rank(group) == 0
+    ):  # it measures how kernels and copies slow each other, which would differ on every rank
         shared = [calibrated(measured, task, model, "accepted", found.cards[0].gpu or "CPU ranks")]
     dist.broadcast_object_list(shared, group=group, group_src=0)
     calibration: Calibration = shared[0]

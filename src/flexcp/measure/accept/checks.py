@@ -45,7 +45,7 @@ def versions_check(cards: Sequence[RankCard]) -> Check:
             odd = [card for card in cards if getattr(card, field) == value]
             if field == "source" and any(card.flexcp != _usual(cards, "flexcp") for card in odd):
                 continue  # another version is said already
-            failures.append(f"{_who(odd)} {_difference(field, value, usual)}")
+            failures.append(f"{_who(odd)} {_difference(field, value, usual, len(odd) > 1)}")
     first = cards[0]
     words = f"flexcp {first.flexcp}, torch {first.torch}, Python {first.python}"
     words += f", NCCL {first.nccl}" if first.nccl else ""
@@ -91,10 +91,11 @@ def _who(cards: Sequence[RankCard]) -> str:
     return f"{rank_words([card.rank for card in cards])} on host{'s' if len(hosts) > 1 else ''} {', '.join(hosts)}"
 
 
-def _difference(field: str, value: str, usual: str) -> str:
+def _difference(field: str, value: str, usual: str, several: bool) -> str:
+    run, compute = ("run", "compute") if several else ("runs", "computes")
     if field == "source":
-        return f"runs other code of the same flexcp version ({value}, others {usual}); install the same on every host"
+        return f"{run} other code of the same flexcp version ({value}, others {usual}); install the same on every host"
     if field == "device":
-        return f"computes on {value}, others on {usual}; run on hosts of one kind, and look at nvidia-smi where a GPU is not seen"
+        return f"{compute} on {value}, others on {usual}; run on hosts of one kind, and look at nvidia-smi where a GPU is not seen"
     name = {"python": "Python", "nccl": "NCCL"}.get(field, field)
-    return f"runs {name} {value or 'without a version'}, others {usual}; install the same on every host"
+    return f"{run} {name} {value or 'of no version'}, others {usual or 'of no version'}; install the same on every host"

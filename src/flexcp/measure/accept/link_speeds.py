@@ -3,7 +3,7 @@
 Ranks exchange in pairs, all pairs of a level at the same time and both ways, as a plan's transfers do, so links that ranks share are
 measured shared. Inside a node every rank meets every other (a tournament, in rounds); across nodes it meets the rank of its own place in
 other nodes. Of many, the first :data:`MOST_ROUNDS` rounds are taken, in which every rank still takes part. Messages grow until one takes
-:data:`LONG_NS`. A pair's time is its slower end's in its fastest repeat, and its speed the slope over sizes.
+:data:`LONG_NS`. A pair's time is its slower end's in its fastest repeat.
 
 A level's usual speed is the median over ranks of each one's fastest link: one slow host has slow links with all others, which are most of
 them where hosts are few. A link is too slow below half of the usual speed, or below half of what the cluster says of its level. In a
@@ -22,7 +22,6 @@ import torch.distributed as dist
 from flexcp.clusters import Cluster
 from flexcp.measure.accept.checks import Check
 from flexcp.measure.accept.rank_cards import MOST_NAMED, RankCard, rank_words
-from flexcp.measure.calibrate.fit import fit_link
 from flexcp.measure.calibrate.links import LinkTimes, exchange_samples
 
 SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
@@ -37,7 +36,7 @@ LEAST_SHARE = 0.5
 
 @dataclass(frozen=True)
 class PairLink:
-    """Ranks that exchanged: nanoseconds by size of a message, and what fits them."""
+    """Ranks that exchanged, and nanoseconds by size of a message."""
 
     a: int
     b: int
@@ -45,13 +44,14 @@ class PairLink:
     ns: tuple[float, ...]
 
     @property
-    def latency_ns(self) -> float:
-        return fit_link(SIZES[: len(self.ns)], self.ns)[0]
+    def mbps(self) -> float:
+        """Megabytes a second, each way: what the largest message has more than the smallest, over the time that takes."""
+        more = max(1.0, self.ns[-1] - self.ns[0])
+        return 1000 * (SIZES[len(self.ns) - 1] - SIZES[0]) / more
 
     @property
-    def mbps(self) -> float:
-        """Megabytes a second, each way."""
-        return 1000 / fit_link(SIZES[: len(self.ns)], self.ns)[1]
+    def latency_ns(self) -> float:
+        return max(0.0, self.ns[0] - 1000 * SIZES[0] / self.mbps)
 
 
 def level_words(across: bool) -> str:

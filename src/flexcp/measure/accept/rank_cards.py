@@ -84,10 +84,7 @@ def roll_call(store: Store, card: RankCard, ranks: int, seconds: float) -> list[
     while not store.check([_key(rank) for rank in range(ranks)]):
         if time.monotonic() > deadline:
             missing = [rank for rank in range(ranks) if not store.check([_key(rank)])]
-            raise RuntimeError(
-                f"{rank_words(missing)} of {ranks} did not come within {seconds:g} s; see that torchrun runs on every host with the same "
-                "--nnodes, --nproc-per-node and --rdzv-endpoint"
-            )
+            raise RuntimeError(f"{rank_words(missing)} of {ranks} did not come within {seconds:g} s")
         time.sleep(ASK_EVERY_SECONDS)
     return [RankCard(**json.loads(store.get(_key(rank)))) for rank in range(ranks)]
 

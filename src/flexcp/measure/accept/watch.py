@@ -110,7 +110,9 @@ class Watch:
     def _trouble(self) -> int | None:
         """The rank whose trouble came first; None where there is none, or nobody answers yet."""
         try:
-            return within(GRACE_SECONDS, lambda: int(self.store.get("trouble")) if self.store.check(["trouble"]) else None)
+            return within(
+                GRACE_SECONDS, lambda: int(self.store.get("trouble")) if self.store.check(["trouble"]) else None
+            )
         except (TimeoutError, RuntimeError):
             return None
 
@@ -173,16 +175,29 @@ def blame(
     """Which rank it was, and what became of it, in one line with the way out."""
     silent = [rank for rank in range(ranks) if rank not in words]
     if silent:
-        who = names.get(silent[0], f"rank {silent[0]}") if len(silent) == 1 else rank_words(silent)
-        _, step = places.get(silent[0], (0, "start"))
-        hosts = "that host" if len(silent) == 1 else "those hosts"
-        return f"{who} died or stands still in step {step!r}; look at the log of {hosts}, dmesg and nvidia-smi there, or run without {hosts}"
-    word, who = words[first], names.get(first, f"rank {first}")
+        who, one = _who(silent, names), len(silent) == 1
+        if silent[0] not in places:
+            return (
+                f"{who} of {ranks} did not come; see that torchrun runs on every host with the same --nnodes, --nproc-per-node and "
+                "--rdzv-endpoint"
+            )
+        hosts = "that host" if one else "those hosts"
+        return (
+            f"{who} died or {'stands' if one else 'stand'} still in step {places[silent[0]][1]!r}; look at the log, dmesg and nvidia-smi of "
+            f"{hosts}, or run without {hosts}"
+        )
+    word, who = words[first], _who([first], names)
     if word.own:
         return f"{who} failed in step {word.step!r}: {word.what}"
     latest = max(word.number for word in words.values())
     behind = [rank for rank, word in words.items() if word.number < latest]
     if behind:
-        late = names.get(behind[0], f"rank {behind[0]}") if len(behind) == 1 else rank_words(behind)
-        return f"{late} did not get beyond step {words[behind[0]].step!r} in {seconds:g} s; look at that host, or give more time with --timeout"
+        return (
+            f"{_who(behind, names)} did not get beyond step {words[behind[0]].step!r} in {seconds:g} s; look at that host, or give more time "
+            "with --timeout"
+        )
     return f"{who} {word.what} in step {word.step!r}, with all ranks in it; give more time than {seconds:g} s with --timeout"
+
+
+def _who(ranks: list[int], names: Mapping[int, str]) -> str:
+    return names.get(ranks[0], f"rank {ranks[0]}") if len(ranks) == 1 else rank_words(ranks)
