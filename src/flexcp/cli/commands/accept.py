@@ -61,7 +61,7 @@ def accept(
     write_cost: WriteCost = None,
     as_json: o.Json = False,
 ) -> None:
-    """Check a cluster before the first job: hosts, versions, exactness, links, predicted against measured time. Exit code 1: a check failed.
+    """Check a cluster before the first job: hosts, versions, exactness, links, predicted time. Exit code 1: a check failed.
 
     Runs under torchrun, on all ranks of the cluster, for 10 minutes at most. Speeds of links in --cost stand in for the preset's.
 
@@ -102,7 +102,8 @@ def _setting(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     default = "h100" if device == "cuda" else "cpu"
     shaped = cluster is not None and ":" in cluster
-    found = find_cluster(cluster, None, *(() if shaped else (max(1, ranks // each), each)), default=default)
+    nodes, of_node = (None, None) if shaped else (max(1, ranks // each), each)
+    found = find_cluster(cluster, None, nodes, of_node, default=default)
     if found.ranks != ranks:
         raise ValueError(
             f"cluster {found} has {found.ranks} ranks, but {ranks} were started ({each} on this host); change --cluster, or torchrun's "
@@ -117,6 +118,7 @@ def _run(setting: Setting, timeout: float, written: Any, say: Any) -> bool:
     """All steps on this rank; ``written`` makes the report, on rank 0 or on who tells how it ended."""
     import torch
     import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore
 
     from flexcp.executor.exchange.start_group import start_group
     from flexcp.measure.accept.accept import Acceptance, accept
@@ -137,7 +139,7 @@ def _run(setting: Setting, timeout: float, written: Any, say: Any) -> bool:
         found.checks.append(Check("all ranks to the end", "", (line,)))
         written(found)
 
-    with Watch(dist.PrefixStore("accept", store), rank, ranks, timeout, ALL_SECONDS, ended) as watch:
+    with Watch(PrefixStore("accept", store), rank, ranks, timeout, ALL_SECONDS, ended) as watch:
 
         def begin(step: str) -> None:
             watch.begin(step)
@@ -165,13 +167,14 @@ def _store(timeout: float) -> tuple[Store, int, int]:
     from torch.distributed.rendezvous import rendezvous
 
     try:
-        return next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout))))
+        store, rank, ranks = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout))))
     except dist.DistError as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise ValueError(
-            f"rank {os.environ['RANK']} found no store at {where} within {timeout:g} s ({' '.join(str(error).split())[:200]}); see that all "
-            "ranks run and reach that address"
+            f"rank {os.environ['RANK']} found no store at {where} within {timeout:g} s ({' '.join(str(error).split())[:200]}); see that "
+            "all ranks run and reach that address"
         ) from None
+    return store, rank, ranks
 
 
 def _after_rank_0(watch: Watch, rank: int) -> None:

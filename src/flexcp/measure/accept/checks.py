@@ -74,8 +74,8 @@ def _shared_gpu(cards: Sequence[RankCard]) -> str | None:
         other = first.setdefault((card.host, card.gpu_id), card)
         if other is not card:
             return (
-                f"ranks {other.rank} and {card.rank} share a GPU of host {card.host} ({card.gpu}); start no more ranks on a host than it has "
-                "GPUs (--nproc-per-node), or rehearse with --rehearsal"
+                f"ranks {other.rank} and {card.rank} share a GPU of host {card.host} ({card.gpu}); start no more ranks on a host than it "
+                "has GPUs (--nproc-per-node), or rehearse with --rehearsal"
             )
     return None
 

@@ -162,7 +162,7 @@ def _slow_lines(
             who = f"node {place} (host {host})" if across else f"rank {place} on host {host}"
             lines.append(
                 f"all {len(own)} links of {who} {level_words(across)} are slow: {mbps:,.0f} MB/s, usual are {usual:,.0f}; look at its "
-                f"{'network card, cable and switch port' if across else 'GPU and its NVLink (nvidia-smi nvlink -s)'}, or leave that host out"
+                f"{'network card, cable and switch port' if across else 'GPU and its links (nvidia-smi nvlink -s)'}, or leave that host out"
             )
             rest = [link for link in rest if link not in own]
     for link in rest[:MOST_NAMED]:

@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 from torch._C._distributed_c10d import Store
 
-import flexcp
 from flexcp.executor.exchange.hosts import this_host
 from flexcp.version import __version__
 
@@ -62,7 +61,7 @@ def own_card(rank: int, device: str) -> RankCard:
         gpu,
         gpu_id,
         __version__,
-        source_hash(Path(flexcp.__file__).parent),
+        source_hash(Path(__file__).parents[2]),
         platform.python_version(),
         torch.__version__,
         nccl,

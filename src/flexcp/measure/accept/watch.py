@@ -56,7 +56,8 @@ class Watch:
         tell: Callable[[str], None],
         leave: Callable[[int], Any] = os._exit,
     ) -> None:
-        self.store, self.rank, self.ranks = store.clone(), rank, ranks
+        self.store: Store = store.clone()  # type: ignore[attr-defined]
+        self.rank, self.ranks = rank, ranks
         self.step_seconds, self.tell, self.leave = step_seconds, tell, leave
         self.names: Mapping[int, str] = {}
         """Ranks in words, as soon as their hosts are known."""
@@ -149,7 +150,8 @@ class Watch:
         return line, True
 
     def _words(self) -> dict[int, Word]:
-        deadline, found = time.monotonic() + GRACE_SECONDS, {}
+        deadline = time.monotonic() + GRACE_SECONDS
+        found: dict[int, Word] = {}
         while True:
             for rank in set(range(self.ranks)) - set(found):
                 if self.store.check([f"word/{rank}"]):
@@ -183,8 +185,8 @@ def blame(
             )
         hosts = "that host" if one else "those hosts"
         return (
-            f"{who} died or {'stands' if one else 'stand'} still in step {places[silent[0]][1]!r}; look at the log, dmesg and nvidia-smi of "
-            f"{hosts}, or run without {hosts}"
+            f"{who} died or {'stands' if one else 'stand'} still in step {places[silent[0]][1]!r}; look at the log, dmesg and nvidia-smi "
+            f"of {hosts}, or run without {hosts}"
         )
     word, who = words[first], _who([first], names)
     if word.own:
@@ -193,8 +195,8 @@ def blame(
     behind = [rank for rank, word in words.items() if word.number < latest]
     if behind:
         return (
-            f"{_who(behind, names)} did not get beyond step {words[behind[0]].step!r} in {seconds:g} s; look at that host, or give more time "
-            "with --timeout"
+            f"{_who(behind, names)} did not get beyond step {words[behind[0]].step!r} in {seconds:g} s; look at that host, or give more "
+            "time with --timeout"
         )
     return f"{who} {word.what} in step {word.step!r}, with all ranks in it; give more time than {seconds:g} s with --timeout"
 

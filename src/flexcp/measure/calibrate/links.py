@@ -39,9 +39,10 @@ def link_times(group: dist.ProcessGroup, device: str = "cpu", repeats: int = 7, 
 
 def _exchange_ns(group: dist.ProcessGroup, peers: list[tuple[int, int]], size: int, device: str, repeats: int) -> float:
     """The median over repeats of the slowest rank."""
-    samples = torch.tensor(exchange_samples(group, peers, size, device, repeats), dtype=torch.float64, device=device)
-    dist.all_reduce(samples, op=dist.ReduceOp.MAX, group=group)
-    return statistics.median(samples.tolist())
+    mine = exchange_samples(group, peers, size, device, repeats)
+    slowest = torch.tensor(mine, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+    return float(statistics.median(slowest.tolist()))
 
 
 def exchange_samples(
