@@ -136,7 +136,7 @@ def _run(setting: Setting, timeout: float, written: Any, say: Any) -> bool:
     found = Acceptance(setting)
 
     def ended(line: str) -> None:
-        found.checks.append(Check("all ranks to the end", "", (line,)))
+        found.checks.append(Check("all ranks to the end", "ended early", (line,)))
         written(found)
 
     with Watch(PrefixStore("accept", store), rank, ranks, timeout, ALL_SECONDS, ended) as watch:
