@@ -41,6 +41,7 @@ LONGEST = [
     "test_code_blocks.py",
     "test_loader.py",
     "test_jit.py",
+    "test_accept_command.py",
 ]
 """Files that take more than about 20 seconds of one core; no two files have the same name."""
 

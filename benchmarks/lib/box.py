@@ -5,7 +5,8 @@
     ...
 
 Every node has one veth link to the switch. Token buckets (``tc tbf``) at both of its ends limit what the node sends and what it receives;
-ranks of a node share the link, and talk to each other over the node's loopback, unlimited. Real processes, real TCP, real queues: what is
+ranks of a node share the link, and talk to each other over the node's loopback, unlimited. Ranks see the name of their node as their
+machine's (``hostname``), in a UTS namespace of their own. Real processes, real TCP, real queues: what is
 measured here is a step, not a model of it.
 
 Needs Linux, root and iproute2; :func:`why_not` says what is missing. Nothing of it is in the machine's own network: all devices live in
@@ -20,6 +21,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from datetime import timedelta
@@ -36,7 +38,7 @@ QUEUE_BYTES = 32 << 20
 """A link's queue: more than TCP keeps in flight, so that nothing is dropped."""
 BURST_BYTES = 128 << 10
 """What a bucket lets through at once: more than the largest packet that a virtual link carries unsegmented."""
-CLONE_NEWNET = 0x40000000
+CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000
 
 
 def why_not() -> str | None:
@@ -83,16 +85,21 @@ class Network:
             for device in ("lo", "eth0"):
                 _run(f"ip -n {node} link set {device} up")
 
+    def host(self, node: int) -> str:
+        """The name of a node as its ranks see it."""
+        return f"node{node}"
+
     def address(self, node: int) -> str:
         """The address of a node."""
         return f"10.77.0.{node + 1}"
 
-    def limit(self, mbit: int | None) -> None:
-        """Let every node send and receive so many megabits a second; None takes limits away."""
+    def limit(self, mbit: int | None, node: int | None = None) -> None:
+        """Let every node, or one, send and receive so many megabits a second; None takes limits away."""
         if mbit is not None and mbit < 1:
             raise ValueError(f"a link carries at least 1 Mbit/s, or None for no limit; got {mbit}")
-        ends = [(node, "eth0") for node in self.nodes]
-        ends += [(self.switch, f"n{number}") for number in range(len(self.nodes))]
+        numbers = range(len(self.nodes)) if node is None else [node]
+        ends = [(self.nodes[number], "eth0") for number in numbers]
+        ends += [(self.switch, f"n{number}") for number in numbers]
         for namespace, device in ends:
             if mbit is not None:
                 bucket = f"tbf rate {mbit}mbit burst {BURST_BYTES} limit {QUEUE_BYTES}"
@@ -142,10 +149,9 @@ class Box(RankPool):
         context = server(PRELOAD)
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            node = self.network.nodes[rank // ranks_per_node]
-            process = context.Process(
-                target=_serve, args=(rank, self.size, node, self.network.address(0), theirs), daemon=True
-            )
+            node = rank // ranks_per_node
+            place = (self.network.nodes[node], self.network.host(node), self.network.address(0))
+            process = context.Process(target=_serve, args=(rank, self.size, *place, theirs), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -158,9 +164,9 @@ class Box(RankPool):
         self.network.close()
 
 
-def _serve(rank: int, size: int, namespace: str, address: str, pipe: Connection) -> None:
+def _serve(rank: int, size: int, namespace: str, host: str, address: str, pipe: Connection) -> None:
     """A rank's life: move into its node, join the others, run what comes through the pipe until it closes."""
-    _enter(namespace)
+    _enter(namespace, host)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends the ranks
     import torch
     import torch.distributed as dist
@@ -175,9 +181,12 @@ def _serve(rank: int, size: int, namespace: str, address: str, pipe: Connection)
     answer_calls(rank, size, pipe)
 
 
-def _enter(namespace: str) -> None:
-    """Move this thread, and those it will start, into a network namespace."""
+def _enter(namespace: str, host: str) -> None:
+    """Move this thread, and those it will start, into a network namespace, on a machine of this name."""
     libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(CLONE_NEWUTS):
+        raise OSError(ctypes.get_errno(), f"cannot be on a machine of another name, {host}")
+    socket.sethostname(host)
     with (NAMESPACES / namespace).open() as file:
         if libc.setns(file.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from flexcp.executor.exchange.start_group import start_group
 from flexcp.measure.local_store import joined_store, kept_store
+from flexcp.measure.shared_gpu import share_gpu
 
 NCCL_LIMIT = 120.0
 """Seconds NCCL waits for a rank in checks that are meant to pass."""
@@ -92,14 +93,7 @@ def _started(ranks: int, function: Callable[..., Any], arguments: Any, limit: fl
 def _rank(
     rank: int, ranks: int, port: int, function: Callable[..., Any], arguments: Any, answers: Any, limit: float
 ) -> None:
-    settings = {
-        "SOCKET_IFNAME": "lo",
-        "IB_DISABLE": "1",
-        "P2P_DISABLE": "1",
-        "SHM_DISABLE": "1",
-        "HOSTID": f"rank{rank}",
-    }
-    os.environ.update({f"NCCL_{name}": value for name, value in settings.items()})
+    share_gpu(rank)
     os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = str(DUMP_WAIT_MS)
     try:
         torch.cuda.set_device(0)

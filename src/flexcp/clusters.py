@@ -79,6 +79,11 @@ class Cluster:
             return max(1, round(self.gflops * preset.memory / preset.tflops))
         return round(preset.memory * 1000)
 
+    @property
+    def node_spans_hosts(self) -> bool:
+        """Whether a node is more than one host: its fast links join several machines, as a GB200 rack's do."""
+        return self.name in _PRESETS and _PRESETS[self.name].spans_hosts
+
     def node_of(self, rank: int) -> int:
         """The node a rank runs on."""
         return rank // self.ranks_per_node
@@ -97,6 +102,7 @@ class _Preset:
     latency: float
     memory: float
     ranks_per_node: int = 8
+    spans_hosts: bool = False
 
 
 # Latencies are our own estimate of a grouped point-to-point call, not a published figure.
@@ -112,8 +118,8 @@ _PRESETS: dict[str, _Preset] = {
     # setting.
     "h20": _Preset(148, 450, 25, 10, 4000),
     # NVIDIA GB200 NVL72 data sheet: 180 PFLOP/s dense bf16, 576 TB/s of memory and 130 TB/s of NVLink (both ways) for 72 GPUs; 400 Gb/s a
-    # GPU between racks. Here a node is one NVLink domain.
-    "gb200": _Preset(2500, 900, 50, 10, 8000, ranks_per_node=72),
+    # GPU between racks. Here a node is one NVLink domain, of 18 hosts.
+    "gb200": _Preset(2500, 900, 50, 10, 8000, ranks_per_node=72, spans_hosts=True),
     # Like Huawei's Ascend 910B (flexible groups' setting; no public data sheet): about 320 TFLOP/s fp16, 1,600 GB/s of memory, seven HCCS
     # links of 56 GB/s both ways inside the node of 8, one 200 Gb/s RoCE port each.
     "ascend910b": _Preset(320, 196, 25, 15, 1600),

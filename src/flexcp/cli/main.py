@@ -8,6 +8,7 @@ import sys
 import typer
 
 from flexcp.cli.commands import bench
+from flexcp.cli.commands.accept import accept
 from flexcp.cli.commands.advise import advise
 from flexcp.cli.commands.calibrate import calibrate
 from flexcp.cli.commands.compare import compare
@@ -43,6 +44,7 @@ app.command()(calibrate)
 app.command()(demo)
 app.command()(train)
 app.command()(doctor)
+app.command()(accept)
 app.command()(warmup)
 app.add_typer(bench.app, name="bench")
 

@@ -38,8 +38,9 @@ def bind(
     """Bind a plan to this rank of ``group``: a 1-D DeviceMesh axis, a ProcessGroup, or nothing for one rank.
 
     Every rank of the group calls this with the same plan; they compare its hash through the store, and a rank that holds another plan is
-    an error on all of them within ``timeout`` (seconds or timedelta). A :class:`flexcp.Telemetry` follows what the step does.
-    ``arena``, that of an earlier step, is memory to go on with instead of new.
+    an error on all of them within ``timeout`` (seconds or timedelta). A plan whose cluster puts ranks of different hosts on one node is
+    refused; one that puts ranks of one host on different nodes is not, so that a machine can stand for several. A
+    :class:`flexcp.Telemetry` follows what the step does. ``arena``, that of an earlier step, is memory to go on with instead of new.
 
     How messages are issued is in the plan. ``rounds_per_call`` asks for something else in every stage: that many conflict-free rounds at a
     time, in chunks of at most ``chunk_bytes``, or 0 for all of a stage at once (docs/communication.md). ``progress(done, all)`` is told how
@@ -86,7 +87,7 @@ def _bound(
         )
     rank, number = dist.get_rank(ranks), 0
     if size > 1:
-        number = agree(plan.hash, ranks, limit, mistake, calls)
+        number = agree(plan.hash, ranks, limit, mistake, calls, plan.cluster)
         if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(ranks)):
             # NCCL's first call of a group needs all its ranks, which the first exchange of a plan may not have.
             dist.all_reduce(torch.zeros(1, device="cuda"), group=ranks)

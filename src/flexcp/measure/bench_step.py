@@ -29,7 +29,6 @@ from flexcp.executor.step import Step
 from flexcp.masks import Mask
 from flexcp.measure.baselines import Run, baselines
 from flexcp.measure.tile_times import slot_times
-from flexcp.plan.plan import Plan
 from flexcp.planners.request import Refused, Request
 from flexcp.shape import Shape
 from flexcp.simulator.passes import Rules
@@ -78,7 +77,7 @@ def bench(group: dist.ProcessGroup, task: BenchTask) -> Generator[str, None, lis
     rows: list[Measured] = []
     for name in task.strategies:
         yield name
-        rows.append(_strategy(group, task, name))
+        rows.append(bench_strategy(group, task, name))
     for name, run in baselines(group, task.lengths, task.mask, task.shape, task.device).items():
         yield name
         rows.append(_foreign(group, task, name, run))
@@ -96,7 +95,8 @@ def _foreign(group: dist.ProcessGroup, task: BenchTask, name: str, run: Run | st
     return Measured(name, 0.0, forward, step)
 
 
-def _strategy(group: dist.ProcessGroup, task: BenchTask, name: str) -> Measured:
+def bench_strategy(group: dist.ProcessGroup, task: BenchTask, name: str) -> Measured:
+    """Collective: one strategy, planned, bound, timed and predicted; the same row on every rank."""
     batch = make_batch(task.lengths, task.mask)
     request = Request(batch, task.shape, task.cluster, task.cost, equal_tokens=task.tokens_equal)
     try:
@@ -119,9 +119,13 @@ def _strategy(group: dist.ProcessGroup, task: BenchTask, name: str) -> Measured:
 
 def _attention(step: Step, device: str) -> Callable[[], tuple[Tensor, Callable[[], Any]]]:
     """A call that runs forward, and gives the output and a call that runs backward."""
-    q, k, v, do = stream_tensors(step.plan)
-    q, k, v = (step.shard(x).to(device).requires_grad_() for x in (q, k, v))
-    grad = step.shard(do).to(device)
+    shape, dtype = step.plan.shape, getattr(torch, step.plan.shape.dtype)
+    sizes = [(shape.heads, shape.head_dim), (shape.kv_heads, shape.head_dim), (shape.kv_heads, shape.v_head_dim)]
+    sizes.append((shape.heads, shape.v_head_dim))
+    # Only this rank's tokens: the whole stream of a large cluster does not fit into a host's memory once for every rank.
+    q, k, v, grad = (torch.randn(step.local_tokens, *size, device=device).to(dtype) for size in sizes)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    _ = step.indices  # random rows are those of any plan, so the step need not warn that nobody asked which they are
 
     def run() -> tuple[Tensor, Callable[[], Any]]:
         out = attention(q, k, v, step)
@@ -129,15 +133,6 @@ def _attention(step: Step, device: str) -> Callable[[], tuple[Tensor, Callable[[
         return out, lambda: torch.autograd.grad(out, (q, k, v), grad)
 
     return run
-
-
-def stream_tensors(plan: Plan) -> list[Tensor]:
-    """A random q, k, v and gradient of the output of the whole stream, the same under every plan."""
-    shape, tokens = plan.shape, plan.batch.tokens
-    generator = torch.Generator().manual_seed(0)
-    sizes = [(shape.heads, shape.head_dim), (shape.kv_heads, shape.head_dim), (shape.kv_heads, shape.v_head_dim)]
-    sizes.append((shape.heads, shape.v_head_dim))
-    return [torch.randn(tokens, *size, generator=generator).to(getattr(torch, shape.dtype)) for size in sizes]
 
 
 def timed(

@@ -125,7 +125,7 @@ def transfer_stream(group: dist.ProcessGroup | None) -> Finding:
     from flexcp.executor.exchange.start_group import OWN_GROUP, has_high_priority
 
     if group is None:
-        words = "of high priority in groups that flexcp makes (flexcp train, bench step)"
+        words = "of high priority in groups that flexcp makes (flexcp train, bench step, accept)"
         return Finding("stream of transfers", words, hint=f"one's own group needs to ask for it: {OWN_GROUP}")
     if has_high_priority(group):
         return Finding("stream of transfers", "of high priority")

@@ -4,6 +4,8 @@ Once per bind, through the group's store and off the device. The n-th bind of ev
 leaves its hash, later ones compare, a rank that differs says so at once to everybody, and the last one lets all go on. Keys are deleted by
 whoever leaves last. Nothing is remembered in this process; the count of binds lives in the store. A store that no longer answers, because
 the process that keeps it stands still, is an error within the same time limit.
+
+The last one to come also looks whether the plan's nodes are hosts (:mod:`flexcp.executor.exchange.hosts`), and all raise if they are not.
 """
 
 from __future__ import annotations
@@ -12,8 +14,13 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from flexcp.clusters import Cluster
 from flexcp.executor.exchange.failure_notes import through_store
+from flexcp.executor.exchange.hosts import leave_host, refused_nodes
 from flexcp.executor.exchange.rank_calls import AS_PLANNED, CallSettings
+
+REFUSED = "refused: "
+"""How a verdict begins that is about the plan's values, and not about ranks that differ."""
 
 
 def agree(
@@ -22,12 +29,14 @@ def agree(
     timeout: timedelta,
     mistake: str | None = None,
     calls: CallSettings = AS_PLANNED,
+    cluster: Cluster | None = None,
 ) -> int:
     """The number of this bind, when every rank of ``group`` called this with the same plan and settings; raises within ``timeout`` else.
 
-    A rank that already knows of a ``mistake`` raises it as ValueError, and the others hear of it instead of waiting.
+    A rank that already knows of a ``mistake`` raises it as ValueError, and the others hear of it instead of waiting. ``cluster``, the
+    plan's, is held against the hosts of the ranks; nodes that are not hosts are a ValueError on all ranks.
     """
-    return through_store(timeout, lambda: _meet(digest, group, timeout, mistake, calls))
+    return through_store(timeout, lambda: _meet(digest, group, timeout, mistake, calls, cluster))
 
 
 def same_as_first(name: str, digest: str, group: dist.ProcessGroup, timeout: timedelta) -> bool:
@@ -36,11 +45,20 @@ def same_as_first(name: str, digest: str, group: dist.ProcessGroup, timeout: tim
     return through_store(timeout, lambda: group.get_group_store().compare_set(key, "", digest).decode() == digest)
 
 
-def _meet(digest: str, group: dist.ProcessGroup, timeout: timedelta, mistake: str | None, calls: CallSettings) -> int:
+def _meet(
+    digest: str,
+    group: dist.ProcessGroup,
+    timeout: timedelta,
+    mistake: str | None,
+    calls: CallSettings,
+    cluster: Cluster | None,
+) -> int:
     store = group.get_group_store()
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     number = int(store.add(f"flexcp/binds/{rank}", 1))
     key = f"flexcp/bind/{number}"
+    if number == 1:
+        leave_host(store, rank)
     if mistake:
         store.set(f"{key}/verdict", f"rank {rank} cannot bind: {mistake}")
         raise ValueError(mistake)
@@ -52,7 +70,8 @@ def _meet(digest: str, group: dist.ProcessGroup, timeout: timedelta, mistake: st
         store.set(f"{key}/verdict", verdict)
         raise RuntimeError(verdict)
     if store.add(f"{key}/count", 1) == size:
-        store.set(f"{key}/verdict", "same")
+        refused = None if cluster is None else refused_nodes(store, cluster, size)
+        store.set(f"{key}/verdict", "same" if refused is None else REFUSED + refused)
     try:
         store.wait([f"{key}/verdict"], timeout)
     except dist.DistStoreError as error:
@@ -63,6 +82,8 @@ def _meet(digest: str, group: dist.ProcessGroup, timeout: timedelta, mistake: st
             f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}; a rank died, stalled, or skipped this step"
         ) from error
     verdict = store.get(f"{key}/verdict").decode()
+    if verdict.startswith(REFUSED):
+        raise ValueError(verdict.removeprefix(REFUSED))
     if verdict != "same":
         raise RuntimeError(verdict)
     if store.add(f"{key}/left", 1) == size:

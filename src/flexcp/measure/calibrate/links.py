@@ -39,6 +39,20 @@ def link_times(group: dist.ProcessGroup, device: str = "cpu", repeats: int = 7, 
 
 def _exchange_ns(group: dist.ProcessGroup, peers: list[tuple[int, int]], size: int, device: str, repeats: int) -> float:
     """The median over repeats of the slowest rank."""
+    mine = exchange_samples(group, peers, size, device, repeats)
+    slowest = torch.tensor(mine, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+    return float(statistics.median(slowest.tolist()))
+
+
+def exchange_samples(
+    group: dist.ProcessGroup, peers: list[tuple[int, int]], size: int, device: str, repeats: int
+) -> list[float]:
+    """Collective: nanoseconds this rank took to send ``size`` bytes to the first of each pair and to receive as many from the second.
+
+    All ranks begin together, one repeat after the other; the first, in which connections are made, is not among them. A rank without peers
+    only begins.
+    """
     out = torch.zeros(size, dtype=torch.uint8, device=device)
     into = [torch.empty_like(out) for _ in peers]
     samples = []
@@ -49,11 +63,9 @@ def _exchange_ns(group: dist.ProcessGroup, peers: list[tuple[int, int]], size: i
         operations += [dist.P2POp(dist.isend, out, group=group, group_peer=to) for to, _ in peers]
         dist.barrier(group)
         begin = time.perf_counter_ns()
-        for work in dist.batch_isend_irecv(operations):
+        for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
         if device == "cuda":
             torch.cuda.synchronize()
-        took = torch.tensor([float(time.perf_counter_ns() - begin)], dtype=torch.float64, device=device)
-        dist.all_reduce(took, op=dist.ReduceOp.MAX, group=group)
-        samples.append(float(took))
-    return statistics.median(samples[1:])
+        samples.append(float(time.perf_counter_ns() - begin))
+    return samples[1:]

@@ -1,0 +1,57 @@
+"""Proves accept in a box: hosts with names of their own, and a link that is throttled, by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+import flexcp
+from flexcp.measure.accept.checks import Check, hosts_check
+from flexcp.measure.accept.link_speeds import links_check, measure_level
+from flexcp.measure.accept.rank_cards import own_card, roll_call
+from lib.box import Box, why_not
+
+needs_box = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+MBIT = 160
+"""So slow that this machine's other work does not matter: 20 MB/s."""
+CLUSTER = replace(flexcp.cluster("cpu:3x1"), intra_mbps=1, inter_mbps=16)
+
+
+def checked(group: dist.ProcessGroup, turn: int) -> list[Check]:
+    """Hosts and links of the box."""
+    store = dist.PrefixStore(f"turn{turn}", group.get_group_store())
+    cards = roll_call(store, own_card(dist.get_rank(group), "cpu"), 3, 60.0)
+    links = measure_level(group, CLUSTER, True, "cpu")
+    return [hosts_check(cards, CLUSTER, False), links_check(links, CLUSTER, cards, False)]
+
+
+@needs_box
+def test_hosts_are_seen_and_a_throttled_link_is_named() -> None:
+    with Box(3, 1) as box:
+        box.network.limit(MBIT)
+        hosts, links = box.run(checked, 0)[0]
+        assert hosts.passed and hosts.value == "3 hosts, for 3 nodes of 1" and links.passed
+        box.network.limit(MBIT // 8, node=1)
+        hosts, links = box.run(checked, 1)[0]
+        assert hosts.passed
+        (line,) = links.failures
+        assert line.startswith("all 2 links of node 1 (host node1) across nodes are slow:")
+        box.network.limit(MBIT // 8)
+        (line,) = box.run(checked, 2)[0][1].failures
+        assert line.startswith("links across nodes carry ") and "less than half of the 16 of cluster cpu:3x1;" in line
+
+
+@needs_box
+def test_a_plan_whose_nodes_are_not_the_hosts_is_refused() -> None:
+    with Box(2, 1) as box:
+        for answer in box.run(bound):
+            assert "rank 0 runs on host node0 and rank 1 on node1" in answer
+
+
+def bound(group: dist.ProcessGroup) -> str:
+    plan = flexcp.Planner(2, 2, 8, cluster=flexcp.cluster("cpu:1x2"))([40, 9])
+    with pytest.raises(ValueError, match="plan for the hosts there are") as found:
+        flexcp.bind(plan, group, timeout=30)
+    return str(found.value)
