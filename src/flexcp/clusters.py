@@ -67,6 +67,18 @@ class Cluster:
         """Compute speed of every rank, in per mille of ``gflops``."""
         return self.speeds or (NOMINAL_SPEED,) * self.ranks
 
+    @property
+    def memory_mbps(self) -> int:
+        """Megabytes a second that a rank's memory reads or writes: the preset's; under another name, as much to a FLOP as an H100's.
+
+        No field, because no plan depends on it: the simulator alone prices copies.
+        """
+        preset = _PRESETS.get(self.name)
+        if preset is None:
+            preset = _PRESETS["h100"]
+            return max(1, round(self.gflops * preset.memory / preset.tflops))
+        return round(preset.memory * 1000)
+
     def node_of(self, rank: int) -> int:
         """The node a rank runs on."""
         return rank // self.ranks_per_node
@@ -77,33 +89,36 @@ class Cluster:
 
 @dataclass(frozen=True)
 class _Preset:
-    """Dense bf16 TFLOP/s, GB/s one way inside the node, GB/s one way across nodes, microseconds per transfer; per rank."""
+    """Dense bf16 TFLOP/s, GB/s one way inside the node, GB/s one way across nodes, microseconds per transfer, GB/s of memory; per rank."""
 
     tflops: float
     intra: float
     inter: float
     latency: float
+    memory: float
     ranks_per_node: int = 8
 
 
 # Latencies are our own estimate of a grouped point-to-point call, not a published figure.
 _PRESETS: dict[str, _Preset] = {
-    # NVIDIA A100 80GB SXM data sheet: 312 TFLOP/s, NVLink 600 GB/s both ways. DCP's setting: 4 x 100 Gb/s shared by the 8 of a node.
-    "a100": _Preset(312, 300, 6.25, 10),
-    # NVIDIA H100 SXM data sheet: 989 TFLOP/s, NVLink 900 GB/s both ways. DGX H100: one 400 Gb/s ConnectX-7 a GPU.
-    "h100": _Preset(989, 450, 50, 10),
-    # NVIDIA H200 SXM data sheet: compute and links of an H100.
-    "h200": _Preset(989, 450, 50, 10),
-    # NVIDIA H20 data sheet: 148 TFLOP/s, NVLink 900 GB/s both ways. 200 Gb/s a GPU: the link of block-level FCP's H20 setting.
-    "h20": _Preset(148, 450, 25, 10),
-    # NVIDIA GB200 NVL72 data sheet: 180 PFLOP/s dense bf16 and 130 TB/s of NVLink (both ways) for 72 GPUs; 400 Gb/s a GPU between
-    # racks. Here a node is one NVLink domain.
-    "gb200": _Preset(2500, 900, 50, 10, ranks_per_node=72),
-    # Like Huawei's Ascend 910B (flexible groups' setting; no public data sheet): about 320 TFLOP/s fp16, seven HCCS links of
-    # 56 GB/s both ways inside the node of 8, one 200 Gb/s RoCE port each.
-    "ascend910b": _Preset(320, 196, 25, 15),
-    # One core and loopback sockets: the order of magnitude of a laptop.
-    "cpu": _Preset(0.03, 1, 1, 50),
+    # NVIDIA A100 80GB SXM data sheet: 312 TFLOP/s, memory 2,039 GB/s, NVLink 600 GB/s both ways. DCP's setting: 4 x 100 Gb/s shared by
+    # the 8 of a node.
+    "a100": _Preset(312, 300, 6.25, 10, 2039),
+    # NVIDIA H100 SXM data sheet: 989 TFLOP/s, memory 3,350 GB/s, NVLink 900 GB/s both ways. DGX H100: one 400 Gb/s ConnectX-7 a GPU.
+    "h100": _Preset(989, 450, 50, 10, 3350),
+    # NVIDIA H200 SXM data sheet: compute and links of an H100, memory 4,800 GB/s.
+    "h200": _Preset(989, 450, 50, 10, 4800),
+    # NVIDIA H20 data sheet: 148 TFLOP/s, memory 4,000 GB/s, NVLink 900 GB/s both ways. 200 Gb/s a GPU: the link of block-level FCP's H20
+    # setting.
+    "h20": _Preset(148, 450, 25, 10, 4000),
+    # NVIDIA GB200 NVL72 data sheet: 180 PFLOP/s dense bf16, 576 TB/s of memory and 130 TB/s of NVLink (both ways) for 72 GPUs; 400 Gb/s a
+    # GPU between racks. Here a node is one NVLink domain.
+    "gb200": _Preset(2500, 900, 50, 10, 8000, ranks_per_node=72),
+    # Like Huawei's Ascend 910B (flexible groups' setting; no public data sheet): about 320 TFLOP/s fp16, 1,600 GB/s of memory, seven HCCS
+    # links of 56 GB/s both ways inside the node of 8, one 200 Gb/s RoCE port each.
+    "ascend910b": _Preset(320, 196, 25, 15, 1600),
+    # One core, its share of the memory and loopback sockets: the order of magnitude of a laptop.
+    "cpu": _Preset(0.03, 1, 1, 50, 5),
 }
 
 

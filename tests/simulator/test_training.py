@@ -100,7 +100,7 @@ def test_the_closed_form_agrees_where_ranks_need_no_results_of_each_other() -> N
     for strategy in ("zigzag:4", "ulysses:4", "allgather:4", "usp:2,2"):
         plan = planned(strategy, [9000, 8000, 3000, 700], machine)
         short = predict(plan.placement, plan.shape, machine, plan.cost)
-        found = simulate(plan, rules=CALM)
+        found = simulate(plan, rules=Rules(contention=False, copy_mbps=0))
         assert found.attention_ns == pytest.approx(int((short.attention_ns + short.exposed_ns).max()), rel=0.06)
 
 

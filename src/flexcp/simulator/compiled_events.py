@@ -1,10 +1,11 @@
 """Loops of the event simulator: slots begin, compute ends, chunks come and go; compiled.
 
-A rank enters slot s when it has computed slot s - 1 and everything of stage s has arrived. It then posts the stages that the plan posts
-there (``opens[s]`` to ``opens[s + 1]``; most often stage s + 1) and computes. A chunk of a stage may go when both its ranks have posted
-that stage; it goes when the sender's outgoing and the receiver's incoming port of its level are free, the earliest in order first, and
-holds both until it is there. So a port is never idle while something can use it. In line, a sender takes its chunks strictly in order, and
-waits for the receiver of the first.
+A rank enters slot s when it has computed slot s - 1 and all messages of stage s, those it sends as well as those it receives, have
+arrived: a grouped call is over when all its transfers are. It takes them in, packs and posts the stages that the plan posts there
+(``opens[s]`` to ``opens[s + 1]``; most often stage s + 1), one after the other, and computes. A chunk of a stage may go when both its
+ranks have posted that stage; it goes when the sender's outgoing and the receiver's incoming port of its level are free, the earliest in
+order first, and holds both until it is there. So a port is never idle while something can use it. In line, a sender takes its chunks
+strictly in order, and waits for the receiver of the first.
 
 While chunks of a rank are under way its compute takes ``pace[SLOW, rank, slot]`` per mille of its time; a chunk that starts while one of
 its ranks computes takes 1000 / ``pace[LINK, rank, slot]`` of its own, the slower one's where both do. Everything is integers, so the same
@@ -34,7 +35,8 @@ WHOM, WHAT = 22, 2
 MOST_CHUNKS = 1 << WHOM
 LATENCY, IN_LINE, RULES = range(3)
 SLOW, LINK = range(2)
-SLOT, STAGE_POSTED, COMPUTING, LEFT, SINCE, READY, UNDER_WAY, DONE, RANK_ROWS = range(9)
+PACK, TAKE_IN = range(2)
+SLOT, STAGE_POSTED, COMPUTING, LEFT, SINCE, READY, UNDER_WAY, RANK_ROWS = range(8)
 STAGE, PORT_OUT, PORT_IN, SOURCE, TARGET, NS, BEGIN, END, CHUNK_ROWS = range(9)
 BUSY, NEXT, POSTED_UP_TO, QUEUE_ROWS = range(4)
 OUT, IN = range(2)
@@ -42,12 +44,21 @@ OUT, IN = range(2)
 
 @compiled
 def run_events(
-    start: Ints, work: Ints, chunk: Ints, order: Ints, first: Ints, ports: Ints, rule: Ints, pace: Ints, opens: Ints
-) -> tuple[Ints, Ints, Ints]:
-    """Runs a pass: begin and end of every slot's compute, and the end of the pass on each rank; BEGIN and END of ``chunk`` are filled in.
+    start: Ints,
+    work: Ints,
+    copies: Ints,
+    chunk: Ints,
+    order: Ints,
+    first: Ints,
+    ports: Ints,
+    rule: Ints,
+    pace: Ints,
+    opens: Ints,
+) -> tuple[Ints, Ints]:
+    """Runs a pass: begin and end of every slot on each rank; BEGIN and END of ``chunk`` are filled in.
 
-    ``start[rank]`` and ``work[rank, slot]`` are nanoseconds, ``order[OUT or IN]`` the chunks by port, ``first[OUT or IN, port]`` where a
-    port's begin.
+    ``start[rank]``, ``work[rank, slot]`` and ``copies[PACK or TAKE_IN, rank, stage]`` are nanoseconds, ``order[OUT or IN]`` the chunks by
+    port, ``first[OUT or IN, port]`` where a port's begin.
     """
     ranks, slots = work.shape
     begin = np.zeros((ranks, slots), np.int64)
@@ -57,11 +68,11 @@ def run_events(
     for c in range(chunk.shape[1]):
         chunk[BEGIN, c] = -1
         missing[chunk[TARGET, c], chunk[STAGE, c]] += 1
+        missing[chunk[SOURCE, c], chunk[STAGE, c]] += 1
         takes_part[chunk[TARGET, c], chunk[STAGE, c]] = 1
         takes_part[chunk[SOURCE, c], chunk[STAGE, c]] = 1
     rank = np.zeros((RANK_ROWS, ranks), np.int64)
     rank[SLOT] = -1
-    rank[DONE] = start
     queue = np.zeros((2, QUEUE_ROWS, first.shape[1] - 1), np.int64)
     queue[:, NEXT] = first[:, :-1]
     earliest = earliest_stages(chunk, order, first)
@@ -79,8 +90,7 @@ def run_events(
                 rank[COMPUTING, number] = 0
                 if rank[SLOT, number] >= 0:
                     end[number, rank[SLOT, number]] = now
-                    rank[DONE, number] = max(rank[DONE, number], now)
-                go_on(number, now, rank, begin, end, missing, takes_part, work, rule, pace, opens, events)
+                go_on(number, now, rank, begin, end, missing, takes_part, work, copies, rule, pace, opens, events)
         elif what == POSTED:
             stage = rank[STAGE_POSTED, number] + 1
             while takes_part[number, stage] == 0:
@@ -95,16 +105,16 @@ def run_events(
             out, into = chunk[PORT_OUT, number], chunk[PORT_IN, number]
             source, target, stage = chunk[SOURCE, number], chunk[TARGET, number], chunk[STAGE, number]
             chunk[END, number] = now
-            rank[DONE, source] = max(rank[DONE, source], now)
             queue[OUT, BUSY, out] = queue[IN, BUSY, into] = 0
             change_pace(source, -1, now, rank, pace, events)
             change_pace(target, -1, now, rank, pace, events)
-            missing[target, stage] -= 1
-            if missing[target, stage] == 0 and rank[COMPUTING, target] == 0 and rank[SLOT, target] == stage - 1:
-                go_on(target, now, rank, begin, end, missing, takes_part, work, rule, pace, opens, events)
+            for r in (source, target):
+                missing[r, stage] -= 1
+                if missing[r, stage] == 0 and rank[COMPUTING, r] == 0 and rank[SLOT, r] == stage - 1:
+                    go_on(r, now, rank, begin, end, missing, takes_part, work, copies, rule, pace, opens, events)
             start_one(out, OUT, now, rank, chunk, queue, order, first, earliest, rule, pace, events)
             start_one(into, IN, now, rank, chunk, queue, order, first, earliest, rule, pace, events)
-    return begin, end, rank[DONE]
+    return begin, end
 
 
 @compiled_leaf
@@ -114,23 +124,24 @@ def event(time, what, whom):
 
 
 @compiled_leaf
-def go_on(r, now, rank, begin, end, missing, takes_part, work, rule, pace, opens, events):
+def go_on(r, now, rank, begin, end, missing, takes_part, work, copies, rule, pace, opens, events):
     """Let a rank that computes nothing enter slots, as far as what has arrived allows."""
     slots = work.shape[1]
     while rank[SLOT, r] + 1 < slots and missing[r, rank[SLOT, r] + 1] == 0:
         rank[SLOT, r] += 1
         s = rank[SLOT, r]
         begin[r, s] = now
+        copied = copies[TAKE_IN, r, s]
         for stage in range(opens[s], opens[s + 1]):
+            copied += copies[PACK, r, stage]
             if takes_part[r, stage] == 1:
-                push(events, event(now + rule[LATENCY], POSTED, r))
-        if work[r, s] > 0:
+                push(events, event(now + copied + rule[LATENCY], POSTED, r))
+        if copied + work[r, s] > 0:
             rank[COMPUTING, r] = 1
-            rank[LEFT, r] = work[r, s]
+            rank[LEFT, r] = copied + work[r, s]
             compute(r, now, rank, pace, events)
             return
         end[r, s] = now
-        rank[DONE, r] = max(rank[DONE, r], now)
 
 
 @compiled_leaf

@@ -1,7 +1,7 @@
 """Passes: one mask's program in one direction on all ranks, from when each begins to when each is done, and its timeline.
 
-A :class:`PassModel` is what does not change from layer to layer (work, chunks); :func:`run_pass` puts it on simulated time. What a rank
-does not compute between its first slot and its end is *waiting*.
+A :class:`PassModel` is what does not change from layer to layer (work, copies, chunks); :func:`run_pass` puts it on simulated time. A rank
+is *busy* while it copies and computes; the rest of the time between its first slot and its end it *waits*.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from flexcp.cost import NO_CONTENTION, Contention, CostModel, row_for
 from flexcp.plan.execution import Execution, margins
 from flexcp.plan.plan import Plan
 from flexcp.plan.program import Program
+from flexcp.simulator.copies import Copies, copy_mbps, find_copies
 from flexcp.simulator.messages import TimedChunks, find_chunks
 from flexcp.simulator.ring_counts import RingCounts
 from flexcp.simulator.slot_work import SlotWork, slot_ns, slot_work
@@ -32,7 +33,8 @@ class Rules:
     ``contention``: compute and transfers slow each other as the cost model says. ``ranks_per_nic``: so many neighbours share one network
     port, which carries as much as all of them together; one of them alone may then use all of it. The others are questions, what if the
     plan said something else of every stage: so many ``rounds_per_call``, posted so far ``ahead`` (0: transfers and compute take turns); or
-    if each rank sent its messages peer by peer, ``in_line``.
+    if each rank sent its messages peer by peer, ``in_line``. ``copy_mbps`` is how fast packing and merging read and write memory, in
+    megabytes a second (None: as fast as copies are on the cluster, 0: nothing is copied).
     """
 
     contention: bool = True
@@ -40,6 +42,7 @@ class Rules:
     rounds_per_call: int | None = None
     ahead: int | None = None
     in_line: bool = False
+    copy_mbps: int | None = None
 
     def applied(self, program: Program) -> Program:
         """The program as it is asked about."""
@@ -67,7 +70,7 @@ class PassModel:
     """Work and messages of a pass, the same in every layer, and how it is executed.
 
     ``ns[rank, slot]`` is undisturbed compute under the slot's margin; ``slow[rank, slot]`` how long it takes while the rank's transfers are
-    under way, ``link[rank, slot]`` how fast those are meanwhile, both per mille.
+    under way, ``link[rank, slot]`` how fast those are meanwhile, both per mille. ``copies`` are part of the time a slot is busy.
     """
 
     name: str
@@ -81,11 +84,12 @@ class PassModel:
     execution: Execution
     slow: Ints
     link: Ints
+    copies: Copies
 
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """A pass that ran: begin and end of every slot's compute ``[rank, slot]``, of every chunk, and when each rank started and was done."""
+    """A pass that ran: begin and end of every slot ``[rank, slot]``, copies and compute, of every chunk, and when each rank started."""
 
     model: PassModel
     start: Ints
@@ -93,11 +97,15 @@ class Pass:
     end: Ints
     chunk_begin: Ints
     chunk_end: Ints
-    done: Ints
+
+    @property
+    def done(self) -> Ints:
+        """When each rank is done."""
+        return self.end[:, -1]
 
     @property
     def compute_ns(self) -> Ints:
-        """Time in which each rank computes."""
+        """Time in which each rank computes, or copies what comes and goes."""
         return np.asarray((self.end - self.begin).sum(axis=1))
 
     @property
@@ -117,8 +125,6 @@ class Pass:
                 if end > begin:
                     yield Event(rank, "compute", f"{name}, slot {slot}", begin, end, 0)
                 free = max(free, end)
-            if self.done[rank] > free:
-                yield Event(rank, "wait", f"{name}, last sends", free, int(self.done[rank]), 0)
         c = self.model.chunks
         columns = (c.source, c.target, c.across, c.stage, c.size, self.chunk_begin, self.chunk_end)
         for source, target, across, stage, size, begin, end in zip(*(x.tolist() for x in columns), strict=True):
@@ -149,7 +155,17 @@ def pass_model(
     )
     ns = -(-ns * alone // 1000)
     name = f"{plan.batch.masks[mask].name} {'backward' if backward else 'forward'}"
-    return PassModel(name, plan.ranks, backward, found, ns, chunks, rules, plan.cluster.latency_ns, how, slow, link)
+    copies = _copies(plan, mask, backward, cost, rules)
+    return PassModel(
+        name, plan.ranks, backward, found, ns, chunks, rules, plan.cluster.latency_ns, how, slow, link, copies
+    )
+
+
+def _copies(plan: Plan, mask: int, backward: bool, cost: CostModel, rules: Rules) -> Copies:
+    if rules.copy_mbps == 0:
+        return Copies(*np.zeros((2, plan.ranks, plan.programs[mask][backward].stages), np.int64))
+    mbps = copy_mbps(plan.cluster) if rules.copy_mbps is None else rules.copy_mbps
+    return find_copies(plan, mask, backward, mbps, cost.kernel_ns)
 
 
 def _contention(program: Program, ranks: int, rows: Sequence[Contention], backward: bool) -> tuple[Ints, Ints, Ints]:
@@ -168,10 +184,15 @@ def run_pass(model: PassModel, start: Ints) -> Pass:
     from flexcp.simulator.compiled_events import run_events  # compiled: only who simulates loads Numba
 
     work, c, ranks = model.ns, model.chunks, model.ranks
-    stage, posted, pace = c.stage, model.execution.posted, np.stack([model.slow, model.link])
+    stage, posted, pace, copies = (
+        c.stage,
+        model.execution.posted,
+        np.stack([model.slow, model.link]),
+        np.stack(model.copies),
+    )
     in_turns = bool((model.execution.ahead[1:] == 0).any())
     if in_turns:
-        work, stage, posted, pace = _in_turns(work, stage, model.execution, pace)
+        work, copies, stage, posted, pace = _in_turns(work, copies, stage, model.execution, pace)
     opens = np.searchsorted(posted[1:], np.arange(len(posted) + 1)) + 1
     everyone = np.arange(ranks, dtype=np.int64)
     ports = np.stack([everyone, ranks + everyone // model.rules.ranks_per_nic])
@@ -182,17 +203,21 @@ def run_pass(model: PassModel, start: Ints) -> Pass:
     first = [np.searchsorted(port[o], np.arange(2 * ranks + 1)) for port, o in zip((out, into), by_port, strict=True)]
     rule = np.array([model.latency_ns, model.rules.in_line], np.int64)
     tables = (table, np.stack(by_port), np.stack(first), ports, rule, np.ascontiguousarray(pace), opens)
-    begin, end, done = run_events(np.ascontiguousarray(start, np.int64), np.ascontiguousarray(work), *tables)
+    begin, end = run_events(np.ascontiguousarray(start, np.int64), np.ascontiguousarray(work), copies, *tables)
     if in_turns:
         begin, end = begin[:, 1::3], end[:, 1::3]
-    return Pass(model, start, begin, end, table[-2], table[-1], done)
+    return Pass(model, start, begin, end, table[-2], table[-1])
 
 
-def _in_turns(work: Ints, stage: Ints, how: Execution, pace: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """Every slot as three, where some stages are posted beside nothing: one that receives, one that posts what is ahead and computes, and
-    one that posts the next slot's own stage when all is computed."""
+def _in_turns(work: Ints, copies: Ints, stage: Ints, how: Execution, pace: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    """Every slot as three, where some stages are posted beside nothing: one that receives, one that takes in, posts what is ahead and
+    computes, and one that posts the next slot's own stage when all is computed."""
     number = np.arange(len(how))
-    apart = np.zeros((work.shape[0], 3 * work.shape[1]), np.int64)
+    apart, copied = (
+        np.zeros((work.shape[0], 3 * work.shape[1]), np.int64),
+        np.zeros((*copies.shape[:2], 3 * copies.shape[2]), np.int64),
+    )
     apart[:, 1::3] = work
+    copied[0, :, ::3], copied[1, :, 1::3] = copies
     posted = np.maximum(np.where(how.ahead == 0, 3 * number - 1, 3 * how.posted + 1), 0)
-    return apart, 3 * stage, np.repeat(posted, 3), np.repeat(pace, 3, axis=2)
+    return apart, copied, 3 * stage, np.repeat(posted, 3), np.repeat(pace, 3, axis=2)

@@ -256,14 +256,38 @@ def test_messages_that_trickle_in_share_one_limit(monkeypatch: pytest.MonkeyPatc
     wire = Wire(None, [0] * 4, timedelta(seconds=10), None, lambda reason: None)
     parts = {"receives": (1, 2, 3), "sends": (1, 2, 3), "receives and sends": (1,)}[way]
     ranges = tuple(MessageRange(p, 0, 1) for p in parts)
-    calls = (Call(0, (), ranges),), (Call(0, ranges, ()),)
-    exchange = Trickling(wire, PassLabel(1, 1, 0, "", False, 2), calls)
+    exchange = Trickling(wire, PassLabel(1, 1, 0, "", False, 1), ((Call(0, ranges, ranges),),))
     buffers = Buffers.alone([(peer, 1) for peer in (1, 2, 3)], torch.device("cpu"))
-    exchange.post(0, buffers, buffers)
-    exchange.post(1, buffers, buffers)  # what was sent in the stage before leaves while this one's messages arrive
+    exchange.post(0, buffers, buffers)  # what is sent leaves while other messages arrive
     with pytest.raises(ExchangeError, match=r"nothing within 8 s \(of 10 s"):
-        exchange.arrived(1)
+        exchange.arrived(0)
     assert clock[0] == 8.0
+
+
+def test_a_stage_is_waited_for_until_its_own_messages_have_left() -> None:
+    waited: list[str] = []
+
+    class Noting(HostExchange):
+        def receive(self, message: torch.Tensor, peer: int, tag: int) -> Any:
+            return SimpleNamespace(wait=lambda limit: waited.append(f"from {peer}"))
+
+        def send(self, message: torch.Tensor, peer: int, tag: int) -> Any:
+            return SimpleNamespace(wait=lambda limit: waited.append(f"to {peer}"))
+
+    wire = Wire(None, [0] * 3, timedelta(seconds=10), None, lambda reason: None)
+    calls = (
+        (),
+        (Call(0, (MessageRange(1, 0, 1),), (MessageRange(2, 0, 1),)),),
+        (Call(0, (), (MessageRange(1, 0, 1),)),),
+    )
+    exchange = Noting(wire, PassLabel(1, 1, 0, "", False, 3), calls)
+    for stage in (1, 2):
+        buffers = Buffers.alone([(1, 1), (2, 1)], torch.device("cpu"))
+        exchange.post(stage, buffers, buffers)
+    exchange.arrived(1)
+    assert waited == ["from 1", "to 2"]
+    exchange.arrived(2)
+    assert waited[2:] == ["to 1"]
 
 
 def on_connect(group: dist.ProcessGroup, plan: Plan) -> tuple[list[tuple[int, int]], int, int]:

@@ -24,12 +24,14 @@ from flexcp.executor.exchange.transports import Exchange, PassLabel, Wire
 from flexcp.executor.kernels import Settings
 from flexcp.executor.kernels.sinks_and_delta import OutputGradient
 from flexcp.executor.run.executor import Runtime, run_backward, run_forward
-from flexcp.executor.run.message_layout import types_of
+from flexcp.executor.run.message_layout import new_results, types_of
 from flexcp.executor.run.prepared import prepare
-from flexcp.executor.run.rank_program import rank_program
+from flexcp.executor.run.rank_program import Block, rank_program
 from flexcp.plan.check import PlanError
 from flexcp.plan.issue import issued_parts
 from flexcp.plan.plan import Plan
+from flexcp.shape import FIELDS, OUTPUTS
+from flexcp.simulator.copies import find_copies
 from flexcp.simulator.passes import Rules, pass_model, run_pass
 
 MACHINE = Cluster("slow", 2, 2, gflops=50_000, intra_mbps=2000, inter_mbps=300, latency_ns=700)
@@ -200,6 +202,60 @@ def test_a_stage_is_issued_as_the_plan_says_and_timed_so(rounds: int) -> None:
         assert timed == +sent
         whole = parts.start == 0
         assert whole.all() or rounds > 0
+
+
+def copied_bytes(plan: Plan, rank: int, backward: bool) -> tuple[list[int], list[int]]:
+    """Bytes that the blocks of a rank's program are read and written with, by stage: packed, and taken in with what is cleared for it."""
+    shape, program = plan.shape, rank_program(plan, rank, 0, backward)
+    element, precise = shape.element_bytes, shape.accumulator_bytes
+
+    def sizes(block: Block) -> tuple[int, int]:
+        """As it travels, and as it lies on its shelf."""
+        amount = block.count * (block.h1 - block.h0)
+        found = [0, 0]
+        for one in FIELDS[block.kind]:
+            exact = block.partial if one.precise is None else one.precise
+            kept = precise if block.kind in OUTPUTS or one.precise else element
+            found[0] += amount * one.numbers(shape) * (precise if exact else element)
+            found[1] += amount * one.numbers(shape) * kept
+        return found[0], found[1]
+
+    packed, taken = [0] * len(program.slots), [0] * len(program.slots)
+    for stage, slot in enumerate(program.slots):
+        packed[stage] = sum(sum(sizes(block)) for message in slot.send for block in message.blocks)
+        came = [(sizes(block)[0], block) for message in slot.receive for block in message.blocks]
+        came += [(sizes(here)[1], there) for here, there in slot.own]
+        taken[stage] = sum(read + sizes(block)[1] * (1 + (block.kind in OUTPUTS)) for read, block in came)
+    types = types_of(torch.empty(0, dtype=getattr(torch, shape.dtype)))
+    types = replace(types, statistics=types.accumulator)  # a GPU's
+    for shelf in program.shelves:
+        results = new_results(shelf, backward, shape, types).values()
+        size = sum(x.numel() * x.itemsize for x in results)
+        taken[shelf.stage] += size
+        if shelf.stage == program.shelves[0].stage:  # its own, which it rounds in the end
+            returned = (
+                size if element == precise else sum(x.numel() * (element if x.ndim > 2 else precise) for x in results)
+            )
+            taken[-1] += size + returned
+    return packed, taken
+
+
+@pytest.mark.parametrize("backward", [FORWARD, BACKWARD], ids=["forward", "backward"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("strategy", ["blocks", "zigzag", "usp:2,2", "allgather"])
+def test_the_simulator_counts_the_bytes_that_a_rank_copies(strategy: str, dtype: str, backward: bool) -> None:
+    plan = flexcp.Planner(4, 4, 16, dtype=dtype, cluster=MACHINE, strategy=strategy)([5000, 900, 31])
+    found = find_copies(plan, 0, backward, mbps=1000, launch_ns=0)  # a byte a nanosecond
+    for rank in range(plan.ranks):
+        packed, taken = copied_bytes(plan, rank, backward)
+        assert (found.pack[rank].tolist(), found.take_in[rank].tolist()) == (packed, taken)
+    launches = find_copies(plan, 0, backward, mbps=1000, launch_ns=10**9)
+    for rank in range(plan.ranks):
+        for stage, slot in enumerate(rank_program(plan, rank, 0, backward).slots):
+            inputs = any(block.kind not in OUTPUTS for message in slot.receive for block in message.blocks)
+            merges = sum(any(block.kind in OUTPUTS for block in message.blocks) for message in slot.receive)
+            assert launches.pack[rank, stage] // 10**9 == bool(slot.send)
+            assert launches.take_in[rank, stage] // 10**9 == inputs + merges
 
 
 def test_one_margin_for_all_slots_can_be_asked_for() -> None:

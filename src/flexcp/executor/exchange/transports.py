@@ -7,7 +7,9 @@ A stage's messages leave in the calls of :mod:`flexcp.executor.exchange.rank_cal
 never wait for each other, and every rank posts calls in the same order, so no order of arrival can deadlock. Receives come first: on gloo
 two ranks that send to each other get only half of a link otherwise (measured, benchmarks/box.py).
 
-Several stages may be under way at once: a stage is posted as many slots ahead as the plan says, and stages are posted in order.
+Several stages may be under way at once: a stage is posted as many slots ahead as the plan says, and stages are posted in order. Who asks
+for what arrived in a stage waits for all messages of its own in it, those it sends too: a grouped call of NCCL's is over when all its
+transfers are, and CPU ranks do the same.
 
 On a device (NCCL) the calls of a stage are queued one after the other and nothing waits on the host: a handle's ``wait()`` only orders
 the current stream after the transfer, and memory is kept until then, so the allocator may reuse it in stream order. Who is late is NCCL's
@@ -117,7 +119,7 @@ class Exchange:
         raise NotImplementedError
 
     def arrived(self, stage: int) -> Buffers | None:
-        """Wait for a stage, and until what was sent in those before it has left; its messages, peer by peer (None: never posted)."""
+        """Wait until a stage's messages have come and those of this rank have left; the former, peer by peer (None: never posted)."""
         raise NotImplementedError
 
     def finish(self) -> None:
@@ -230,8 +232,7 @@ class HostExchange(Exchange):
             if self._broken is not None:
                 raise self._broken
         self._wait(self._receiving.pop(stage, []), deadline)
-        for before in [number for number in self._sending if number < stage]:
-            self._wait(self._sending.pop(before), deadline)
+        self._wait(self._sending.pop(stage, []), deadline)
         return self._arriving.pop(stage, None)
 
     def finish(self) -> None:

@@ -1,0 +1,131 @@
+"""Packing on a GPU: how fast rows are copied into messages, laid on shelves and merged, beside the bytes that the simulator counts for it.
+
+``python benchmarks/packing_gpu.py [--json FILE]`` on a GPU machine. A stage is made by hand: so many tokens of one kind of piece, 32 / 8
+heads of 128 in bf16, in messages of several peers. What the executor launches for it is queued behind other work, so that the host is
+ahead, and timed between events. Rows are side by side, scattered in runs of 64, or some heads of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from flexcp.executor.exchange.arena import Buffers
+from flexcp.executor.run.message_layout import message_bytes, new_inputs, new_results, types_of
+from flexcp.executor.run.rank_program import Block, Message, RankProgram, Rows, Shelf, Slot
+from flexcp.executor.run.row_packing import RowPacking
+from flexcp.measure.calibrate.kernels import keep_busy
+from flexcp.plan.memory import KEYS, QUERIES, Layout
+from flexcp.shape import OUTPUTS, QUERY_SIDED, Kind, Shape
+
+SHAPE = Shape(32, 8, 128, 128)
+RUN, REPEATS = 64, 7
+TOKENS = (256, 2048, 16_384)
+KINDS = (
+    (Kind.Q, False),
+    (Kind.KV, False),
+    (Kind.O, False),
+    (Kind.O, True),
+    (Kind.DQ, True),
+    (Kind.DKV, False),
+    (Kind.DKV, True),
+)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Tokens of one kind that come from and go to some peers, whole or one of ``parts`` of the heads."""
+
+    kind: Kind
+    partial: bool
+    tokens: int
+    peers: int
+    scattered: bool
+    parts: int
+
+    def message(self, peer: int, order: np.ndarray) -> Message:
+        """What one peer gets and sends."""
+        runs = self.tokens // RUN // self.peers
+        rows: Rows = slice(peer * runs * RUN, (peer + 1) * runs * RUN)
+        if self.scattered:
+            chosen = np.sort(order[peer * runs : (peer + 1) * runs])
+            rows = (chosen[:, None] * RUN + np.arange(RUN)).reshape(-1)
+        side = QUERIES if self.kind in QUERY_SIDED else KEYS
+        heads = (SHAPE.heads if side == QUERIES else SHAPE.kv_heads) // self.parts
+        return Message(peer + 1, (Block(self.kind, side, rows, runs * RUN, 0, heads, self.partial),))
+
+
+def stages() -> list[Stage]:
+    """All that is timed."""
+    found = []
+    for tokens in TOKENS:
+        for kind, partial in KINDS:
+            for peers, scattered, parts in ((1, False, 1), (min(8, tokens // RUN // 2), True, 1), (4, False, 8)):
+                found.append(Stage(kind, partial, tokens, peers, scattered, parts))
+    return found
+
+
+def measure(stage: Stage) -> dict[str, float]:
+    """Bytes, microseconds and GB/s of packing a stage and of taking it in, as :mod:`flexcp.simulator.copies` counts bytes."""
+    device, backward = torch.device("cuda"), stage.kind in (Kind.DQ, Kind.DKV)
+    types = types_of(torch.empty(0, dtype=torch.bfloat16, device=device))
+    order = np.random.default_rng(0).permutation(stage.tokens // RUN)
+    messages = [stage.message(peer, order) for peer in range(stage.peers)]
+    both = (Shelf(QUERIES, stage.tokens, 0, SHAPE.heads, 0), Shelf(KEYS, stage.tokens, 0, SHAPE.kv_heads, 0))
+    slot = Slot(receive=messages, send=messages)
+    program = RankProgram(both, (slot,), Layout(0, {}), (([], []),), (0,), {}, 0)
+    shelves = {
+        n: new_inputs(s, backward, SHAPE, types) | new_results(s, backward, SHAPE, types) for n, s in enumerate(both)
+    }
+    packing, sizes = RowPacking(program, SHAPE, types), [(m.peer, message_bytes(m, SHAPE)) for m in messages]
+    buffers = Buffers.alone(sizes, device)
+    wire, output = sum(size for _, size in sizes), stage.kind in OUTPUTS
+    whole = sum(m.blocks[0].count * (m.blocks[0].h1 - m.blocks[0].h0) for m in messages)
+    kept = whole * int(SHAPE.bytes_per_token_head()[stage.kind, 1]) if output else wire
+    row: dict[str, float] = {}
+    for name, size, work in (
+        ("pack", wire + kept, lambda: packing.pack(0, buffers, shelves)),
+        ("take in", wire + (1 + output) * kept, lambda: packing.unpack(0, buffers, shelves)),
+    ):
+        us = timed(work)
+        row |= {f"{name} MB": size / 1e6, f"{name} us": us, f"{name} GB/s": size / us / 1e3}
+    return row
+
+
+def timed(work: Callable[[], None]) -> float:
+    """Microseconds of queued work, the median after a first time."""
+    samples = []
+    for _ in range(REPEATS):
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        keep_busy()
+        first.record()
+        work()
+        last.record()
+        torch.cuda.synchronize()
+        samples.append(first.elapsed_time(last) * 1e3)
+    return float(np.median(samples[1:]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    rows = []
+    for stage in stages():
+        found = measure(stage)
+        rows.append({**asdict(stage), "kind": stage.kind.name, **found})
+        how = "scattered" if stage.scattered else "together"
+        words = f"{stage.kind.name:4} partial={stage.partial!s:5} {stage.tokens:6} tokens {stage.peers} peers {how} 1/{stage.parts} heads"
+        print(words, *(f"{name} {value:.1f}" for name, value in found.items()), sep="  ", flush=True)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({"device": torch.cuda.get_device_name(), "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
