@@ -26,8 +26,8 @@ from flexcp.report.code_lines import FRAMEWORKS, Lines, code_lines
 from flexcp.simulator.training import StepTime
 
 KEYS = [
-    "simulated", "documents", "tokens", "passes", "simulated_passes", "micro_batches", "error_permille", "bound_ms", "baseline", "static",
-    "static_by_load", "swap", "free", "verdict", "why", "code",
+    "simulated", "documents", "tokens", "passes", "simulated_passes", "micro_batches", "error", "margin_permille", "bound_ms", "baseline",
+    "static", "static_by_load", "swap", "free", "verdict", "why", "code",
 ]  # fmt: skip
 
 
