@@ -8,8 +8,8 @@ devices of a cluster (benchmarks/lib/box_machine.py), and messages, packing, mer
 measured first (benchmarks/lib/box_calibration.py), on other messages and other batches; with these the event simulator predicts every step
 before it is run, forward and backward of attention, all ranks starting together in each. Nothing is fitted to a step.
 
-``--write`` writes the page of results, and the errors for ``flexcp`` to state (src/flexcp/known_errors.json), which only an
-idle machine may. Needs root and iproute2; without them it says so and ends with exit code 0.
+``--write`` writes the page of results, and the errors for ``flexcp`` to state (src/flexcp/known_errors/errors.json), which only a run
+of everything on an idle machine may. Needs root and iproute2; without them it says so and ends with exit code 0.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ STRATEGIES = (
     "blocks", "groups", "hypergraph", "minheap", "pow2", "hdp", "wlb",
 )  # fmt: skip
 LOADS = (0.1, 0.5, 1.0)
+MAKE = "make box"
 BATCHES = {
     "mixed": (2048, 256, 512, 128, 175, 75, 375, 24, 500),
     "middling": (1100, 900, 700, 500, 400, 300, 196),
@@ -75,8 +76,18 @@ def main() -> None:
     print("\n".join(summary(steps)))
     print(f"{time.monotonic() - begin:.0f} s; load average before it began {busy:.2f}")
     if asked.write:
-        asked.write.write_text(page(steps, calibrated, host, busy))
-        record(steps, calibrated, busy)
+        asked.write.write_text(page(steps, calibrated, host, busy, _command(asked)))
+        if _command(asked) == MAKE:
+            record(steps, calibrated, busy)
+
+
+def _command(asked: argparse.Namespace) -> str:
+    """What was run: everything, or some of it."""
+    whole = {"batches": BATCHES, "loads": map(str, LOADS), "strategies": STRATEGIES}
+    parts = [
+        f'--{name} "{getattr(asked, name)}"' for name, every in whole.items() if getattr(asked, name) != " ".join(every)
+    ]
+    return " ".join(["python benchmarks/box_error.py", *parts]) if parts else MAKE
 
 
 def _host(box: Box, asked: argparse.Namespace) -> Host:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from datetime import date
 
 from flexcp.calibration import Errors
-from flexcp.known_errors import KnownError
+from flexcp.known_errors.entries import KnownError
 from flexcp.measure.calibrate.fit import errors
 from lib.box_calibration import Host
 from lib.box_judging import BoxStep, Calibrated, order, regrets
@@ -57,7 +57,7 @@ def machine_words(busy: float) -> str:
     return f"{os.cpu_count()} cores ({platform.machine()}), {idle}"
 
 
-def page(steps: Sequence[BoxStep], calibrated: Sequence[Calibrated], host: Host, busy: float) -> str:
+def page(steps: Sequence[BoxStep], calibrated: Sequence[Calibrated], host: Host, busy: float, command: str) -> str:
     """The page of results."""
     ports = [
         [
@@ -74,7 +74,7 @@ def page(steps: Sequence[BoxStep], calibrated: Sequence[Calibrated], host: Host,
     lines = [
         "# A cluster in a box, predicted and measured",
         "",
-        f"**Measured against simulated**, by `make box` on {date.today().isoformat()}: {machine_words(busy)}. Four ranks in two nodes are "
+        f"**Measured against simulated**, by `{command}` on {date.today().isoformat()}: {machine_words(busy)}. Four ranks in two nodes are "
         "processes with a network namespace each, which talk over real TCP (gloo) through ports limited by `tc`: one across nodes, and "
         f"one inside the node that is {INSIDE} times as fast. A rank's kernel is paced: it waits as long as a device of a stated speed "
         "would compute. Everything else is what training runs: plans, messages, packing, merging, Python. Ports, waits and hosts are "

@@ -23,7 +23,7 @@ import numpy as np
 from flexcp.calibration import Errors, TileTimes
 from flexcp.clusters import cluster
 from flexcp.cost import CostModel
-from flexcp.known_errors import KnownError
+from flexcp.known_errors.entries import KnownError
 from flexcp.measure.calibrate.fit import Sample, errors, fit_kernels, split
 from flexcp.measure.calibrate.kernels import GPU_TOKENS, sample_of
 from flexcp.measure.calibrate.tiles import PlanSlots, fit_tiles, single_call, the_plan

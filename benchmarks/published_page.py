@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from datetime import date
 
 from flexcp.calibration import Errors
-from flexcp.known_errors import KnownError
+from flexcp.known_errors.entries import KnownError
 from lib.published_judging import APART, MISS, Pair, Result, Spread, pairs, spread
 from lib.record_errors import record_errors
 from published_parameters import show

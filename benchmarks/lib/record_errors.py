@@ -1,4 +1,4 @@
-"""Where comparing commands put the errors they found: src/flexcp/known_errors.json, the page docs/results/errors.md and the README.
+"""Where comparing commands put the errors they found: src/flexcp/known_errors/errors.json, the page docs/results/errors.md and the README.
 
 All three say the same (tests/docs/test_errors.py), so whoever records an entry writes all of them.
 """
@@ -12,7 +12,8 @@ from pathlib import Path
 from textwrap import fill
 
 from flexcp.cost import CostModel
-from flexcp.known_errors import FILE, PAGE, ROWS, KnownError, known_errors, off_words, order_words
+from flexcp.known_errors.entries import FILE, ROWS, KnownError, known_errors
+from flexcp.known_errors.words import PAGE, off_words, order_words
 from simulated import table
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +52,7 @@ def errors_page(entries: Mapping[str, KnownError]) -> str:
             "measured - 1|; *order right* counts the pairs that came out in the right order, of those that are 10 % apart or more "
             "(predicted, in the box; published, of figures). `flexcp advise`, `compare`, `simulate` and reports print the row that "
             "applies: published figures whose source states its setting, where the cost model is the analytic one; steps of CPU ranks, "
-            "where it was calibrated, beside what the calibration held out itself. The numbers are in src/flexcp/known_errors.json, "
+            "where it was calibrated, beside what the calibration held out itself. The numbers are in src/flexcp/known_errors/errors.json, "
             "written on the dates and by the commands of the last column; - has not been run. Nothing here was measured on a cluster "
             "of several machines.",
             "",

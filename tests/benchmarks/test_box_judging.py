@@ -44,13 +44,15 @@ def test_errors_are_of_predicted_over_measured() -> None:
 def test_the_page_says_what_the_machine_was_and_whether_it_was_idle() -> None:
     held = ((110.0, 100.0), (100.0, 100.0))
     port = Port(12.5, 1_500_000, held)
-    found = page([step("auto", 100, 90)], [Calibrated("mixed", 0.5, 100, port, port)], HOST._replace(held=held), 3.21)
+    found = page(
+        [step("auto", 100, 90)], [Calibrated("mixed", 0.5, 100, port, port)], HOST._replace(held=held), 3.21, "make box"
+    )
     assert (
         "not idle: load average 3.2 before it began" in found
         and "| mixed | 0.5 | auto | 1.00 | 100 | 90 | -10% |" in found
     )
     assert "| mixed | 0.5 | 12.5 | 12.5 | 1.50 | 5.0% | 10.0% | 50.0 | 12.5 |" in found
-    assert ", idle." in page([step("auto", 100, 90)], [], HOST._replace(held=held), 0.1)
+    assert ", idle." in page([step("auto", 100, 90)], [], HOST._replace(held=held), 0.1, "make box")
 
 
 def test_every_strategy_is_run_at_the_three_loads() -> None:

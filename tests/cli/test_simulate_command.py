@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from flexcp.calibration import Calibration, Errors
 from flexcp.cli.main import app
 from flexcp.cost import CostModel
-from flexcp.known_errors import off_words
+from flexcp.known_errors.words import off_words
 
 SMALL = ["--lengths", "9000,800,31", "--cluster", "h100:1x4", "--heads", "8", "--kv-heads", "4", "--head-dim", "64"]
 

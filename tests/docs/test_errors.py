@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from flexcp.calibration import Errors
-from flexcp.known_errors import PAGE, ROWS, KnownError, known_errors
+from flexcp.known_errors.entries import ROWS, KnownError, known_errors
+from flexcp.known_errors.words import PAGE
 from lib.record_errors import README, ROOT, errors_page, how_sure
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from flexcp.compare.advice import Advice, Answer
 from flexcp.io.sizes import size
-from flexcp.known_errors import in_a_sentence, off_words, order_words
+from flexcp.known_errors.words import in_a_sentence, off_words, order_words
 from flexcp.masks import Mask
 
 Paragraphs = list[tuple[str, list[str]]]

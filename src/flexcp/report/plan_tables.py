@@ -9,7 +9,7 @@ import numpy as np
 
 from flexcp.arrays.totals import imbalance
 from flexcp.io.sizes import size
-from flexcp.known_errors import in_a_sentence, off_words
+from flexcp.known_errors.words import in_a_sentence, off_words
 from flexcp.plan.plan import Plan
 from flexcp.report.markup import choice, figure, folded, paragraphs, table, tiles
 from flexcp.report.plan_data import drawn_documents, plan_data

@@ -146,7 +146,7 @@ def text(advice: Advice, code: list[tuple[str, str]]) -> str:
 
 def as_data(advice: Advice, code: list[tuple[str, str]]) -> dict[str, Any]:
     """The documented JSON keys."""
-    from flexcp.known_errors import error_data
+    from flexcp.known_errors.words import error_data
 
     question = advice.question
 

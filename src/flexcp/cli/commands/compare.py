@@ -51,7 +51,7 @@ def compare(
 def as_data(found: Comparison, scenario: s.Scenario) -> dict[str, Any]:
     """The documented JSON keys."""
     from flexcp.cli.commands.simulate import simulation_data
-    from flexcp.known_errors import error_data
+    from flexcp.known_errors.words import error_data
 
     rows: list[dict[str, Any]] = []
     for row in found.rows:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from flexcp import known_errors as known
 from flexcp.calibration import Errors
 from flexcp.cost import CostModel
-from flexcp.known_errors import KnownError, applicable, error_data, error_words, off_words, order_words
+from flexcp.known_errors import entries, words
+from flexcp.known_errors.entries import KnownError
+from flexcp.known_errors.words import applicable, error_data, error_words, off_words, order_words
 
 STATED = KnownError("published, stated", Errors(44, 0.18, 0.676, 0.9), "2026-01-02")
 STEPS = KnownError("steps, box", Errors(48, 0.023, 0.08, 0.1), "2026-01-03", "2 cores, idle", 30, 29)
@@ -19,12 +20,10 @@ FITTED = CostModel("calibrated")
 
 
 @pytest.fixture
-def entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "known.json"
     path.write_text("{}")
-    monkeypatch.setattr(known, "FILE", path)
-    read = known.known_errors
-    monkeypatch.setattr(known, "known_errors", lambda: read(path))
+    monkeypatch.setattr(words, "known_errors", lambda: entries.known_errors(path))
     return path
 
 
@@ -32,8 +31,8 @@ def write(path: Path, *found: KnownError) -> None:
     path.write_text(json.dumps({each.key: each.to_json() for each in found}))
 
 
-def test_the_analytic_model_is_judged_by_published_figures_and_a_fitted_one_by_steps(entries: Path) -> None:
-    write(entries, STEPS, STATED)
+def test_the_analytic_model_is_judged_by_published_figures_and_a_fitted_one_by_steps(file: Path) -> None:
+    write(file, STEPS, STATED)
     assert applicable(CostModel()) == STATED and applicable(replace(CostModel(), token_bytes=1)) == STATED
     assert applicable(FITTED) == STEPS
     assert "44 published figures of stated settings come out off by 18 % in the median, 68 % at the 90th" in off_words(
@@ -42,32 +41,32 @@ def test_the_analytic_model_is_judged_by_published_figures_and_a_fitted_one_by_s
     assert "48 measured steps of CPU ranks come out off by 2 % in the median" in off_words(FITTED)
     assert off_words(FITTED).endswith("(docs/results/errors.md)")
     data = error_data(CostModel())
-    assert data is not None and (data["median"], data["source"], data["date"]) == (0.18, known.PAGE, "2026-01-02")
+    assert data is not None and (data["median"], data["source"], data["date"]) == (0.18, words.PAGE, "2026-01-02")
 
 
-def test_what_has_not_been_run_is_not_stated(entries: Path) -> None:
-    write(entries, STATED)
+def test_what_has_not_been_run_is_not_stated(file: Path) -> None:
+    write(file, STATED)
     assert applicable(FITTED) is None and error_data(FITTED) is None and order_words() == ""
     assert (
         off_words(FITTED)
-        == f"how far off times simulated with a fitted cost model are has not been measured ({known.PAGE})"
+        == f"how far off times simulated with a fitted cost model are has not been measured ({words.PAGE})"
     )
 
 
-def test_what_a_calibration_held_out_stands_beside_it(entries: Path) -> None:
-    write(entries, STEPS)
-    words = error_words(FITTED, {"kernels": Errors(3, 0.1, 0.2, 0.3)})
-    assert words.startswith(
+def test_what_a_calibration_held_out_stands_beside_it(file: Path) -> None:
+    write(file, STEPS)
+    said = error_words(FITTED, {"kernels": Errors(3, 0.1, 0.2, 0.3)})
+    assert said.startswith(
         "cost model calibrated, median error held out: kernels 10.0% (90th percentile 20.0%, 3 shapes); simulated, 48 "
     )
 
 
-def test_ratios_say_whether_the_order_was_right(entries: Path) -> None:
-    write(entries, KnownError("ratios, stated", Errors(28, 0.24, 2.87, 7.53), "2026-01-02", pairs=28, right=26))
+def test_ratios_say_whether_the_order_was_right(file: Path) -> None:
+    write(file, KnownError("ratios, stated", Errors(28, 0.24, 2.87, 7.53), "2026-01-02", pairs=28, right=26))
     assert order_words().startswith(
         "of 28 pairs of them that are 10 % apart or more 26 come out in the published order, their ratios off"
     )
 
 
 def test_the_file_of_the_package_holds_known_rows_only() -> None:
-    assert set(json.loads(known.FILE.read_text())) == set(known.known_errors()) <= set(known.ROWS)
+    assert set(json.loads(entries.FILE.read_text())) == set(entries.known_errors()) <= set(entries.ROWS)

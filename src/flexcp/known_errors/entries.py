@@ -1,12 +1,4 @@
-"""Known errors: how far simulated and modelled times were from what they stand for, in the words that stand beside a predicted time.
-
-``known_errors.json`` beside this file is written by the commands that compare (``make box``, ``make published``, ``make kernel-fit``),
-never by hand; :data:`ROWS` says which entries there can be. What has not been run has no entry. docs/results/errors.md is the same as a
-page.
-
-Which of them applies to a time (:func:`applicable`): a cost model that nobody fitted to the machine is judged by published figures of
-machines it was not fitted to either; one that ``flexcp calibrate`` fitted is judged by steps that were measured after fitting.
-"""
+"""Entries: errors that were found, by what they are errors of. :data:`ROWS` says which there can be."""
 
 from __future__ import annotations
 
@@ -17,11 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from flexcp.calibration import Errors
-from flexcp.cost import CostModel
-from flexcp.io.terminal_text import visible
 
-FILE = Path(__file__).with_suffix(".json")
-PAGE = "docs/results/errors.md"
+FILE = Path(__file__).with_name("errors.json")
 
 
 @dataclass(frozen=True)
@@ -56,8 +45,6 @@ ROWS: dict[str, Row] = {
     ),
     "ratios, all": Row("published", "ratios of two published figures of one setting", "make published", "published.md"),
 }  # fmt: skip
-PLURAL = {"published, stated": "published figures of stated settings", "steps, box": "measured steps of CPU ranks"}
-"""What the entries that stand beside predicted times are called there."""
 
 
 @dataclass(frozen=True)
@@ -98,55 +85,3 @@ def known_errors(path: Path = FILE) -> dict[str, KnownError]:
             errors = Errors(*(given.pop(name) for name in ("count", "median", "p90", "worst")))
             found[key] = KnownError(key, errors, **given)
     return found
-
-
-def applicable(cost: CostModel) -> KnownError | None:
-    """What is known of times that are simulated with this cost model; None where nothing has been run."""
-    return known_errors().get("published, stated" if is_analytic(cost) else "steps, box")
-
-
-def is_analytic(cost: CostModel) -> bool:
-    """Whether nobody fitted this cost model to a machine."""
-    return cost.name == CostModel().name
-
-
-def off_words(cost: CostModel) -> str:
-    """How far times that are simulated with this cost model may be off, and where that is from."""
-    known = applicable(cost)
-    if known is None:
-        kind = "the analytic" if is_analytic(cost) else "a fitted"
-        return f"how far off times simulated with {kind} cost model are has not been measured ({PAGE})"
-    return f"simulated, {known.errors.count} {PLURAL[known.key]} come out off by {known.spread} ({PAGE})"
-
-
-def order_words() -> str:
-    """How far ratios of two simulated times were off, and whether the faster one was; empty where that has not been run."""
-    known = known_errors().get("ratios, stated")
-    if known is None or not known.pairs:
-        return ""
-    return (
-        f"of {known.pairs} pairs of them that are 10 % apart or more {known.right} come out in the published order, their ratios off by "
-        f"{known.spread} ({PAGE})"
-    )
-
-
-def in_a_sentence(words: str) -> str:
-    """Words of this module as a sentence of their own."""
-    return f"{words[:1].upper()}{words[1:]}."
-
-
-def error_words(cost: CostModel, held_out: Mapping[str, Errors] | None = None) -> str:
-    """How wrong a table made with this model may be, in words that stand beside it."""
-    parts = [
-        f"{name} {e.median:.1%} (90th percentile {e.p90:.1%}, {e.count} shapes)" for name, e in (held_out or {}).items()
-    ]
-    fitted = f", median error held out: {'; '.join(parts)}" if parts else ""
-    return f"{visible(f'cost model {cost.name}{fitted}')}; {off_words(cost)}"
-
-
-def error_data(cost: CostModel) -> dict[str, Any] | None:
-    """The same for JSON: count, median, 90th percentile and worst of what, and its source."""
-    known = applicable(cost)
-    if known is None:
-        return None
-    return {"of": known.row.words, **vars(known.errors), "date": known.date, "source": PAGE}
