@@ -31,22 +31,26 @@ def is_analytic(cost: CostModel) -> bool:
 
 def off_words(cost: CostModel) -> str:
     """How far times that are simulated with this cost model may be off, and where that is from."""
+    return f"{_off(cost)} ({PAGE})"
+
+
+def sure_words(cost: CostModel) -> str:
+    """The same, and how far ratios of two simulated times were off and whether the faster one was, where that has been run."""
+    known = known_errors().get("ratios, stated")
+    if known is None or not known.pairs:
+        return off_words(cost)
+    return (
+        f"{_off(cost)}; of {known.pairs} pairs of published figures that are 10 % apart or more {known.right} come out in the published "
+        f"order, their ratios off by {known.spread} ({PAGE})"
+    )
+
+
+def _off(cost: CostModel) -> str:
     known = applicable(cost)
     if known is None:
         kind = "the analytic" if is_analytic(cost) else "a fitted"
-        return f"how far off times simulated with {kind} cost model are has not been measured ({PAGE})"
-    return f"simulated, {known.errors.count} {PLURAL[known.key]} come out off by {known.spread} ({PAGE})"
-
-
-def order_words() -> str:
-    """How far ratios of two simulated times were off, and whether the faster one was; empty where that has not been run."""
-    known = known_errors().get("ratios, stated")
-    if known is None or not known.pairs:
-        return ""
-    return (
-        f"of {known.pairs} pairs of them that are 10 % apart or more {known.right} come out in the published order, their ratios off by "
-        f"{known.spread} ({PAGE})"
-    )
+        return f"how far off times simulated with {kind} cost model are has not been measured"
+    return f"simulated, {known.errors.count} {PLURAL[known.key]} come out off by {known.spread}"
 
 
 def in_a_sentence(words: str) -> str:

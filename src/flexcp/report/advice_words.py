@@ -8,7 +8,7 @@ import numpy as np
 
 from flexcp.compare.advice import Advice, Answer
 from flexcp.io.sizes import size
-from flexcp.known_errors.words import in_a_sentence, off_words, order_words
+from flexcp.known_errors.words import in_a_sentence, sure_words
 from flexcp.masks import Mask
 
 Paragraphs = list[tuple[str, list[str]]]
@@ -31,8 +31,7 @@ def gain_words(advice: Advice, answer: Answer) -> str:
 
 def how_sure(advice: Advice) -> str:
     """What is known of such predictions."""
-    words = in_a_sentence("; ".join(part for part in (off_words(advice.question.cost), order_words()) if part))
-    return f"All of this is simulated, not measured. {words}"
+    return f"Nothing of this was measured. {in_a_sentence(sure_words(advice.question.cost))}"
 
 
 def _documents(advice: Advice) -> str:
