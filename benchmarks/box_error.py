@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from box_options import parsed
-from box_page import ROW_HEADS, page, record, summary
+from box_page import ROW_HEADS, machine_words, page, record, summary
 from lib.box import Box
 from lib.box_calibration import Host, Port, measure_host, measure_ports
 from lib.box_judging import BoxStep, Calibrated
@@ -61,6 +61,7 @@ def main() -> None:
     if asked is None:
         return
     busy = os.getloadavg()[0]
+    print(f"machine: {machine_words(busy)}", flush=True)
     begin = time.monotonic()
     steps: list[BoxStep] = []
     calibrated: list[Calibrated] = []
