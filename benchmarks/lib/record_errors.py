@@ -13,7 +13,7 @@ from textwrap import fill
 
 from flexcp.cost import CostModel
 from flexcp.known_errors.entries import FILE, ROWS, KnownError, known_errors
-from flexcp.known_errors.words import PAGE, sure_words
+from flexcp.known_errors.words import PAGE, off_words
 from simulated import table
 
 ROOT = Path(__file__).parents[2]
@@ -63,6 +63,6 @@ def errors_page(entries: Mapping[str, KnownError]) -> str:
 
 def how_sure() -> str:
     """The README's paragraph."""
-    words = sure_words(CostModel()).replace(f"({PAGE})", f"([all errors]({PAGE}))")
+    words = off_words(CostModel()).replace(f"({PAGE})", f"([all errors]({PAGE}))")
     words = f"**How sure**: {words}. Ask for your own documents and [model](docs/commands.md#models):"
     return fill(words, WIDTH, break_long_words=False, break_on_hyphens=False)
