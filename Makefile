@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start hundreds of Python processes: bytecode is kept whatever the environment says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test loops kernels lint docs screenshots verify-all planning simulator-speed auto groups regimes memory multimodal models experiments published hypergraph properties data fuzz-plans clean
+.PHONY: demo test loops kernels lint docs screenshots verify-all planning simulator-speed auto groups regimes memory multimodal models experiments published box kernel-fit hypergraph properties data fuzz-plans clean
 
 demo: .venv/ready
 	$(BIN)/flexcp demo
@@ -73,6 +73,14 @@ experiments: .venv/ready
 # Published figures beside simulated ones, with errors; writes docs/results/published.md. Ten minutes.
 published: .venv/ready
 	$(BIN)/python benchmarks/published.py --write docs/results/published.md
+
+# Predicted beside measured steps on ranks with slow ports; writes docs/results/box.md. Root, two idle cores, a quarter of an hour.
+box: .venv/ready
+	$(BIN)/python benchmarks/box_error.py --write docs/results/box.md
+
+# How well cost models fit an H200's kernels, from raw times in benchmarks/h200.json; prints a table and states the errors.
+kernel-fit: .venv/ready
+	$(BIN)/python benchmarks/kernel_fit.py --record
 
 # Every model family x strategy x layout x ranks over 50 steps against one process; writes docs/results/models.md.
 models: .venv/ready

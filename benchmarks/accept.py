@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from box_options import box_parser, parsed, rank_mbps
+from box_options import box_parser, parsed
 from flexcp.calibration import Calibration
 from flexcp.cost import CostModel
 from lib.box import STORE_PORT, Network
@@ -45,9 +45,10 @@ def main() -> None:
         network.limit(asked.mbit)
         if asked.throttle:
             node, mbit = map(int, asked.throttle.split(":"))
-            network.limit(mbit, node)
+            network.limit(mbit, node=node)
         cost = Path(made) / "links.json"
-        speeds = {"intra_mbps": INSIDE_MBPS, "inter_mbps": rank_mbps(asked)}
+        # Ranks of a node share its namespace, and with it one port to the network.
+        speeds = {"intra_mbps": INSIDE_MBPS, "inter_mbps": max(1, asked.mbit // 8 // asked.ranks)}
         cost.write_text(json.dumps(Calibration(CostModel(), "box", speeds).to_json()))
         commands = [
             *("--cost", str(cost), "--write", str(folder / "accept.json"), "--html", str(folder / "accept.html")),
@@ -61,13 +62,13 @@ def main() -> None:
 def _launched(network: Network, node: int, ranks: int, commands: list[str]) -> subprocess.Popen[bytes]:
     """torchrun on a node. The static rendezvous takes addresses, where others look names up that only the nodes have."""
     launcher = (
-        f"{sys.executable} -m torch.distributed.run --nnodes {len(network.nodes)} --node-rank {node} --nproc-per-node {ranks} "
+        f"{sys.executable} -m torch.distributed.run --nnodes {network.nodes} --node-rank {node} --nproc-per-node {ranks} "
         f"--master-addr {network.address(0)} --master-port {STORE_PORT} --local-addr {network.address(node)} -m flexcp accept"
     )
     named = f"hostname {network.host(node)} && exec {launcher} {shlex.join(commands)}"
     quiet = None if node == 0 else subprocess.DEVNULL
     return subprocess.Popen(
-        ["ip", "netns", "exec", network.nodes[node], "unshare", "--uts", "sh", "-c", named],
+        ["ip", "netns", "exec", network.ranks[node], "unshare", "--uts", "sh", "-c", named],
         env=os.environ | {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"},
         stdout=quiet,
         stderr=quiet,

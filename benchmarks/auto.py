@@ -3,7 +3,7 @@
 All named length distributions x all masks x one node, four and 32 nodes of 8 H100, 8,192 tokens a rank, 64 / 8 heads of 128. Beside
 ``auto`` stand every static method in every degree that ``auto`` knows, ``blocks``, ``groups`` and the rivals. Two things must hold in every
 cell, or this ends with an error: ``auto`` is predicted no slower than any static strategy, and no slower than any other by more than the
-cost model's stated error. Everything is *simulated* (closed-form prediction); no time here was measured on GPUs.
+cost model's margin. Everything is *simulated* (closed-form prediction); no time here was measured on GPUs.
 """
 
 from __future__ import annotations
@@ -137,10 +137,10 @@ def main() -> None:
         "",
         f"**Simulated**, by `make auto` on {date.today().isoformat()} ({platform.machine()}); nothing here was measured on GPUs. "
         "Predicted time of a whole step (forward and backward attention, exposed communication, the rest of the layer) in closed form, "
-        f"cost model `{COST.name}`, stated error {COST.error_permille / 10:g} %. 8,192 tokens a rank, 64 / 8 heads of 128. A cell is the "
+        f"cost model `{COST.name}` ([errors](errors.md)). 8,192 tokens a rank, 64 / 8 heads of 128. A cell is the "
         "best static strategy's time over `auto`'s, and what `auto` took; 1.00 with a static name means it stayed. In every cell `auto` "
         "is no slower than every static strategy, and than `blocks`, `groups`, `minheap`, `pow2`, `hdp` and `wlb` by no more than the "
-        "stated error.",
+        "margin.",
         "",
     ]
     console, broken = Console(stderr=True), []

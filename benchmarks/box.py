@@ -1,11 +1,12 @@
 """A cluster in a box, measured: step time of attention over slow links, beside compute and communication of the same plan alone.
 
-    sudo python benchmarks/box.py --nodes 2 --ranks 2 --mbit 400 --gflops 20       # every rank a device paced at 20 GFLOP/s
-    sudo python benchmarks/box.py --nodes 2 --ranks 2 --mbit 100 --real            # real kernels on this machine's cores
+    sudo python benchmarks/box.py --nodes 2 --ranks 2 --mbit 200 --gflops 20       # every rank a device paced at 20 GFLOP/s
+    sudo python benchmarks/box.py --nodes 2 --ranks 2 --mbit 50 --real             # real kernels on this machine's cores
 
-Nodes are network namespaces, a node's link carries ``--mbit`` each way, messages are real TCP (benchmarks/lib/box.py). By default compute
-is paced, because ranks that share two cores wait for each other as devices of a cluster do not; ``--real`` runs the CPU kernel, calibrates
-the planner on it, and compares results. A row marked "no relays" is the placement above it with every key straight from its owner.
+Ranks are network namespaces, a rank's network port carries ``--mbit`` each way, messages are real TCP (benchmarks/lib/box.py). By default
+compute is paced, because ranks that share two cores wait for each other as devices of a cluster do not; ``--real`` runs the CPU kernel,
+calibrates the planner on it, and compares results. A row marked "no relays" is the placement above it with every key straight from its
+owner.
 
 Columns: MB between nodes and step, as planned and as the links counted (headers included); milliseconds of the slowest rank in the fastest
 of ``--repeats``: compute alone, communication alone, the step; the step over the longer of the two; the step over the first row's. Needs
@@ -43,7 +44,7 @@ PARTS: tuple[StepPart, ...] = ("compute", "communication", "whole")
 
 def main() -> None:
     """Measure what is asked for and print a table."""
-    parser = box_parser(__doc__, nodes=2, mbit=400, repeats=3)
+    parser = box_parser(__doc__, nodes=2, mbit=200, repeats=3)
     parser.add_argument("--gflops", type=float, default=20.0, help="speed of a paced device")
     parser.add_argument("--real", action="store_true", help="compute with the CPU kernel instead")
     parser.add_argument("--lengths", default="8192,1024,2048,512,700,300,1500,96,2000")
@@ -59,7 +60,7 @@ def main() -> None:
         gflops = _real_gflops(box, asked) if asked.real else asked.gflops
         machine = box_cluster(asked, round(gflops * 1000 / PEAK_PERMILLE[DTYPE]) or 1)
         print(
-            f"{machine}, {asked.mbit} Mbit/s a node, {gflops:.1f} GFLOP/s a rank ({'real' if asked.real else 'paced'})"
+            f"{machine}, {asked.mbit} Mbit/s a rank, {gflops:.1f} GFLOP/s a rank ({'real' if asked.real else 'paced'})"
         )
         print(
             "| plan | stages | MB planned | MB counted | compute | communication | step | step / longer | step / first's |"

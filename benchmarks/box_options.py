@@ -13,7 +13,7 @@ def box_parser(text: str | None, nodes: int, mbit: int, repeats: int) -> argpars
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=nodes)
     parser.add_argument("--ranks", type=int, default=2, help="ranks of a node")
-    parser.add_argument("--mbit", type=int, default=mbit, help="megabits a second of a node's link, each way")
+    parser.add_argument("--mbit", type=int, default=mbit, help="megabits a second of a rank's network port, each way")
     parser.add_argument("--repeats", type=int, default=repeats)
     return parser
 
@@ -28,12 +28,7 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace | None:
     return asked
 
 
-def rank_mbps(asked: argparse.Namespace) -> int:
-    """Megabytes a second between nodes and rank: ranks of a node share its link."""
-    return max(1, asked.mbit // 8 // asked.ranks)
-
-
 def box_cluster(asked: argparse.Namespace, gflops: int) -> Cluster:
     """The box as planners see it, with ranks of this bf16 peak."""
-    inter = rank_mbps(asked)
+    inter = max(1, asked.mbit // 8)
     return Cluster("box", asked.nodes, asked.ranks, gflops, intra_mbps=1000, inter_mbps=inter, latency_ns=500_000)

@@ -19,7 +19,6 @@ import flexible_groups
 import kernel_fit
 import libra
 import magi
-from flexcp.calibration import error_words
 from flexcp.cost import CostModel
 
 SPARSE = ("lambda", "shared question", "causal blockwise")
@@ -36,7 +35,7 @@ def sections(quick: bool) -> list[tuple[str, str, Callable[[], list[str]]]]:
             "calibrate` fits them, errors on what was not fitted. Planners use pairs and row tiles; `flexcp simulate`, `compare` and "
             "`bench step` with such a calibration time a finished plan by prices of tiles. The tables below are of other GPUs and use the "
             "analytic model. Kernels of 100 ms and more run slower than the fit says, because the chip lowers its clock.",
-            lambda: [*kernel_fit.table(), ""],
+            lambda: [*kernel_fit.read_table(), ""],
         ),
         (
             "DCP's static methods, published and simulated",
@@ -92,7 +91,7 @@ def sections(quick: bool) -> list[tuple[str, str, Callable[[], list[str]]]]:
             "flexcp at the sizes of block-level FCP",
             "Milliseconds of attention forward and backward. Rivals are the dealing of MagiAttention, ByteScale and WLB-LLM and a ring "
             "over all ranks. Published: FCP 1.13 to 2.21 times the best of them, efficiency 92.9 to 94.7 %. Where `auto` is behind "
-            "`groups`, it stays with a static method because the predicted gain is within the 8 % by which the cost model may err.",
+            "`groups`, it stays with a static method because the predicted gain is within its margin.",
             lambda: block_fcp.scaling(counts, ("h20",) if quick else ("h20", "gb200")),
         ),
         (
@@ -114,11 +113,12 @@ def page(quick: bool) -> str:
     lines = [
         "# Experiments against published systems",
         "",
-        f"**Simulated**, by `make experiments{' QUICK=1' * quick}` on {date.today().isoformat()}: the event simulator, "
-        f"{error_words(CostModel())}, unless a section says otherwise; compute and transfers slow each other as measured on one H200 with "
-        "16 multiprocessors left to transfers. No time here was measured on GPUs, except the raw times of the first table. Published "
-        "figures are those of the systems' papers. Tokens are equal on all ranks where only attention is timed. *Optimality* is time over "
-        "max(perfectly divided compute, unavoidable communication), which no placement reaches where documents must be cut.",
+        f"**Simulated**, by `make experiments{' QUICK=1' * quick}` on {date.today().isoformat()}: the event simulator, cost model "
+        f"{CostModel().name} ([errors](errors.md)), unless a section says otherwise; compute and transfers slow each other as measured "
+        "on one H200 with 16 multiprocessors left to transfers. No time here was measured on GPUs, except the raw times of the first "
+        "table. Published figures are those of the systems' papers. Tokens are equal on all ranks where only attention is timed. "
+        "*Optimality* is time over max(perfectly divided compute, unavoidable communication), which no placement reaches where "
+        "documents must be cut.",
         "",
         "`auto` is scored by a closed form that does not know ports wanted by several stages or ranks at once, shared network cards, and "
         "contention; [predictions](predictions.md) has its error against the events. That is one reason why `auto` is behind the best "

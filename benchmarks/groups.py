@@ -140,7 +140,7 @@ def main() -> None:
             "# groups against fixed grids",
             "",
             f"**Simulated**, by `make groups` on {date.today().isoformat()} ({platform.machine()}); only planning times, in the last "
-            f"table, are measured. Predicted whole-step time (cost model `{COST.name}`, stated error {COST.error_permille / 10:g} %), sum "
+            f"table, are measured. Predicted whole-step time (cost model `{COST.name}`, [errors](errors.md)), sum "
             f"over {SEEDS} batches, 32 / 8 heads of 128, causal, at most twice the mean of tokens on a rank. A fixed grid has one degree "
             "for all batches of a distribution. DHP (arXiv 2602.21788) published 1.46 (language model) and 2.24 (multimodal) over fixed "
             "degrees, measured on its own machines. *Bound* is all compute divided perfectly.",

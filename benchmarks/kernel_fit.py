@@ -1,6 +1,6 @@
 """How well the cost models fit an H200's kernels: raw times in h200.json, fitted as ``flexcp calibrate`` fits them, errors on the rest.
 
-    python benchmarks/kernel_fit.py
+    python benchmarks/kernel_fit.py            # --record states the errors for flexcp to print (make kernel-fit)
 
 Two models: *pairs and row tiles*, which planners use, and *prices of tiles*, which the simulator times a finished plan with
 (flexcp/measure/tile_times.py). Fitted are calls of up to 16,384 tokens (two of three) and, for prices, slots of two plans; errors are on
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,12 +23,14 @@ import numpy as np
 from flexcp.calibration import Errors, TileTimes
 from flexcp.clusters import cluster
 from flexcp.cost import CostModel
+from flexcp.known_errors.entries import KnownError
 from flexcp.measure.calibrate.fit import Sample, errors, fit_kernels, split
 from flexcp.measure.calibrate.kernels import GPU_TOKENS, sample_of
 from flexcp.measure.calibrate.tiles import PlanSlots, fit_tiles, single_call, the_plan
 from flexcp.measure.tile_times import call_ns
 from flexcp.plan.file import version_1_hash
 from flexcp.shape import Shape
+from lib.record_errors import record_errors
 
 RAW = Path(__file__).with_name("h200.json")
 
@@ -91,21 +94,35 @@ def _stated(samples: list[Sample], shape: Shape) -> Errors:
     return errors(predicted, [s.ns for s in samples])
 
 
-def table() -> list[str]:
+def table(found: Sequence[tuple[str, str, Errors]]) -> list[str]:
     """The errors as a Markdown table."""
     lines = [
         "| model | judged on | how many | median | 90th percentile | worst |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for model, what, e in rows(json.loads(RAW.read_text())):
+    for model, what, e in found:
         lines.append(f"| {model} | {what} | {e.count} | {e.median:.1%} | {e.p90:.1%} | {e.worst:.1%} |")
     return lines
 
 
+def read_table() -> list[str]:
+    """The table of the raw times."""
+    return table(rows(json.loads(RAW.read_text())))
+
+
 def main() -> None:
     """Print the table."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    print("\n".join(table()))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record", action="store_true")
+    asked = parser.parse_args()
+    raw = json.loads(RAW.read_text())
+    found = rows(raw)
+    print("\n".join(table(found)))
+    if asked.record:
+        keys = dict(zip(("analytic", "fitted", None, "tiles", None), (each for *_, each in found), strict=True))
+        day = re.search(r"\d{4}-\d{2}-\d{2}", raw["about"])
+        assert day is not None  # when the raw times were measured
+        record_errors([KnownError(f"kernels, {name}", each, day[0]) for name, each in keys.items() if name is not None])
 
 
 if __name__ == "__main__":

@@ -212,7 +212,7 @@ def page(console: Console, measure: bool) -> str:
         "",
         "## Balance, bytes and time",
         "",
-        f"Predicted in closed form, cost model `analytic` (stated error 8 %), mean of {SEEDS} batches with "
+        f"Predicted in closed form, cost model `analytic` ([errors](errors.md)), mean of {SEEDS} batches with "
         f"about {TOKENS_A_RANK:,} tokens a rank, Qwen2-VL 7B's encoder (16 heads of 80, {encoder}) and language model (28 / 4 heads of "
         f"128, {language}). *Best static* is the best of {', '.join(STATIC)} in each batch, the same for both parts as users run it; *for "
         "each part* a different one for encoder and language model, which needs two layouts and a way between them. Compute and "

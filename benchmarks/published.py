@@ -3,7 +3,8 @@
 ``lib/published_figures.py`` has the format of the file. Every figure is planned with the strategy that stands for its method and run by the
 event simulator on the cluster it names; links and kernels are those of ``published_parameters.py``, which come from other measurements, and
 nothing is fitted to a figure. Without FILE the figures are those of benchmarks/published.jsonl; ``--write`` makes the page of results
-(``make published``). A file with a mistake is refused, with its lines and fields, before anything is simulated.
+and states the errors for flexcp to print (``make published``). A file with a mistake is refused, with its lines and fields, before anything
+is simulated.
 """
 
 from __future__ import annotations
@@ -149,6 +150,8 @@ def main() -> None:
     print("\n".join([*published_page.figures_table(results), *published_page.summary(results)]))
     if asked.write:
         asked.write.write_text(published_page.page(results))
+        if asked.file == FIGURES and not asked.only:
+            published_page.record(results)
 
 
 if __name__ == "__main__":

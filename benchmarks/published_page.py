@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import date
 
+from flexcp.calibration import Errors
+from flexcp.known_errors.entries import KnownError
 from lib.published_judging import APART, MISS, Pair, Result, Spread, pairs, spread
+from lib.record_errors import record_errors
 from published_parameters import show
 from simulated import table
 
@@ -89,6 +92,26 @@ def _cells(found: Spread | None) -> list[str]:
 def _right(some: Sequence[Pair]) -> str:
     right = sum(p.is_right for p in some)
     return f"{right} ({right / len(some):.0%})" if some else ""
+
+
+def record(results: Sequence[Result]) -> None:
+    """State the errors for flexcp to print."""
+    today, found = date.today().isoformat(), []
+    for name, words in (("stated", KINDS[0][0]), ("all", KINDS[-1][0])):
+        wanted = dict(KINDS)[words]
+        figures = spread(r.error for r in results if wanted(r) and r.simulated is not None)
+        some = [p for p in pairs(results) if wanted(p.first) and wanted(p.second)]
+        ratios = spread(p.error for p in some)
+        if figures is not None:
+            found.append(KnownError(f"published, {name}", _rounded(figures), today))
+        if ratios is not None:
+            right = sum(p.is_right for p in some)
+            found.append(KnownError(f"ratios, {name}", _rounded(ratios), today, pairs=len(some), right=right))
+    record_errors(found)
+
+
+def _rounded(found: Spread) -> Errors:
+    return Errors(found.count, *(round(x, 5) for x in (found.median, found.p90, found.worst)))
 
 
 def misses(results: Sequence[Result]) -> list[str]:

@@ -23,7 +23,6 @@ from rich.progress import track
 from flexcp.clusters import Cluster, cluster
 from flexcp.compare.compare import STATIC, STATIC_BY_LOAD, method_of
 from flexcp.compare.static_choice import DEALINGS, fixed_static
-from flexcp.cost import CostModel
 from flexcp.data.lengths import draw_lengths
 from flexcp.models.find import find_model
 from flexcp.models.topology import divided_preset, topology
@@ -174,7 +173,7 @@ def page(regimes: dict[Regime, list[Cell]]) -> str:
         "# When it pays, by regime",
         "",
         f"**Simulated**, by `make regimes` on {date.today().isoformat()} ({platform.machine()}); no time here was measured. The event "
-        f"simulator with the analytic cost model (stated error {CostModel().error_permille / 10:g} %), presets of H100 nodes, causal "
+        f"simulator with the analytic cost model ([errors](errors.md)), presets of H100 nodes, causal "
         "documents, heads of 128, seed 0. *Gain* is the time of a static method over the time of `auto`; means are geometric. *Of the "
         "batch*: the fastest method, in its best degree, of each batch; it may be another in every batch, which a training run cannot do. "
         f"*Fixed for the run*: the one fastest over {len(OTHER_SEEDS)} other batches of the same lengths, cluster and size. *By tokens*: "

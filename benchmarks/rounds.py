@@ -1,8 +1,8 @@
 """One call a stage against calls of few rounds, measured over slow links: what ``bind(rounds_per_call=...)`` gains or costs on gloo.
 
-    sudo python benchmarks/rounds.py --nodes 4 --ranks 2 --mbit 800
+    sudo python benchmarks/rounds.py --nodes 4 --ranks 2 --mbit 400
 
-Nodes are network namespaces (benchmarks/lib/box.py), the kernel does nothing, so a step is its communication, packing and reductions.
+Ranks are network namespaces (benchmarks/lib/box.py), the kernel does nothing, so a step is its communication, packing and reductions.
 Milliseconds of the slowest rank in the fastest of ``--repeats``, forward and backward. Needs root and iproute2; skips without them.
 """
 
@@ -21,7 +21,7 @@ CALLS = (None, 1, 4, 16)
 
 def main() -> None:
     """Measure and print a table."""
-    parser = box_parser(__doc__, nodes=4, mbit=800, repeats=5)
+    parser = box_parser(__doc__, nodes=4, mbit=400, repeats=5)
     parser.add_argument("--lengths", default="4096,512,1024,256,350,150,750,48,1000")
     parser.add_argument("--strategies", default="blocks,allgather,zigzag")
     asked = parsed(parser)

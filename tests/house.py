@@ -29,6 +29,7 @@ FLOORS = (
     "batch",
     "cost",
     "calibration",
+    "known_errors",
     "models",
     "plan",
     "executor.kernels",

@@ -1,13 +1,20 @@
-"""A cluster in a box: nodes that are network namespaces, joined by links as slow as asked for.
+"""A cluster in a box: ranks that are network namespaces, with ports as slow as asked for.
 
-    node 0   eth0 ──── n0 ┐
-    node 1   eth0 ──── n1 ┤ bridge          (the switch has a namespace of its own)
-    ...
+                 ┌ eth0 ── n0 ┐
+    rank 0 ──────┤            ├ network        (a bridge that joins all ranks)
+                 └ eth1 ── i0 ┐
+                              ├ inside0        (a bridge for each node)
+                 ┌ eth1 ── i1 ┘
+    rank 1 ──────┤
+                 └ eth0 ── n1 ─ network
 
-Every node has one veth link to the switch. Token buckets (``tc tbf``) at both of its ends limit what the node sends and what it receives;
-ranks of a node share the link, and talk to each other over the node's loopback, unlimited. Ranks see the name of their node as their
-machine's (``hostname``), in a UTS namespace of their own. Real processes, real TCP, real queues: what is
-measured here is a step, not a model of it.
+Every rank has a port to the network and one to its node, as a GPU has a network card and NVLink, and as the simulator has it: token buckets
+(``tc tbf``) at both ends of a port limit what it sends and what it receives. A rank reaches those of its node through the one, others
+through the other, and sees the name of its node as its machine's (``hostname``), in a UTS namespace of its own. Real processes, real TCP,
+real queues: what is measured here is a step, not a model of it.
+
+Sockets keep little in flight. With Linux's own defaults megabytes of one message queue before a slow port, and what another stage has to
+say waits behind them, which no network of a cluster does.
 
 Needs Linux, root and iproute2; :func:`why_not` says what is missing. Nothing of it is in the machine's own network: all devices live in
 namespaces named after this process, which go when the box closes, by an error or Ctrl-C too. Those of a process that was killed go when
@@ -24,6 +31,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,9 +43,20 @@ PREFIX = "flexcp-box-"
 NAMESPACES = Path("/run/netns")
 STORE_PORT = 29_400
 QUEUE_BYTES = 32 << 20
-"""A link's queue: more than TCP keeps in flight, so that nothing is dropped."""
-BURST_BYTES = 128 << 10
-"""What a bucket lets through at once: more than the largest packet that a virtual link carries unsegmented."""
+"""A port's queue: more than sockets keep in flight, so that nothing is dropped."""
+BURST_SECONDS = 0.001
+LEAST_BURST_BYTES = 12 << 10
+"""What a bucket lets through at once: what comes in a millisecond, and more than a packet."""
+PACKET_BYTES = 9000
+SOCKETS = {
+    "tcp_congestion_control": "reno",
+    "tcp_wmem": f"4096 {64 << 10} {128 << 10}",
+    "tcp_rmem": f"4096 {256 << 10} {1 << 20}",
+}
+"""Settings of a rank's sockets: nothing is lost here, so what is in flight is all that governs them. (bbr, the default of some machines,
+would measure links for itself and hold back.)"""
+QUEUED_SECONDS = 0.002
+"""What a socket has waiting in its port, at most, in time of that port."""
 CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000
 
 
@@ -45,9 +64,9 @@ def why_not() -> str | None:
     """Why no box can be made here, with the way out; None when it can."""
     if not sys.platform.startswith("linux"):
         return f"a box needs Linux network namespaces; this is {sys.platform}"
-    missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
+    missing = [name for name in ("ip", "tc", "sysctl") if shutil.which(name) is None]
     if missing:
-        return f"a box needs {' and '.join(missing)} of iproute2 (apt install iproute2)"
+        return f"a box needs {' and '.join(missing)} (apt install iproute2 procps)"
     if os.geteuid() != 0:
         return "a box needs root, to make network namespaces"
     try:
@@ -59,14 +78,15 @@ def why_not() -> str | None:
 
 
 class Network:
-    """``nodes`` namespaces around a switch. Use as a context manager."""
+    """``nodes`` x ``ranks_per_node`` namespaces, joined inside nodes and across them. Use as a context manager."""
 
-    def __init__(self, nodes: int) -> None:
-        if not 1 <= nodes <= 200:
-            raise ValueError(f"a box has 1 to 200 nodes; got {nodes}")
+    def __init__(self, nodes: int, ranks_per_node: int = 1) -> None:
+        if not 1 <= nodes * ranks_per_node <= 200:
+            raise ValueError(f"a box has 1 to 200 ranks; got {nodes} nodes of {ranks_per_node}")
         _remove_leftovers()
+        self.nodes, self.ranks_per_node = nodes, ranks_per_node
         self.switch = f"{PREFIX}{os.getpid()}-switch"
-        self.nodes = [f"{PREFIX}{os.getpid()}-node{i}" for i in range(nodes)]
+        self.ranks = [f"{PREFIX}{os.getpid()}-rank{i}" for i in range(nodes * ranks_per_node)]
         try:
             self._build()
         except BaseException:
@@ -75,43 +95,64 @@ class Network:
 
     def _build(self) -> None:
         _run(f"ip netns add {self.switch}")
-        _run(f"ip -n {self.switch} link add bridge type bridge")
-        _run(f"ip -n {self.switch} link set bridge up")
-        for number, node in enumerate(self.nodes):
-            _run(f"ip netns add {node}")
-            _run(f"ip link add eth0 netns {node} type veth peer name n{number} netns {self.switch}")
-            _run(f"ip -n {self.switch} link set n{number} master bridge up")
-            _run(f"ip -n {node} address add {self.address(number)}/24 dev eth0")
-            for device in ("lo", "eth0"):
-                _run(f"ip -n {node} link set {device} up")
+        for bridge in ("network", *(f"inside{node}" for node in range(self.nodes))):
+            _run(f"ip -n {self.switch} link add {bridge} mtu {PACKET_BYTES} type bridge")
+            _run(f"ip -n {self.switch} link set {bridge} up")
+        for number, rank in enumerate(self.ranks):
+            node = number // self.ranks_per_node
+            _run(f"ip netns add {rank}")
+            _run(f"ip -n {rank} link set lo up")
+            for device, there, bridge in (("eth0", f"n{number}", "network"), ("eth1", f"i{number}", f"inside{node}")):
+                size = f"mtu {PACKET_BYTES}"
+                _run(f"ip link add {device} netns {rank} {size} type veth peer name {there} netns {self.switch} {size}")
+                _run(f"ip -n {self.switch} link set {there} master {bridge} up")
+                _run(f"ip -n {rank} address add {self.address(number)}/32 dev {device}")
+                _run(f"ip -n {rank} link set {device} up")
+            self._set(rank, SOCKETS)
+            _run(f"ip -n {rank} route add 10.77.0.0/24 dev eth0")
+            for other in range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node):
+                if other != number:
+                    _run(f"ip -n {rank} route add {self.address(other)}/32 dev eth1")
 
-    def host(self, node: int) -> str:
-        """The name of a node as its ranks see it."""
-        return f"node{node}"
+    def host(self, rank: int) -> str:
+        """The name of a rank's node, as its ranks see it."""
+        return f"node{rank // self.ranks_per_node}"
 
-    def address(self, node: int) -> str:
-        """The address of a node."""
-        return f"10.77.0.{node + 1}"
+    def address(self, rank: int) -> str:
+        """The address of a rank."""
+        return f"10.77.0.{rank + 1}"
 
-    def limit(self, mbit: int | None, node: int | None = None) -> None:
-        """Let every node, or one, send and receive so many megabits a second; None takes limits away."""
-        if mbit is not None and mbit < 1:
-            raise ValueError(f"a link carries at least 1 Mbit/s, or None for no limit; got {mbit}")
-        numbers = range(len(self.nodes)) if node is None else [node]
-        ends = [(self.nodes[number], "eth0") for number in numbers]
-        ends += [(self.switch, f"n{number}") for number in numbers]
-        for namespace, device in ends:
-            if mbit is not None:
-                bucket = f"tbf rate {mbit}mbit burst {BURST_BYTES} limit {QUEUE_BYTES}"
-                _run(f"tc -n {namespace} qdisc replace dev {device} root {bucket}")
-            elif "tbf" in _run(f"tc -n {namespace} qdisc show dev {device}"):
-                _run(f"tc -n {namespace} qdisc delete dev {device} root")
+    def limit(self, across_mbit: int | None, inside_mbit: int | None = None, node: int | None = None) -> None:
+        """Let every rank, or those of one node, send and receive so many megabits a second across nodes and inside its own; None is no
+        limit."""
+        each = self.ranks_per_node
+        numbers = range(len(self.ranks)) if node is None else range(node * each, (node + 1) * each)
+        for device, there, mbit in (("eth0", "n", across_mbit), ("eth1", "i", inside_mbit)):
+            if mbit is not None and mbit < 1:
+                raise ValueError(f"a port carries at least 1 Mbit/s, or None for no limit; got {mbit}")
+            ends = [(self.ranks[number], device) for number in numbers]
+            ends += [(self.switch, f"{there}{number}") for number in numbers]
+            for namespace, end in ends:
+                if mbit is not None:
+                    burst = max(LEAST_BURST_BYTES, round(mbit * 125_000 * BURST_SECONDS))
+                    bucket = f"tbf rate {mbit}mbit burst {burst} limit {QUEUE_BYTES}"
+                    _run(f"tc -n {namespace} qdisc replace dev {end} root {bucket}")
+                elif "tbf" in _run(f"tc -n {namespace} qdisc show dev {end}"):
+                    _run(f"tc -n {namespace} qdisc delete dev {end} root")
+        if across_mbit is not None:
+            waiting = max(LEAST_BURST_BYTES, round(across_mbit * 125_000 * QUEUED_SECONDS))
+            for number in numbers:
+                self._set(self.ranks[number], {"tcp_limit_output_bytes": str(waiting)})
+
+    def _set(self, namespace: str, settings: Mapping[str, str]) -> None:
+        for name, value in settings.items():
+            _run("ip", "netns", "exec", namespace, "sysctl", "-q", "-w", f"net.ipv4.{name}={value}")
 
     def sent_bytes(self) -> list[int]:
-        """Bytes that each node has put on its link so far, headers included."""
+        """Bytes that each rank has sent across nodes so far, headers included."""
         found = []
-        for node in self.nodes:
-            text = _run(f"ip -n {node} -s -o link show dev eth0")
+        for rank in self.ranks:
+            text = _run(f"ip -n {rank} -s -o link show dev eth0")
             after = re.search(r"TX:[^\\]*\\\s*(\d+)", text)
             if after is None:
                 raise RuntimeError(f"no count of sent bytes in {text!r}")
@@ -120,7 +161,7 @@ class Network:
 
     def close(self) -> None:
         """Remove everything; may be called again."""
-        for namespace in (*self.nodes, self.switch):
+        for namespace in (*self.ranks, self.switch):
             _remove(namespace)
 
     def __enter__(self) -> Network:
@@ -138,19 +179,18 @@ class Box(RankPool):
             raise ValueError(f"a node needs at least 1 rank; got {ranks_per_node}")
         self.size, self.timeout = nodes * ranks_per_node, timeout
         self.pipes, self.processes = [], []
-        self.network = Network(nodes)
+        self.network = Network(nodes, ranks_per_node)
         try:
-            self._start(ranks_per_node)
+            self._start()
         except BaseException:
             self.close()
             raise
 
-    def _start(self, ranks_per_node: int) -> None:
+    def _start(self) -> None:
         context = server(PRELOAD)
-        for rank in range(self.size):
+        for rank, namespace in enumerate(self.network.ranks):
             ours, theirs = context.Pipe()
-            node = rank // ranks_per_node
-            place = (self.network.nodes[node], self.network.host(node), self.network.address(0))
+            place = (namespace, self.network.host(rank), self.network.address(0))
             process = context.Process(target=_serve, args=(rank, self.size, *place, theirs), daemon=True)
             process.start()
             theirs.close()
@@ -165,7 +205,7 @@ class Box(RankPool):
 
 
 def _serve(rank: int, size: int, namespace: str, host: str, address: str, pipe: Connection) -> None:
-    """A rank's life: move into its node, join the others, run what comes through the pipe until it closes."""
+    """A rank's life: move into its namespace, join the others, run what comes through the pipe until it closes."""
     _enter(namespace, host)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends the ranks
     import torch
@@ -192,11 +232,12 @@ def _enter(namespace: str, host: str) -> None:
             raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
 
 
-def _run(command: str) -> str:
-    """Run ``ip`` or ``tc``; its output."""
-    done = subprocess.run(command.split(), capture_output=True, text=True, check=False)
+def _run(command: str, *more: str) -> str:
+    """Run ``ip`` or ``tc``, words of the command or each by itself; its output."""
+    words = [*command.split(), *more]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"`{command}` failed: {done.stderr.strip() or f'exit code {done.returncode}'}")
+        raise RuntimeError(f"`{' '.join(words)}` failed: {done.stderr.strip() or f'exit code {done.returncode}'}")
     return done.stdout
 
 

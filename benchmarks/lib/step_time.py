@@ -1,6 +1,7 @@
 """Step time: how long attention under a plan really takes, forward and backward, and what of it is compute and what communication.
 
-A step is timed three ways, all ranks starting together, as long as its slowest rank:
+Forward and backward are timed apart, all ranks starting together in each, as the simulator has it; a pass takes as long as its slowest
+rank. A step is timed three ways:
 
 - *whole*: as it is.
 - *compute*: over a group whose messages are never sent. The work is the same, done on whatever the buffers hold.
@@ -9,7 +10,8 @@ A step is timed three ways, all ranks starting together, as long as its slowest 
 With perfect overlap the whole takes as long as the longer of the other two.
 
 Ranks that share cores wait for each other's compute, as devices of a cluster do not. With ``gflops`` every rank has a device of its own
-that is only paced: its kernel sleeps as long as that many GFLOP/s would take for its pairs, and computes nothing. Messages stay real.
+that is only paced: its kernel sleeps as long as that many GFLOP/s would take for its pairs, and computes nothing. Messages stay real, and
+so is what the host does around them; with infinitely many GFLOP/s and messages that are never sent that is all there is.
 """
 
 from __future__ import annotations
@@ -44,9 +46,10 @@ Arrays = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class Timed:
-    """Seconds of each repeat on one rank; the bytes it sent in all of them; the results of the last one in stream order, where asked."""
+    """Seconds of forward and backward on one rank, for each repeat; the bytes it sent in all of them; the results of the last one in
+    stream order, where asked."""
 
-    seconds: list[float]
+    seconds: list[tuple[float, float]]
     sent_bytes: int
     results: Arrays | None
 
@@ -66,21 +69,22 @@ def time_steps(
         step = Step(Passes(plan, step.rank, _silent(group), step.timeout))
     inputs = _inputs(step)
     seconds = []
-    with _kernel(math.inf if part == "communication" else gflops):
-        _run(step, inputs)
-        before = _sent(step)
+    gflops = math.inf if part == "communication" else gflops
+    with _kernel(None if gflops is None else math.inf):  # nobody has to wait for a paced device to be warm
+        _run(step, inputs, group)
+    before = _sent(step)
+    with _kernel(gflops):
         for _ in range(repeats):
-            dist.barrier(group)
-            begin = time.perf_counter()
-            found = _run(step, inputs)
-            seconds.append(time.perf_counter() - begin)
+            found, took = _run(step, inputs, group)
+            seconds.append(took)
     gathered = {name: step.gather(x).numpy() for name, x in found.items()} if results else None
     return Timed(seconds, _sent(step) - before, gathered if step.rank == 0 else None)
 
 
 def slowest_ms(ranks: list[Timed]) -> float:
-    """Milliseconds of the slowest rank in the fastest repeat: whatever else the machine does only adds to it."""
-    return 1000 * min(max(rank.seconds[i] for rank in ranks) for i in range(len(ranks[0].seconds)))
+    """Milliseconds of forward and backward: the slowest rank of each in its fastest repeat; what else the machine does only adds to it."""
+    repeats = range(len(ranks[0].seconds))
+    return 1000 * sum(min(max(rank.seconds[i][way] for rank in ranks) for i in repeats) for way in range(2))
 
 
 def difference(one: Arrays, other: Arrays) -> float:
@@ -98,13 +102,20 @@ def _inputs(step: Step) -> list[Tensor]:
     return [step.shard(torch.randn(tokens, *size, generator=generator).to(dtype)) for size in sizes]
 
 
-def _run(step: Step, inputs: list[Tensor]) -> dict[str, Tensor]:
+def _run(step: Step, inputs: list[Tensor], group: dist.ProcessGroup) -> tuple[dict[str, Tensor], tuple[float, float]]:
+    """Results, and the seconds of each pass."""
     q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
+    dist.barrier(group)
+    begin = time.perf_counter()
     out = attention(q, k, v, step, kernel="cpu")
+    forward = time.perf_counter() - begin
     assert isinstance(out, Tensor)
+    dist.barrier(group)
+    begin = time.perf_counter()
     out.backward(inputs[3])
+    backward = time.perf_counter() - begin
     found = {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
-    return {name: x for name, x in found.items() if x is not None}
+    return {name: x for name, x in found.items() if x is not None}, (forward, backward)
 
 
 def _sent(step: Step) -> int:

@@ -19,7 +19,6 @@ from flexcp.clusters import Cluster
 from flexcp.cost import FORMAT as COST_FORMAT
 from flexcp.cost import CostModel
 from flexcp.io.json_files import read_json
-from flexcp.io.terminal_text import visible
 
 FORMAT = "flexcp-calibration-1"
 SPEEDS = ("gflops", "intra_mbps", "inter_mbps", "latency_ns")
@@ -124,11 +123,3 @@ def _cost(path: Path, values: Any) -> CostModel:
         return CostModel.from_json(values)
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: {error}; {HINT}") from None
-
-
-def error_words(cost: CostModel, held_out: Mapping[str, Errors] | None = None) -> str:
-    """How wrong a table made with this model may be, in words that stand beside it."""
-    if not held_out:
-        return f"cost model {visible(cost.name)}, stated error {cost.error_permille / 10:g} %"
-    parts = [f"{name} {e.median:.1%} (90th percentile {e.p90:.1%}, {e.count} shapes)" for name, e in held_out.items()]
-    return visible(f"cost model {cost.name}, median error held out: {'; '.join(parts)}")

@@ -15,8 +15,9 @@ applies it.
 
 The defaults are analytic. Attention is fitted to what one H200 does: with 560 per mille of peak and 32,768 pairs (two tiles of 128 x 128)
 for a tile of rows the formula gives 543, 376 and 190 TFLOP/s for 1, 16 and 64 causal documents in 16,384 tokens, where our Triton probe
-measured 546, 382 and 190, and FlexAttention's 411, 273 and 142 lie on the same curve at 420 per mille. ``error_permille`` is how wrong the
-model says it may be (published ones err by 4-8 %). A model fitted on the user's machine has the same fields and comes from a JSON file.
+measured 546, 382 and 190, and FlexAttention's 411, 273 and 142 lie on the same curve at 420 per mille. ``error_permille`` is what a
+predicted gain must exceed to be called one; how far off predictions were is :mod:`flexcp.known_errors`'s to say. A model
+fitted on the user's machine has the same fields and comes from a JSON file.
 
 Besides nanoseconds there is one relative unit, the *pair*: the attention of one (query, key) pair over all heads in both directions. With
 ``pairs_per_token`` a planner prices compute and tokens in one number, ``load = area + tokens * pairs_per_token``.

@@ -85,6 +85,6 @@ def test_a_name_is_no_markup() -> None:
 
 
 def test_the_words_of_a_cost_model_are_text() -> None:
-    from flexcp.calibration import error_words
+    from flexcp.known_errors.words import error_words
 
     assert not obeyed(error_words(dataclasses.replace(flexcp.CostModel(), name=BAD)))

@@ -122,8 +122,8 @@ class Advice:
     by_load: Answer | None = None
 
     @property
-    def error(self) -> float:
-        """How wrong a predicted time may be, as a fraction."""
+    def margin(self) -> float:
+        """What a gain must exceed to be called one, as a fraction."""
         return self.question.cost.error_permille / 1000
 
     def gain(self, answer: Answer) -> float:
@@ -144,15 +144,15 @@ class Advice:
         return f"the best static method {scope}, documents dealt"
 
     def sure(self, answer: Answer) -> bool:
-        """Whether the gain exceeds the model's error."""
-        return self.gain(answer) > 1 + self.error
+        """Whether the gain exceeds the margin."""
+        return self.gain(answer) > 1 + self.margin
 
     @property
     def verdict(self) -> str:
-        """``free``, ``swap`` or ``static``: what to use. The loader only where it gives more than the swap, beyond the error."""
+        """``free``, ``swap`` or ``static``: what to use. The loader only where it gives more than the swap, beyond the margin."""
         if not self.sure(self.free) and not (self.swap and self.sure(self.swap)):
             return "static"
-        if self.swap is not None and self.swap.total_ns <= self.free.total_ns * (1 + self.error):
+        if self.swap is not None and self.swap.total_ns <= self.free.total_ns * (1 + self.margin):
             return "swap"
         return "free"
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from flexcp.compare.advice import Advice, Answer
 from flexcp.io.sizes import size
+from flexcp.known_errors.words import in_a_sentence, sure_words
 from flexcp.masks import Mask
 
 Paragraphs = list[tuple[str, list[str]]]
@@ -24,11 +25,13 @@ def advice_words(advice: Advice) -> Paragraphs:
 
 
 def gain_words(advice: Advice, answer: Answer) -> str:
-    """A gain with what the cost model's error makes of it."""
-    gain, error = advice.gain(answer), advice.error
-    least, most = gain / (1 + error), gain * (1 + error)
-    reach = f"{least:.2f} to {most:.2f} with the cost model's error of {100 * error:g} %"
-    return f"{gain:.2f} times the speed of {advice.static.name} ({reach})"
+    """A gain, and over what."""
+    return f"{advice.gain(answer):.2f} times the speed of {advice.static.name}"
+
+
+def how_sure(advice: Advice) -> str:
+    """What is known of such predictions."""
+    return f"Nothing of this was measured. {in_a_sentence(sure_words(advice.question.cost))}"
 
 
 def _documents(advice: Advice) -> str:
@@ -120,14 +123,15 @@ def _ms(answer: Answer) -> str:
 def _todo(advice: Advice) -> list[str]:
     if advice.verdict == "static":
         return [
-            f"Do not bother: stay with {advice.static.name}. The gain is not beyond what the cost model may err by, because "
+            f"Do not bother: stay with {advice.static.name}. The gain is under {100 * advice.margin:g} %, because "
             f"{advice.why_static}.",
+            how_sure(advice),
             "Ask again when lengths, ranks or the mask change, or with --cost and your own calibration (flexcp calibrate).",
         ]
     q, answer = advice.question, advice.swap if advice.verdict == "swap" else advice.free
     assert answer is not None
     what = (
-        'Swap attention, with layout="contiguous"; the loader would not add more than the model\'s error.'
+        f'Swap attention, with layout="contiguous"; the loader would not add {100 * advice.margin:g} %.'
         if advice.verdict == "swap"
         else f'Use flexcp\'s loader (layout="free") with strategy="{answer.name}".'
     )
@@ -142,5 +146,6 @@ def _todo(advice: Advice) -> list[str]:
         micro,
         f"The fullest rank keeps {answer.most_tokens:,} tokens, and attention needs {size(memory)} there: one arena, and what all "
         "layers keep for their backward without recomputation.",
-        "All of this is simulated, not measured. Check it on your machines with flexcp bench step, and calibrate with flexcp calibrate.",
+        how_sure(advice),
+        "Check it on your machines with flexcp bench step, and calibrate with flexcp calibrate.",
     ]

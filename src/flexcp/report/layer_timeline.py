@@ -18,7 +18,7 @@ from flexcp.simulator.passes import Event, Rules, pass_model, run_pass
 Ints = NDArray[np.int64]
 SAYS = (
     "One layer, forward and then backward, simulated: each rank's compute and waits, and below them what it receives and sends. "
-    "Times are those of the cost model, which may err by {error:g} %."
+    "Times are those of the cost model."
 )
 
 
@@ -31,8 +31,7 @@ class LayerTimeline(NamedTuple):
 
 def layer_timeline(plan: Plan) -> LayerTimeline:
     """Simulate one layer of the plan."""
-    error = plan.cost.error_permille / 10
-    return LayerTimeline(list(_bars(plan)), SAYS.format(error=error))
+    return LayerTimeline(list(_bars(plan)), SAYS)
 
 
 def _bars(plan: Plan) -> Iterator[Event]:

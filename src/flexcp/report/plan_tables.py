@@ -9,6 +9,7 @@ import numpy as np
 
 from flexcp.arrays.totals import imbalance
 from flexcp.io.sizes import size
+from flexcp.known_errors.words import in_a_sentence, off_words
 from flexcp.plan.plan import Plan
 from flexcp.report.markup import choice, figure, folded, paragraphs, table, tiles
 from flexcp.report.plan_data import drawn_documents, plan_data
@@ -49,13 +50,12 @@ def plan_section(
 
 def _tiles(plan: Plan, time: PlanTime, bound: int) -> str:
     forward, backward = int(plan.bytes().sum()), int(plan.bytes(backward=True).sum())
-    error = plan.cost.error_permille / 10
     return tiles(
         [
             ("documents", f"{plan.batch.documents:,}"),
             ("tokens", f"{plan.batch.tokens:,}" + (f" + {plan.placement.pads:,} pads" if plan.placement.pads else "")),
             ("ranks", f"{plan.cluster.nodes} x {plan.cluster.ranks_per_node}"),
-            (f"{time.how} {time.what}", f"{time.total_ns / 1e6:,.2f} ms \u00b1 {error:g} %"),
+            (f"{time.how} {time.what}", f"{time.total_ns / 1e6:,.2f} ms"),
             ("over perfect compute", f"{time.total_ns / max(bound, 1):.3f} x"),
             ("compute, max / mean", f"{imbalance(plan.work()):.3f}"),
             ("tokens, max / mean", f"{imbalance(plan.placement.tokens):.3f}"),
@@ -165,7 +165,7 @@ def _balance(plan: Plan, number: int, time: PlanTime, bound: int) -> str:
     says = f"{time.how} {time}; perfectly divided compute alone would take {bound / 1e6:.3f} ms."
     caption = (
         f"{time.how.capitalize()} time of every rank, forward and backward of {layers} layer{'s' if layers > 1 else ''}. Dashed: all "
-        f"compute divided perfectly. The model may err by {plan.cost.error_permille / 10:g} %."
+        f"compute divided perfectly. {in_a_sentence(off_words(plan.cost))}"
     )
     headers = ["rank", "ms", "attention ms", "waiting ms", "other layers ms"]
     behind = KEYS + folded("As a table", table(headers, rows, f"{time.how.capitalize()} time of every rank"))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import flexcp
-from flexcp.calibration import Calibration, Errors, error_words, read_calibration
+from flexcp.calibration import Calibration, Errors, read_calibration
 from flexcp.cost import NO_CONTENTION, CostModel, Model
 from flexcp.measure.calibrate.calibrate import Measured, calibrated
 from flexcp.measure.calibrate.fit import KernelFit, Sample, errors, fit_kernels, fit_link, split
@@ -86,4 +86,3 @@ def test_a_calibration_survives_its_file(tmp_path: Path) -> None:
         path.write_text(json.dumps({**found.to_json(), **wrong}))
         with pytest.raises(ValueError, match=r"mph|held_out"):
             read_calibration(path)
-    assert error_words(CostModel()) == "cost model analytic, stated error 8 %"

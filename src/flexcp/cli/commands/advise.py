@@ -76,8 +76,8 @@ def advise(
     Without a model it is llama3-8b, without a cluster h100:4x8. Gains are over the best static method fixed for the run, documents
     dealt by tokens, or over what you use --today.
 
-    Everything is simulated, with the cost model's stated error beside it; `flexcp compare` says the same of one pass: a batch of the same
-    file, for the same model and cluster.
+    Everything is simulated, and how far off such simulations were is said beside it; `flexcp compare` says the same of one pass: a
+    batch of the same file, for the same model and cluster.
 
     Example: `flexcp advise lengths.txt --model llama3-8b --cluster h100:4x8 --max-tokens-per-rank 32768`
     """
@@ -146,6 +146,8 @@ def text(advice: Advice, code: list[tuple[str, str]]) -> str:
 
 def as_data(advice: Advice, code: list[tuple[str, str]]) -> dict[str, Any]:
     """The documented JSON keys."""
+    from flexcp.known_errors.words import error_data
+
     question = advice.question
 
     def answer(found: Answer | None) -> dict[str, Any] | None:
@@ -170,7 +172,8 @@ def as_data(advice: Advice, code: list[tuple[str, str]]) -> dict[str, Any]:
         "passes": advice.passes,
         "simulated_passes": len(advice.static.steps),
         "micro_batches": question.micro_batches,
-        "error_permille": question.cost.error_permille,
+        "error": error_data(question.cost),
+        "margin_permille": question.cost.error_permille,
         "bound_ms": round(advice.bound_ns / 1e6 / len(advice.static.steps), 3),
         "baseline": advice.baseline,
         "static": answer(advice.static),

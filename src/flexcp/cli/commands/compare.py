@@ -51,6 +51,7 @@ def compare(
 def as_data(found: Comparison, scenario: s.Scenario) -> dict[str, Any]:
     """The documented JSON keys."""
     from flexcp.cli.commands.simulate import simulation_data
+    from flexcp.known_errors.words import error_data
 
     rows: list[dict[str, Any]] = []
     for row in found.rows:
@@ -72,7 +73,7 @@ def as_data(found: Comparison, scenario: s.Scenario) -> dict[str, Any]:
     return {
         "simulated": True,
         "setting": scenario.title,
-        "error_permille": found.request.cost.error_permille,
+        "error": error_data(found.request.cost),
         "held_out": scenario.calibration.to_json()["held_out"],
         "closed_form_error": round(found.predict_error, 4),
         "best_static": None if best is None else best.name,

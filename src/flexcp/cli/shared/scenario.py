@@ -51,7 +51,7 @@ class Scenario:
     @property
     def title(self) -> str:
         """The scenario in one line."""
-        from flexcp.calibration import error_words
+        from flexcp.known_errors.words import error_words
 
         batch, shape = self.request.batch, self.request.shape
         model = "attention alone" if self.training is None else f"a step of {self.training.model.model.name}"

@@ -1,0 +1,87 @@
+"""Entries: errors that were found, by what they are errors of. :data:`ROWS` says which there can be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flexcp.calibration import Errors
+
+FILE = Path(__file__).with_name("errors.json")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What an entry is about, the command that writes it, and the page that has its numbers one by one."""
+
+    kind: str
+    words: str
+    command: str
+    page: str
+
+
+ROWS: dict[str, Row] = {
+    "kernels, analytic": Row(
+        "kernels", "attention calls on one H200, analytic cost model", "make kernel-fit", "predictions.md"
+    ),
+    "kernels, fitted": Row(
+        "kernels", "attention calls on one H200 that were not fitted, pairs and row tiles", "make kernel-fit", "predictions.md"
+    ),
+    "kernels, tiles": Row(
+        "kernels", "ranks of plans on one H200 that were not fitted, prices of tiles", "make kernel-fit", "predictions.md"
+    ),
+    "links, box": Row("links", "messages between CPU ranks that were not fitted", "make box", "box.md"),
+    "steps, box at 0.1": Row("steps", "attention steps of CPU ranks, communication 0.1 of compute", "make box", "box.md"),
+    "steps, box at 0.5": Row("steps", "attention steps of CPU ranks, communication 0.5 of compute", "make box", "box.md"),
+    "steps, box at 1.0": Row("steps", "attention steps of CPU ranks, communication 1.0 of compute", "make box", "box.md"),
+    "steps, box": Row("steps", "attention steps of CPU ranks, all loads", "make box", "box.md"),
+    "published, stated": Row("published", "published figures whose source states its setting", "make published", "published.md"),
+    "published, all": Row("published", "all published figures that were entered", "make published", "published.md"),
+    "ratios, stated": Row(
+        "published", "ratios of two published figures of one stated setting", "make published", "published.md"
+    ),
+    "ratios, all": Row("published", "ratios of two published figures of one setting", "make published", "published.md"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class KnownError:
+    """An entry: errors, when and on what they were found, and of pairs that were apart how many there were and came in the right order."""
+
+    key: str
+    errors: Errors
+    date: str
+    machine: str = ""
+    pairs: int | None = None
+    right: int | None = None
+
+    @property
+    def row(self) -> Row:
+        return ROWS[self.key]
+
+    @property
+    def spread(self) -> str:
+        """Median, 90th percentile and worst, in words."""
+        e = self.errors
+        median, p90, worst = (f"{100 * x:.0f} %" for x in (e.median, e.p90, e.worst))
+        return f"{median} in the median, {p90} at the 90th percentile and {worst} at worst"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, those that are there."""
+        more = {"machine": self.machine or None, "pairs": self.pairs, "right": self.right}
+        return {"date": self.date, **vars(self.errors), **{k: v for k, v in more.items() if v is not None}}
+
+
+def known_errors(path: Path = FILE) -> dict[str, KnownError]:
+    """All entries, in the order of :data:`ROWS`."""
+    values: Mapping[str, Mapping[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+    found = {}
+    for key in ROWS:
+        if key in values:
+            given = dict(values[key])
+            errors = Errors(*(given.pop(name) for name in ("count", "median", "p90", "worst")))
+            found[key] = KnownError(key, errors, **given)
+    return found
