@@ -491,6 +491,36 @@ def test_wrong_lengths_and_odd_samples_are_refused() -> None:
         list(loader)
 
 
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        (
+            [5, 6],
+            r"has shape \[2\], but labels are one for each of the 3 tokens, \[3\]; give every token its own, unshifted, and -100",
+        ),
+        (
+            [[5, 6, 7]],
+            r"has shape \[1, 3\], but labels are one for each of the 3 tokens, \[3\]; pass its one row, labels\[0\]$",
+        ),
+        (
+            [[5], [6], [7]],
+            r"has shape \[3, 1\], but labels are one for each of the 3 tokens, \[3\]; give every token its own",
+        ),
+    ],
+)
+def test_labels_of_another_shape_are_told_what_they_should_be(labels: list[Any], said: str) -> None:
+    """They never belong to the document as a whole, which is what is said of other fields."""
+    with pytest.raises(ValueError, match=said) as found:
+        local([{"tokens": [5, 6, 7], "labels": torch.tensor(labels)}], labels="labels")
+    assert "document_fields" not in str(found.value)
+
+
+def test_a_field_with_a_row_too_many_around_it_is_told_so() -> None:
+    said = r"'box' has shape \[1, 3\] for 3 tokens; pass box\[0\] if .*document_fields=\['box'\]"
+    with pytest.raises(ValueError, match=said):
+        local([{"tokens": [1, 2, 3], "box": np.ones((1, 3))}])
+
+
 def test_a_memory_map_is_read_without_a_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     np.save(tmp_path / "tokens.npy", np.arange(20, dtype=np.uint16))
     flat = np.load(tmp_path / "tokens.npy", mmap_mode="r")
