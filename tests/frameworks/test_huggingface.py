@@ -250,10 +250,17 @@ def test_a_loss_without_the_count_of_labels_is_refused(models: dict[str, Any]) -
     assert half.item() == pytest.approx(model(**given).loss.item() / 2), "nothing is averaged: any number is right"
 
 
-def test_token_ids_that_differ_between_ranks_are_refused(pool: RankPool) -> None:
-    first, second = pool.run(streams_of_their_own, ranks=2)
-    assert first == "accepted"
-    assert re.match(r"the token ids of rank 1 are not those of another rank.*huggingface_trainer\.prepared", second)
+def test_token_ids_that_differ_between_ranks_are_refused_on_all_of_them(pool: RankPool) -> None:
+    """A rank that went on would wait for the others in its first layer."""
+    assert pool.run(streams_of_their_own, "the same", ranks=2) == ["accepted", "accepted"]
+    for said in pool.run(streams_of_their_own, "others", ranks=2):
+        assert re.match(r"the token ids of rank 1 are not those of rank 0.*huggingface_trainer\.prepared", said)
+
+
+def test_a_rank_that_cannot_give_its_token_ids_is_not_waited_for_longer_than_binding(pool: RankPool) -> None:
+    first, second = pool.run(streams_of_their_own, "too few", ranks=2)
+    assert "16 tokens, but 15 rows of token ids were given" in second
+    assert re.match(r"rank 1 did not say its token ids within 4 s\. Rank 1 says: huggingface\.inputs ended with", first)
 
 
 @pytest.mark.parametrize(
