@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import sys
 from typing import Any
@@ -400,6 +401,17 @@ def test_turning_on_again_changes_nothing() -> None:
         hooks = len(model._forward_pre_hooks), len(model._forward_hooks)
         assert model(**huggingface.inputs(TOKENS, step)).loss.isfinite()
     assert hooks == (5, 1)
+
+
+def test_models_of_one_config_are_turned_on_together_and_those_of_a_copy_are_not() -> None:
+    """As the docstring of ``turn_on`` says: Transformers keeps the choice in the config."""
+    config = make_config("llama")
+    shared, of_copy = (type(make_model(Run("llama"), "sdpa"))(c) for c in (config, copy.deepcopy(config)))
+    huggingface.turn_on(type(shared)(config))
+    assert config._attn_implementation == shared.config._attn_implementation == "flexcp"
+    assert of_copy.config._attn_implementation != "flexcp"
+    logits = [model(TOKENS[None], position_ids=POSITIONS[None], use_cache=False).logits for model in (shared, of_copy)]
+    assert all(found.isfinite().all() for found in logits), "both go on"
 
 
 # --- a step cannot go unused --------------------------------------------------------------------------------------------

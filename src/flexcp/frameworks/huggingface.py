@@ -53,7 +53,12 @@ def register() -> None:
 
 
 def turn_on(model: PreTrainedModel | DistributedDataParallel) -> None:
-    """Let ``model`` attend by flexcp from now on, and raise whenever it is given a step that its attention does not use."""
+    """Let ``model`` attend by flexcp from now on, and raise whenever it is given a step that its attention does not use.
+
+    The choice is kept in ``model.config``, where every layer looks for it, as ``model.set_attn_implementation`` does. That is the object
+    the model was made of: another model made of the same one attends by flexcp too, without the checks. Make it of
+    ``copy.deepcopy(config)``.
+    """
     model = _inside(model)
     if not model.is_backend_compatible():
         raise NotImplementedError(
