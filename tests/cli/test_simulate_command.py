@@ -59,6 +59,23 @@ def test_compare_ranks_strategies(tmp_path: Path) -> None:
     assert by_name["auto"]["step_ms"] > by_name["auto"]["step"]["other_ms"] > 0
 
 
+@pytest.mark.parametrize(
+    ("words", "units"),
+    [
+        (["--model", "llama3-8b"], "ms: a whole step of 32 layers."),
+        (["--heads", "8"], "ms: attention, forward and backward, of 1 layer."),
+    ],
+)
+def test_compare_says_what_times_and_bytes_are_of(words: list[str], units: str) -> None:
+    """Beside the milliseconds of a step stand the bytes of one layer."""
+    asked = ("compare", "--lengths", "9000,800", "--ranks", "2", "--strategies", "ring:2", *words)
+    head, row, _, said = run(*asked).output.splitlines()[1:5]
+    assert "MB/layer" in head and said == f"{units} MB/layer: what ranks send in one layer, forward and backward."
+    found = json.loads(run(*asked, "--json").stdout)["strategies"][0]
+    moved = found["forward_bytes"] + found["backward_bytes"]
+    assert row[head.index("MB/layer") - 1 :].split()[0] == f"{moved / 1e6:.1f}"
+
+
 @pytest.mark.parametrize("command", ["compare", "simulate", "plan"])
 def test_a_file_is_a_data_set_of_which_a_batch_is_taken(tmp_path: Path, command: str) -> None:
     file = tmp_path / "lengths.txt"

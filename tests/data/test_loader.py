@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import tracemalloc
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -400,6 +401,7 @@ def test_bare_token_ids_and_torch_loaders_are_samples() -> None:
         ({"budget": None}, "budget is a whole number of tokens; got None"),
         ({"budget": 1e3}, "budget is a whole number of tokens; got 1000.0"),
         ({"max_length": 9.5}, "max_length is a whole number of tokens; got 9.5"),
+        ({"group": "cp"}, r"group= is a ProcessGroup or .*, or 'alone' for one rank's own batches; got 'cp'"),
         ({"group": 3}, "the Loader takes a ProcessGroup or a 1-D DeviceMesh axis"),
         ({"mask_fn": lambda s: "causal"}, "mask_fn must return a mask"),
         ({"labels": "target"}, "no field 'target'"),
@@ -481,7 +483,9 @@ def test_wrong_lengths_and_odd_samples_are_refused() -> None:
         local([{"tokens": [1, 2]}, {"tokens": [1, 2], "weight": [0.5, 1]}])
     with pytest.raises(ValueError, match=r"'box' has shape \[2\] for 3 tokens; .*document_fields=\['box'\]"):
         local([{"tokens": [1, 2, 3], "box": [0.5, 1.0]}])
-    with pytest.raises(ValueError, match="planner is for 3 ranks but the group has 1"):
+    with pytest.raises(
+        ValueError, match=r"planner is for 3 ranks, but the Loader has no group: pass group=.*mesh\['cp'\]"
+    ):
         Loader(Numbered(), planner(3), budget=9)
     with (
         pytest.raises(ValueError, match="an iterator that has ended cannot begin again"),
@@ -489,6 +493,36 @@ def test_wrong_lengths_and_odd_samples_are_refused() -> None:
     ):
         assert len(list(loader)) == 1
         list(loader)
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        (
+            [5, 6],
+            r"has shape \[2\], but labels are one for each of the 3 tokens, \[3\]; give every token its own, unshifted, and -100",
+        ),
+        (
+            [[5, 6, 7]],
+            r"has shape \[1, 3\], but labels are one for each of the 3 tokens, \[3\]; pass its one row, labels\[0\]$",
+        ),
+        (
+            [[5], [6], [7]],
+            r"has shape \[3, 1\], but labels are one for each of the 3 tokens, \[3\]; give every token its own",
+        ),
+    ],
+)
+def test_labels_of_another_shape_are_told_what_they_should_be(labels: list[Any], said: str) -> None:
+    """They never belong to the document as a whole, which is what is said of other fields."""
+    with pytest.raises(ValueError, match=said) as found:
+        local([{"tokens": [5, 6, 7], "labels": torch.tensor(labels)}], labels="labels")
+    assert "document_fields" not in str(found.value)
+
+
+def test_a_field_with_a_row_too_many_around_it_is_told_so() -> None:
+    said = r"'box' has shape \[1, 3\] for 3 tokens; pass box\[0\] if .*document_fields=\['box'\]"
+    with pytest.raises(ValueError, match=said):
+        local([{"tokens": [1, 2, 3], "box": np.ones((1, 3))}])
 
 
 def test_a_memory_map_is_read_without_a_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
@@ -536,6 +570,49 @@ def test_ranks_that_make_their_loaders_differently_are_told_so(what: str, words:
     for found in pool.run(disagreeing, what, ranks=2):
         assert re.search(words, found)
         assert "give every rank the whole dataset" in found
+
+
+def said_of_group(group: Any, given: str) -> list[str]:
+    """What is warned of, or refused, when a rank of a run of several makes a loader with this group and samples."""
+    samples: Any = Numbered()
+    if given == "sampler":
+        share = DistributedSampler([0] * 9, num_replicas=8, rank=0)
+        samples = DataLoader([torch.arange(9)] * 9, batch_size=None, sampler=share)  # type: ignore[arg-type]
+    options = {"group": {"alone": "alone", "one rank": group}[given]} if given in ("alone", "one rank") else {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            made = Loader(samples, planner(2 if given == "for two" else 1), budget=BUDGET, workers=0, **options)
+        except ValueError as error:
+            return [str(error)]
+        with made as loader:
+            assert len(list(loader)), "a warning is no refusal"
+    return [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            "for two",
+            r"the planner is for 2 ranks, but the Loader has no group: pass group=, a ProcessGroup or.*group='alone'$",
+        ),
+        (
+            "nothing",
+            r"no group in a run of 8 ranks, so each of them trains on all samples.*pass group=.*group='alone'$",
+        ),
+        ("alone", None),
+        ("one rank", None),
+        ("sampler", None),
+    ],
+)
+def test_a_forgotten_group_is_named_and_data_parallelism_may_be_said(
+    given: str, words: str | None, pool: RankPool
+) -> None:
+    """The ranks of the pool are a run of 8, of which this is one."""
+    (said,) = pool.run(said_of_group, given, ranks=1)
+    assert len(said) == (words is not None)
+    assert words is None or re.search(words, said[0])
 
 
 def read_broken(group: Any) -> int:

@@ -7,7 +7,7 @@ import sys
 import pytest
 from torch.nn.parallel import DistributedDataParallel
 
-from flexcp.executor.averaging import running_average, running_fsdp_reduction, share_factor, wrong_factor
+from flexcp.executor.averaging import reduction_of, running_average, running_fsdp_modules, share_factor, wrong_factor
 
 
 def test_shares_are_multiplied_where_gradients_are_averaged() -> None:
@@ -27,4 +27,5 @@ def test_a_torch_that_does_not_say_which_module_runs_loses_only_the_check(monkey
     monkeypatch.delattr(DistributedDataParallel, "_get_active_ddp_module")
     assert running_average(None) is None
     monkeypatch.delitem(sys.modules, "torch.distributed._composable_state", raising=False)
-    assert running_fsdp_reduction(None) == (None, None)
+    assert running_fsdp_modules() == []
+    assert reduction_of([lambda: None], None) == (None, None)

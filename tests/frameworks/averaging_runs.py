@@ -102,6 +102,8 @@ def run_small(group: dist.ProcessGroup | None, gradients: Gradients, wrapping: s
                 loss.backward()
         else:
             loss = step.loss(model(step.shard(tokens()), step), labels, gradients=gradients)
+            if wrapping == "FSDP2 summed late":
+                fsdp.sum_gradients(model)
             loss.backward()
     except ValueError as error:
         return {"refused": str(error)}
@@ -161,6 +163,7 @@ def run_huggingface(group: dist.ProcessGroup, gradients: Gradients, wrapper: str
 
     from flexcp.frameworks import fsdp, huggingface
 
+    gc.collect()  # models whose forward was refused, for which FSDP2 goes on to say that it runs
     huggingface.register()
     model: nn.Module = make_model(RUN, "flexcp" if wrapper == "DDP, registered" else "eager")
     if wrapper != "DDP, registered":
@@ -176,6 +179,8 @@ def run_huggingface(group: dist.ProcessGroup, gradients: Gradients, wrapper: str
     try:
         given = huggingface.inputs(RUN.tokens(0), step, gradients=gradients)
         loss = model(**(given | ({"num_items_in_batch": 99} if wrapper == "DDP, another count" else {}))).loss
+        if wrapper == "FSDP2 summed late":
+            fsdp.sum_gradients(model)
         loss.backward()
     except ValueError as error:
         return {"refused": str(error)}

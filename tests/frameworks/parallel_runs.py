@@ -290,23 +290,25 @@ def with_evaluation(group: dist.ProcessGroup, run: Run) -> tuple[list[float], li
     return losses[True], losses[False]
 
 
-def streams_of_their_own(group: dist.ProcessGroup) -> str:
-    """What a rank hears that gives other token ids than the rank before it to a group's first step."""
+def streams_of_their_own(group: dist.ProcessGroup, given: str) -> str:
+    """What a rank hears when token ids are ``given`` to a group's first step: the same to all, others to each, or too few to rank 1."""
     from flexcp.frameworks import huggingface
 
     plan = flexcp.Planner(2, 2, 8, dtype="float32", cluster=flexcp.cluster("cpu", 1, 2))([8, 8])
-    step = flexcp.bind(plan, group)
+    step = flexcp.bind(plan, group, timeout=4)
     huggingface.inputs(torch.arange(16) + step.rank, flexcp.bind(plan, group))  # later steps are not compared
     step.collectives.step = 1  # the pool's groups had theirs long ago
-    if step.rank == 0:
-        group.get_group_store().delete_key("flexcp/same/tokens")
-        huggingface.inputs(torch.arange(16), step)
-        huggingface.inputs(torch.arange(16) + 5, step)  # a step that is used again is not compared
-    dist.barrier(group)
     try:
-        huggingface.inputs(torch.arange(16) + step.rank, step)
-    except ValueError as error:
+        if given == "too few" and step.rank == 1:
+            huggingface.inputs(torch.arange(15), step)
+        huggingface.inputs(torch.arange(16) + (step.rank if given == "others" else 0), step)
+        huggingface.inputs(torch.arange(16) + step.rank, step)  # a step that is used again is not compared
+    except (ValueError, RuntimeError) as error:
         return str(error)
+    finally:
+        dist.barrier(group)  # nobody takes away what another still reads
+        if step.rank == 0:
+            group.get_group_store().delete_key("flexcp/said/token ids/0")
     return "accepted"
 
 

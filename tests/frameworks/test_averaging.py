@@ -51,6 +51,11 @@ def test_shares_that_ddp_would_average_are_refused_by_name(two: RankPool, wrappi
     [
         ("summed", "FSDP2", r"FSDP2, without .* averages .* 1/2 of .*gradients='averaged'"),
         ("averaged", "FSDP2 summed", r"FSDP2, after .* sums .* 2 times .*gradients='summed'"),
+        (
+            "averaged",
+            "FSDP2 summed late",
+            r"FSDP2, after .* sums .* 2 times .*before the forward, .*gradients='summed'",
+        ),
     ],
 )
 def test_shares_that_fsdp2_would_reduce_otherwise_are_refused_by_name(
@@ -86,6 +91,11 @@ def test_a_hugging_face_loss_can_be_averaged(two: RankPool, gradients: Gradients
         ("averaged", "DDP, another count", r"num_items_in_batch=99 is not what flexcp made .*To accumulate gradients"),
         ("summed", "FSDP2", r"FSDP2, without .* averages .* 1/2 of .*gradients='averaged'"),
         ("averaged", "FSDP2 summed", r"FSDP2, after .* sums .* 2 times .*gradients='summed'"),
+        (
+            "averaged",
+            "FSDP2 summed late",
+            r"FSDP2, after .* sums .* 2 times .*before the forward, .*gradients='summed'",
+        ),
     ],
 )
 def test_a_hugging_face_loss_that_is_reduced_otherwise_is_refused(

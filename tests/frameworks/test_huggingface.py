@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import sys
 from typing import Any
@@ -250,10 +251,17 @@ def test_a_loss_without_the_count_of_labels_is_refused(models: dict[str, Any]) -
     assert half.item() == pytest.approx(model(**given).loss.item() / 2), "nothing is averaged: any number is right"
 
 
-def test_token_ids_that_differ_between_ranks_are_refused(pool: RankPool) -> None:
-    first, second = pool.run(streams_of_their_own, ranks=2)
-    assert first == "accepted"
-    assert re.match(r"the token ids of rank 1 are not those of another rank.*huggingface_trainer\.prepared", second)
+def test_token_ids_that_differ_between_ranks_are_refused_on_all_of_them(pool: RankPool) -> None:
+    """A rank that went on would wait for the others in its first layer."""
+    assert pool.run(streams_of_their_own, "the same", ranks=2) == ["accepted", "accepted"]
+    for said in pool.run(streams_of_their_own, "others", ranks=2):
+        assert re.match(r"the token ids of rank 1 are not those of rank 0.*huggingface_trainer\.prepared", said)
+
+
+def test_a_rank_that_cannot_give_its_token_ids_is_not_waited_for_longer_than_binding(pool: RankPool) -> None:
+    first, second = pool.run(streams_of_their_own, "too few", ranks=2)
+    assert "16 tokens, but 15 rows of token ids were given" in second
+    assert re.match(r"rank 1 did not say its token ids within 4 s\. Rank 1 says: huggingface\.inputs ended with", first)
 
 
 @pytest.mark.parametrize(
@@ -393,6 +401,17 @@ def test_turning_on_again_changes_nothing() -> None:
         hooks = len(model._forward_pre_hooks), len(model._forward_hooks)
         assert model(**huggingface.inputs(TOKENS, step)).loss.isfinite()
     assert hooks == (5, 1)
+
+
+def test_models_of_one_config_are_turned_on_together_and_those_of_a_copy_are_not() -> None:
+    """As the docstring of ``turn_on`` says: Transformers keeps the choice in the config."""
+    config = make_config("llama")
+    shared, of_copy = (type(make_model(Run("llama"), "sdpa"))(c) for c in (config, copy.deepcopy(config)))
+    huggingface.turn_on(type(shared)(config))
+    assert config._attn_implementation == shared.config._attn_implementation == "flexcp"
+    assert of_copy.config._attn_implementation != "flexcp"
+    logits = [model(TOKENS[None], position_ids=POSITIONS[None], use_cache=False).logits for model in (shared, of_copy)]
+    assert all(found.isfinite().all() for found in logits), "both go on"
 
 
 # --- a step cannot go unused --------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from flexcp.data.documents import BatchLimits, BatchSpec, next_batch
 from flexcp.data.lengths import parse_lengths
 from flexcp.data.loader_agreement import check_same, sampler_share
+from flexcp.data.loader_group import check_group, group_of
 from flexcp.data.local_batch import LocalBatch, local_batch
 from flexcp.data.order import count_batches
 from flexcp.data.plan_options import check_options
@@ -40,7 +41,7 @@ from flexcp.data.row_sharing import Peers, local_columns, segments, shared
 from flexcp.data.samples import LABELS, TOKENS, Fields, MaskChoice, Masks, Sample
 from flexcp.data.sources import Known, Read, Reading, is_map_style
 from flexcp.data.stats import Stats
-from flexcp.executor.arguments import named_kind, process_group
+from flexcp.executor.arguments import named_kind
 from flexcp.executor.bind import bind
 from flexcp.executor.step_watcher import Watcher
 from flexcp.masks import Mask, causal
@@ -59,6 +60,10 @@ class Loader:
     ``dataset`` is map-style or iterable (a dataset, or a loader that yields samples or lists of them). A sample is a mapping of fields,
     or its token ids alone; see ``samples.py`` for how fields are told apart, and ``tokens``, ``labels``, ``spans``, ``document_fields``
     to name them.
+
+    ``group`` is the ranks that share each batch, as many as the planner is for: a process group or a 1-D DeviceMesh axis. Without one the
+    loader is one rank's own, which is warned of in a run of several ranks unless it is said: ``group="alone"``, for data parallelism, where
+    every rank has samples of its own (a ``DistributedSampler`` says so too).
 
     Masks: ``mask`` is one for all documents or, for a map-style dataset, one for each; ``masks={"name": (mask, layers)}`` likewise for
     several kinds of layers; ``mask_fn(sample)`` returns either; ``spans`` (a field's name, or a list for each document of the dataset)
@@ -86,7 +91,7 @@ class Loader:
         planner: PlannerLike,
         *,
         budget: int,
-        group: dist.ProcessGroup | DeviceMesh | None = None,
+        group: dist.ProcessGroup | DeviceMesh | Literal["alone"] | None = None,
         lengths: Sequence[int] | Ints | str | None = None,
         mask: Mask | Sequence[Mask] | None = None,
         masks: Mapping[str, tuple[Mask | Sequence[Mask], int]] | None = None,
@@ -118,14 +123,14 @@ class Loader:
         for name, value in (("budget", budget), ("max_length", budget if max_length is None else max_length)):
             if not isinstance(value, int | np.integer):
                 raise ValueError(f"{name} is a whole number of tokens; got {value!r}")
-        self.group = None if group is None else process_group(group, "the Loader")
+        self.group = group_of(group)
         self.timeout = timedelta(seconds=timeout)
         self.peers = Peers(cpu_group if cpu_group is not None else self.group, self.timeout)
         if cpu_group is not None and (self.group is None or dist.get_world_size(self.group) != self.peers.size):
             raise ValueError(
                 f"cpu_group has {self.peers.size} ranks; make it of the same ranks as group, in the same order"
             )
-        _check_ranks(planner, self.peers.size)
+        check_group(group, self.peers.size, planner, dataset)
         self.stats = Stats()
         self.drop_last, self.lookahead, self.device, self.telemetry = drop_last, lookahead, device, telemetry
         self.options = dict(plan_options or {})
@@ -314,14 +319,6 @@ class Loader:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _check_ranks(planner: Any, size: int) -> None:
-    cluster = getattr(planner, "cluster", None)
-    if cluster is not None and cluster.ranks != size:
-        raise ValueError(
-            f"the planner is for {cluster.ranks} ranks but the group has {size}; make it for a cluster of {size}"
-        )
 
 
 def _masks(mask: Any, masks: Any, mask_fn: Any, spans: Any) -> Masks:

@@ -124,7 +124,17 @@ def _tokens(sample: Any, fields: Fields, where: str) -> tuple[str, Tensor]:
 def _labels(given: Mapping[str, Any], fields: Fields, rows: int, where: str) -> Tensor:
     """The field with labels; a number below 0 that is not ``ignore`` would be counted as a label and is none."""
     assert fields.labels is not None
-    labels = _column(given, fields.labels, rows, where)
+    labels = _field(given, fields.labels, where)
+    if labels.shape != (rows,):
+        way = (
+            f"pass its one row, {fields.labels}[0]"
+            if labels.shape == (1, rows)
+            else f"give every token its own, unshifted, and {fields.ignore} where none counts; without labels= the Loader takes next tokens"
+        )
+        raise ValueError(
+            f"{where}: field {fields.labels!r} has shape {list(labels.shape)}, but labels are one for each of the {rows} tokens, "
+            f"[{rows}]; {way}"
+        )
     odd = labels[(labels < 0) & (labels != fields.ignore)]
     if len(odd):
         raise ValueError(
@@ -135,15 +145,21 @@ def _labels(given: Mapping[str, Any], fields: Fields, rows: int, where: str) -> 
 
 
 def _column(given: Mapping[str, Any], key: str, rows: int, where: str) -> Tensor:
-    if key not in given:
-        raise ValueError(f"{where} has no field {key!r}; it has {sorted(map(str, given))}")
-    column = _tensor(given[key], key, where)
+    """A field with a row per token."""
+    column = _field(given, key, where)
     if column.dim() == 0 or len(column) != rows:
+        way = f"pass {key}[0] if that is a row per token; " if column.shape[:2] == (1, rows) else ""
         raise ValueError(
-            f"{where}: field {key!r} has shape {list(column.shape)} for {rows} tokens; if it belongs to the document as a whole, "
+            f"{where}: field {key!r} has shape {list(column.shape)} for {rows} tokens; {way}if it belongs to the document as a whole, "
             f"make the Loader with document_fields=[{key!r}]"
         )
     return column
+
+
+def _field(given: Mapping[str, Any], key: str, where: str) -> Tensor:
+    if key not in given:
+        raise ValueError(f"{where} has no field {key!r}; it has {sorted(map(str, given))}")
+    return _tensor(given[key], key, where)
 
 
 def _is_column(value: Any) -> bool:

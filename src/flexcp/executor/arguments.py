@@ -147,6 +147,11 @@ def process_group(group: dist.ProcessGroup | DeviceMesh, place: str) -> dist.Pro
     return group.get_group()
 
 
+def ranks_of_run() -> int:
+    """Ranks of the default process group; 1 where there is none."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
 def time_limit(timeout: timedelta | float) -> timedelta:
     """A limit, from seconds or a timedelta."""
     found: object = timeout

@@ -8,6 +8,9 @@ them, so the mistake can be named.
 A forward whose gradients stay on their rank (``no_sync``) is not averaged by DDP, and a communication hook of the user's own does what
 its author wants; torch's own hooks average.
 
+FSDP2 reduces gradients as it is set when they are made, and ``sum_gradients`` may be called after the loss was taken. So the backward looks
+once more at the modules that attention ran in.
+
 A cross entropy that a user takes himself, by the usual mean over his rows, weighs every rank alike when gradients are averaged. That is
 the batch's gradient where all ranks hold as many labels, and another one where they do not. So a backward under a wrapper that averages,
 of a step whose ranks hold different numbers of tokens and of whose loss nobody said how it was divided, gets a warning. A loss that was
@@ -17,7 +20,7 @@ divided rightly by hand looks the same, so the warning says what it does not kno
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import numpy as np
@@ -27,6 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 from flexcp.plan.placement import Placement
 
 Gradients = Literal["summed", "averaged"]
+FsdpModule = Callable[[], Any]
+"""A weak reference to FSDP2's state of a module, as torch keeps it."""
 TORCH_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 
 
@@ -80,24 +85,30 @@ def fsdp_reduction(param_groups: Iterable[Any], group: dist.ProcessGroup) -> tup
     return averaged, summed
 
 
-def running_fsdp_reduction(group: dist.ProcessGroup | None) -> tuple[str | None, str | None]:
-    """:func:`fsdp_reduction` of the FSDP2 modules whose forward is running; nobody where there are none."""
+def running_fsdp_modules() -> list[FsdpModule]:
+    """FSDP2's modules whose forward is running."""
     # Names of torch's own: a release without them loses this check, not its attention. Modules of which nobody imported FSDP2 have none.
     known = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", None)
-    if known is None or group is None:
+    return [
+        m for m in (known or {}).values() if getattr(getattr(m(), "_training_state", None), "name", "") == "FORWARD"
+    ]
+
+
+def reduction_of(modules: Iterable[FsdpModule], group: dist.ProcessGroup | None) -> tuple[str | None, str | None]:
+    """:func:`fsdp_reduction` of FSDP2's modules as they are set now."""
+    if group is None:
         return None, None
-    states = [state for reference in known.values() if (state := reference()) is not None]
-    running = [s for s in states if getattr(getattr(s, "_training_state", None), "name", "") == "FORWARD"]
-    return fsdp_reduction([g for s in running for g in getattr(s, "_fsdp_param_groups", ())], group)
+    return fsdp_reduction([g for module in modules for g in getattr(module(), "_fsdp_param_groups", ())], group)
 
 
-def wrong_factor(who: str, gradients: Gradients, ranks: int) -> str:
-    """What to say of shares that are said to be reduced one way and are reduced the other."""
+def wrong_factor(who: str, gradients: Gradients, ranks: int, late: bool = False) -> str:
+    """What to say of shares that are said to be reduced one way and are reduced the other; ``late``: since the loss was taken."""
     done, off = ("averages", f"1/{ranks} of") if gradients == "summed" else ("sums", f"{ranks} times")
     right = "averaged" if gradients == "summed" else "summed"
+    when = "set how FSDP2 reduces before the forward, not between the loss and its backward, and " if late else ""
     return (
         f"{who} {done} gradients over the {ranks} ranks that share this batch, but each of them holds a share of one loss made for "
-        f"gradients={gradients!r}, so gradients would be {off} the batch's: say gradients={right!r} (in step.loss, step.share, "
+        f"gradients={gradients!r}, so gradients would be {off} the batch's: {when}say gradients={right!r} (in step.loss, step.share, "
         "huggingface.inputs or prepared) and drop any factor of your own"
     )
 

@@ -27,9 +27,11 @@ from flexcp.executor.arguments import (
 )
 from flexcp.executor.averaging import (
     CountOfAllRanks,
+    FsdpModule,
     Gradients,
+    reduction_of,
     running_average,
-    running_fsdp_reduction,
+    running_fsdp_modules,
     share_factor,
     uneven,
     unsaid_loss,
@@ -89,6 +91,9 @@ class Step:
         """Who averages or sums gradients over this step's ranks, where a call saw it: see :mod:`flexcp.executor.averaging`."""
         self.loss_said = False
         """Whether somebody said how the loss of this step is divided and reduced: its own loss, a share, or a framework's."""
+        self._fsdp_modules: list[FsdpModule] = []
+        self._shares_for: Gradients | None = None
+        """The modules of FSDP2 that attention ran in, and what the loss was made for until a backward has looked whether they do it."""
         self.asked_for_rows = False
         """Whether somebody asked which rows of the stream are here, and did not cut them without asking."""
         self.seen = SeenTokens()
@@ -348,17 +353,23 @@ class Step:
 
     def check_reduction(self, gradients: Gradients) -> None:
         """Raise for shares made for one treatment of gradients where this step's attention saw the other."""
-        self.loss_said = True
-        who = self.averaged_by if gradients == "summed" else self.summed_by
+        self.loss_said, self._shares_for = True, gradients
+        self._refuse_reduction(gradients, self.averaged_by, self.summed_by)
+
+    def _refuse_reduction(
+        self, gradients: Gradients, averaged_by: str | None, summed_by: str | None, late: bool = False
+    ) -> None:
+        who = averaged_by if gradients == "summed" else summed_by
         if who is not None:
-            raise ValueError(wrong_factor(who, gradients, self.plan.ranks))
+            raise ValueError(wrong_factor(who, gradients, self.plan.ranks, late))
 
     def note_call(self) -> None:
         """Count an attention call, and see inside which module it runs."""
         self.calls += 1
         if self.calls == 1:
             self._warn_of_rows_nobody_asked_for()
-            averaged, summed = running_fsdp_reduction(self.group)
+            self._fsdp_modules = running_fsdp_modules()
+            averaged, summed = reduction_of(self._fsdp_modules, self.group)
             self.averaged_by, self.summed_by = self.averaged_by or averaged, self.summed_by or summed
         self.averaged_by = self.averaged_by or running_average(self.group)
 
@@ -377,10 +388,14 @@ class Step:
             )
 
     def note_backward(self) -> None:
-        """Warn where gradients are averaged over uneven ranks, and nobody said of this loss how it was divided: once a step.
+        """Raise where FSDP2 was told after the loss to reduce gradients otherwise than the loss was made for: once a loss.
 
-        One of several steps of a model (an encoder's) has no loss of its own, so another step's is enough.
+        Warn where gradients are averaged over uneven ranks, and nobody said of this loss how it was divided: once a step. One of several
+        steps of a model (an encoder's) has no loss of its own, so another step's is enough.
         """
+        if self._shares_for is not None:
+            made_for, self._shares_for = self._shares_for, None
+            self._refuse_reduction(made_for, *reduction_of(self._fsdp_modules, self.group), late=True)
         if self.averaged_by is None or any(step.loss_said for step in live_steps()):
             return
         self.loss_said = True

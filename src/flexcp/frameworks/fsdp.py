@@ -24,7 +24,11 @@ from flexcp.executor.step import Step
 
 
 def sum_gradients(model: nn.Module) -> None:
-    """Let every FSDP2 module of ``model`` sum gradients over ranks instead of averaging them."""
+    """Let every FSDP2 module of ``model`` sum gradients over ranks instead of averaging them.
+
+    Call it once, after ``fully_shard`` and before the first forward: a loss takes it into account, and a backward of a loss that was taken
+    before raises.
+    """
     found = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not found:
         raise ValueError(f"no module of {type(model).__name__} is sharded: call fully_shard first, then sum_gradients")

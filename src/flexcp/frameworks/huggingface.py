@@ -29,7 +29,7 @@ from flexcp.batch import MaskLike
 from flexcp.clusters import Cluster
 from flexcp.executor.arguments import check_rows
 from flexcp.executor.averaging import Gradients
-from flexcp.executor.exchange.plan_agreement import same_as_first
+from flexcp.executor.exchange.plan_agreement import said_by_all
 from flexcp.executor.local_rows import next_tokens, refuse_shifted
 from flexcp.executor.step import Step, check_bound
 from flexcp.frameworks.huggingface_attention import flexcp_attention, flexcp_mask
@@ -53,7 +53,12 @@ def register() -> None:
 
 
 def turn_on(model: PreTrainedModel | DistributedDataParallel) -> None:
-    """Let ``model`` attend by flexcp from now on, and raise whenever it is given a step that its attention does not use."""
+    """Let ``model`` attend by flexcp from now on, and raise whenever it is given a step that its attention does not use.
+
+    The choice is kept in ``model.config``, where every layer looks for it, as ``model.set_attn_implementation`` does. That is the object
+    the model was made of: another model made of the same one attends by flexcp too, without the checks. Make it of
+    ``copy.deepcopy(config)``.
+    """
     model = _inside(model)
     if not model.is_backend_compatible():
         raise NotImplementedError(
@@ -118,33 +123,38 @@ def inputs(tokens: Tensor, step: Step, labels: Tensor | None = None, gradients: 
     sum / the batch's valid labels. ``gradients`` says what happens to gradients over the ranks of the step, as in ``step.loss``: where they
     are summed the batch's loss is the sum of the ranks'; where they are averaged (DDP) each rank's is multiplied by the number of ranks,
     and the batch's loss is their mean. A rank that keeps no token gets one that nobody sees, because models are not written for none.
-    The stream is the same on every rank; the first of a group is compared.
+    The stream is the same on every rank. That of a group's first step is compared, so there every rank of the group calls this, and waits
+    for the others no longer than the ``timeout`` of ``bind``.
     """
     check_bound(step)
-    check_rows(tokens, "huggingface.inputs")
     batch = step.plan.batch
-    shifted = next_tokens(tokens if labels is None else labels, batch, IGNORE)
-    if labels is not None:
-        refuse_shifted(tokens, labels, next_tokens(tokens, batch, IGNORE), IGNORE, "huggingface.inputs")
-    _refuse_other_stream(step, tokens)
+    with step.collectives.checking("huggingface.inputs"):
+        check_rows(tokens, "huggingface.inputs")
+        shifted = next_tokens(tokens if labels is None else labels, batch, IGNORE)
+        if labels is not None:
+            refuse_shifted(tokens, labels, next_tokens(tokens, batch, IGNORE), IGNORE, "huggingface.inputs")
+    _refuse_other_streams(step, tokens)
     valid = batch.tokens - batch.documents if labels is None else int((shifted != IGNORE).sum())
     return keywords_of(rows_of(step, tokens, shifted), max(1, valid), gradients)
 
 
-def _refuse_other_stream(step: Step, tokens: Tensor) -> None:
-    """Raise where another rank gave other token ids to the group's first step, as samplers do that deal documents over ranks.
+def _refuse_other_streams(step: Step, tokens: Tensor) -> None:
+    """Raise on every rank where ranks gave other token ids to the group's first step, as samplers do that deal documents over ranks.
 
     Documents of equal lengths have equal plans on all ranks, so binding cannot see it.
     """
-    if step.group is None or step.collectives.step != 1 or step.loss_said:
+    notes = step.collectives.notes
+    if notes is None or step.collectives.step != 1 or step.loss_said:
         return
     digest = hashlib.sha256(tokens.cpu().to(torch.int64).numpy().tobytes()).hexdigest()
-    if not same_as_first("tokens", digest, step.group, step.timeout):
-        raise ValueError(
-            f"the token ids of rank {step.rank} are not those of another rank: huggingface.inputs takes the stream of the whole batch, the "
-            "same on every rank. Where a sampler gives every rank documents of its own, gather them with "
-            "flexcp.frameworks.huggingface_trainer.prepared(batch, planner, gradients=...)"
-        )
+    digests = said_by_all("token ids", digest, notes, step.timeout)
+    for rank, other in enumerate(digests):
+        if other != digests[0]:
+            raise ValueError(
+                f"the token ids of rank {rank} are not those of rank 0: huggingface.inputs takes the stream of the whole batch, the same "
+                "on every rank. Where a sampler gives every rank documents of its own, gather them with "
+                "flexcp.frameworks.huggingface_trainer.prepared(batch, planner, gradients=...)"
+            )
 
 
 def keywords_of(rows: Rows, valid: int | Tensor, gradients: Gradients) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from flexcp.executor.arguments import ranks_of_run
 from flexcp.executor.attention import attention
 from flexcp.executor.slice_attention import slice_attention
 from flexcp.executor.step import Step, check_bound
@@ -165,9 +165,9 @@ def refuse_ignored(module: nn.Module, others: Mapping[str, Any]) -> None:
 
 
 def _refuse_alone(step: str | None) -> None:
-    if step is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if step is None and ranks_of_run() > 1:
         raise ValueError(
-            f"no step was given to the model on {dist.get_world_size()} ranks: call model(..., step=flexcp.bind(plan, group)), or "
+            f"no step was given to the model on {ranks_of_run()} ranks: call model(..., step=flexcp.bind(plan, group)), or "
             "model(..., step='alone') when every rank attends to its own documents only. To generate, turn flexcp off before: "
             "model.set_attn_implementation('sdpa')"
         )

@@ -86,7 +86,7 @@ def table(found: Comparison) -> str:
     """Rows with bars, the fastest first; refusals below."""
     step = bool(found.ran) and found.ran[0].simulation is not None and found.ran[0].simulation.step is not None
     head = (
-        f"{'strategy':<16} {'ms':>9} {'x static':>9} {'x @load':>8} {'MFU fwd':>8} {'bwd':>6} {'MB moved':>9} {'balance':>8} "
+        f"{'strategy':<16} {'ms':>9} {'x static':>9} {'x @load':>8} {'MFU fwd':>8} {'bwd':>6} {'MB/layer':>9} {'balance':>8} "
         f"{'optimality':>11}"
     )
     lines = [head + (f" {'tokens/s':>11}" if step else "")]
@@ -94,6 +94,8 @@ def table(found: Comparison) -> str:
     for row in found.ran:
         lines.append(_line(found, row, step) + "  " + _bar(row, slowest))
     lines.append("")
+    if found.ran:
+        lines.append(_units(found.ran[0]))
     lines.append(
         "bars: # attention, . waiting, = other layers and gradient sync. optimality: attention's time over its lower bound."
     )
@@ -104,6 +106,16 @@ def table(found: Comparison) -> str:
         lines.append(f"x @load: against {by_load.name}, the best static method of this batch, documents dealt by load.")
     lines += [f"{row.name} refused: {row.refused}" for row in found.rows if row.refused is not None]
     return "\n".join(lines)
+
+
+def _units(row: Row) -> str:
+    """What times and bytes are of, which is not the same."""
+    assert row.simulation is not None
+    masks = row.simulation.plan.batch.masks
+    layers = sum(mask.layers for mask in masks)
+    whole = "attention, forward and backward, of" if row.simulation.step is None else "a whole step of"
+    one = "one layer" if len(masks) == 1 else f"one layer of each of the {len(masks)} masks"
+    return f"ms: {whole} {layers} {'layer' if layers == 1 else 'layers'}. MB/layer: what ranks send in {one}, forward and backward."
 
 
 def _line(found: Comparison, row: Row, step: bool) -> str:

@@ -1,4 +1,4 @@
-"""Plan agreement: all ranks of a group hold the same plan, or all of them raise.
+"""Plan agreement: all ranks of a group hold the same plan, or all of them raise; and what else ranks compare by way of the group's store.
 
 Once per bind, through the group's store and off the device. The n-th bind of every rank meets under the same key: the first rank there
 leaves its hash, later ones compare, a rank that differs says so at once to everybody, and the last one lets all go on. Keys are deleted by
@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from flexcp.clusters import Cluster
-from flexcp.executor.exchange.failure_notes import through_store
+from flexcp.executor.exchange.failure_notes import FailureNotes, grace_of, through_store
 from flexcp.executor.exchange.hosts import leave_host, refused_nodes
 from flexcp.executor.exchange.rank_calls import AS_PLANNED, CallSettings
 
@@ -39,10 +39,29 @@ def agree(
     return through_store(timeout, lambda: _meet(digest, group, timeout, mistake, calls, cluster))
 
 
-def same_as_first(name: str, digest: str, group: dist.ProcessGroup, timeout: timedelta) -> bool:
-    """Whether ``digest`` is what the first rank of ``group`` to ask under this ``name`` gave. Waits for nobody."""
-    key = f"flexcp/same/{name}"
-    return through_store(timeout, lambda: group.get_group_store().compare_set(key, "", digest).decode() == digest)
+def said_by_all(name: str, said: str, notes: FailureNotes, timeout: timedelta) -> list[str]:
+    """What every rank says under this ``name``, in rank order; RuntimeError within ``timeout`` when one does not come to say it."""
+    return through_store(timeout, lambda: _say(name, said, notes, timeout))
+
+
+def _say(name: str, said: str, notes: FailureNotes, timeout: timedelta) -> list[str]:
+    store, size = notes.group.get_group_store(), dist.get_world_size(notes.group)
+    keys = [f"flexcp/said/{name}/{rank}" for rank in range(size)]
+    gone = f"flexcp/said/{name}/left"
+    store.set(keys[notes.rank], said)
+    grace = grace_of(timeout)
+    try:
+        store.wait(keys, timeout - timedelta(seconds=grace))
+    except dist.DistStoreError as error:
+        missing = next((rank for rank in range(size) if not store.check([keys[rank]])), 0)
+        raise RuntimeError(
+            f"rank {missing} did not say its {name} within {timeout.total_seconds():g} s. {notes.explain(missing, grace)}"
+        ) from error
+    found = [store.get(key).decode() for key in keys]
+    if store.add(gone, 1) == size:
+        for key in (*keys, gone):
+            store.delete_key(key)
+    return found
 
 
 def _meet(
