@@ -154,3 +154,12 @@ def test_stages_are_capped_where_waiting_for_each_other_costs_more(monkeypatch: 
     assert capped.programs[0][0].stages < free.programs[0][0].stages
     times = [simulate(plan, rules=Rules(contention=False)).pass_ns(False) for plan in (capped, free)]
     assert times[0] < 0.9 * times[1]
+
+
+def test_ranks_of_a_node_begin_with_different_owners_of_another() -> None:
+    """A team of four that reads all tokens of four others, each its own head: in every stage each owner sends to one of them."""
+    machine = cluster("h100", 2, 4)
+    rows = [(rank, owner, 0, 512, rank - 4, rank - 3, 0) for rank in range(4, 8) for owner in range(4)]
+    parts, stage, _ = cut_into_stages(Pieces(*np.array(rows, np.int64).T), np.full(8, 4), machine)
+    for number in range(1, 5):
+        assert sorted(parts.owner[stage == number].tolist()) == [0, 1, 2, 3]

@@ -18,7 +18,8 @@ Where the forward's keys are kept for the backward, nothing but moved queries tr
 slot earlier, and its gradients follow. The own work then waits for the end unless queries come.
 
 Parts are cut from a rank's pieces in the order of their owners' distance, inside and across nodes apart, so that in every stage both
-ports are busy and different ranks ask different owners. What is relayed inside a node (:mod:`flexcp.schedule.routes`) arrives one stage
+ports are busy and different ranks ask different owners: the distance inside a node counts first, or the ranks of a node that read all of
+another's tokens would all begin with its first rank. What is relayed inside a node (:mod:`flexcp.schedule.routes`) arrives one stage
 later, and its gradients take one stage more.
 """
 
@@ -196,8 +197,9 @@ def cut_into_stages(keys: Pieces, number: Ints, cluster: Cluster) -> tuple[Piece
         return keys, np.ones(len(keys), np.int64), np.arange(len(keys), dtype=np.int64)
     size = cluster.ranks_per_node
     across = (keys.owner // size != keys.rank // size).astype(np.int64)
-    distance = (keys.owner - keys.rank) % cluster.ranks
-    order = np.lexsort((keys.h0, keys.start, distance, across, keys.rank))
+    # Inside nodes first: ranks of a node that read the same owners, as a team does, begin with different ones.
+    inside, nodes = (keys.owner - keys.rank) % size, (keys.owner // size - keys.rank // size) % cluster.nodes
+    order = np.lexsort((keys.h0, keys.start, nodes, inside, across, keys.rank))
     port, keys = (2 * keys.rank + across)[order], keys.take(order)
     amount = keys.amount
     total = sums(port, amount, 2 * cluster.ranks)[port]

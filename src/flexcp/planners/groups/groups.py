@@ -1,445 +1,246 @@
-"""groups: ranks in disjoint groups of any size, every document in one group, the slowest group as fast as possible.
+"""groups: every document on as few ranks as it needs: one rank, a team that splits its heads, or several that share its rows.
 
-Flexible groups (FCP's second system, DHP in its first version) with four changes: degrees are exact instead of a dynamic programme's,
-a document that needs no cut stays whole on one rank of its group, the cut ones fill up what the whole ones left uneven, and keys travel
-only where they are read.
+Flexible groups (FCP's second system, DHP in its first version) taken further: a document that needs no cut stays whole on one rank, groups
+have any integer size, and inside a node a document may be split by heads instead of rows, which moves less where there are KV heads enough.
 
-*What a group costs.* With d ranks, in *pairs* (:mod:`flexcp.cost`), all integers:
+*How.* From the largest units down to ranks, each step a compiled loop:
 
-    compute        (sum of area and row tiles + linear price * tokens) / d        whole documents and shares of cut ones, levelled
-    communication  keys its busiest rank reads of others (and their gradients on the way back), at the bandwidth inside the group, plus
-                   a start-up; only cut documents move
-    T              compute + communication - min(attention, communication)
+1. Nodes (:func:`~flexcp.planners.groups.compiled_dealing.deal`). A document that is more than a node can do in time has a group of nodes,
+   the fewest that can, and is cut by rows in equal parts over it. All others stay whole, heaviest first to the group that is then ready
+   first. What is left uneven is levelled by cutting borders: the latest node gives part of a short document to the earliest. So only what
+   must cross nodes does.
+2. Teams of a node, by the same loop: a document on one team, or by rows over several.
+3. Ranks of a team (:func:`~flexcp.planners.groups.compiled_team.split_by_heads`). Documents stay whole on one rank, except for those that
+   are cut above and for the heaviest ones, as many as it takes until attention is even: these are split by heads over the whole team, and
+   any of its ranks may keep their rows. In teams of one rank, step 2 has already found the rank.
 
-As in the paper all attention hides all communication, which is what a plan's stages do (:mod:`flexcp.schedule.stages`): keys arrive and
-gradients leave under the work on a rank's own tokens and under each other's work.
+Groups are level by *load*, attention and the rest of the layer together. Ranks inside a group are level in attention and in tokens, because
+they wait for each other's keys in every layer: one that has less attention cannot make up for more tokens.
 
-*How.* Six steps, each a function:
+*Settings.* ``groups:team=8+slack=12+long=poured``: the ranks of a team; how many per cent a unit may be over the mean before documents are
+cut for it (less cutting is faster where links are slow); and what happens where the groups of long documents together need more units than
+there are. ``whole`` lets each have fewer and takes longer, ``poured`` lays them end to end, so that neighbours share a unit. With
+``split=all`` a team splits every document, which moves more and leaves all its ranks with the same work. Settings that are not given are
+searched, but for the last: the one with the least predicted time is taken (:func:`flexcp.schedule.predict.predict`), teams of one rank only
+where keys have too few heads for larger ones, because the prediction flatters what moves by rows. :func:`proposals` lists them all for who
+judges better, by events; a placement takes a few milliseconds.
 
-1. Atomic groups. A document heavier than the mean load of a rank (or longer than the token cap) is a group of its own; the others are
-   filling, which stays whole.
-2. Degrees. :func:`best_degrees` searches the smallest tau for which ``sum of min{d : T_i(d) <= tau} <= N`` and the filling fits into what
-   is left. That is the optimum over all integer degrees, as brute force finds it.
-3. Ranks. Largest group first into the node it fills best; a group spans nodes only where none has room for it.
-4. Dealing. The filling, heaviest first, to the group that would be ready first, large groups included: there it stays whole on one rank and
-   the cut document's shares make up for it, so nobody inherits the degree of a bin.
-5. Merging. While the slowest group is more than 1/64 over the lower bound it is joined with groups that have time to spare if that makes it
-   faster: one that has just enough, or the fewest that have enough together, in its own nodes first. Documents are cut then that were
-   whole before. The last resort is one group of all ranks.
-6. Tidying. Ranks that got no share of a cut document leave their group, and step 3 is repeated, unless that makes anybody slower.
-
-*Gap.* No assignment is faster than :func:`groups_lower_bound`: all load evenly over all ranks, or the document that is slowest even with
-its best degree alone. Step 5 ends only when the slowest group takes at most 65/64 of it, or at
-most what one group of all ranks takes. So what separates us from the optimum is at most 1.6 % (and one token, as tokens are not cut), or
-else the communication that *one* group could not hide. :func:`gap` returns both numbers. On the named length distributions (causal, 8 nodes
-of 8 H100) the slowest group takes 1.00 to 1.03 of the bound with 32K tokens a rank and 1.00 to 1.14 with 8K, where single documents are so
-large that keys must cross nodes, which the bound lets hide.
-
-The token cap is never broken: a share is limited by its rank's room, and documents that fit no rank whole are cut. With equal tokens three
-caps compete (exactly even, an eighth more, none), judged by the time of the longest rank, pads included.
+The token cap is never broken, and with equal tokens pads cost at most 1/64 of the step: :mod:`flexcp.planners.groups.rows`.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcp.clusters import NOMINAL_SPEED, Cluster
+from flexcp.arrays.intervals import spread
 from flexcp.plan.placement import Placement
-from flexcp.planners.groups.group_rows import Group, stream_ranges
-from flexcp.planners.groups.priced_documents import (
-    CLOSE_TO_BEST,
-    NEVER,
-    UNLIMITED,
-    PricedDocuments,
-    group_times,
-    least_degree,
-    price_documents,
-)
+from flexcp.planners.groups.priced_documents import PricedDocuments, price_documents
+from flexcp.planners.groups.rows import Pieces, place_pieces
 from flexcp.planners.request import Refused, Request, refuse_tolerances
-from flexcp.planners.token_runs import equalised, row_regions, runs_of_ranges
+from flexcp.schedule.predict import predict
+from flexcp.shape import Shape
 
 Ints = NDArray[np.int64]
+SLACKS = (2, 12, 25)
+"""Per cent over the mean that are tried."""
+CLOSER = 1
+"""One that is proposed too: it wins where compute is all, and the prediction does not see where it loses."""
+
+
+WORDS = {"long": ("whole", "poured"), "split": ("few", "all")}
+"""What settings can say that are no numbers."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What can be said of a search; see the module."""
+
+    team: int = 1
+    slack: int = SLACKS[0]
+    long: str = "whole"
+    split: str = "few"
+
+    def __str__(self) -> str:
+        return "+".join(f"{name}={value}" for name, value in asdict(self).items())
 
 
 def groups(request: Request) -> Placement:
-    """Place a batch in flexible groups."""
-    _refuse(request)
-    work = price_documents(request)
-    found = _arranged(request, work)
-    rank, start, stop = stream_ranges(request, work, found)
-    regions = row_regions(request.batch, request.shape.heads, rank, start, stop)
-    runs, pads = runs_of_ranges(rank, start, stop), 0
-    if request.equal_tokens:
-        runs, pads = equalised(runs, request.ranks, request.batch.tokens, request.pad_to)
-    masks = len(request.batch.masks)
-    return Placement(request.batch, request.ranks, pads, runs, (regions,) * masks, note=_note(found, work.bound))
-
-
-def gap(request: Request) -> tuple[int, int]:
-    """(time of the slowest group, lower bound of any assignment) in pairs."""
-    _refuse(request)
-    work = price_documents(request)
-    return max(group.time for group in _arranged(request, work)), work.bound
-
-
-def _refuse(request: Request) -> None:
-    if request.argument:
-        raise ValueError(f"groups finds its degrees itself; got 'groups:{request.argument}', drop the argument")
+    """Place a batch in flexible groups; settings that the request does not give are those of the least predicted time."""
     if request.layout is not None:
         raise Refused("groups places tokens itself, so it cannot keep a fixed layout; use blocks, or layout='free'")
     refuse_tolerances(request)
+    tried = _settings(request, SLACKS, ("few",))
+    priced = price_documents(request, sorted({each.team for each in tried}))
+    found: list[Placement] = []
+    seen: list[Pieces] = []
+    for each in tried:
+        pieces = _pieces(request, priced, each)
+        if not any(_same(pieces, other) for other in seen):
+            seen.append(pieces)
+            found.append(place_pieces(request, priced, pieces, _note(pieces, each)))
+    return found[0] if len(found) == 1 else min(found, key=lambda placement: _predicted(request, placement))
 
 
-# --- degrees ----------------------------------------------------------------------------------------------------------
+def proposals(request: Request) -> list[str]:
+    """Arguments (``team=8+slack=2+long=whole+split=few``) that may be fastest, for who can judge better than by a prediction.
 
-
-def best_degrees(times: Ints, least: Ints, ranks: int, filling: int = 0) -> Ints:
-    """The degrees d that minimise the slowest group, ``max_i times[i, d_i - 1]``, with ``d_i >= least_i`` and ``sum d_i <= ranks``.
-
-    ``times`` need not fall with the degree. ``filling`` is load that may go anywhere: then tau is also at least what remains to be
-    done when groups and filling share all ranks evenly (exact where more ranks never save rank time, ``d * times[d - 1]``, as in T).
+    :func:`groups` chooses between those that split few.
     """
-    if int(least.sum()) > ranks:
-        raise ValueError(f"the groups need {int(least.sum())} ranks and there are {ranks}; merge some")
-    degrees = np.arange(1, ranks + 1)
-    allowed = np.where(degrees >= least[:, None], times, NEVER)
-    falling = np.minimum.accumulate(allowed, axis=1)
-    rows = np.arange(len(times))
-
-    def smallest(tau: int) -> Ints:
-        """The first degree of every group that is ready by ``tau``."""
-        return np.asarray((falling > tau).sum(axis=1) + 1)
-
-    def fits(tau: int) -> bool:
-        chosen = smallest(tau)
-        if int(chosen.sum()) > ranks:
-            return False
-        return int((chosen * times[rows, chosen - 1]).sum()) + filling <= ranks * tau
-
-    least_times = times[rows, least - 1]
-    low = max(int(falling[:, -1].max()), -(-filling // ranks))
-    high = max(low, int(least_times.max()), -(-(int((least * least_times).sum()) + filling) // ranks))
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle + 1, high)
-    return smallest(high)
+    open_request = replace(request, argument="")
+    return [str(each) for each in _settings(open_request, (CLOSER, *SLACKS), WORDS["split"])]
 
 
-def _atomic_groups(work: PricedDocuments) -> tuple[list[list[int]], list[int]]:
-    """(documents that need a group of their own, documents that are filling); merged where their caps leave too much room unused."""
-    own = [d for d, load in enumerate(work.load) if load > work.mean or work.tokens[d] > work.cap]
-    atomic = [[d] for d in own]
-
-    def unused(documents: list[int]) -> int:
-        return least_degree(work, documents) * work.cap - sum(work.tokens[d] for d in documents)
-
-    while sum(least_degree(work, documents) for documents in atomic) > work.ranks:
-        atomic.sort(key=unused)
-        atomic.append(sorted(atomic.pop() + atomic.pop()))
-    chosen = set(own)
-    return atomic, [d for d in range(len(work.load)) if d not in chosen]
+def _predicted(request: Request, placement: Placement) -> int:
+    return predict(placement, request.shape, request.cluster, request.cost, request.keep_kv).total_ns
 
 
-# --- ranks ------------------------------------------------------------------------------------------------------------
+def _same(a: Pieces, b: Pieces) -> bool:
+    return len(a) == len(b) and all(np.array_equal(getattr(a, n), getattr(b, n)) for n in a.names())
 
 
-def ranks_of_groups(degrees: Sequence[int], cluster: Cluster) -> list[tuple[int, ...]]:
-    """The ranks of each group: largest first, in the node that it fills best; over nodes only where none has room."""
-    free = [list(range(n * cluster.ranks_per_node, (n + 1) * cluster.ranks_per_node)) for n in range(cluster.nodes)]
-    found: list[tuple[int, ...]] = [()] * len(degrees)
-    for group in sorted(range(len(degrees)), key=lambda g: -degrees[g]):
-        ranks: list[int] = []
-        while len(ranks) < degrees[group]:
-            missing = degrees[group] - len(ranks)
-            # The tightest node that holds the rest; when none does, all of the emptiest.
-            roomy = [n for n in range(cluster.nodes) if len(free[n]) >= missing]
-            count = [len(ranks_left) for ranks_left in free]
-            node = min(roomy, key=count.__getitem__) if roomy else count.index(max(count))
-            ranks += free[node][:missing]
-            free[node] = free[node][missing:]
-        found[group] = tuple(sorted(ranks))
+# --- settings ----------------------------------------------------------------------------------------------------------
+
+
+def _settings(request: Request, slacks: tuple[int, ...], splits: tuple[str, ...]) -> list[Settings]:
+    """The settings to try: all that the request's argument leaves open, with these of ``slack`` and ``split``."""
+    given = _given(request)
+    teams = [int(given["team"])] if "team" in given else _teams(request)
+    slacks = (int(given["slack"]),) if "slack" in given else slacks
+    longs = (given["long"],) if "long" in given else WORDS["long"]
+    splits = (given["split"],) if "split" in given else splits
+    found = [Settings(*each) for each in product(teams, slacks, longs, splits)]
+    # A rank alone has nobody to split heads with.
+    return [each for each in found if each.team > 1 or each.split == splits[0]]
+
+
+def _given(request: Request) -> dict[str, str]:
+    """The argument's settings, checked."""
+    found: dict[str, str] = {}
+    example = "as in groups:team=8+slack=2+long=whole"
+    for part in filter(None, request.argument.split("+")):
+        name, _, value = part.partition("=")
+        if name not in Settings.__dataclass_fields__:
+            raise ValueError(
+                f"groups takes {', '.join(Settings.__dataclass_fields__)}, {example}, and finds the sizes of groups itself; "
+                f"got 'groups:{request.argument}'"
+            )
+        if name in WORDS and value not in WORDS[name]:
+            raise ValueError(f"{name} is {' or '.join(WORDS[name])}, {example}; got 'groups:{request.argument}'")
+        if name not in WORDS and (not value.isdecimal() or not 1 <= int(value) <= 1000):
+            raise ValueError(f"{name} is a whole number from 1 to 1000, {example}; got 'groups:{request.argument}'")
+        found[name] = value
+    if "team" in found and int(found["team"]) not in _possible_teams(request):
+        raise Refused(
+            f"teams of {found['team']} do not suit {request.shape.heads} query heads, {request.shape.kv_heads} KV heads and nodes of "
+            f"{request.cluster.ranks_per_node} ranks; sizes that do: {_possible_teams(request)}"
+        )
     return found
 
 
-# --- documents to groups ----------------------------------------------------------------------------------------------
+def _possible_teams(request: Request) -> list[int]:
+    """Sizes that divide a node and the heads; one rank where latents travel, because queries then cannot."""
+    node, shape = request.cluster.ranks_per_node, request.shape
+    if shape.latent is not None:
+        return [1]
+    return [u for u in range(1, node + 1) if node % u == 0 and _divides_heads(shape, u)]
 
 
-def _arranged(request: Request, work: PricedDocuments) -> list[Group]:
-    """The groups; for equal tokens those of the cap whose longest rank is shortest."""
-    if not request.equal_tokens:
-        return _grouped(work)
-    even = -(-work.batch.tokens // work.ranks)
-    caps = sorted({min(cap, work.cap) for cap in (even, even + even // 8, UNLIMITED)})
-    candidates = [_grouped(replace(work, cap=cap)) for cap in caps]
-    return min(candidates, key=lambda found: _equal_tokens_time(work, found, request.pad_to))
+def _divides_heads(shape: Shape, team: int) -> bool:
+    keys = shape.kv_heads
+    return shape.heads % team == 0 and (keys % team == 0 or team % keys == 0)
 
 
-def _equal_tokens_time(work: PricedDocuments, found: list[Group], pad_to: int) -> int:
-    """Time of the slowest rank when all keep as many tokens as the one with the most."""
-    most, slowest = 0, 0
-    for group in found:
-        cut_tokens = max(1, sum(work.tokens[d] for d in group.cut))
-        cut_attention = sum(work.attention[d] for d in group.cut)
-        for rank, whole, share in zip(group.ranks, group.whole, group.share, strict=True):
-            most = max(most, share + sum(work.tokens[d] for d in whole))
-            attention = sum(work.attention[d] for d in whole) + cut_attention * share // cut_tokens
-            slowest = max(slowest, work.even(attention, [rank]) + group.exposed)
-    return slowest + work.prices.linear * (-(-most // pad_to) * pad_to)
+def _teams(request: Request) -> list[int]:
+    """Sizes worth trying: the largest for which every rank has KV heads of its own, and unless that is a node, one rank and the largest.
 
-
-def _grouped(work: PricedDocuments) -> list[Group]:
-    """Steps 1 to 6."""
-    aim = work.bound + work.bound // CLOSE_TO_BEST
-    atomic, filling = _atomic_groups(work)
-    degrees: list[int] = []
-    if atomic:
-        least = np.array([least_degree(work, documents) for documents in atomic], np.int64)
-        load = sum(work.load[d] for d in filling)
-        degrees = best_degrees(group_times(work, atomic), least, work.ranks, load).tolist()
-    ranks = ranks_of_groups(degrees, work.cluster)
-    taken = {r for group in ranks for r in group}
-    ranks += [(r,) for r in range(work.ranks) if r not in taken]
-    atomic += [[] for _ in range(work.ranks - len(taken))]
-    return _tidied(work, _merged(work, _dealt(work, ranks, atomic, filling, aim), aim), aim)
-
-
-def _dealt(
-    work: PricedDocuments, ranks: list[tuple[int, ...]], atomic: list[list[int]], filling: list[int], aim: int
-) -> list[Group]:
-    """The filling, heaviest first, to the group that would be ready first with it and has room."""
-    dealt = [list(documents) for documents in atomic]
-    room = [
-        len(members) * work.cap - sum(work.tokens[d] for d in mine) for members, mine in zip(ranks, atomic, strict=True)
-    ]
-    # One heap for all groups of the same size: whatever is added, the one that is ready first comes first.
-    ready: dict[int, list[tuple[int, int]]] = {}
-    speed = [sum(work.speeds[r] for r in members) for members in ranks]
-    for number, (members, documents) in enumerate(zip(ranks, atomic, strict=True)):
-        ready.setdefault(len(members), []).append((_ready(work, members, documents, aim), number))
-    for heap in ready.values():
-        heapq.heapify(heap)
-    homeless = []
-    for document in filling:
-        tokens, load = work.tokens[document], work.load[document] * NOMINAL_SPEED
-        full = []
-        for heap in ready.values() if work.cap < UNLIMITED else ():
-            while heap and room[heap[0][1]] < tokens:
-                full.append((heap, heapq.heappop(heap)))
-        offers = [(heap[0][0] + load // speed[heap[0][1]], heap[0][1]) for heap in ready.values() if heap]
-        if offers:
-            time, number = min(offers)
-            heapq.heapreplace(ready[len(ranks[number])], (time, number))
-            room[number] -= tokens
-            dealt[number].append(document)
-        else:
-            homeless.append(document)
-        for heap, entry in full:
-            heapq.heappush(heap, entry)
-    found = [_packed(work, members, sorted(mine), aim) for members, mine in zip(ranks, dealt, strict=True)]
-    for document in homeless:
-        found = _housed(work, found, document, aim)
-    return found
-
-
-def _ready(work: PricedDocuments, ranks: tuple[int, ...], documents: list[int], aim: int) -> int:
-    """When an atomic group's ranks are ready, if filling will make them ready together."""
-    return work.even(sum(work.load[d] for d in documents), ranks) + _packed(work, ranks, documents, aim).exposed
-
-
-def _housed(work: PricedDocuments, found: list[Group], document: int, aim: int) -> list[Group]:
-    """A document that fits no rank whole goes to the groups with the most room, joined until it fits."""
-
-    def room(group: Group) -> int:
-        return len(group.ranks) * work.cap - sum(work.tokens[d] for d in group.documents)
-
-    order = sorted(found, key=lambda group: (-room(group), group.ranks))
-    count, left = 0, 0
-    while left < work.tokens[document]:
-        left += room(order[count])
-        count += 1
-    return [*order[count:], _joined(work, order[:count], aim, [document])]
-
-
-def _merged(work: PricedDocuments, found: list[Group], aim: int) -> list[Group]:
-    """The slowest group joined with faster ones, as long as that makes it faster and it is over the aim."""
-    while True:
-        slowest = max(found, key=lambda group: (group.time, group.ranks))
-        if slowest.time <= aim or len(found) == 1:
-            return found
-        others = [group for group in found if group is not slowest]
-        best, used = slowest, others[:0]
-        for partners in _partners(work, slowest, others, aim):
-            joined = _joined(work, [slowest, *partners], aim)
-            if joined.time < best.time:
-                best, used = joined, partners
-            if best.time <= aim:
-                break
-        if best is slowest:
-            best, used = _joined(work, [slowest, *others], aim), others
-            if best.time >= slowest.time:
-                return found
-        gone = {id(slowest), *(id(group) for group in used)}
-        found = [group for group in found if id(group) not in gone] + [best]
-
-
-def _partners(work: PricedDocuments, slowest: Group, others: list[Group], aim: int) -> list[list[Group]]:
-    """Groups that could take what the slowest has over the aim, few before many, of its own nodes before others.
-
-    First the one with just enough time to spare (more serves someone slower), or else the most; then as few as are enough together.
+    A rank of a larger team moves less, as long as nobody else needs its KV heads. Where speeds differ one rank is tried too: heads cannot
+    be shared by speed, rows can.
     """
-
-    def spare(group: Group) -> int:
-        return (aim - group.time) * len(group.ranks)
-
-    nodes = {work.cluster.node_of(r) for r in slowest.ranks}
-    needed = -spare(slowest)
-    order = sorted((g for g in others if g.time < aim), key=lambda group: (spare(group), group.ranks))
-    near = [group for group in order if all(work.cluster.node_of(r) in nodes for r in group.ranks)]
-    found = []
-    for candidates in (near, order):
-        enough = [group for group in candidates if spare(group) >= needed]
-        together, total = [], 0
-        for group in reversed(candidates):
-            if total >= needed:
-                break
-            together.append(group)
-            total += spare(group)
-        found += [enough[:1] or candidates[-1:], together]
-    return [partners for partners in found if partners]
+    possible, cluster = _possible_teams(request), request.cluster
+    own_keys = max(u for u in possible if request.shape.kv_heads % u == 0)
+    if own_keys == cluster.ranks_per_node and len(set(cluster.rank_speeds)) == 1:
+        return [own_keys]
+    return sorted({1, own_keys, possible[-1]})
 
 
-def _joined(work: PricedDocuments, parts: list[Group], aim: int, more: Sequence[int] = ()) -> Group:
-    ranks = tuple(sorted(rank for group in parts for rank in group.ranks))
-    return _packed(work, ranks, sorted([*(d for group in parts for d in group.documents), *more]), aim)
+# --- the search --------------------------------------------------------------------------------------------------------
 
 
-def _tidied(work: PricedDocuments, found: list[Group], aim: int) -> list[Group]:
-    """Ranks without a share of a cut document on their own, and the groups over nodes anew; only if that makes nobody slower."""
-    parts: list[tuple[int, list[int]]] = []
-    for group in found:
-        sharing = [i for i, tokens in enumerate(group.share) if tokens]
-        if sharing:
-            parts.append((len(sharing), sorted([*group.cut, *(d for i in sharing for d in group.whole[i])])))
-        parts += [(1, group.whole[i]) for i, tokens in enumerate(group.share) if not tokens]
-    ranks = ranks_of_groups([degree for degree, _ in parts], work.cluster)
-    known = {group.ranks: group for group in found}
-    tidy = []
-    for members, (_, documents) in zip(ranks, parts, strict=True):
-        same = known.get(members)
-        if same is None or same.documents != documents:
-            same = _packed(work, members, documents, aim)
-        tidy.append(same)
-    return tidy if max(g.time for g in tidy) <= max(g.time for g in found) else found
+def _pieces(request: Request, priced: PricedDocuments, settings: Settings) -> Pieces:
+    """Every document on ranks and teams."""
+    from flexcp.planners.groups.compiled_dealing import BIN, COLUMNS, DOC, HI, LO, deal
+    from flexcp.planners.groups.compiled_team import split_by_heads
+
+    cluster, team = request.cluster, settings.team
+    speeds = np.array(cluster.rank_speeds, np.int64)
+    slack, poured = max(1, 100 // settings.slack), settings.long == "poured"
+
+    def dealt(items: Ints, ranks: Ints, size: int) -> list[Ints]:
+        """The items of each unit of ``size`` of these ranks."""
+        if len(ranks) == size:
+            return [items]
+        room = 0 if request.token_cap is None else request.token_cap * size
+        table = deal(items, _pace(ranks.reshape(-1, size).sum(axis=1)), slack, poured, room)
+        table = table[np.argsort(table[:, BIN], kind="stable")]
+        return np.split(table, np.searchsorted(table[:, BIN], np.arange(1, len(ranks) // size)))
+
+    items = np.zeros((request.batch.documents, COLUMNS), np.int64)
+    items[:, DOC] = np.arange(request.batch.documents)
+    items[:, HI] = request.batch.lengths
+    items[:, HI + 1], items[:, HI + 2] = priced.load, priced.attention
+    found: list[tuple[Ints, Ints, Ints]] = []
+    for node, of_node in enumerate(dealt(items, speeds, cluster.ranks_per_node)):
+        begin = node * cluster.ranks_per_node
+        mine = speeds[begin : begin + cluster.ranks_per_node]
+        for number, of_team in enumerate(dealt(of_node, mine, team)):
+            first = np.full(len(of_team), begin + number * team, np.int64)
+            size = np.ones_like(first)
+            if team > 1 and len(of_team):
+                pace = _pace(mine[number * team : (number + 1) * team])
+                rank = np.full(len(of_team), team, np.int64)
+                if settings.split == "few":
+                    rank = split_by_heads(of_team, pace, priced.linear, priced.exchange[team], slack)
+                size[rank == team] = team
+                first[rank < team] += rank[rank < team]
+            found.append((first, size, of_team))
+    first, size, table = (np.concatenate(column) for column in zip(*found, strict=True))
+    order = np.lexsort((table[:, LO], table[:, DOC]))
+    table = table[order]
+    return _joined(Pieces(first[order], size[order], table[:, DOC], table[:, LO], table[:, HI]))
 
 
-# --- documents inside a group -----------------------------------------------------------------------------------------
+def _pace(speeds: Ints) -> Ints:
+    """Speeds over their mean, in the unit of the loops."""
+    from flexcp.planners.groups.compiled_dealing import PACE
+
+    return np.asarray(np.maximum(speeds * PACE * len(speeds) // speeds.sum(), 1))
 
 
-def _packed(work: PricedDocuments, ranks: tuple[int, ...], documents: list[int], aim: int) -> Group:
-    """Documents (heaviest first) whole on the rank that is ready first, if it then is ready in time; the others cut over all ranks."""
-    load = sum(work.load[d] for d in documents)
-    if len(ranks) == 1:
-        return Group(ranks, documents, [documents], [], [0], 0, work.even(load, ranks))
-    packing = _Packing(work, ranks, max(aim, work.even(load, ranks)))
-    cut = [document for document in documents if not packing.place(document)]
-    share = packing.fill(cut)
-    keys = sum(moved[len(ranks) - 1] for moved in work.moved(cut))
-    fewest_local = min(Counter(work.cluster.node_of(r) for r in ranks).values())
-    moving = work.exchange(keys, len(ranks), work.key_price(len(ranks), fewest_local))
-    attention = sum(work.attention[d] for d in documents)
-    compute = packing.slowest(cut, share)
-    time = max(compute, work.even(load - attention, ranks) + moving)
-    return Group(ranks, documents, packing.whole, cut, share, time - compute, time)
-
-
-class _Packing:
-    """The ranks of a group while they are filled: what each has, and who is ready first."""
-
-    def __init__(self, work: PricedDocuments, ranks: tuple[int, ...], limit: int) -> None:
-        self.work, self.limit = work, limit
-        self.speeds = [work.speeds[r] for r in ranks]
-        self.whole: list[list[int]] = [[] for _ in ranks]
-        self.loads = [0] * len(ranks)
-        self.rooms = [work.cap] * len(ranks)
-        self.ready = [(0, at) for at in range(len(ranks))]
-
-    def place(self, document: int) -> bool:
-        """Put the document whole on the rank that is ready first, if one has room and is ready by the limit then."""
-        tokens, load = self.work.tokens[document], self.work.load[document]
-        passed, found = [], False
-        while self.ready and not found:
-            _, at = self.ready[0]
-            time = (self.loads[at] + load) * NOMINAL_SPEED // self.speeds[at]
-            if tokens <= self.rooms[at] and time <= self.limit:
-                self.whole[at].append(document)
-                self.loads[at] += load
-                self.rooms[at] -= tokens
-                heapq.heapreplace(self.ready, (time, at))
-                found = True
-            elif tokens <= self.rooms[at] and self.speeds[at] == self.work.fastest:
-                break  # the others are ready later still
-            else:
-                passed.append(heapq.heappop(self.ready))
-        for entry in passed:
-            heapq.heappush(self.ready, entry)
-        return found
-
-    def fill(self, cut: list[int]) -> list[int]:
-        """Tokens of the cut documents for each rank, so that all are ready together as far as caps and whole documents allow."""
-        tokens, load = sum(self.work.tokens[d] for d in cut), sum(self.work.load[d] for d in cut)
-        if not cut:
-            return [0] * len(self.loads)
-        limits = [room * load // tokens for room in self.rooms]
-        poured = _levelled(load, self.loads, limits, self.speeds)
-        share = [min(amount * tokens // load, room) for amount, room in zip(poured, self.rooms, strict=True)]
-        missing = tokens - sum(share)
-        while missing:  # what rounding down left over
-            for i, room in enumerate(self.rooms):
-                given = min(missing, room - share[i], 1 + missing // len(share))
-                share[i] += given
-                missing -= given
-        return share
-
-    def slowest(self, cut: list[int], share: list[int]) -> int:
-        """When the last rank has computed what it keeps."""
-        load, tokens = sum(self.work.load[d] for d in cut), max(1, sum(self.work.tokens[d] for d in cut))
-        ranks = zip(self.loads, share, self.speeds, strict=True)
-        return max(-(-(whole - (-load * mine // tokens)) * NOMINAL_SPEED // speed) for whole, mine, speed in ranks)
-
-
-def _levelled(amount: int, loads: list[int], limits: list[int], speeds: list[int]) -> list[int]:
-    """``amount`` poured on the loads like water: ends level (by speed) wherever it is above the ground and below its limit."""
-    poured = [0] * len(loads)
-    active = sorted(range(len(loads)), key=lambda i: loads[i] * NOMINAL_SPEED // speeds[i])
-    while amount > 0 and active:
-        speed, load, count = 0, amount, 0
-        for i in active:
-            # Stop where the ground is higher than the water over everything before it.
-            if count and loads[i] * speed >= load * speeds[i]:
-                break
-            speed, load, count = speed + speeds[i], load + loads[i], count + 1
-        wanted = {i: load * speeds[i] // speed - loads[i] for i in active[:count]}
-        full = {i for i in wanted if wanted[i] >= limits[i]}
-        for i in full or wanted:
-            poured[i] = min(wanted[i], limits[i])
-        if not full:
-            break
-        amount -= sum(limits[i] for i in full)
-        active = [i for i in active if i not in full]
-    return poured
-
-
-def _note(found: list[Group], bound: int) -> str:
-    degrees = Counter(len(group.ranks) for group in found if group.documents)
-    listed = ", ".join(
-        f"{count} x {degree}" if count > 1 else str(degree) for degree, count in sorted(degrees.items(), reverse=True)
+def _joined(pieces: Pieces) -> Pieces:
+    """Neighbouring pieces of one document on the same ranks as one."""
+    apart = np.ones(len(pieces), bool)
+    apart[1:] = np.any(
+        [np.diff(getattr(pieces, name)) != 0 for name in ("first", "size", "document")]
+        + [pieces.lo[1:] != pieces.hi[:-1]],
+        axis=0,
     )
-    slowest = max(group.time for group in found)
-    over = max(0, slowest * 1000 // max(1, bound) - 1000)
-    return f"groups of {listed} ranks; the slowest takes {over // 10}.{over % 10} % longer than perfectly divided work would"
+    return replace(pieces.take(apart), hi=pieces.hi[np.append(np.flatnonzero(apart)[1:], len(pieces)) - 1])
+
+
+def _note(pieces: Pieces, settings: Settings) -> str:
+    """How many ranks documents have."""
+    index, member = spread(pieces.size)
+    ranks = np.zeros(int(pieces.document.max()) + 1, np.int64)
+    pairs = np.unique(np.stack([pieces.document[index], pieces.first[index] + member], axis=1), axis=0)
+    np.add.at(ranks, pairs[:, 0], 1)
+    degrees = Counter(int(n) for n in ranks if n > 1)
+    whole = f"{int((ranks == 1).sum())} of {len(ranks)} documents on one rank"
+    if not degrees:
+        return f"teams of {settings.team}: {whole}"
+    listed = ", ".join(f"{count} x {n}" if count > 1 else str(n) for n, count in sorted(degrees.items(), reverse=True))
+    return f"teams of {settings.team}: {whole}, others on {listed} ranks"

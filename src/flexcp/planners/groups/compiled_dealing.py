@@ -1,0 +1,276 @@
+"""Loops of dealing: documents, or parts of them, to bins of equal rank (nodes, the teams of a node), compiled.
+
+An *item* is a row of a table with the columns below: what a document has between ``LO`` and ``HI`` of its tokens, as if all tokens were
+alike (:mod:`flexcp.planners.groups.rows` says which rows that are). ``SHARED`` is 1 where other items have the rest of the document.
+
+A bin's ``pace`` is its speed over the mean bin's in 1/1024. All numbers are integers: the same result on every machine.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flexcp.arrays.compiled_sort import stable_order
+from flexcp.arrays.jit import compiled, compiled_leaf
+
+DOC, LO, HI, LOAD, ATTENTION, SHARED, BIN = range(7)
+COLUMNS = 7
+PACE = 1024
+PARTS = 1 << 30
+"""In how many parts of the whole attention and tokens are compared."""
+HUGE = 1 << 62
+
+
+@compiled
+def deal(items, pace, slack, poured, room):
+    """The items with their bins, some of them cut, so that no bin is later than 1/``slack`` over the mean, or than must be.
+
+    ``room`` is how many tokens a bin should keep at most, 0 for any: nothing whole is put where there is none, as long as others have some.
+
+    An item that no bin can take is *long*. Long items have a group of bins each, as many as they need, and are cut in equal parts over it;
+    where there are not enough bins for that the limit rises until there are, or with ``poured`` they are laid end to end over all bins, so
+    that neighbours share one. All others stay whole: the heaviest first to the group that is then ready first, and inside a group so that
+    attention and tokens are both even, because bins that share a document wait for each other in every layer. Last, borders are cut: the
+    latest bin gives part of an item to the earliest, until all are within the limit.
+    """
+    bins = len(pace)
+    total = 0
+    for i in range(len(items)):
+        total += items[i, LOAD]
+    even = -(-total // bins)
+    limit = even + even // slack + 1
+    order = heaviest_first(items)
+    enough = needed_bins(items, limit) <= bins
+    if not enough and not poured:
+        limit = least_limit(items, limit, total + 1, bins)
+    found = np.zeros((len(items) + 4 * bins, COLUMNS), np.int64)
+    group = np.arange(bins)
+    if enough or not poured:
+        start = in_groups(items, order, limit, pace, group, found)
+    else:
+        start = laid_end_to_end(items, order, limit, pace, found)
+    used = start
+    group_load, group_pace, left = np.zeros(bins, np.int64), np.zeros(bins, np.int64), np.zeros(bins, np.int64)
+    for b in range(bins):
+        group_pace[group[b]] += pace[b]
+        left[group[b]] += room
+    for i in range(used):
+        group_load[group[found[i, BIN]]] += found[i, LOAD]
+        left[group[found[i, BIN]]] -= found[i, HI] - found[i, LO]
+    for i in order:
+        if items[i, LOAD] > limit:
+            continue
+        best, least, tokens = 0, HUGE, items[i, HI] - items[i, LO]
+        for g in range(bins):
+            if group_pace[g] > 0:
+                time = (group_load[g] + items[i, LOAD]) * PACE // group_pace[g]
+                if room > 0 and left[g] < tokens:
+                    time += HUGE // 2
+                if time < least:
+                    best, least = g, time
+        group_load[best] += items[i, LOAD]
+        left[best] -= tokens
+        write_part(found, used, items[i], 0, tokens, best)
+        used += 1
+    inside_groups(found, start, used, group, pace)
+    used = cut_borders(found, used, pace, even, limit)
+    return found[:used]
+
+
+@compiled
+def heaviest_first(items):
+    """The order of items by load."""
+    keys = np.empty(len(items), np.int64)
+    for i in range(len(items)):
+        keys[i] = -items[i, LOAD]
+    return stable_order(keys)
+
+
+@compiled_leaf
+def needed_bins(items, limit):
+    """How many bins the items over the limit need together."""
+    found = 0
+    for i in range(len(items)):
+        if items[i, LOAD] > limit:
+            found += -(-items[i, LOAD] // limit)
+    return found
+
+
+@compiled_leaf
+def least_limit(items, low, high, bins):
+    """The smallest limit under which there are enough bins."""
+    while low < high:
+        middle = (low + high) // 2
+        if needed_bins(items, middle) <= bins:
+            high = middle
+        else:
+            low = middle + 1
+    return high
+
+
+@compiled_leaf
+def share_of(amount, tokens, of):
+    """``amount * tokens / of`` without leaving 64 bits."""
+    return amount // of * tokens + amount % of * tokens // of
+
+
+@compiled_leaf
+def write_part(found, at, item, first, last, b):
+    """Write tokens ``first`` to ``last`` of an item, counted from its own beginning, as an item of bin ``b``."""
+    tokens = item[HI] - item[LO]
+    found[at, DOC] = item[DOC]
+    found[at, LO] = item[LO] + first
+    found[at, HI] = item[LO] + last
+    found[at, LOAD] = share_of(item[LOAD], last, tokens) - share_of(item[LOAD], first, tokens)
+    found[at, ATTENTION] = share_of(item[ATTENTION], last, tokens) - share_of(item[ATTENTION], first, tokens)
+    found[at, SHARED] = 1 if item[SHARED] == 1 or last - first < tokens else 0
+    found[at, BIN] = b
+
+
+@compiled
+def in_groups(items, order, limit, pace, group, found):
+    """Every long item in equal parts over a group of bins of its own; ``group`` becomes the first bin of each bin's group."""
+    used, begin = 0, 0
+    for i in order:
+        if items[i, LOAD] <= limit:
+            break
+        size, tokens, whole, before = -(-items[i, LOAD] // limit), items[i, HI] - items[i, LO], 0, 0
+        for b in range(begin, begin + size):
+            whole += pace[b]
+        for b in range(begin, begin + size):
+            group[b] = begin
+            first = tokens * before // whole
+            before += pace[b]
+            last = tokens * before // whole
+            if first < last:
+                write_part(found, used, items[i], first, last, b)
+                used += 1
+        begin += size
+    return used
+
+
+@compiled
+def laid_end_to_end(items, order, limit, pace, found):
+    """The long items one behind the other over the bins, each bin filled up to the limit."""
+    used, b = 0, 0
+    room = limit * pace[0] // PACE
+    for i in order:
+        if items[i, LOAD] <= limit:
+            break
+        tokens, first = items[i, HI] - items[i, LO], 0
+        while first < tokens:
+            left = items[i, LOAD] - share_of(items[i, LOAD], first, tokens)
+            last = tokens
+            if left > room and b < len(pace) - 1:
+                last = min(tokens, first + max(1, share_of(tokens, max(room, 0), items[i, LOAD])))
+            write_part(found, used, items[i], first, last, b)
+            room -= found[used, LOAD]
+            used += 1
+            first = last
+            if first < tokens:
+                b += 1
+                room = limit * pace[b] // PACE
+    return used
+
+
+@compiled
+def inside_groups(found, start, used, group, pace):
+    """Items from ``start`` on, which are in the first bin of their group, over all bins of the group."""
+    for g in range(len(group)):
+        size = 0
+        for b in range(len(group)):
+            size += group[b] == g
+        if size < 2:
+            continue
+        count = 0
+        for i in range(start, used):
+            count += found[i, BIN] == g
+        mine, n = np.empty(count, np.int64), 0
+        for i in range(start, used):
+            if found[i, BIN] == g:
+                mine[n] = i
+                n += 1
+        where = spread_evenly(found, mine, pace[g : g + size], np.zeros(size, np.int64), 0)
+        for n in range(count):
+            found[mine[n], BIN] = g + where[n]
+
+
+@compiled
+def spread_evenly(items, mine, pace, held, tokens):
+    """The bin of each of the items ``mine``: largest first to the one that then has least, of what it has more of, attention or tokens.
+
+    ``held`` is attention that bins have already; ``tokens`` what all tokens are, if more than these.
+    """
+    attention, own = 0, 0
+    for i in mine:
+        attention += items[i, ATTENTION]
+        own += items[i, HI] - items[i, LO]
+    for b in range(len(pace)):
+        attention += held[b]
+    # Both in parts of the whole; what is small is multiplied, what is large divided.
+    times_a, over_a = max(1, PARTS // max(1, attention)), attention // PARTS + 1
+    times_t = max(1, PARTS // max(1, tokens, own))
+    keys = np.empty(len(mine), np.int64)
+    for n in range(len(mine)):
+        i = mine[n]
+        keys[n] = -max(items[i, ATTENTION] * times_a // over_a, (items[i, HI] - items[i, LO]) * times_t)
+    has_a, has_t = np.zeros(len(pace), np.int64), np.zeros(len(pace), np.int64)
+    for b in range(len(pace)):
+        has_a[b] = held[b] * times_a // over_a
+    where = np.zeros(len(mine), np.int64)
+    for n in stable_order(keys):
+        i = mine[n]
+        a, t = items[i, ATTENTION] * times_a // over_a, (items[i, HI] - items[i, LO]) * times_t
+        best, least, least_sum = 0, HUGE, HUGE
+        for b in range(len(pace)):
+            more = max(has_a[b] + a, has_t[b] + t) * PACE // pace[b]
+            both = (has_a[b] + has_t[b]) * PACE // pace[b]
+            if more < least or (more == least and both < least_sum):
+                best, least, least_sum = b, more, both
+        where[n] = best
+        has_a[best] += a
+        has_t[best] += t
+    return where
+
+
+@compiled
+def cut_borders(found, used, pace, even, limit):
+    """The latest bin gives to the earliest until it is within the limit: of the shortest item that has what is over."""
+    bins = len(pace)
+    load = np.zeros(bins, np.int64)
+    for i in range(used):
+        load[found[i, BIN]] += found[i, LOAD]
+    for _ in range(2 * bins):
+        late, early = 0, 0
+        for b in range(bins):
+            if load[b] * PACE // pace[b] > load[late] * PACE // pace[late]:
+                late = b
+            if load[b] * PACE // pace[b] < load[early] * PACE // pace[early]:
+                early = b
+        over = min(load[late] - even * pace[late] // PACE, even * pace[early] // PACE - load[early])
+        if load[late] * PACE // pace[late] <= limit or over <= 0:
+            break
+        best, tokens, heaviest = -1, HUGE, -1
+        for i in range(used):
+            if found[i, BIN] == late:
+                length = found[i, HI] - found[i, LO]
+                if found[i, LOAD] >= over and 1 < length < tokens:
+                    best, tokens = i, length
+                if heaviest < 0 or found[i, LOAD] > found[heaviest, LOAD]:
+                    heaviest = i
+        if best < 0:  # none has so much: the heaviest goes whole
+            best, tokens = heaviest, found[heaviest, HI] - found[heaviest, LO]
+            over = found[best, LOAD]
+        give = min(tokens, max(1, share_of(tokens, over, max(1, found[best, LOAD]))))
+        item = found[best].copy()
+        moved = item[LOAD]
+        if give == tokens:
+            found[best, BIN] = early
+        else:
+            write_part(found, best, item, 0, tokens - give, late)
+            write_part(found, used, item, tokens - give, tokens, early)
+            moved = found[used, LOAD]
+            used += 1
+        load[late] -= moved
+        load[early] += moved
+    return used

@@ -1,0 +1,71 @@
+"""Loops of a team: which of its items stay whole on one rank and which are split by heads over all of it, compiled.
+
+What is split gives every rank the same attention, whoever keeps the rows, and its rows can level tokens; but its queries, keys and results
+are exchanged. So as few items are split as make the team even: those of which others have a part, then the heaviest ones.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flexcp.arrays.compiled_sort import stable_order
+from flexcp.arrays.jit import compiled
+from flexcp.planners.groups.compiled_dealing import ATTENTION, HI, HUGE, LO, PACE, SHARED, spread_evenly
+
+MOST_TRIED = 24
+"""How many numbers of split items are tried, ever further apart."""
+
+
+@compiled
+def split_by_heads(items, pace, linear, exchange, slack):
+    """The rank of each item in its team, or the team's size where it is split.
+
+    ``linear`` is what a token costs besides attention and ``exchange`` what a split token costs, both in the unit of loads; half of an
+    exchange is taken to be hidden.
+    """
+    size, n = len(pace), len(items)
+    keys, tokens = np.empty(n, np.int64), 0
+    for i in range(n):
+        # Shared ones first, which are always split.
+        keys[i] = -HUGE if items[i, SHARED] == 1 else -items[i, ATTENTION]
+        tokens += items[i, HI] - items[i, LO]
+    order = stable_order(keys)
+    count = 0
+    while count < n and items[order[count], SHARED] == 1:
+        count += 1
+    best, least = np.full(n, size, np.int64), HUGE
+    shared, step, fastest = count, 0, 0
+    for r in range(size):
+        fastest = max(fastest, pace[r])
+    while step < MOST_TRIED and count <= n:
+        split_attention, split_tokens, whole_attention = 0, 0, 0
+        for i in order[:count]:
+            split_attention += items[i, ATTENTION]
+            split_tokens += items[i, HI] - items[i, LO]
+        # All have the same of what is split, so a slower rank is behind the fastest.
+        behind = np.zeros(size, np.int64)
+        for r in range(size):
+            behind[r] = split_attention // size * (fastest - pace[r]) // PACE
+        mine = order[count:]
+        where = spread_evenly(items, mine, pace, behind, tokens)
+        has, kept = np.zeros(size, np.int64), np.zeros(size, np.int64)
+        for at in range(len(mine)):
+            has[where[at]] += items[mine[at], ATTENTION]
+            kept[where[at]] += items[mine[at], HI] - items[mine[at], LO]
+            whole_attention += items[mine[at], ATTENTION]
+        latest, most = 0, -(-tokens // size)
+        for r in range(size):
+            latest = max(latest, (split_attention // size + has[r]) * PACE // pace[r])
+            most = max(most, kept[r])
+        time = latest + linear * most + exchange * split_tokens // 2
+        if time < least:
+            least = time
+            best = np.full(n, size, np.int64)
+            for at in range(len(mine)):
+                best[mine[at]] = where[at]
+        even = (split_attention + whole_attention) // size
+        if count == n or (latest <= even + even // slack and most * size <= tokens + size):
+            break
+        step += 1
+        count = min(n, max(count + 1, shared + (count - shared) * 5 // 4))
+    return best

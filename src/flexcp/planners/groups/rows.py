@@ -1,0 +1,226 @@
+"""Rows of pieces: which rows of its documents a rank or a team works on, who keeps them, and the placement that follows.
+
+A *piece* is a document's tokens between ``lo`` and ``hi`` for the ``size`` ranks from ``first`` on, as if every token were the same. Which
+rows stand for them is chosen for each cut document: the first of three ways that gives every piece its share of the load. Consecutive rows
+read the fewest keys; a zig-zag pairs light rows with heavy ones; and where neither is even, rows are counted by load instead of by tokens.
+
+A rank keeps the rows it works on alone. The rows of a team are kept by all of it: each rank in the proportion that levels tokens, or evenly
+where tokens cost less than their exchange. Where a rank then keeps more than it may, its last rows are kept by others, of its own node
+first. If there are teams, work stays where it was and queries and results travel; else the work goes with the rows, so that only keys do.
+So every limit is met that can be.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.arrays.intervals import spread
+from flexcp.arrays.tables import Table
+from flexcp.arrays.totals import sums
+from flexcp.batch import Batch
+from flexcp.plan.placement import Placement
+from flexcp.planners.groups.priced_documents import PricedDocuments
+from flexcp.planners.request import Request
+from flexcp.planners.token_runs import equalised, head_regions, row_regions, runs_of_ranges
+
+Ints = NDArray[np.int64]
+CLOSE_TO_EVEN = 64
+"""Within 1/64 of an even share nothing is done about rows or pads: cost models err by more."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces(Table):
+    """Parallel columns, in the order of documents and their tokens."""
+
+    first: Ints
+    size: Ints
+    document: Ints
+    lo: Ints
+    hi: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Ranges(Table):
+    """Stream ranges of pieces."""
+
+    piece: Ints
+    start: Ints
+    stop: Ints
+
+
+def place_pieces(request: Request, priced: PricedDocuments, pieces: Pieces, note: str) -> Placement:
+    """The placement of pieces in which every document is once."""
+    batch, ranks = request.batch, request.ranks
+    ranges = _rows(batch, priced, pieces)
+    kept = _kept(request, priced, pieces, ranges)
+    kept = _within_limit(request, priced, *kept)
+    runs, pads, heads = runs_of_ranges(*kept), 0, request.shape.heads
+    if request.equal_tokens:
+        runs, pads = equalised(runs, ranks, batch.tokens, request.pad_to)
+    if int(pieces.size.max()) == 1:
+        regions = row_regions(batch, heads, *kept)
+    else:
+        index, member = spread(pieces.size[ranges.piece])
+        size, first = pieces.size[ranges.piece[index]], pieces.first[ranges.piece[index]]
+        h0, h1 = member * heads // size, (member + 1) * heads // size
+        regions = head_regions(batch, first + member, ranges.start[index], ranges.stop[index], h0, h1)
+    return Placement(batch, ranks, pads, runs, (regions,) * len(batch.masks), note=note)
+
+
+# --- which rows --------------------------------------------------------------------------------------------------------
+
+
+def _rows(batch: Batch, priced: PricedDocuments, pieces: Pieces) -> Ranges:
+    """The rows of all pieces, on the stream."""
+    number = np.arange(len(pieces), dtype=np.int64)
+    whole = pieces.hi - pieces.lo == batch.lengths[pieces.document]
+    found = [(number[whole], pieces.lo[whole], pieces.hi[whole])]
+    left = number[~whole]
+    for cut in (_consecutive, _zigzag):
+        if len(left):
+            mine = pieces.take(left)
+            first, last = cut(batch, mine)
+            uneven = _uneven(batch, priced, mine, first, last)
+            even = np.repeat(~uneven, len(first) // len(mine))
+            found.append((np.repeat(left[~uneven], len(first) // len(mine)), first[even], last[even]))
+            left = left[uneven]
+    if len(left):
+        found.append((left, *_by_load(batch, priced, pieces.take(left))))
+    piece, first, last = (np.concatenate(column) for column in zip(*found, strict=True))
+    begin = batch.starts[pieces.document[piece]]
+    real = first < last
+    return Ranges(piece[real], (begin + first)[real], (begin + last)[real])
+
+
+def _consecutive(batch: Batch, pieces: Pieces) -> tuple[Ints, Ints]:
+    return pieces.lo, pieces.hi
+
+
+def _zigzag(batch: Batch, pieces: Pieces) -> tuple[Ints, Ints]:
+    """Each piece as one part from the front and one from the back of its document, next to each other."""
+    lo, hi, length = pieces.lo, pieces.hi, batch.lengths[pieces.document]
+    first = np.stack([lo // 2, length - (hi - hi // 2)], axis=1).reshape(-1)
+    last = np.stack([hi // 2, length - (lo - lo // 2)], axis=1).reshape(-1)
+    return first, last
+
+
+def _by_load(batch: Batch, priced: PricedDocuments, pieces: Pieces) -> tuple[Ints, Ints]:
+    """Each piece as consecutive rows whose load is to the document's as its tokens are."""
+    document, length = pieces.document, batch.lengths[pieces.document]
+
+    def load_before(row: Ints) -> Ints:
+        return batch.weighted_rows_area(document, np.zeros_like(row), row) + priced.row * row
+
+    each = load_before(length) // length
+
+    def row_at(tokens: Ints) -> Ints:
+        """The first row before which lies the load of so many average tokens."""
+        low, high = np.zeros_like(length), length
+        while np.any(low < high):
+            middle = (low + high) // 2
+            enough = load_before(middle) >= each * tokens
+            low, high = np.where(enough, low, np.minimum(middle + 1, high)), np.where(enough, middle, high)
+        return np.where(tokens == length, length, low)
+
+    return row_at(pieces.lo), row_at(pieces.hi)
+
+
+def _uneven(batch: Batch, priced: PricedDocuments, pieces: Pieces, first: Ints, last: Ints) -> NDArray[np.bool_]:
+    """Which pieces belong to a document of which some piece has clearly more load than its tokens stand for."""
+    document = np.repeat(pieces.document, len(first) // len(pieces))
+    area = batch.weighted_rows_area(document, first, last).reshape(len(pieces), -1).sum(axis=1)
+    starts = np.flatnonzero(np.diff(pieces.document, prepend=-1))
+    count = np.diff(np.append(starts, len(pieces)))
+    whole, length = np.repeat(np.add.reduceat(area, starts), count), batch.lengths[pieces.document]
+    mean_load = (whole + priced.row * length) // np.repeat(count, count)
+    over = (area - whole // length * (pieces.hi - pieces.lo)) * CLOSE_TO_EVEN > mean_load
+    return np.repeat(np.logical_or.reduceat(over, starts), count)
+
+
+# --- who keeps them ----------------------------------------------------------------------------------------------------
+
+
+def _kept(request: Request, priced: PricedDocuments, pieces: Pieces, ranges: Ranges) -> tuple[Ints, Ints, Ints]:
+    """(rank, start, stop) of what ranks keep, before any limit."""
+    alone = pieces.size[ranges.piece] == 1
+    rank = pieces.first[ranges.piece[alone]]
+    found = [(rank, ranges.start[alone], ranges.stop[alone])]
+    if not alone.all():
+        split = ranges.take(~alone)
+        size, first = int(pieces.size.max()), pieces.first[split.piece]
+        tokens = split.stop - split.start
+        held = sums(rank, ranges.stop[alone] - ranges.start[alone], request.ranks)
+        if priced.linear <= priced.exchange[size] * size:
+            held = np.zeros_like(held)
+        given = sums(first, tokens, request.ranks)
+        # One column of shares for every rank, in the order of teams.
+        shares = np.zeros((request.ranks, size + 1), np.int64)
+        for begin in np.unique(first).tolist():
+            shares[begin, 1:] = np.cumsum(_levelled(held[begin : begin + size], int(given[begin])))
+        borders = split.start[:, None] + tokens[:, None] * shares[first] // given[first][:, None]
+        member = np.broadcast_to(np.arange(size), (len(split), size))
+        found.append(((first[:, None] + member).reshape(-1), borders[:, :-1].reshape(-1), borders[:, 1:].reshape(-1)))
+    rank, start, stop = (np.concatenate(column) for column in zip(*found, strict=True))
+    real = start < stop
+    return rank[real], start[real], stop[real]
+
+
+def _levelled(held: Ints, tokens: int) -> Ints:
+    """How many of ``tokens`` each rank gets so that what they have ends level where that can be."""
+    order = np.argsort(held, kind="stable")
+    before = np.cumsum(held[order])
+    wet = int(np.sum(held[order] * np.arange(1, len(held) + 1) - before < tokens))
+    level, extra = divmod(tokens + int(before[wet - 1]), wet)
+    found = np.zeros_like(held)
+    found[order[:wet]] = level - held[order[:wet]] + (np.arange(wet) < extra)
+    return found
+
+
+def _limit(request: Request, priced: PricedDocuments) -> int | None:
+    """The most tokens a rank may keep: the cap, and with equal tokens as many as pads may cost."""
+    cap = request.token_cap
+    if not request.equal_tokens:
+        return cap
+    even = -(-request.batch.tokens // request.ranks)
+    spare = int(priced.load.sum()) // (request.ranks * CLOSE_TO_EVEN * max(1, priced.linear))
+    limit = -(-(even + spare) // request.pad_to) * request.pad_to
+    return limit if cap is None else min(cap, limit)
+
+
+def _within_limit(
+    request: Request, priced: PricedDocuments, rank: Ints, start: Ints, stop: Ints
+) -> tuple[Ints, Ints, Ints]:
+    """The same ranges, where a rank had more than the limit with its last ones kept by others."""
+    limit = _limit(request, priced)
+    counts = sums(rank, stop - start, request.ranks)
+    if limit is None or int(counts.max()) <= limit:
+        return rank, start, stop
+    owners, starts, stops = rank.tolist(), start.tolist(), stop.tolist()
+    of_rank: dict[int, list[int]] = {}
+    for at, owner in enumerate(owners):
+        of_rank.setdefault(owner, []).append(at)
+    room = (limit - counts).tolist()
+    per_node = request.cluster.ranks_per_node
+    for full in np.flatnonzero(counts > limit).tolist():
+        node = full // per_node
+        near = sorted(range(request.ranks), key=lambda r: (r // per_node != node, (r - full) % request.ranks))
+        helpers = iter([r for r in near if room[r] > 0])
+        helper = next(helpers)
+        while room[full] < 0:
+            at = of_rank[full].pop()
+            while room[full] < 0 and starts[at] < stops[at]:
+                if not room[helper]:
+                    helper = next(helpers)
+                moved = min(-room[full], room[helper], stops[at] - starts[at])
+                owners.append(helper)
+                starts.append(stops[at] - moved)
+                stops.append(stops[at])
+                stops[at] -= moved
+                room[full] += moved
+                room[helper] -= moved
+    found = np.array([owners, starts, stops], np.int64)
+    found = found[:, found[1] < found[2]]
+    return found[0], found[1], found[2]
