@@ -6,14 +6,14 @@ is *busy* while it copies and computes; the rest of the time between its first s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcp.cost import NO_CONTENTION, Contention, CostModel, row_for
+from flexcp.cost import CostModel, row_for
 from flexcp.plan.execution import Execution, margins
 from flexcp.plan.plan import Plan
 from flexcp.plan.program import Program
@@ -152,9 +152,7 @@ def pass_model(
         )
     how = program.execution
     chunks = find_chunks(plan, mask, backward, cost, how.rounds_per_call, rules.in_line, rules.ranks_per_nic)
-    alone, slow, link = _contention(
-        program, plan.ranks, cost.contention if rules.contention else NO_CONTENTION, backward
-    )
+    alone, slow, link = _contention(program, chunks, plan.ranks, cost, rules, backward)
     ns = -(-ns * alone // 1000)
     name = f"{plan.batch.masks[mask].name} {'backward' if backward else 'forward'}"
     copies = _copies(plan, mask, backward, cost, rules)
@@ -170,14 +168,27 @@ def _copies(plan: Plan, mask: int, backward: bool, cost: CostModel, rules: Rules
     return find_copies(plan, mask, backward, mbps, cost.kernel_ns, rules.copies_messages_only)
 
 
-def _contention(program: Program, ranks: int, rows: Sequence[Contention], backward: bool) -> tuple[Ints, Ints, Ints]:
-    """``[rank, slot]``, per mille, under the plan's margins: compute alone; beside transfers, against that; speed of those."""
+def _contention(
+    program: Program, chunks: TimedChunks, ranks: int, cost: CostModel, rules: Rules, backward: bool
+) -> tuple[Ints, Ints, Ints]:
+    """``[rank, slot]``, per mille, under the plan's margins: compute alone; beside transfers, against that; speed of those.
+
+    What travels beside a slot is taken to be the stage after it: inside the node if any of it is.
+    """
     margin = margins(program, ranks)
+    inside = np.zeros((ranks, program.stages + 1), bool)
+    for end in (chunks.source, chunks.target):
+        inside[end[chunks.across == 0], chunks.stage[chunks.across == 0]] = True
     found = np.full((3, *margin.shape), 1000, np.int64)
-    for left in np.unique(margin).tolist():
-        row = row_for(rows, left)
-        beside, alone = row.compute(backward)
-        found[:, margin == left] = np.array([alone, -(-beside * 1000 // alone), row.link])[:, None]
+    if not rules.contention:
+        return found[0], found[1], found[2]
+    for across in (False, True):
+        rows = cost.rows_beside(across)
+        for left in np.unique(margin).tolist():
+            row = row_for(rows, left)
+            beside, alone = row.compute(backward)
+            here = (margin == left) & (inside[:, 1:] != across)
+            found[:, here] = np.array([alone, -(-beside * 1000 // alone), row.link])[:, None]
     return found[0], found[1], found[2]
 
 

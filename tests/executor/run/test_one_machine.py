@@ -160,7 +160,8 @@ def test_a_rank_posts_and_leaves_free_what_the_plan_says_and_the_simulator_reads
             if what == "post":
                 posted[number] = slot
             if what == "work":
-                row = row_for(plan.cost.contention, number)
+                beside = (calm.chunks.stage == slot + 1) & ((calm.chunks.source == rank) | (calm.chunks.target == rank))
+                row = row_for(plan.cost.rows_beside(not (beside & (calm.chunks.across == 0)).any()), number)
                 slow, alone = row.compute(backward)
                 assert model.link[rank, slot] == row.link
                 assert model.slow[rank, slot] == -(-slow * 1000 // alone)
