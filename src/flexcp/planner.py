@@ -13,6 +13,7 @@ from flexcp.clusters import Cluster, cluster
 from flexcp.cost import CostModel, Model
 from flexcp.masks import causal
 from flexcp.plan.plan import Plan
+from flexcp.planners.auto.auto import auto_plan
 from flexcp.planners.microbatch import document_loads, split
 from flexcp.planners.request import Request, refuse_over_cap, refuse_over_memory, refuse_over_peers
 from flexcp.planners.strategies import find_strategy
@@ -167,7 +168,10 @@ class Planner:
         )
         refuse_over_cap(request)
         known = (self.shape, self.cluster, self.cost)
-        plan = make_plan(self.place(request), *known, self.strategy, self.keep_kv, request.most_ahead)
+        if self.strategy == "auto":  # which schedules what it simulates
+            plan = auto_plan(request)
+        else:
+            plan = make_plan(self.place(request), *known, self.strategy, self.keep_kv, request.most_ahead)
         refuse_over_memory(request, plan)
         refuse_over_peers(request, plan)
         return plan

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from flexcp.plan.placement import Placement
 from flexcp.planners import published
-from flexcp.planners.auto import auto
+from flexcp.planners.auto.auto import auto
 from flexcp.planners.blocks.blocks import blocks
 from flexcp.planners.groups.groups import groups
 from flexcp.planners.request import Request

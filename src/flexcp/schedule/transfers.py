@@ -44,16 +44,18 @@ def make_plan(
     strategy: str,
     keep_kv: int = 0,
     most_ahead: int = 2,
+    analysis: list[MaskAnalysis] | None = None,
 ) -> Plan:
     """The plan of a placement: transfers for every mask, forward and backward.
 
     ``keep_kv`` is how many bytes of received keys a rank may keep for the backward, all layers together; ``most_ahead`` how many slots
-    ahead a stage may be posted, where messages that wait must not take memory.
+    ahead a stage may be posted, where messages that wait must not take memory. ``analysis`` is what :func:`flexcp.schedule.analysis.analyse`
+    says of this placement, where traffic is needed and it is at hand.
     """
     how = (shape, cluster, cost)
     if placement.traffic.kind == "needed":
         own_stage = 1 if placement.assemble_own else 0
-        masks = analyse(placement, shape, cluster, cost, keep_kv)
+        masks = analysis or analyse(placement, shape, cluster, cost, keep_kv)
         pairs = [_needed_programs(found, own_stage, cluster) for found in masks]
         work = [
             [needed_work_ns(p, one.work, one.stages) for p, one in zip(pair, found[2:], strict=True)]
