@@ -116,6 +116,10 @@ class _Search:
                 if self._may_simulate(item.candidate):
                     self._simulate(item)
             elif self.placed < self.effort and self._may_simulate(item):
+                if item.closer_ns is not None:
+                    closer = max(item.least_ns, item.closer_ns())
+                    heapq.heappush(queue, (closer, order, replace(item, least_ns=closer, closer_ns=None)))
+                    continue
                 found = self._place(item)
                 if found is not None:
                     heapq.heappush(queue, (found.ns, order, found))

@@ -1,7 +1,8 @@
 """Candidates: the strategies that ``auto`` may take for a request, each with a time that it cannot be faster than.
 
 - The static methods, every kind in a few degrees, with documents dealt by tokens and, where a degree makes several groups, by load. What
-  each takes at least is arithmetic on sums (:mod:`flexcp.planners.static.bounds`).
+  each takes at least is arithmetic on sums over all documents; a closer bound deals the documents, and is found when it is asked for
+  (:mod:`flexcp.planners.static.bounds`).
 - The dynamic planners. Another one, or one more argument of one, is a row of :func:`_dynamic`. None of them comes closer to perfectly
   divided compute than 1 / ``NEARLY_PERFECT``, so where a static method is that fast already, none is asked.
 
@@ -11,14 +12,15 @@ With a fixed layout only methods that span all ranks can run: ``blocks`` and the
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from flexcp.plan.placement import Placement
 from flexcp.planners.blocks.blocks import blocks
 from flexcp.planners.groups.groups import groups
 from flexcp.planners.request import Request
-from flexcp.planners.static.bounds import Place, StaticBounds, dealt_by_load, static_methods
+from flexcp.planners.static.bounds import Place, StaticBounds, StaticMethod, dealt_by_load, static_methods
 from flexcp.planners.static.dealing import deals_by_load
 from flexcp.schedule.predict import lower_bound
 
@@ -32,12 +34,16 @@ NEARLY_PERFECT = 128
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A strategy with its argument; ``least_ns`` is what it takes at least, ``transfers`` about how many its plan has, 0 for unknown."""
+    """A strategy with its argument; ``least_ns`` is what it takes at least, ``closer_ns()`` a dearer bound where there is one.
+
+    ``transfers`` is about how many its plan has, 0 for unknown.
+    """
 
     name: str
     place: Place
     request: Request
     least_ns: int
+    closer_ns: Callable[[], int] | None = None
     is_static: bool = False
     transfers: int = 0
 
@@ -64,9 +70,15 @@ def _static(request: Request) -> Iterator[Candidate]:
     plain = replace(request, compute_tolerance=None, token_tolerance=None)
     methods = static_methods(request)
     methods += dealt_by_load(methods, request)
-    for method, bound in zip(methods, StaticBounds(request).close(methods), strict=True):
+    bounds = StaticBounds(request)
+    for method, bound in zip(methods, bounds.loose(methods), strict=True):
         asked = replace(plain, argument=method.request_argument)
-        yield Candidate(method.name, method.place, asked, bound, True, method.transfers(request.ranks))
+        closer = partial(_close_bound, bounds, method)
+        yield Candidate(method.name, method.place, asked, bound, closer, True, method.transfers(request.ranks))
+
+
+def _close_bound(bounds: StaticBounds, method: StaticMethod) -> int:
+    return bounds.close([method])[0]
 
 
 def _dynamic(request: Request, effort: int) -> Iterator[Candidate]:
