@@ -20,8 +20,7 @@ from flexcp.planners.request import Refused, Request, refuse_over_cap
 from flexcp.planners.strategies import STRATEGIES, find_strategy
 from flexcp.shape import Shape
 
-# The package's name of the same is the strategy itself.
-AUTO = import_module("flexcp.planners.auto")
+AUTO = import_module("flexcp.planners.auto.candidates")
 SCATTERED = tuple(np.arange(r, 200, 4) for r in range(4))
 HALVES = tuple(np.array_split(np.arange(200), 4))
 

@@ -49,8 +49,8 @@ def make_plan(
     """The plan of a placement: transfers for every mask, forward and backward.
 
     ``keep_kv`` is how many bytes of received keys a rank may keep for the backward, all layers together; ``most_ahead`` how many slots
-    ahead a stage may be posted, where messages that wait must not take memory. ``analysis`` is what :func:`flexcp.schedule.analysis.analyse`
-    says of this placement, where traffic is needed and it is at hand.
+    ahead a stage may be posted, where messages that wait must not take memory. ``analysis`` is what
+    :func:`flexcp.schedule.analysis.analyse` says of this placement, where traffic is needed and it is at hand.
     """
     how = (shape, cluster, cost)
     if placement.traffic.kind == "needed":
@@ -157,7 +157,7 @@ def _transfers_of(
 
 
 class _WholePieces:
-    """Collects pieces of all tokens of an owner as columns of a transfer table; what a rank has already, or what is empty, does not move."""
+    """Collects pieces of all tokens of an owner as columns of a transfer table; what a rank has, or what is empty, does not move."""
 
     def __init__(self, tokens: Ints) -> None:
         self.tokens = tokens

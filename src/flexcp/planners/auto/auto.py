@@ -1,9 +1,9 @@
 """auto: the fastest of many placements, by the event simulator.
 
 Three prices of a candidate, each dearer to find and closer to the truth: what it takes *at least* (sums alone,
-:mod:`flexcp.planners.auto.candidates`), what the *closed form* predicts of its placement (:mod:`flexcp.schedule.predict`), and what its plan
-takes *by events* (:mod:`flexcp.simulator`). The search is best first: the cheapest of all candidates, each by the closest price known of
-it, is looked at next, placed or simulated, until nothing that is left can be faster than the fastest simulated one. That one is taken.
+:mod:`flexcp.planners.auto.candidates`), what the *closed form* predicts of its placement (:mod:`flexcp.schedule.predict`), and what its
+plan takes *by events* (:mod:`flexcp.simulator`). The search is best first: of all candidates the one whose closest known price is least is
+looked at next, placed or simulated, until nothing that is left can be faster than the fastest simulated one. That one is taken.
 
 - **Events decide.** The closed form proposes: ``MOST_SIMULATED`` candidates at most are scheduled and simulated, always among them the
   best static one by tokens and the best by load, if they are predicted to be anywhere near the fastest.
@@ -85,6 +85,7 @@ class _Simulated:
     candidate: Candidate
     plan: Plan
     ns: int
+    order: int
 
     @property
     def name(self) -> str:
@@ -100,7 +101,7 @@ class _Search:
         self.placed = 0
         self.simulated: list[_Simulated] = []
         self.best: _Simulated | None = None
-        self.passed_over: tuple[int, str] | None = None
+        self.passed_over: dict[str, tuple[int, str]] = {}
         self.refusals: list[str] = []
 
     def run(self, candidates: Sequence[Candidate]) -> None:
@@ -110,11 +111,11 @@ class _Search:
         while queue:
             price, order, item = heapq.heappop(queue)
             if not self._can_matter(price):
-                self.passed_over = (price, (item if isinstance(item, Candidate) else item.candidate).name)
-                break
+                self._pass_over([(price, order, item), *queue])
+                return
             if isinstance(item, _Placed):
                 if self._may_simulate(item.candidate):
-                    self._simulate(item)
+                    self._simulate(item, order)
             elif self.placed < self.effort and self._may_simulate(item):
                 if item.closer_ns is not None:
                     closer = max(item.least_ns, item.closer_ns())
@@ -163,30 +164,36 @@ class _Search:
         known = (request.shape, request.cluster, request.cost, placed.candidate.name)
         return make_plan(placed.placement, *known, request.keep_kv, request.most_ahead, placed.analysis)
 
-    def _simulate(self, placed: _Placed) -> None:
+    def _simulate(self, placed: _Placed, order: int) -> None:
         plan = placed.plan or self._planned(placed)
         ns = placed.ns if placed.layer_ns > LONGEST_NS else step_ns(plan)
-        found = _Simulated(placed.candidate, plan, ns)
-        self.simulated.append(found)
-        if self.best is None or found.ns < self.best.ns:
-            self.best = found
+        self.simulated.append(_Simulated(placed.candidate, plan, ns, order))
+        self.best = min(self.simulated, key=lambda found: (found.ns, found.order))
+
+    def _pass_over(self, queue: Sequence[tuple[int, int, Candidate | _Placed]]) -> None:
+        """Keep the least price of what is left, for each way of dealing documents and for all others."""
+        for price, _, item in sorted(queue, key=lambda each: each[:2]):
+            candidate = item if isinstance(item, Candidate) else item.candidate
+            self.passed_over.setdefault(candidate.dealing, (price, candidate.name))
 
     def words(self) -> str:
         """What was taken, over what, by how much."""
         assert self.best is not None
         best, own = self.best, self.best.plan.placement.note
         others = sorted((s for s in self.simulated if s is not best), key=lambda s: s.ns)
-        over = [(s, "the next best") for s in others[:1]]
-        for dealing in ("tokens", "load"):
-            static = next((s for s in others if s.candidate.dealing == dealing), None)
-            if static is not None and static is not over[0][0] and best.candidate.dealing != dealing:
-                over.append((static, f"the best static one by {dealing}"))
-        said = [f"{s.ns / best.ns:.3f} times as fast as {s.name} ({milliseconds(s.ns)} ms), {what}" for s, what in over]
-        if not said and self.passed_over is not None:
-            price, name = self.passed_over
-            said = [f"no other can take less than {milliseconds(price)} ms ({name})"]
-        why = "; ".join(said or ["the only one that can run here"])
-        return f"{best.name}{f' ({own})' if own else ''}: {milliseconds(best.ns)} ms a step simulated, {why}"
+        said = []
+        for dealing in ("", "tokens", "load"):
+            found = next((s for s in others if s.candidate.dealing == dealing), None)
+            alike = best.candidate.dealing == dealing
+            what = f"the {'next' if alike else 'best'} {f'static one by {dealing}' if dealing else 'dynamic one'}"
+            if found is not None:
+                times = f"{found.ns / best.ns:.3f} times as fast as {found.name}"
+                said.append((found.ns, f"{times} ({milliseconds(found.ns)} ms), {what}"))
+            elif dealing in self.passed_over and not alike:
+                price, name = self.passed_over[dealing]
+                said.append((price, f"{what}, {name}, takes at least {milliseconds(price)} ms"))
+        why = "; ".join(text for _, text in sorted(said)) or "the only one that can run here"
+        return f"{best.name}{f' ({own})' if own else ''}: {milliseconds(best.ns)} ms a step simulated; {why}"
 
 
 def step_ns(plan: Plan) -> int:
