@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from flexcp.batch import make_batch
 from flexcp.clusters import Cluster, cluster
-from flexcp.cost import CostModel
+from flexcp.cost import CostModel, Model
 from flexcp.data.lengths import draw_lengths
 from flexcp.masks import causal, from_slices, full, lambda_, prefix, shared_question, window
 from flexcp.plan.check import check_plan
@@ -30,6 +30,7 @@ from flexcp.planners.token_runs import user_layout
 from flexcp.schedule.predict import predict
 from flexcp.schedule.transfers import make_plan
 from flexcp.shape import Shape
+from flexcp.simulator.training import simulate
 
 SHAPE = Shape(8, 4, 64, 64)
 MODULE = "flexcp.planners.auto.auto"
@@ -177,6 +178,15 @@ def test_of_equally_fast_ones_the_first_of_the_list_is_taken(
     names = [c.name for c in find_candidates(asked, 16)]
     assert auto_plan(asked).strategy == min(tried["simulated"], key=names.index)
     assert names[-2:] == ["blocks", "groups"], "static ones come first"
+
+
+def test_attention_alone_is_judged_pass_by_pass() -> None:
+    """Here ranks of `groups` end their forward at different times: faster behind each other, slower when passes begin together."""
+    alone = Model("attention only", hidden=1, layers=1, feed_forward=1)
+    lengths = draw_lengths("web", 8192 * 32, 1)
+    asked = request(lengths, machine=cluster("h100:4x8"), shape=Shape(32, 8, 128, 128), cost=replace(COST, model=alone))
+    plan = auto_plan(replace(asked, equal_tokens=True))
+    assert f"{simulate(plan).attention_ns / 1e6:.3f} ms a step simulated" in plan.explain()
 
 
 def test_a_fixed_layout_stays_where_it_is() -> None:

@@ -7,8 +7,9 @@ looked at next, placed or simulated, until nothing that is left can be faster th
 
 - **Events decide.** The closed form proposes: ``MOST_SIMULATED`` candidates at most are scheduled and simulated, always among them the
   best static one by tokens and the best by load, if they are predicted to be anywhere near the fastest.
-- **What is simulated** is a step: all layers forward and backward, attention and the rest of the layer, without gradient sync. Times are
-  integers of nanoseconds from integers, so all machines choose the same; of equal ones the first of the list wins, a static one.
+- **What is simulated** is a step: all layers forward and backward, attention and the rest of the layer, without gradient sync (which
+  changes the order of plans hardly ever); where nothing but attention costs time, its passes one by one. Times are integers of nanoseconds
+  from integers, so all machines choose the same; of equal ones the first of the list wins, a static one.
 - **What is left out.** A candidate is passed over when its price is over the fastest simulated time by more than 1 / ``SURE``: prices
   are optimistic, and the closed form of a static method is over its events by less than that.
 - **No clock.** ``effort`` is how many candidates may be placed: 2 is ``blocks`` and the most promising static one, the default adds
@@ -34,7 +35,7 @@ from flexcp.planners.token_runs import check_tolerances
 from flexcp.schedule.analysis import MaskAnalysis, analyse
 from flexcp.schedule.predict import milliseconds, predict
 from flexcp.schedule.transfers import make_plan
-from flexcp.simulator.training import Training, simulated_step
+from flexcp.simulator.training import Training, simulate, simulated_step
 
 DEFAULT_EFFORT = 16
 MOST_SIMULATED = 5
@@ -42,6 +43,8 @@ SURE = 128
 """A price of so many parts is trusted to a part."""
 LARGE = 400_000
 """Transfers of a static method's backward beyond which it is not scheduled below high effort."""
+NO_REST = 1
+"""Pairs that a token costs outside attention in a layer of attention alone."""
 LONGEST_NS = 1 << 38
 """Attention of a layer that takes longer, over four minutes, is beyond the event simulator's clock and priced in closed form."""
 
@@ -197,6 +200,11 @@ class _Search:
 
 
 def step_ns(plan: Plan) -> int:
-    """Simulated nanoseconds of a step without gradient sync: every layer's attention by events, and the rest of the layer."""
+    """Simulated nanoseconds of a step without gradient sync: every layer's attention by events, and the rest of the layer.
+
+    Where the cost model's layers have no rest, attention alone is asked about: each pass by itself, all ranks starting together.
+    """
+    if plan.cost.pairs_per_token(plan.shape) <= NO_REST:
+        return simulate(plan).attention_ns
     model = plan.cost.model or dense_model(plan.shape)
     return simulated_step(plan, Training(Preset(model, plan.shape, vocabulary=1), sync="none")).total_ns
