@@ -49,6 +49,7 @@ def test_a_static_method_ahead_of_auto_is_noticed(monkeypatch: pytest.MonkeyPatc
     cell = module.Cell(module.SETTINGS[0], "web", 0, (1000, "groups"), baselines, 500)
     assert len(cell.broken) == 1 and "usp:8,2@load is faster than auto (groups) by 0.6%" in cell.broken[0]
     assert cell.share == 0 and cell.headroom == 2
+    assert cell.broken[0] in module.page([cell], []) and "In no batch" not in module.page([cell], [])
 
 
 def test_settings_are_those_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -316,6 +316,18 @@ def test_few_are_simulated_and_the_best_static_ones_among_them(tried: dict[str, 
     assert "static one by tokens" in plan.explain()
 
 
+def test_static_methods_of_many_regions_are_simulated_without_a_closed_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = request([30_000, *[8000] * 5, *[200] * 200])
+    usual, module = auto_plan(asked), import_module(MODULE)
+    monkeypatch.setattr(module, "MANY_REGIONS", 0)
+    priced: list[Placement] = []
+    monkeypatch.setattr(
+        module, "predict", lambda placement, *rest: priced.append(placement) or predict(placement, *rest)
+    )
+    plan = auto_plan(asked)
+    assert {p.traffic.kind for p in priced} == {"needed"} and step_ns(plan) == step_ns(usual)
+
+
 def test_a_huge_static_schedule_is_left_out_unless_effort_is_high(
     monkeypatch: pytest.MonkeyPatch, tried: dict[str, list[str]]
 ) -> None:
@@ -360,5 +372,6 @@ def test_a_static_method_knows_its_size() -> None:
         plan = make_plan(placement, asked.shape, asked.cluster, asked.cost, method.name)
         transfers = len(plan.programs[0][1].transfers)
         assert transfers <= method.transfers(asked.ranks) <= max(2 * transfers, 8 * asked.ranks), method.name
+        assert len(placement.regions[0]) <= method.regions(20) + asked.ranks * method.split
     assert isinstance(static_methods(asked)[0], StaticMethod)
     assert np.all(np.array([m.columns[3] for m in static_methods(asked)]) >= 1)

@@ -11,7 +11,8 @@ looked at next, placed or simulated, until nothing that is left can be faster th
   changes the order of plans hardly ever); where nothing but attention costs time, its passes one by one. Times are integers of nanoseconds
   from integers, so all machines choose the same; of equal ones the first of the list wins, a static one.
 - **What is left out.** A candidate is passed over when its price is over the fastest simulated time by more than 1 / ``SURE``: prices
-  are optimistic, and the closed form of a static method is over its events by less than that.
+  are optimistic, and the closed form of a static method is over its events by less than that. The closed form itself is left out for a
+  static method of so many regions that events are found sooner.
 - **No clock.** ``effort`` is how many candidates may be placed: 2 is ``blocks`` and the most promising static one, the default adds
   ``groups`` and the static ones that can still matter, ``HIGH_EFFORT`` adds ``hypergraph`` where Mt-KaHyPar is installed. Below it a
   static method of more than ``LARGE`` transfers is passed over: its schedule alone would take longer than all others.
@@ -41,12 +42,14 @@ DEFAULT_EFFORT = 16
 MOST_SIMULATED = 5
 SURE = 128
 """A price of so many parts is trusted to a part."""
+MANY_REGIONS = 150_000
+"""Regions of a static method beyond which the closed form, which counts them all, takes longer than the events, which know rings."""
 LARGE = 400_000
 """Transfers of a static method's backward beyond which it is not scheduled below high effort."""
 NO_REST = 1
 """Pairs that a token costs outside attention in a layer of attention alone."""
 LONGEST_NS = 1 << 38
-"""Attention of a layer that takes longer, over four minutes, is beyond the event simulator's clock and priced in closed form."""
+"""A layer that takes longer, over four minutes, is beyond the event simulator's clock and priced in closed form."""
 
 
 def auto(request: Request) -> Placement:
@@ -71,12 +74,11 @@ def auto_plan(request: Request) -> Plan:
 
 @dataclass(frozen=True, eq=False)
 class _Placed:
-    """A candidate that was placed: the closed form's time, and what a schedule can use again."""
+    """A candidate that was placed: the closed form's time, or its bound's where it has too many regions, and what a schedule can use."""
 
     candidate: Candidate
     placement: Placement
     ns: int
-    layer_ns: int
     analysis: list[MaskAnalysis] | None
     plan: Plan | None = None
 
@@ -148,10 +150,10 @@ class _Search:
             check_tolerances(request, placement)
             needed = placement.traffic.kind == "needed"
             analysis = analyse(placement, *known, request.keep_kv) if needed else None
-            found = predict(placement, *known, request.keep_kv, analysis)
-            layers = sum(mask.layers for mask in request.batch.masks)
-            layer_ns = int((found.attention_ns + found.exposed_ns).max()) // layers
-            placed = _Placed(candidate, placement, found.total_ns, layer_ns, analysis)
+            placed = _Placed(candidate, placement, candidate.least_ns, analysis)
+            if candidate.regions <= MANY_REGIONS:
+                found = predict(placement, *known, request.keep_kv, analysis)
+                placed = replace(placed, ns=found.total_ns)
             if request.max_memory_per_rank is None and request.max_peers is None:
                 return placed
             plan = self._planned(placed)  # caps are on plans
@@ -169,7 +171,8 @@ class _Search:
 
     def _simulate(self, placed: _Placed, order: int) -> None:
         plan = placed.plan or self._planned(placed)
-        ns = placed.ns if placed.layer_ns > LONGEST_NS else step_ns(plan)
+        layers = sum(mask.layers for mask in plan.batch.masks)
+        ns = placed.ns if placed.ns // layers > LONGEST_NS else step_ns(plan)
         self.simulated.append(_Simulated(placed.candidate, plan, ns, order))
         self.best = min(self.simulated, key=lambda found: (found.ns, found.order))
 

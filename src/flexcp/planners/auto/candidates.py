@@ -36,7 +36,7 @@ NEARLY_PERFECT = 128
 class Candidate:
     """A strategy with its argument; ``least_ns`` is what it takes at least, ``closer_ns()`` a dearer bound where there is one.
 
-    ``transfers`` is about how many its plan has, 0 for unknown.
+    ``regions`` and ``transfers`` are about how many its plan has, 0 for unknown.
     """
 
     name: str
@@ -45,6 +45,7 @@ class Candidate:
     least_ns: int
     closer_ns: Callable[[], int] | None = None
     is_static: bool = False
+    regions: int = 0
     transfers: int = 0
 
     @property
@@ -73,8 +74,8 @@ def _static(request: Request) -> Iterator[Candidate]:
     bounds = StaticBounds(request)
     for method, bound in zip(methods, bounds.loose(methods), strict=True):
         asked = replace(plain, argument=method.request_argument)
-        closer = partial(_close_bound, bounds, method)
-        yield Candidate(method.name, method.place, asked, bound, closer, True, method.transfers(request.ranks))
+        size = method.regions(request.batch.documents), method.transfers(request.ranks)
+        yield Candidate(method.name, method.place, asked, bound, partial(_close_bound, bounds, method), True, *size)
 
 
 def _close_bound(bounds: StaticBounds, method: StaticMethod) -> int:

@@ -73,6 +73,10 @@ class StaticMethod:
         """Into how many parts of rounded lengths each document is cut, by which those dealt by load are priced."""
         return {"ring": self.positions, "zigzag": 2 * self.positions, "usp": 2 * self.positions}.get(self.strategy, 1)
 
+    def regions(self, documents: int) -> int:
+        """About how many regions its placement has."""
+        return documents * self.parts * self.split
+
     def transfers(self, ranks: int) -> int:
         """About how many transfers the backward of its plan has."""
         if self.traffic == "gather":
