@@ -10,8 +10,8 @@ them. For each batch there are
 - the *floor*, which no placement is faster than: all compute divided perfectly over the ranks, or what must move, whichever takes longer;
 - the *share of the gap closed*: (best static of the batch by tokens - auto) / (the same - floor).
 
-Where a static method of the batch is more than ``MOST_BEHIND`` faster than ``auto``, the page says so and this ends with an error. Everything but planning
-times is *simulated*; no time here was measured on GPUs.
+Where a static method of the batch is more than ``MOST_BEHIND`` faster than ``auto``, the page says so and this ends with an error.
+Everything but planning times is *simulated*; no time here was measured on GPUs.
 """
 
 from __future__ import annotations

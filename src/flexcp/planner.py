@@ -26,7 +26,7 @@ class Planner:
     """Plans batches for one attention shape on one cluster.
 
     ``strategy`` is a name of ``flexcp.planners.strategies.STRATEGIES``, with a degree where it takes one (``"zigzag:4"``); ``auto`` takes
-    the one with the least predicted step time. ``model`` says what the rest of a layer costs (by default a dense model of hidden size
+    the one with the least simulated step time. ``model`` says what the rest of a layer costs (by default a dense model of hidden size
     heads x head_dim), ``effort`` how many candidates may be evaluated. Tolerances bound how far a rank's compute and tokens may
     exceed the mean (0.05 is 5 %); without them counts differ as far as the step's time profits. ``max_tokens_per_rank`` is a hard
     cap on what a rank keeps, ``max_memory_per_rank`` one on the bytes its attention needs: one arena and what all layers keep for their

@@ -17,7 +17,8 @@ looked at next, placed or simulated, until nothing that is left can be faster th
   ``groups`` and the static ones that can still matter, ``HIGH_EFFORT`` adds ``hypergraph`` where Mt-KaHyPar is installed. Below it a
   static method of more than ``LARGE`` transfers is passed over: its schedule alone would take longer than all others.
 
-Where the user gave tolerances or a cap on memory or peers, a candidate that breaks one is no candidate.
+Where the user gave tolerances or a cap on memory or peers, a candidate that breaks one is no candidate; while all break one, more are tried
+than the effort says.
 """
 
 from __future__ import annotations
@@ -104,6 +105,7 @@ class _Search:
         self.request = request
         self.effort = effort
         self.placed = 0
+        self.accepted = 0
         self.simulated: list[_Simulated] = []
         self.best: _Simulated | None = None
         self.passed_over: dict[str, tuple[int, str]] = {}
@@ -121,13 +123,14 @@ class _Search:
             if isinstance(item, _Placed):
                 if self._may_simulate(item.candidate):
                     self._simulate(item, order)
-            elif self.placed < self.effort and self._may_simulate(item):
+            elif (self.placed < self.effort or not self.accepted) and self._may_simulate(item):
                 if item.closer_ns is not None:
                     closer = max(item.least_ns, item.closer_ns())
                     heapq.heappush(queue, (closer, order, replace(item, least_ns=closer, closer_ns=None)))
                     continue
                 found = self._place(item)
                 if found is not None:
+                    self.accepted += 1
                     heapq.heappush(queue, (found.ns, order, found))
 
     def _can_matter(self, price: int) -> bool:
