@@ -29,6 +29,7 @@ from flexcp.data.lengths import parse_lengths
 from flexcp.masks import causal
 from flexcp.plan.plan import Plan
 from flexcp.planner import Planner
+from flexcp.planners.strategies import split_names
 from flexcp.schedule.transfers import make_plan
 from lib.box import Box
 from lib.step_time import Arrays, StepPart, difference, slowest_ms, time_steps
@@ -80,7 +81,7 @@ def main() -> None:
 
 def _plans(asked: argparse.Namespace, machine: Cluster) -> Iterator[tuple[str, Plan]]:
     lengths = parse_lengths(asked.lengths)
-    for strategy in asked.strategies.split(","):
+    for strategy in split_names(asked.strategies):
         plan = _planner(asked, machine, strategy)(lengths, causal())
         yield strategy, plan
         traffic = plan.placement.traffic

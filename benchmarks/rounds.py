@@ -13,6 +13,7 @@ from flexcp.data.lengths import parse_lengths
 from flexcp.executor.exchange.rank_calls import CallSettings, rank_calls
 from flexcp.plan.plan import Plan
 from flexcp.planner import Planner
+from flexcp.planners.strategies import split_names
 from lib.box import Box
 from lib.step_time import slowest_ms, time_steps
 
@@ -32,7 +33,7 @@ def main() -> None:
     print("| --- " * 5 + "|")
     with Box(asked.nodes, asked.ranks) as box:
         box.network.limit(asked.mbit)
-        for strategy in asked.strategies.split(","):
+        for strategy in split_names(asked.strategies):
             planner = Planner(8, 8, 64, dtype="float32", cluster=machine, strategy=strategy)
             plan = planner(parse_lengths(asked.lengths))
             moved = (plan.bytes().sum() + plan.bytes(backward=True).sum()) / 1e6

@@ -13,6 +13,7 @@ from flexcp.clusters import Cluster, cluster
 from flexcp.cost import CostModel, Model
 from flexcp.masks import causal
 from flexcp.plan.plan import Plan
+from flexcp.planners.auto.auto import auto_plan
 from flexcp.planners.microbatch import document_loads, split
 from flexcp.planners.request import Request, refuse_over_cap, refuse_over_memory, refuse_over_peers
 from flexcp.planners.strategies import find_strategy
@@ -25,7 +26,7 @@ class Planner:
     """Plans batches for one attention shape on one cluster.
 
     ``strategy`` is a name of ``flexcp.planners.strategies.STRATEGIES``, with a degree where it takes one (``"zigzag:4"``); ``auto`` takes
-    the one with the least predicted step time. ``model`` says what the rest of a layer costs (by default a dense model of hidden size
+    the one with the least simulated step time. ``model`` says what the rest of a layer costs (by default a dense model of hidden size
     heads x head_dim), ``effort`` how many candidates may be evaluated. Tolerances bound how far a rank's compute and tokens may
     exceed the mean (0.05 is 5 %); without them counts differ as far as the step's time profits. ``max_tokens_per_rank`` is a hard
     cap on what a rank keeps, ``max_memory_per_rank`` one on the bytes its attention needs: one arena and what all layers keep for their
@@ -167,7 +168,10 @@ class Planner:
         )
         refuse_over_cap(request)
         known = (self.shape, self.cluster, self.cost)
-        plan = make_plan(self.place(request), *known, self.strategy, self.keep_kv, request.most_ahead)
+        if self.strategy == "auto":  # which schedules what it simulates
+            plan = auto_plan(request)
+        else:
+            plan = make_plan(self.place(request), *known, self.strategy, self.keep_kv, request.most_ahead)
         refuse_over_memory(request, plan)
         refuse_over_peers(request, plan)
         return plan

@@ -20,27 +20,42 @@ def load(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "lengths", "mask"),
+    ("where", "lengths", "mask", "whole_step"),
     [
-        (1, "web", "causal"),
-        (1, "equal", "full"),
-        (4, "libra256k", "shared question"),
-        (4, "video", "modality"),
-        (4, "images", "lambda"),
-        (4, "longtail", "causal"),
+        ("h100:1x8", "web", "causal", True),
+        ("a100:2x4", "half", "causal", False),
+        ("a100:2x4", "longtail", "shared question", True),
+        ("h100:2x4", "video", "lambda", True),
     ],
 )
-def test_auto_is_behind_nobody(nodes: int, lengths: str, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cell = load("auto", monkeypatch).measure(nodes, lengths, mask)
-    assert cell.broken == []
-    assert cell.bound <= cell.auto <= cell.static[0]
-    if lengths == "equal":
-        assert cell.choice == "dp"
+def test_auto_is_behind_no_static_method(
+    where: str, lengths: str, mask: str, whole_step: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = load("auto", monkeypatch)
+    cells = module.cells_of(module.Setting(where, 4096, mask, whole_step), lengths, (0, 1))
+    assert [cell.broken for cell in cells] == [[], []]
+    for cell in cells:
+        assert cell.floor <= min(cell.auto[0], *(ns for ns, _ in cell.baselines))
+        assert cell.share == pytest.approx((cell.headroom - cell.headroom / cell.gains[0]) / (cell.headroom - 1))
+        assert [name.endswith("@load") for _, name in cell.baselines] == [False, True, False, True]
+        assert cell.baselines[0][0] <= cell.baselines[2][0] * 1.05  # the method of the batch is chosen on it
+    text = module.page(cells, [])
+    assert f"| 2 | {module.summary('', cells)[2]} |" in text and "By lengths" in text
 
 
-def test_auto_notices_when_it_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    cell = load("auto", monkeypatch).Cell("web", "causal", "ring", 110, (100, "usp"), (101, "groups"), 90, 1.0)
-    assert len(cell.broken) == 2
+def test_a_static_method_ahead_of_auto_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = load("auto", monkeypatch)
+    baselines = ((1000, "usp"), (994, "usp:8,2@load"), (900, "ring"), (900, "ring:2@load"))
+    cell = module.Cell(module.SETTINGS[0], "web", 0, (1000, "groups"), baselines, 500)
+    assert len(cell.broken) == 1 and "usp:8,2@load is faster than auto (groups) by 0.6%" in cell.broken[0]
+    assert cell.share == 0 and cell.headroom == 2
+    assert cell.broken[0] in module.page([cell], []) and "In no batch" not in module.page([cell], [])
+
+
+def test_settings_are_those_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = load("auto", monkeypatch)
+    assert len(module.SETTINGS) == len({s.words for s in module.SETTINGS}) == 15
+    assert len(module.LENGTHS) == 7 and len(module.SEEDS) == 3
 
 
 def test_groups_beat_the_best_fixed_grid(monkeypatch: pytest.MonkeyPatch) -> None:

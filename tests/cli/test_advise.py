@@ -27,7 +27,7 @@ from flexcp.simulator.training import StepTime
 
 KEYS = [
     "simulated", "documents", "tokens", "passes", "simulated_passes", "micro_batches", "error", "margin_permille", "bound_ms", "baseline",
-    "static", "static_by_load", "swap", "free", "verdict", "why", "code",
+    "static", "static_by_load", "swap", "static_in_layout", "free", "pays", "verdict", "why", "code",
 ]  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from flexcp.report.rounds_table import rounds_columns, rounds_table
 PLAN_KEYS = [
     "strategy",
     "chosen",
+    "why",
     "ranks",
     "tokens",
     "planning_ms",
@@ -87,6 +88,7 @@ def test_plan_json_is_the_planners_numbers(strategy: str) -> None:
     assert found == {
         "strategy": strategy,
         "chosen": strategy,
+        "why": plan.explain(),
         "ranks": 4,
         "tokens": 932,
         "forward_bytes": forward.sum(),

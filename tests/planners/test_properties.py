@@ -31,7 +31,7 @@ from flexcp.masks import (
 )
 from flexcp.plan.plan import Plan
 from flexcp.planner import Planner
-from flexcp.planners.auto import DEFAULT_EFFORT
+from flexcp.planners.auto.auto import DEFAULT_EFFORT
 from flexcp.planners.request import Refused
 from flexcp.planners.strategies import STRATEGIES
 
@@ -139,7 +139,7 @@ def cases(draw: st.DrawFn, name: str) -> tuple[Planner, dict[str, Any]]:
 def planned(planner: Planner, call: dict[str, Any]) -> Plan | None:
     """The plan, or None where the strategy refuses."""
     try:
-        with patch("flexcp.planners.auto.HIGH_EFFORT", HIGH_EFFORT):
+        with patch("flexcp.planners.auto.candidates.HIGH_EFFORT", HIGH_EFFORT):
             plan = planner(**call)
     except Refused as refusal:
         event(f"refused: {str(refusal)[:40]}")

@@ -17,11 +17,10 @@ from flexcp.masks import causal
 from flexcp.plan.placement import Placement
 from flexcp.planners.microbatch import split
 from flexcp.planners.request import Refused, Request, refuse_over_cap
-from flexcp.planners.strategies import STRATEGIES, find_strategy
+from flexcp.planners.strategies import STRATEGIES, find_strategy, split_names
 from flexcp.shape import Shape
 
-# The package's name of the same is the strategy itself.
-AUTO = import_module("flexcp.planners.auto")
+AUTO = import_module("flexcp.planners.auto.candidates")
 SCATTERED = tuple(np.arange(r, 200, 4) for r in range(4))
 HALVES = tuple(np.array_split(np.arange(200), 4))
 
@@ -118,6 +117,13 @@ def test_a_cap_that_just_fits_is_no_refusal() -> None:
 def test_micro_batches_refuse_a_document_that_fits_none() -> None:
     with pytest.raises(Refused, match="document 1 has 41 tokens, more than all 4 ranks hold together"):
         split([3, 41], [1, 1], 4, 10)
+
+
+def test_a_list_of_strategies_is_not_cut_inside_one() -> None:
+    assert split_names("usp:8,2") == ["usp:8,2"]
+    names = ["auto", "usp:8,2", "zigzag", "usp:2,4@load", "minheap:64,relay", "ring:2@load"]
+    assert split_names(", ".join(names)) == split_names(",".join(names) + ",") == names
+    assert split_names("auto,8") == ["auto", "8"], "what belongs to nothing is told by whoever looks it up"
 
 
 # --- auto ---------------------------------------------------------------------------------------------------------------

@@ -6,9 +6,10 @@ looked at. All answers come from :func:`flexcp.compare.compare.compare`, so they
 - *static*: the best static method fixed for the run, documents dealt by tokens: the one that serves all these passes with one degree and is
   fastest over them; or the one the user has today. Gains are over it;
 - *static by load*: the same, documents dealt by load (``ulysses:8@load``), for those who already deal so;
-- *swap*: only attention is replaced; tokens stay where a contiguous split puts them (``layout="contiguous"``);
-- *free*: flexcp places tokens too, as its loader does: the fastest of ``auto``, ``blocks``, ``groups`` and static by load, which is no less
-  flexcp's where a user's framework deals by tokens.
+- *swap*: only attention is replaced; tokens stay where a contiguous split puts them (``layout="contiguous"``). Beside it stands *static in
+  that layout*, the best static method that leaves them there too, fixed for the run: what a swap replaces. Both send what a layout that
+  suits the documents need not send, so a gain over the latter is no gain over *static*;
+- *free*: flexcp places tokens too, as its loader does: ``auto``, which takes the fastest of static and dynamic plans in every pass.
 
 A document that exceeds what the ranks hold together is refused wherever in the data it is, not only in a pass that is looked at.
 
@@ -37,7 +38,6 @@ from flexcp.schedule.predict import lower_bound
 from flexcp.simulator.passes import Rules
 from flexcp.simulator.training import StepTime, Training
 
-FREE = ("auto", "blocks", "groups")
 MOST_PASSES = 3
 SMALL_SHARE = 0.05
 """Attention under this share of the step leaves nothing to gain."""
@@ -109,7 +109,8 @@ class Answer:
 @dataclass(frozen=True)
 class Advice:
     """The answers. ``passes`` is how many passes the data makes in all, of which ``len(static.steps)`` were simulated; ``longest_seen``
-    says whether the longest document is in one of these. ``by_load`` is static by load, None where none fits."""
+    says whether the longest document is in one of these. ``by_load`` is static by load, ``in_layout`` static in the layout of the swap;
+    None where none fits."""
 
     question: Question
     lengths: tuple[int, ...]
@@ -120,6 +121,7 @@ class Advice:
     bound_ns: int
     longest_seen: bool = True
     by_load: Answer | None = None
+    in_layout: Answer | None = None
 
     @property
     def margin(self) -> float:
@@ -157,6 +159,22 @@ class Advice:
         return "free"
 
     @property
+    def pays(self) -> str:
+        """Which of swap and loader pays, in a sentence; a gain within the model's error is none that is sure."""
+        swap, free = self.swap, self.free
+        loader = f"the loader ({self.gain(free):.2f} times the speed of {self.static.name})"
+        if swap is None:
+            return f"The swap does not fit, {loader} does."
+        swapped = f"the swap ({self.gain(swap):.2f} times)"
+        if self.sure(free) and self.sure(swap):
+            return f"Both pay: {loader} and {swapped}."
+        if self.sure(free):
+            return f"Of the two {loader} pays, not {swapped}."
+        if self.sure(swap):
+            return f"Of the two {swapped} pays; {loader} is within the model's error."
+        return f"Neither {loader} nor {swapped} pays beyond the model's error."
+
+    @property
     def why_static(self) -> str:
         """Why nothing is to be gained, as far as can be told."""
         ranks = self.question.cluster.ranks
@@ -192,8 +210,7 @@ def advise(question: Question, lengths: Sequence[int], tell: Callable[[str], Non
     requests = [_request(question, found) for found in looked_at]
     static = fastest(_answers(question, requests, (question.today,) if question.today else STATIC, tell))
     by_load = fastest(_answers(question, requests, STATIC_BY_LOAD, tell))
-    ours = _answers(question, requests, FREE, tell)
-    free = fastest(ours if by_load is None else [*ours, by_load])
+    free = fastest(_answers(question, requests, ("auto",), tell))
     if static is None or free is None:
         why = ""
         if static is None and question.today:
@@ -207,12 +224,16 @@ def advise(question: Question, lengths: Sequence[int], tell: Callable[[str], Non
         )
     fixed = [replace(r, layout=user_layout("contiguous", r.batch.tokens, r.ranks)) for r in requests]
     swap = fastest(_answers(question, fixed, ("auto",), tell))
+    in_layout = fastest(_answers(question, fixed, STATIC, tell))
     if swap is not None:
         swap = replace(swap, name='auto, layout="contiguous"')
+    if in_layout is not None:
+        in_layout = replace(in_layout, name=f'{in_layout.name}, layout="contiguous"')
     head = question.preset.head_flops_per_token
     bound = sum(lower_bound(r.batch, r.shape, r.cluster, r.cost, head) for r in requests)
     longest_seen = max(max(found) for found in looked_at) == max(lengths)
-    return Advice(question, tuple(lengths), len(passes), static, swap, free, bound, longest_seen, by_load)
+    answers = (static, swap, free, bound, longest_seen, by_load, in_layout)
+    return Advice(question, tuple(lengths), len(passes), *answers)
 
 
 def refuse_too_long(question: Question, lengths: Sequence[int]) -> None:

@@ -20,6 +20,7 @@ from flexcp.arrays.totals import imbalance
 from flexcp.cost import CostModel, Model
 from flexcp.plan.placement import Placement
 from flexcp.plan.plan import Plan
+from flexcp.planners.auto.auto import auto_plan
 from flexcp.planners.request import Refused, Request
 from flexcp.planners.static.bounds import static_methods
 from flexcp.planners.static.dealing import BY_LOAD, deals_by_load
@@ -191,6 +192,8 @@ def without_linear(cost: CostModel) -> CostModel:
 
 def planned(request: Request, name: str, search: bool = True) -> tuple[str, Plan]:
     """A strategy's plan, and its name with the degree that was taken; raises :class:`Refused` where it refuses."""
+    if name == "auto":  # which schedules what it simulates
+        return name, auto_plan(request)
     name, placement = _placed(request, name) if search else (name, _place(request, name))
     return name, make_plan(placement, request.shape, request.cluster, request.cost, name)
 

@@ -157,6 +157,12 @@ class Plan:
 
         return plan_memory(self, rank)
 
+    def explain(self) -> str:
+        """One line: the strategy, and where ``auto`` was asked what it took, over what, and by how much, simulated."""
+        from flexcp.plan.text import explanation
+
+        return explanation(self)
+
     def __str__(self) -> str:
         from flexcp.plan.text import picture
 

@@ -28,9 +28,20 @@ def one_line(plan: Plan) -> str:
     return f"<Plan {label(plan)} {plan.hash[:12]}: {plan.batch.tokens} tokens on {plan.ranks} ranks>"
 
 
+def explanation(plan: Plan) -> str:
+    """Why the plan is what it is, in a line: what ``auto`` took, over what and by how much; or what the asked strategy has to say."""
+    if not plan.placement.note:
+        return f"{plan.requested}, as asked"
+    return (
+        f"{plan.requested} took {plan.placement.note}"
+        if plan.requested == "auto"
+        else f"{plan.requested}: {plan.placement.note}"
+    )
+
+
 def picture(plan: Plan) -> str:
     """What ``print(plan)`` shows: the batch as a strip of owners, the longest document's rows by who computes them, a line per rank."""
-    note = [visible(plan.placement.note)] if plan.placement.note else []
+    note = [visible(explanation(plan))] if plan.placement.note else []
     parts = [visible(_title(plan)), *note, "", *_strip(plan), "", *_rows(plan), "", *_table(plan)]
     return "\n".join(parts)
 

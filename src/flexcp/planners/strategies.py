@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from flexcp.plan.placement import Placement
 from flexcp.planners import published
-from flexcp.planners.auto import auto
+from flexcp.planners.auto.auto import auto
 from flexcp.planners.blocks.blocks import blocks
 from flexcp.planners.groups.groups import groups
 from flexcp.planners.request import Request
@@ -38,6 +38,17 @@ STRATEGIES: dict[str, Callable[[Request], Placement]] = {
     "hdp": published.hdp,
     "wlb": published.wlb,
 }
+
+
+def split_names(text: str) -> list[str]:
+    """The strategies of a list with commas, of which those between two arguments of one strategy (``usp:8,2``) do not divide."""
+    found: list[str] = []
+    for part in (part.strip() for part in text.split(",")):
+        if found and ":" in found[-1] and (part[:1].isdigit() or part == published.RELAY):
+            found[-1] += f",{part}"
+        elif part:
+            found.append(part)
+    return found
 
 
 def find_strategy(text: str) -> tuple[Callable[[Request], Placement], str]:

@@ -110,9 +110,18 @@ def _gains(advice: Advice) -> list[str]:
     if advice.swap is None:
         found.append("Swapping attention alone does not fit: a contiguous split is over the cap of tokens.")
     else:
+        layout = advice.in_layout
         found.append(
-            f"Swapping attention alone (your loader, labels and shapes stay): {_ms(advice.swap)} a pass, {gain_words(advice, advice.swap)}."
+            f"Swapping attention alone (your loader, labels and shapes stay): {_ms(advice.swap)} a pass, {gain_words(advice, advice.swap)}"
+            + (
+                f", and {layout.total_ns / advice.swap.total_ns:.2f} times that of the best static method in the same layout "
+                f"({layout.name}, {_ms(layout)} a pass)"
+                if layout is not None
+                else ""
+            )
+            + "."
         )
+    found.append(advice.pays)
     return found
 
 

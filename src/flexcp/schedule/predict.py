@@ -103,10 +103,17 @@ def milliseconds(ns: int) -> str:
     return f"{ns / 1e6:.3f}"
 
 
-def predict(placement: Placement, shape: Shape, cluster: Cluster, cost: CostModel, keep_kv: int = 0) -> Prediction:
-    """The predicted time of one step of this placement; ``keep_kv`` as in :func:`flexcp.schedule.transfers.make_plan`."""
+def predict(
+    placement: Placement,
+    shape: Shape,
+    cluster: Cluster,
+    cost: CostModel,
+    keep_kv: int = 0,
+    analysis: list[MaskAnalysis] | None = None,
+) -> Prediction:
+    """The predicted time of one step of this placement; ``keep_kv`` and ``analysis`` as in :func:`flexcp.schedule.transfers.make_plan`."""
     if placement.traffic.kind == "needed":
-        times = _needed_times(analyse(placement, shape, cluster, cost, keep_kv))
+        times = _needed_times(analysis or analyse(placement, shape, cluster, cost, keep_kv))
     else:
         times = _static_times(placement, shape, cluster, cost)
     compute = np.zeros(placement.ranks, np.int64)

@@ -44,16 +44,18 @@ def make_plan(
     strategy: str,
     keep_kv: int = 0,
     most_ahead: int = 2,
+    analysis: list[MaskAnalysis] | None = None,
 ) -> Plan:
     """The plan of a placement: transfers for every mask, forward and backward.
 
     ``keep_kv`` is how many bytes of received keys a rank may keep for the backward, all layers together; ``most_ahead`` how many slots
-    ahead a stage may be posted, where messages that wait must not take memory.
+    ahead a stage may be posted, where messages that wait must not take memory. ``analysis`` is what
+    :func:`flexcp.schedule.analysis.analyse` says of this placement, where traffic is needed and it is at hand.
     """
     how = (shape, cluster, cost)
     if placement.traffic.kind == "needed":
         own_stage = 1 if placement.assemble_own else 0
-        masks = analyse(placement, shape, cluster, cost, keep_kv)
+        masks = analysis or analyse(placement, shape, cluster, cost, keep_kv)
         pairs = [_needed_programs(found, own_stage, cluster) for found in masks]
         work = [
             [needed_work_ns(p, one.work, one.stages) for p, one in zip(pair, found[2:], strict=True)]
@@ -154,80 +156,84 @@ def _transfers_of(
 # --- the traffic of the static methods --------------------------------------------------------------------------------
 
 
-class _TransferRows:
-    """Collects whole-rank pieces (all tokens of an owner) as rows of a transfer table."""
+class _WholePieces:
+    """Collects pieces of all tokens of an owner as columns of a transfer table; what a rank has, or what is empty, does not move."""
 
     def __init__(self, tokens: Ints) -> None:
-        self.tokens: list[int] = tokens.tolist()
-        self.rows: list[tuple[int, ...]] = []
+        self.tokens = tokens
+        self.found: list[Transfers] = []
 
     def add(
-        self, stage: int, source: int, target: int, kind: Kind, owner: int, heads: tuple[int, int], partial: bool
+        self,
+        stage: Ints | int,
+        source: Ints,
+        target: Ints,
+        kind: Kind,
+        owner: Ints,
+        heads: tuple[Ints | int, Ints | int],
+        partial: bool,
     ) -> None:
-        if source != target and self.tokens[owner]:
-            row = (stage, source, target, int(kind), owner, 0, self.tokens[owner], *heads, int(partial))
-            self.rows.append(row)
-
-    def add_hops(
-        self, hops: list[tuple[int, int, int]], kind: Kind, owner: int, heads: tuple[int, int], partial: bool
-    ) -> None:
-        """The same piece along (stage, source, target): most of what a ring moves, so all hops at once."""
-        if self.tokens[owner]:
-            what = (int(kind), owner, 0, self.tokens[owner], *heads, int(partial))
-            self.rows += [(*hop, *what) for hop in hops]
-
-    def table(self) -> Transfers:
-        return Transfers(*np.array(self.rows, np.int64).reshape(-1, len(Transfers.names())).T)
+        """One piece for each combination of what is given, which numpy broadcasts."""
+        columns = np.broadcast_arrays(stage, source, target, owner, *heads)
+        stage, source, target, owner, h0, h1 = (column.reshape(-1) for column in columns)
+        moves = (source != target) & (self.tokens[owner] > 0)
+        stage, source, target, owner, h0, h1 = (c[moves] for c in (stage, source, target, owner, h0, h1))
+        ends = {"source": source, "target": target, "owner": owner, "start": 0, "stop": self.tokens[owner]}
+        made = Transfers.make(len(owner), stage=stage, kind=int(kind), h0=h0, h1=h1, partial=int(partial), **ends)
+        self.found.append(made)
 
 
 def _static_program(placement: Placement, shape: Shape, backward: bool) -> Program:
-    rows = _TransferRows(placement.tokens)
+    pieces = _WholePieces(placement.tokens)
+    alike: dict[tuple[int, int], list[tuple[tuple[int, ...], ...]]] = {}
     for grid in placement.traffic.groups:
+        alike.setdefault((len(grid), len(grid[0])), []).append(grid)
+    for found in alike.values():
+        grids = np.array(found, np.int64)  # [group, ring position, head group]
         if placement.traffic.kind == "gather":
-            _gather([rank for row in grid for rank in row], rows, shape, backward)
+            _gather(grids.reshape(len(grids), -1), pieces, shape, backward)
         else:
-            _ring(grid, rows, shape, backward)
-    return _program([rows.table()], own_stage=0)
+            _ring(grids, pieces, shape, backward)
+    return _program(pieces.found, own_stage=0)
 
 
-def _gather(group: list[int], rows: _TransferRows, shape: Shape, backward: bool) -> None:
+def _gather(groups: Ints, pieces: _WholePieces, shape: Shape, backward: bool) -> None:
     """Everyone's keys to everyone; in the backward, everyone's partial dkv back to its owner."""
     heads = (0, shape.kv_heads)
-    for owner in group:
-        for rank in group:
-            rows.add(1, owner, rank, Kind.KV, owner, heads, False)
-            if backward:
-                rows.add(3, rank, owner, Kind.DKV, owner, heads, True)
+    owner, rank = groups[:, :, None], groups[:, None, :]
+    pieces.add(1, owner, rank, Kind.KV, owner, heads, False)
+    if backward:
+        pieces.add(3, rank, owner, Kind.DKV, owner, heads, True)
 
 
-def _ring(grid: tuple[tuple[int, ...], ...], rows: _TransferRows, shape: Shape, backward: bool) -> None:
-    """Heads are exchanged inside each row of the grid, then keys pass round the columns; dkv follows them and ends at home.
+def _ring(grids: Ints, pieces: _WholePieces, shape: Shape, backward: bool) -> None:
+    """Heads are exchanged inside each row of a grid, then keys pass round the columns; dkv follows them and ends at home.
 
-    Keys reach the s-th rank after their home in slot ``arrival(s)``. That rank adds its dkv to what came and passes the sum on two
-    slots later, so the chain moves one rank a stage and needs no extra accumulator.
+    Keys reach the s-th rank after their home in slot ``s``, one later where heads are exchanged first. That rank adds its dkv to what came
+    and passes the sum on two slots later, so the chain moves one rank a stage and needs no extra accumulator.
     """
-    positions, split = len(grid), len(grid[0])
-    arrival = (lambda s: s) if split == 1 else (lambda s: s + 1)
-    home = arrival(positions - 1) + 2
-    for j in range(split):
-        q_heads = (j * shape.heads // split, (j + 1) * shape.heads // split)
-        low, high = shape.kv_range(np.int64(q_heads[0]), np.int64(q_heads[1]))  # type: ignore[arg-type]
-        kv_heads = (int(low), int(high))
-        # A KV head that several head groups read gets its gradient from all of them.
-        shared = split > shape.kv_heads
-        for c, row in enumerate(grid):
-            worker = row[j]
-            passed = [grid[(c + s) % positions][j] for s in range(positions + 1)]
-            keys = [(arrival(s), passed[s - 1], passed[s]) for s in range(1, positions)]
-            grads = [(arrival(s) + 2, passed[s], passed[s + 1]) for s in range(1, positions)]
-            for owner in row:
-                rows.add(1, owner, worker, Kind.Q, owner, q_heads, False)
-                rows.add(1, owner, worker, Kind.KV, owner, kv_heads, False)
-                rows.add_hops(keys, Kind.KV, owner, kv_heads, False)
-                if not backward:
-                    rows.add(home, worker, owner, Kind.O, owner, q_heads, False)
-                    continue
-                rows.add(1, owner, worker, Kind.DO, owner, q_heads, False)
-                rows.add(home, worker, owner, Kind.DQ, owner, q_heads, False)
-                rows.add_hops(grads, Kind.DKV, owner, kv_heads, True)
-                rows.add(home + (positions > 1), worker, owner, Kind.DKV, owner, kv_heads, shared)
+    _, positions, split = grids.shape
+    exchanged = int(split > 1)
+    home = positions - 1 + exchanged + 2
+    # Axes: group, position, owner in the row of the position, worker in it, hop.
+    owner = grids[:, :, :, None, None]
+    worker = grids[:, :, None, :, None]
+    number = np.arange(split + 1) * shape.heads // split
+    q_heads = (number[:-1, None], number[1:, None])
+    kv_heads = shape.kv_range(*q_heads)
+    hop = np.arange(1, positions)
+    at = np.arange(positions)[:, None]
+    before, there, after = (
+        np.moveaxis(grids[:, (at + hop + step) % positions], -1, 2)[:, :, None] for step in (-1, 0, 1)
+    )
+    pieces.add(1, owner, worker, Kind.Q, owner, q_heads, False)
+    pieces.add(1, owner, worker, Kind.KV, owner, kv_heads, False)
+    pieces.add(hop + exchanged, before, there, Kind.KV, owner, kv_heads, False)
+    if not backward:
+        pieces.add(home, worker, owner, Kind.O, owner, q_heads, False)
+        return
+    pieces.add(1, owner, worker, Kind.DO, owner, q_heads, False)
+    pieces.add(home, worker, owner, Kind.DQ, owner, q_heads, False)
+    pieces.add(hop + exchanged + 2, there, after, Kind.DKV, owner, kv_heads, True)
+    # A KV head that several head groups read gets its gradient from all of them.
+    pieces.add(home + (positions > 1), worker, owner, Kind.DKV, owner, kv_heads, split > shape.kv_heads)

@@ -163,6 +163,12 @@ def simulate(
     return Simulation(plan, cost, rules, passes, step)
 
 
+def simulated_step(plan: Plan, training: Training, rules: Rules = Rules()) -> StepTime:  # noqa: B008 - immutable
+    """A whole step alone, without the passes that :func:`simulate` runs beside it."""
+    models = [_pass_models(plan, m, plan.cost, rules, None) for m in range(len(plan.programs))]
+    return _whole_step(plan, plan.cost, models, training)
+
+
 def _pass_models(
     plan: Plan, mask: int, cost: CostModel, rules: Rules, measured: Callable[[int, bool], Ints] | None
 ) -> tuple[PassModel, PassModel]:
@@ -192,8 +198,9 @@ def _whole_step(plan: Plan, cost: CostModel, models: list[tuple[PassModel, PassM
             simulated = min(layers, SIMULATED_LAYERS)
             for number in range(simulated):
                 begin = ready
-                ran = run_pass(model[backward], begin)
-                ready = ran.done + rest
+                first = begin.min()  # a pass is the same whenever it begins, and the clock of events is short
+                ran = run_pass(model[backward], begin - first)
+                ready = first + ran.done + rest
                 exposed = _exposed_ns(plan, cost, training, backward, ready - begin)
                 ready = ready + exposed
                 if training.sync == "fsdp":

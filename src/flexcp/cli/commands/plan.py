@@ -91,6 +91,7 @@ def summary(plan: Plan, times_ms: list[float] | None = None) -> dict[str, Any]:
     return {
         "strategy": plan.requested,
         "chosen": plan.strategy,
+        "why": plan.explain(),
         "ranks": plan.ranks,
         "tokens": plan.batch.tokens,
         **({"planning_ms": round(statistics.median(times[1:] or times), 3)} if times else {}),

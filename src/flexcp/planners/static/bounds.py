@@ -23,7 +23,7 @@ from flexcp.masks import HI, K0, K1, LO, Q0, Q1
 from flexcp.plan.placement import Placement
 from flexcp.planners.request import Request
 from flexcp.planners.static import static
-from flexcp.planners.static.dealing import deal
+from flexcp.planners.static.dealing import BY_LOAD, dealt
 from flexcp.shape import Kind, Shape
 
 Ints = NDArray[np.int64]
@@ -37,7 +37,8 @@ Place = Callable[[Request], Placement]
 class StaticMethod:
     """A static strategy with its degree: groups of ``positions`` x ``split`` ranks (ring positions, head groups).
 
-    ``parts`` is how many ranges of rows each document is cut into; 1 where documents are packed first, or lie where they lie.
+    ``parts`` is how many ranges of rows each document is cut into; 1 where documents are packed first, or lie where they lie. ``dealing``
+    is how documents go to groups: by tokens, or where it says so by load.
     """
 
     strategy: str
@@ -47,10 +48,16 @@ class StaticMethod:
     positions: int
     split: int
     parts: int
+    dealing: str = ""
 
     @property
     def name(self) -> str:
-        return self.strategy + (":" + self.argument if self.argument else "")
+        return self.strategy + (":" + self.argument if self.argument else "") + self.dealing
+
+    @property
+    def request_argument(self) -> str:
+        """What a request's ``argument`` says of it."""
+        return self.argument + self.dealing
 
     @property
     def degree(self) -> int:
@@ -61,9 +68,20 @@ class StaticMethod:
         """Gathers or not, ring positions, head groups, degree."""
         return int(self.traffic == "gather"), self.positions, self.split, self.degree
 
-    def regions(self, request: Request) -> int:
+    @property
+    def cuts(self) -> int:
+        """Into how many parts of rounded lengths each document is cut, by which those dealt by load are priced."""
+        return {"ring": self.positions, "zigzag": 2 * self.positions, "usp": 2 * self.positions}.get(self.strategy, 1)
+
+    def regions(self, documents: int) -> int:
         """About how many regions its placement has."""
-        return request.batch.documents * self.parts * self.split
+        return documents * self.parts * self.split
+
+    def transfers(self, ranks: int) -> int:
+        """About how many transfers the backward of its plan has."""
+        if self.traffic == "gather":
+            return 2 * ranks * (self.degree - 1)
+        return ranks * self.split * (2 * self.positions + 3) if self.degree > 1 else 0
 
 
 def static_methods(request: Request) -> list[StaticMethod]:
@@ -92,6 +110,12 @@ def static_methods(request: Request) -> list[StaticMethod]:
             if d % u == 0 and d > u:
                 found.append(StaticMethod("usp", f"{u},{d // u}", static.usp, "ring", d // u, u, zigzag(d // u)))
     return found
+
+
+def dealt_by_load(methods: Sequence[StaticMethod], request: Request) -> list[StaticMethod]:
+    """The same methods with documents dealt by load, where they make several groups."""
+    free = request.layout is None
+    return [replace(m, dealing=BY_LOAD) for m in methods if free and m.degree < request.ranks]
 
 
 def _degrees(cluster: Cluster) -> list[int]:
@@ -131,7 +155,7 @@ class StaticBounds:
         # Ranks of different speed share their work as if all were as fast as the fastest.
         self.fastest = replace(cluster, nodes=1, ranks_per_node=1, speeds=(max(cluster.rank_speeds),))
         self._works: dict[tuple[int, int], list[Ints]] = {}
-        self._dealt: dict[int, Ints] = {}
+        self._dealt: dict[tuple[int, str, int], Ints] = {}
 
     def loose(self, methods: Sequence[StaticMethod]) -> list[int]:
         """Bounds from sums over all documents."""
@@ -147,7 +171,7 @@ class StaticBounds:
         batch, found = self.request.batch, []
         for method in methods:
             count = self.request.ranks // method.degree
-            group = self._group_of_documents(count)
+            group = self._group_of_documents(count, method)
             tokens = sums(group, batch.lengths, count)
             work = [sums(group, w, count) for w in self._work(method)]
             if self.request.layout is None and method.strategy in ("ring", "allgather"):
@@ -213,13 +237,15 @@ class StaticBounds:
         busiest = np.argmax(sum(m.layers * a for m, a in zip(masks, of_parts, strict=True)), axis=1)
         return [a[np.arange(count), busiest] for a in of_parts]
 
-    def _group_of_documents(self, count: int) -> Ints:
-        if count not in self._dealt:
+    def _group_of_documents(self, count: int, method: StaticMethod) -> Ints:
+        key = (count, method.dealing, method.cuts if method.dealing else 1)
+        if key not in self._dealt:
             group = np.zeros(self.request.batch.documents, np.int64)
-            for i, documents in enumerate(deal(self.request.batch.lengths, count)):
+            asked = replace(self.request, argument=method.request_argument)
+            for i, documents in enumerate(dealt(asked, count, method.cuts)):
                 group[documents] = i
-            self._dealt[count] = group
-        return self._dealt[count]
+            self._dealt[key] = group
+        return self._dealt[key]
 
     # --- what that takes at least -------------------------------------------------------------------------------------
 

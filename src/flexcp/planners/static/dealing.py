@@ -64,12 +64,21 @@ def deal(lengths: Ints, groups: int) -> list[Ints]:
 
 def _deal_by_load(loads: Ints, tokens: Ints, groups: int, room: int | None) -> list[Ints]:
     """Documents to groups: the largest load first to the least loaded that has room for its tokens, or where none has to the emptiest."""
-    load, kept = np.zeros(groups, np.int64), np.zeros(groups, np.int64)
-    group_of = np.zeros(len(loads), np.int64)
-    for document in np.argsort(-loads, kind="stable").tolist():
-        fits = np.full(groups, True) if room is None else kept + tokens[document] <= room
-        group = int(np.where(fits, load, load.max() + 1).argmin()) if fits.any() else int(kept.argmin())
-        group_of[document] = group
-        load[group] += loads[document]
-        kept[group] += tokens[document]
-    return [np.flatnonzero(group_of == group) for group in range(groups)]
+    heap, kept = [(0, g) for g in range(groups)], [0] * groups
+    found: list[list[int]] = [[] for _ in range(groups)]
+    order = np.argsort(-loads, kind="stable")
+    for document, load, more in zip(order.tolist(), loads[order].tolist(), tokens[order].tolist(), strict=True):
+        full = []
+        while heap and room is not None and kept[heap[0][1]] + more > room:
+            full.append(heapq.heappop(heap))
+        if not heap:  # where none has room, the emptiest
+            emptiest = min(full, key=lambda each: (kept[each[1]], each[1]))
+            full.remove(emptiest)
+            heapq.heappush(heap, emptiest)
+        before, group = heap[0]
+        found[group].append(document)
+        kept[group] += more
+        heapq.heapreplace(heap, (before + load, group))
+        for each in full:
+            heapq.heappush(heap, each)
+    return [np.array(sorted(d), np.int64) for d in found]

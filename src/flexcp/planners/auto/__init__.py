@@ -1,0 +1,1 @@
+"""auto: the fastest of many placements, by the event simulator."""

@@ -1,0 +1,216 @@
+"""auto: the fastest of many placements, by the event simulator.
+
+Three prices of a candidate, each dearer to find and closer to the truth: what it takes *at least* (sums alone,
+:mod:`flexcp.planners.auto.candidates`), what the *closed form* predicts of its placement (:mod:`flexcp.schedule.predict`), and what its
+plan takes *by events* (:mod:`flexcp.simulator`). The search is best first: of all candidates the one whose closest known price is least is
+looked at next, placed or simulated, until nothing that is left can be faster than the fastest simulated one. That one is taken.
+
+- **Events decide.** The closed form proposes: ``MOST_SIMULATED`` candidates at most are scheduled and simulated, always among them the
+  best static one by tokens and the best by load, if they are predicted to be anywhere near the fastest.
+- **What is simulated** is a step: all layers forward and backward, attention and the rest of the layer, without gradient sync (which
+  changes the order of plans hardly ever); where nothing but attention costs time, its passes one by one. Times are integers of nanoseconds
+  from integers, so all machines choose the same; of equal ones the first of the list wins, a static one.
+- **What is left out.** A candidate is passed over when its price is over the fastest simulated time by more than 1 / ``SURE``: prices
+  are optimistic, and the closed form of a static method is over its events by less than that. The closed form itself is left out for a
+  static method of so many regions that events are found sooner.
+- **No clock.** ``effort`` is how many candidates may be placed: 2 is ``blocks`` and the most promising static one, the default adds
+  ``groups`` and the static ones that can still matter, ``HIGH_EFFORT`` adds ``hypergraph`` where Mt-KaHyPar is installed. Below it a
+  static method of more than ``LARGE`` transfers is passed over: its schedule alone would take longer than all others.
+
+Where the user gave tolerances or a cap on memory or peers, a candidate that breaks one is no candidate; while all break one, more are tried
+than the effort says.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from flexcp.cost import dense_model
+from flexcp.models.preset import Preset
+from flexcp.plan.placement import Placement
+from flexcp.plan.plan import Plan
+from flexcp.planners.auto.candidates import HIGH_EFFORT, LEAST_EFFORT, Candidate, find_candidates
+from flexcp.planners.request import Refused, Request, refuse_over_memory, refuse_over_peers
+from flexcp.planners.token_runs import check_tolerances
+from flexcp.schedule.analysis import MaskAnalysis, analyse
+from flexcp.schedule.predict import milliseconds, predict
+from flexcp.schedule.transfers import make_plan
+from flexcp.simulator.training import Training, simulate, simulated_step
+
+DEFAULT_EFFORT = 16
+MOST_SIMULATED = 5
+SURE = 128
+"""A price of so many parts is trusted to a part."""
+MANY_REGIONS = 150_000
+"""Regions of a static method beyond which the closed form, which counts them all, takes longer than the events, which know rings."""
+LARGE = 400_000
+"""Transfers of a static method's backward beyond which it is not scheduled below high effort."""
+NO_REST = 1
+"""Pairs that a token costs outside attention in a layer of attention alone."""
+LONGEST_NS = 1 << 38
+"""A layer that takes longer, over four minutes, is beyond the event simulator's clock and priced in closed form."""
+
+
+def auto(request: Request) -> Placement:
+    """The placement of the least simulated step time."""
+    return auto_plan(request).placement
+
+
+def auto_plan(request: Request) -> Plan:
+    """The plan of the least simulated step time, which is made on the way; its placement's note says why it was taken."""
+    if request.argument:
+        raise ValueError(f"auto takes no degree; got 'auto:{request.argument}'")
+    effort = DEFAULT_EFFORT if request.effort is None else request.effort
+    if effort < 0:
+        raise ValueError(f"effort must be 0 or more, a count of candidates; got {effort}")
+    search = _Search(request, max(effort, LEAST_EFFORT))
+    search.run(find_candidates(request, search.effort))
+    if search.best is None:
+        raise Refused(f"no strategy can place this batch: {search.refusals[0]}")
+    plan = search.best.plan
+    return replace(plan, requested="auto", placement=replace(plan.placement, note=search.words()))
+
+
+@dataclass(frozen=True, eq=False)
+class _Placed:
+    """A candidate that was placed: the closed form's time, or its bound's where it has too many regions, and what a schedule can use."""
+
+    candidate: Candidate
+    placement: Placement
+    ns: int
+    analysis: list[MaskAnalysis] | None
+    plan: Plan | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Simulated:
+    """A candidate that was simulated."""
+
+    candidate: Candidate
+    plan: Plan
+    ns: int
+    order: int
+
+    @property
+    def name(self) -> str:
+        return self.candidate.name
+
+
+class _Search:
+    """What was tried so far, and what may still be."""
+
+    def __init__(self, request: Request, effort: int) -> None:
+        self.request = request
+        self.effort = effort
+        self.placed = 0
+        self.accepted = 0
+        self.simulated: list[_Simulated] = []
+        self.best: _Simulated | None = None
+        self.passed_over: dict[str, tuple[int, str]] = {}
+        self.refusals: list[str] = []
+
+    def run(self, candidates: Sequence[Candidate]) -> None:
+        """Look at the candidate of the least price until no other can matter."""
+        queue: list[tuple[int, int, Candidate | _Placed]] = [(c.least_ns, i, c) for i, c in enumerate(candidates)]
+        heapq.heapify(queue)
+        while queue:
+            price, order, item = heapq.heappop(queue)
+            if not self._can_matter(price):
+                self._pass_over([(price, order, item), *queue])
+                return
+            if isinstance(item, _Placed):
+                if self._may_simulate(item.candidate):
+                    self._simulate(item, order)
+            elif (self.placed < self.effort or not self.accepted) and self._may_simulate(item):
+                if item.closer_ns is not None:
+                    closer = max(item.least_ns, item.closer_ns())
+                    heapq.heappush(queue, (closer, order, replace(item, least_ns=closer, closer_ns=None)))
+                    continue
+                found = self._place(item)
+                if found is not None:
+                    self.accepted += 1
+                    heapq.heappush(queue, (found.ns, order, found))
+
+    def _can_matter(self, price: int) -> bool:
+        return self.best is None or price * SURE < self.best.ns * (SURE + 1)
+
+    def _may_simulate(self, candidate: Candidate) -> bool:
+        if candidate.transfers > LARGE and self.effort < HIGH_EFFORT and self.best is not None:
+            return False
+        first_of_its_dealing = candidate.is_static and all(
+            s.candidate.dealing != candidate.dealing for s in self.simulated
+        )
+        return len(self.simulated) < MOST_SIMULATED or first_of_its_dealing
+
+    def _place(self, candidate: Candidate) -> _Placed | None:
+        self.placed += 1
+        request = self.request
+        known = (request.shape, request.cluster, request.cost)
+        try:
+            placement = candidate.placed()
+            check_tolerances(request, placement)
+            needed = placement.traffic.kind == "needed"
+            analysis = analyse(placement, *known, request.keep_kv) if needed else None
+            placed = _Placed(candidate, placement, candidate.least_ns, analysis)
+            if candidate.regions <= MANY_REGIONS:
+                found = predict(placement, *known, request.keep_kv, analysis)
+                placed = replace(placed, ns=found.total_ns)
+            if request.max_memory_per_rank is None and request.max_peers is None:
+                return placed
+            plan = self._planned(placed)  # caps are on plans
+            refuse_over_memory(request, plan)
+            refuse_over_peers(request, plan)
+            return replace(placed, plan=plan)
+        except Refused as refusal:
+            self.refusals.append(f"{candidate.name}: {refusal}")
+            return None
+
+    def _planned(self, placed: _Placed) -> Plan:
+        request = self.request
+        known = (request.shape, request.cluster, request.cost, placed.candidate.name)
+        return make_plan(placed.placement, *known, request.keep_kv, request.most_ahead, placed.analysis)
+
+    def _simulate(self, placed: _Placed, order: int) -> None:
+        plan = placed.plan or self._planned(placed)
+        layers = sum(mask.layers for mask in plan.batch.masks)
+        ns = placed.ns if placed.ns // layers > LONGEST_NS else step_ns(plan)
+        self.simulated.append(_Simulated(placed.candidate, plan, ns, order))
+        self.best = min(self.simulated, key=lambda found: (found.ns, found.order))
+
+    def _pass_over(self, queue: Sequence[tuple[int, int, Candidate | _Placed]]) -> None:
+        """Keep the least price of what is left, for each way of dealing documents and for all others."""
+        for price, _, item in sorted(queue, key=lambda each: each[:2]):
+            candidate = item if isinstance(item, Candidate) else item.candidate
+            self.passed_over.setdefault(candidate.dealing, (price, candidate.name))
+
+    def words(self) -> str:
+        """What was taken, over what, by how much."""
+        assert self.best is not None
+        best, own = self.best, self.best.plan.placement.note
+        others = sorted((s for s in self.simulated if s is not best), key=lambda s: s.ns)
+        said = []
+        for dealing in ("", "tokens", "load"):
+            found = next((s for s in others if s.candidate.dealing == dealing), None)
+            alike = best.candidate.dealing == dealing
+            what = f"the {'next' if alike else 'best'} {f'static one by {dealing}' if dealing else 'dynamic one'}"
+            if found is not None:
+                times = f"{found.ns / best.ns:.3f} times as fast as {found.name}"
+                said.append((found.ns, f"{times} ({milliseconds(found.ns)} ms), {what}"))
+            elif dealing in self.passed_over and not alike:
+                price, name = self.passed_over[dealing]
+                said.append((price, f"{what}, {name}, takes at least {milliseconds(price)} ms"))
+        why = "; ".join(text for _, text in sorted(said)) or "the only one that can run here"
+        return f"{best.name}{f' ({own})' if own else ''}: {milliseconds(best.ns)} ms a step simulated; {why}"
+
+
+def step_ns(plan: Plan) -> int:
+    """Simulated nanoseconds of a step without gradient sync: every layer's attention by events, and the rest of the layer.
+
+    Where the cost model's layers have no rest, attention alone is asked about: each pass by itself, all ranks starting together.
+    """
+    if plan.cost.pairs_per_token(plan.shape) <= NO_REST:
+        return simulate(plan).attention_ns
+    model = plan.cost.model or dense_model(plan.shape)
+    return simulated_step(plan, Training(Preset(model, plan.shape, vocabulary=1), sync="none")).total_ns

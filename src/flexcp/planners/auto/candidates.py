@@ -1,0 +1,100 @@
+"""Candidates: the strategies that ``auto`` may take for a request, each with a time that it cannot be faster than.
+
+- The static methods, every kind in a few degrees, with documents dealt by tokens and, where a degree makes several groups, by load. What
+  each takes at least is arithmetic on sums over all documents; a closer bound deals the documents, and is found when it is asked for
+  (:mod:`flexcp.planners.static.bounds`).
+- The dynamic planners. Another one, or one more argument of one, is a row of :func:`_dynamic`. None of them comes closer to perfectly
+  divided compute than 1 / ``NEARLY_PERFECT``, so where a static method is that fast already, none is asked.
+
+With a fixed layout only methods that span all ranks can run: ``blocks`` and the static ones without a degree.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+from flexcp.plan.placement import Placement
+from flexcp.planners.blocks.blocks import blocks
+from flexcp.planners.groups.groups import groups
+from flexcp.planners.request import Request
+from flexcp.planners.static.bounds import Place, StaticBounds, StaticMethod, dealt_by_load, static_methods
+from flexcp.planners.static.dealing import deals_by_load
+from flexcp.schedule.predict import lower_bound
+
+LEAST_EFFORT = 2
+HIGH_EFFORT = 64
+TOLERANT = ("blocks", "hypergraph")
+"""Planners that keep tolerances. The others balance by their own rule: they are asked without tolerances, and judged by them."""
+NEARLY_PERFECT = 128
+"""How close to perfectly divided compute a dynamic planner is believed to come: within one part of so many."""
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A strategy with its argument; ``least_ns`` is what it takes at least, ``closer_ns()`` a dearer bound where there is one.
+
+    ``regions`` and ``transfers`` are about how many its plan has, 0 for unknown.
+    """
+
+    name: str
+    place: Place
+    request: Request
+    least_ns: int
+    closer_ns: Callable[[], int] | None = None
+    is_static: bool = False
+    regions: int = 0
+    transfers: int = 0
+
+    @property
+    def dealing(self) -> str:
+        """How it deals documents to groups: a static one by ``tokens`` or by ``load``; nothing for a dynamic one."""
+        if not self.is_static:
+            return ""
+        return "load" if deals_by_load(self.name) else "tokens"
+
+    def placed(self) -> Placement:
+        """Its answer, or it raises :class:`~flexcp.planners.request.Refused`."""
+        return self.place(self.request)
+
+
+def find_candidates(request: Request, effort: int) -> list[Candidate]:
+    """All candidates; of equally fast ones the first is to be taken."""
+    # The effort is a count of candidates; each of them is asked for its best.
+    asked = replace(request, effort=None)
+    return [*_static(asked), *_dynamic(asked, effort)]
+
+
+def _static(request: Request) -> Iterator[Candidate]:
+    plain = replace(request, compute_tolerance=None, token_tolerance=None)
+    methods = static_methods(request)
+    methods += dealt_by_load(methods, request)
+    bounds = StaticBounds(request)
+    for method, bound in zip(methods, bounds.loose(methods), strict=True):
+        asked = replace(plain, argument=method.request_argument)
+        size = method.regions(request.batch.documents), method.transfers(request.ranks)
+        yield Candidate(method.name, method.place, asked, bound, partial(_close_bound, bounds, method), True, *size)
+
+
+def _close_bound(bounds: StaticBounds, method: StaticMethod) -> int:
+    return bounds.close([method])[0]
+
+
+def _dynamic(request: Request, effort: int) -> Iterator[Candidate]:
+    free = request.layout is None
+    rows: list[tuple[str, Place, str]] = [("blocks", blocks, "")]
+    if free and effort > LEAST_EFFORT:
+        rows.append(("groups", groups, ""))
+    if free and effort >= HIGH_EFFORT and importlib.util.find_spec("mtkahypar"):
+        from flexcp.planners.hypergraph.hypergraph import hypergraph
+
+        rows.append(("hypergraph", hypergraph, ""))
+    perfect = lower_bound(request.batch, request.shape, request.cluster, request.cost)
+    for name, place, argument in rows:
+        asked = replace(request, argument=argument)
+        if name not in TOLERANT:
+            asked = replace(asked, compute_tolerance=None, token_tolerance=None)
+        full_name = f"{name}:{argument}" if argument else name
+        yield Candidate(full_name, place, asked, perfect + perfect // NEARLY_PERFECT)
