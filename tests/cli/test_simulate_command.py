@@ -51,9 +51,32 @@ def test_compare_ranks_strategies(tmp_path: Path) -> None:
     data = json.loads(run("compare", "--lengths", "9000,800,31", "--cluster", "h100:1x4", *words, "--json").stdout)
     documented = (Path(__file__).parents[2] / "docs" / "json.md").read_text()
     assert all(f"`{key}`" in documented for key in [*data, *data["strategies"][0]])
-    by_name = {row["strategy"].partition(":")[0]: row for row in data["strategies"]}
-    assert set(by_name) == {"auto", "zigzag", "dp"} and by_name[data["best_static"].partition(":")[0]]["speed_up"] == 1
+    by_name = {row["strategy"].partition(":")[0]: row for row in data["strategies"] if row["asked"]}
+    assert set(by_name) == {"auto", "zigzag", "dp"}
     assert by_name["auto"]["step_ms"] > by_name["auto"]["step"]["other_ms"] > 0
+
+
+@pytest.mark.parametrize("model", [[], ["--model", "llama3-8b"]])
+def test_speed_ups_are_over_all_static_methods_whatever_is_listed(model: list[str]) -> None:
+    words = ["compare", "--lengths", "9000,800,31,4x2000", "--cluster", "h100:2x2", *model]
+    every, few = (json.loads(run(*words, "--strategies", names, "--json").stdout) for names in ("all", "auto,ring:4"))
+    assert all(row["asked"] for row in every["strategies"])
+    rows, chosen = ({r["strategy"]: r for r in data["strategies"] if "refused" not in r} for data in (every, few))
+    best = (few["best_static"], few["best_static_by_load"])
+    assert best == (every["best_static"], every["best_static_by_load"]) and "ring:4" not in best
+    assert [r["strategy"] for r in few["strategies"]] == ["auto", "ring:4", *best]
+    assert [r["asked"] for r in few["strategies"]] == [True, True, False, False]
+    assert chosen["ring:4"]["speed_up"] < 1 and chosen[best[0]]["speed_up"] == chosen[best[1]]["speed_up_by_load"] == 1
+    for name in ("auto", *best):
+        assert chosen[name]["speed_up"] == rows[name]["speed_up"]
+        assert chosen[name]["speed_up_by_load"] == rows[name]["speed_up_by_load"]
+    text = run(*words, "--strategies", "auto,ring:4").output
+    assert (
+        f"x static: against {best[0]}, the best of all static methods for this batch, documents dealt by tokens."
+        in text
+    )
+    lines = [line.split()[0] for line in text.split("optimality")[1].split("bars:")[0].splitlines()[1:] if line.strip()]
+    assert sorted(lines) == sorted(["auto", "ring:4", *best])
 
 
 @pytest.mark.parametrize("command", ["compare", "simulate", "plan"])
