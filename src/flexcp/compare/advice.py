@@ -13,7 +13,7 @@ looked at. All answers come from :func:`flexcp.compare.compare.compare`, so they
 A document that exceeds what the ranks hold together is refused wherever in the data it is, not only in a pass that is looked at.
 
 A gain is worth having when it exceeds what the cost model may err by; then and only then the advice is to change something. Where static
-stays, the advice says why: equal documents divide evenly, attention is little of the step, or there is one rank.
+stays, :mod:`flexcp.compare.why_static` says why.
 """
 
 from __future__ import annotations
@@ -39,10 +39,6 @@ from flexcp.simulator.training import StepTime, Training
 
 FREE = ("auto", "blocks", "groups")
 MOST_PASSES = 3
-SMALL_SHARE = 0.05
-"""Attention under this share of the step leaves nothing to gain."""
-NEAR = 0.25
-"""A method this close to perfectly divided compute has no imbalance worth speaking of."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +90,14 @@ class Answer:
     def share(self, part: str) -> float:
         """Of the whole time, the slowest ranks' ``attention``, ``wait``, ``linear`` or ``sync``."""
         return float(sum(getattr(step, f"{part}_ns") for step in self.steps) / max(self.total_ns, 1))
+
+    @property
+    def uneven(self) -> float:
+        """Of the whole time, what the slowest ranks compute, attention and other layers, beyond the mean of all ranks."""
+        beyond = (
+            step.attention_ns + step.linear_ns - float(step.ranks[[0, 2]].sum(axis=0).mean()) for step in self.steps
+        )
+        return sum(beyond) / max(self.total_ns, 1)
 
     @property
     def compute_imbalance(self) -> float:
@@ -155,33 +159,6 @@ class Advice:
         if self.swap is not None and self.swap.total_ns <= self.free.total_ns * (1 + self.error):
             return "swap"
         return "free"
-
-    @property
-    def why_static(self) -> str:
-        """Why nothing is to be gained, as far as can be told."""
-        ranks = self.question.cluster.ranks
-        if ranks == 1:
-            return "there is one rank, so nothing has to be divided"
-        if len(set(self.lengths)) == 1:
-            return (
-                f"all documents have {self.lengths[0]:,} tokens, so equal shares of documents are equal work: "
-                f"{self.static.name} keeps every rank within {100 * (self.static.compute_imbalance - 1):.1f} % of the mean"
-            )
-        if self.static.share("attention") + self.static.share("wait") < SMALL_SHARE:
-            share = 100 * (self.static.share("attention") + self.static.share("wait"))
-            return f"attention, waiting included, is {share:.1f} % of the step; the rest does not depend on how documents are divided"
-        times = self.static.total_ns / max(self.bound_ns, 1)
-        if times <= 1 + NEAR:
-            return (
-                f"{self.static.name} takes only {100 * (times - 1):.0f} % longer on these documents than all compute divided perfectly "
-                "over the ranks"
-            )
-        best = min((a for a in (self.swap, self.free) if a is not None), key=lambda a: a.total_ns)
-        return (
-            f"what keeps {self.static.name} at {times:.1f} times the time of perfectly divided compute is not how documents are divided: "
-            f"the best plan takes {best.total_ns / max(self.bound_ns, 1):.1f} times, with {100 * best.share('wait'):.0f} % of the pass "
-            f"waiting for transfers and {100 * best.share('sync'):.0f} % for gradient sync; faster links or more tokens a pass would help"
-        )
 
 
 def advise(question: Question, lengths: Sequence[int], tell: Callable[[str], None] = lambda _: None) -> Advice:

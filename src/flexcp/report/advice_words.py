@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from flexcp.compare.advice import Advice, Answer
+from flexcp.compare.why_static import why_static
 from flexcp.io.sizes import size
 from flexcp.masks import Mask
 
@@ -121,7 +122,7 @@ def _todo(advice: Advice) -> list[str]:
     if advice.verdict == "static":
         return [
             f"Do not bother: stay with {advice.static.name}. The gain is not beyond what the cost model may err by, because "
-            f"{advice.why_static}.",
+            f"{why_static(advice)}.",
             "Ask again when lengths, ranks or the mask change, or with --cost and your own calibration (flexcp calibrate).",
         ]
     q, answer = advice.question, advice.swap if advice.verdict == "swap" else advice.free

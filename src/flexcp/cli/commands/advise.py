@@ -146,6 +146,8 @@ def text(advice: Advice, code: list[tuple[str, str]]) -> str:
 
 def as_data(advice: Advice, code: list[tuple[str, str]]) -> dict[str, Any]:
     """The documented JSON keys."""
+    from flexcp.compare.why_static import why_static
+
     question = advice.question
 
     def answer(found: Answer | None) -> dict[str, Any] | None:
@@ -178,7 +180,7 @@ def as_data(advice: Advice, code: list[tuple[str, str]]) -> dict[str, Any]:
         "swap": answer(advice.swap),
         "free": answer(advice.free),
         "verdict": advice.verdict,
-        "why": advice.why_static if advice.verdict == "static" else None,
+        "why": why_static(advice) if advice.verdict == "static" else None,
         "code": dict(code),
     }
 
