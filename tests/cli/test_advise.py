@@ -27,8 +27,8 @@ from flexcp.report.code_lines import FRAMEWORKS, Lines, code_lines
 from flexcp.simulator.training import StepTime
 
 KEYS = [
-    "simulated", "documents", "tokens", "passes", "simulated_passes", "micro_batches", "error_permille", "bound_ms", "baseline", "static",
-    "static_by_load", "swap", "free", "verdict", "why", "code",
+    "simulated", "documents", "tokens", "passes", "simulated_passes", "left_out", "micro_batches", "error_permille", "bound_ms", "baseline",
+    "static", "static_by_load", "swap", "free", "verdict", "why", "code",
 ]  # fmt: skip
 
 
@@ -267,6 +267,18 @@ def test_the_budget_is_explained() -> None:
         "the loader would refuse a document longer than its budget"
     )
     assert "your longest document" in lines(917_504, 1, 1_000_000)
+
+
+def test_documents_at_the_end_that_no_pass_has_are_told(tmp_path: Path) -> None:
+    file = tmp_path / "lengths.txt"
+    file.write_text("\n".join(["3000", "500"] * 3 + ["400", "300"]))
+    words = [str(file), "--ranks", "4", "--max-tokens-per-rank", "1k"]
+    found = advice(*words)
+    says = "the last 2 documents (700 tokens), less than half a pass, are left out"
+    assert (found["passes"], found["left_out"]) == (3, says)
+    assert f"3 passes (10,500 tokens). T{says[1:]}." in " ".join(invoke("advise", *words).stdout.split())
+    file.write_text("\n".join(["3000", "500"] * 3))
+    assert advice(*words)["left_out"] is None
 
 
 def test_ranks_are_one_node_and_not_beside_a_cluster() -> None:

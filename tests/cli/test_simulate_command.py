@@ -98,6 +98,25 @@ def test_a_file_is_a_data_set_of_which_a_batch_is_taken(tmp_path: Path, command:
 
 
 @pytest.mark.parametrize("command", ["compare", "simulate", "plan"])
+def test_a_last_batch_that_is_left_out_is_told(tmp_path: Path, command: str) -> None:
+    file = tmp_path / "lengths.txt"
+    words = [command, "--lengths", str(file), "--ranks", "4", "--max-tokens-per-rank", "1k"]
+    words += ["--strategies" if command == "compare" else "--strategy", "zigzag"]
+    for end, says in (
+        (["400", "300"], "; the last 2 documents (700 tokens), less than half a batch, are left out"),
+        (["900"], "; the last document (900 tokens), less than half a batch, is left out"),
+        (["2000"], ""),
+    ):
+        file.write_text("\n".join(["3000", "500", "3500", *end]))
+        count = 2 if says else 3
+        told = run(*words).output
+        assert f"batch 1 of {count} in {file}" in told and ("left out" in told) == bool(says) and says in told
+        assert str(run(*words, "--batch", "4").exception) == (
+            f"--batch 4: {file} makes {count} batches of up to 3,584 tokens, numbered from 1{says}"
+        )
+
+
+@pytest.mark.parametrize("command", ["compare", "simulate", "plan"])
 def test_the_cap_that_a_batch_was_cut_by_holds_for_its_plan(tmp_path: Path, command: str) -> None:
     """Whole documents for each rank: the third batch is one document that no rank alone may keep."""
     file = tmp_path / "lengths.txt"

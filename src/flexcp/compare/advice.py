@@ -27,7 +27,7 @@ from flexcp.clusters import Cluster
 from flexcp.compare.compare import STATIC, STATIC_BY_LOAD, Row, compare_batches, planned
 from flexcp.compare.static_choice import first_of_fastest, spread_over
 from flexcp.cost import CostModel
-from flexcp.data.lengths import batch_tokens, cut_batches
+from flexcp.data.lengths import batch_tokens, cut_batches, left_out_words
 from flexcp.masks import Mask
 from flexcp.models.preset import Preset
 from flexcp.plan.plan import Plan
@@ -113,7 +113,8 @@ class Answer:
 @dataclass(frozen=True)
 class Advice:
     """The answers. ``passes`` is how many passes the data makes in all, of which ``len(static.steps)`` were simulated; ``longest_seen``
-    says whether the longest document is in one of these. ``by_load`` is static by load, None where none fits."""
+    says whether the longest document is in one of these. ``by_load`` is static by load, None where none fits. ``left_out`` says which
+    documents at the end are in no pass, in words; it is empty where all are."""
 
     question: Question
     lengths: tuple[int, ...]
@@ -124,6 +125,7 @@ class Advice:
     bound_ns: int
     longest_seen: bool = True
     by_load: Answer | None = None
+    left_out: str = ""
 
     @property
     def error(self) -> float:
@@ -189,7 +191,8 @@ def advise(question: Question, lengths: Sequence[int], tell: Callable[[str], Non
     head = question.preset.head_flops_per_token
     bound = sum(lower_bound(r.batch, r.shape, r.cluster, r.cost, head) for r in requests)
     longest_seen = max(max(found) for found in looked_at) == max(lengths)
-    return Advice(question, tuple(lengths), len(passes), static, swap, free, bound, longest_seen, by_load)
+    left_out = left_out_words(lengths, passes, "pass")
+    return Advice(question, tuple(lengths), len(passes), static, swap, free, bound, longest_seen, by_load, left_out)
 
 
 def refuse_too_long(question: Question, lengths: Sequence[int]) -> None:

@@ -58,12 +58,17 @@ def _setting(advice: Advice) -> str:
         )
         looked = f", of which {simulated}, evenly spread, were simulated"
         longest = f" The longest document, of {max(advice.lengths):,} tokens, is {where}."
-    divided = f" {q.divided[0].upper()}{q.divided[1:]}." if q.divided else ""
+    left, divided = _sentence(advice.left_out), _sentence(q.divided)
     return (
         f"{q.preset.model.name} with {_attention(q.masks)} attention on {q.cluster} ({q.cluster.ranks} ranks), at most "
         f"{q.max_tokens_per_rank:,} tokens a rank: "
-        f"the documents make {passes}{looked} ({tokens:,} tokens).{longest}{divided}"
+        f"the documents make {passes}{looked} ({tokens:,} tokens).{left}{longest}{divided}"
     )
+
+
+def _sentence(words: str) -> str:
+    """Words as a sentence behind others, if there are any."""
+    return f" {words[0].upper()}{words[1:]}." if words else ""
 
 
 def _attention(masks: Mapping[str, tuple[Mask, int]]) -> str:

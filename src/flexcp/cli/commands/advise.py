@@ -171,6 +171,7 @@ def as_data(advice: Advice, code: list[tuple[str, str]]) -> dict[str, Any]:
         "tokens": sum(advice.lengths),
         "passes": advice.passes,
         "simulated_passes": len(advice.static.steps),
+        "left_out": advice.left_out or None,
         "micro_batches": question.micro_batches,
         "error_permille": question.cost.error_permille,
         "bound_ms": round(advice.bound_ns / 1e6 / len(advice.static.steps), 3),
