@@ -32,13 +32,16 @@ def planned(strategy: str, lengths: list[int], machine: Cluster, layers: int = 1
 
 @settings(max_examples=40)
 @given(
-    st.lists(st.integers(1, 6000), min_size=1, max_size=4),
+    st.lists(st.one_of(st.integers(1, 6000), st.integers(1, 50)), min_size=1, max_size=4),
     st.sampled_from(["blocks", "zigzag", "allgather", "ulysses:2", "usp:2,2", "minheap:512", "dp"]),
     st.sampled_from([20, 500, 100_000]),
 )
 def test_no_plan_beats_the_bounds(lengths: list[int], strategy: str, mbps: int) -> None:
     machine = Cluster("any", 2, 2, gflops=100_000, intra_mbps=2 * mbps, inter_mbps=mbps, latency_ns=100)
     found = simulate(planned(strategy, lengths, machine), rules=CALM)
+    for backward in (False, True):
+        bounds = found.bounds(backward)
+        assert bounds.floor == max(bounds.compute, bounds.link, bounds.granularity) > 0
     assert found.optimality >= 1 and found.pass_optimality(False) >= 1 and found.pass_optimality(True) >= 1
     assert 0 < found.mfu() < found.plan.cost.backward_efficiency / 1000 * 1.13
 
@@ -79,6 +82,19 @@ def test_a_document_that_nobody_can_do_alone_must_move() -> None:
     # Slower links raise the bound past compute.
     slow = replace(flexcp.cluster("h100", 32, 8), inter_mbps=10, intra_mbps=10)
     assert pass_bounds(batch, 0, shape, slow, CostModel(), False).floor > found[2].compute
+
+
+def test_the_least_work_there_is_is_a_bound() -> None:
+    """Little work takes the start of a kernel; and a plan that divides the tiles of a long window is not said to be impossible."""
+    tiny = simulate(planned("dp", [100, 50], flexcp.cluster("h100", 1, 2)), rules=CALM)
+    assert tiny.bounds(False).floor == tiny.bounds(False).granularity > tiny.plan.cost.kernel_ns
+    assert 1 <= tiny.pass_optimality(False) < 1.2 and 1 <= tiny.optimality < 1.2
+    fast = replace(flexcp.cluster("h100", 1, 2), speeds=(2000, 2000))
+    assert 1 <= simulate(planned("dp", [1], fast), rules=CALM).optimality < 1.2
+    planner = flexcp.Planner(8, 1, 128, cluster=flexcp.cluster("h100", 1, 8), strategy="blocks")
+    window = simulate(planner([200_000], flexcp.window(128)), rules=CALM)
+    bounds = window.bounds(False)
+    assert 1 <= window.pass_optimality(False) < 2 and bounds.granularity < bounds.compute
 
 
 def test_attention_alone_is_its_passes() -> None:

@@ -106,7 +106,7 @@ def text(found: Simulation, name: str) -> str:
         b, way = found.bounds(backward), "backward" if backward else "forward"
         lines.append(
             f"{way:<9} {found.pass_ns(backward) / 1e6:.3f} ms, MFU {found.mfu(backward):.1%}, {found.pass_optimality(backward):.3f} "
-            f"of what is possible (compute {b.compute / 1e6:.3f}, link {b.link / 1e6:.3f}, granularity {b.granularity / 1e6:.3f} ms)"
+            f"times what is possible (compute {b.compute / 1e6:.3f}, link {b.link / 1e6:.3f}, granularity {b.granularity / 1e6:.3f} ms)"
         )
     if found.step is not None:
         step = found.step
