@@ -134,6 +134,19 @@ def test_the_cap_that_a_batch_was_cut_by_holds_for_its_plan(tmp_path: Path, comm
     )
 
 
+def test_times_by_which_auto_chose_are_told_from_those_of_steps(tmp_path: Path) -> None:
+    """The layers of a plan and a step with vocabulary and sync are two numbers; whoever reads both is told why."""
+    words = ["--lengths", "9000,800,31", "--ranks", "4", "--model", "llama3-8b", "--strategy"]
+    says = "(times of all layers, without vocabulary and gradient sync)"
+    page = tmp_path / "plan.html"
+    for command in ("plan", "simulate"):
+        told = run(command, *words, "auto", "--html", str(page)).output
+        assert says in next(line for line in told.splitlines() if " ms" in line), told
+        assert says in page.read_text() and says not in run(command, *words, "zigzag").output
+    run("plan", *words, "zigzag", "--html", str(page))
+    assert "predicted time of all layers" in page.read_text() and "predicted step" not in page.read_text()
+
+
 def test_one_statement_of_the_error() -> None:
     text = run("compare", *SMALL, "--strategies", "auto,zigzag,dp,ring").output
     assert text.count("stated error 8 %") == 1

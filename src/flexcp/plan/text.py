@@ -28,9 +28,16 @@ def one_line(plan: Plan) -> str:
     return f"<Plan {label(plan)} {plan.hash[:12]}: {plan.batch.tokens} tokens on {plan.ranks} ranks>"
 
 
+def noted(plan: Plan) -> str:
+    """What the strategy has to say of this plan. The times that ``auto`` chose by are told from those of whole steps."""
+    note = plan.placement.note
+    of_what = " (times of all layers, without vocabulary and gradient sync)"
+    return f"{note}{of_what}" if note and plan.requested == "auto" else note
+
+
 def picture(plan: Plan) -> str:
     """What ``print(plan)`` shows: the batch as a strip of owners, the longest document's rows by who computes them, a line per rank."""
-    note = [visible(plan.placement.note)] if plan.placement.note else []
+    note = [visible(noted(plan))] if plan.placement.note else []
     parts = [visible(_title(plan)), *note, "", *_strip(plan), "", *_rows(plan), "", *_table(plan)]
     return "\n".join(parts)
 

@@ -10,6 +10,7 @@ import numpy as np
 from flexcp.arrays.totals import imbalance
 from flexcp.io.sizes import size
 from flexcp.plan.plan import Plan
+from flexcp.plan.text import noted
 from flexcp.report.markup import choice, figure, folded, paragraphs, table, tiles
 from flexcp.report.plan_data import drawn_documents, plan_data
 from flexcp.report.plan_time import PlanTime
@@ -32,7 +33,7 @@ def plan_section(
 
     def body(number: int) -> str:
         parts = [
-            paragraphs([p for p in (time.says, plan.placement.note) if p]),
+            paragraphs([p for p in (time.says, noted(plan)) if p]),
             _tiles(plan, time, bound),
             _legend(plan, number),
             _batch(plan, number),

@@ -101,7 +101,9 @@ def _ms(ns: int) -> float:
 
 def text(found: Simulation, name: str) -> str:
     """Totals, and every rank's forward and backward of the first mask as bars."""
-    lines = [f"{name}: {found.plan.placement.note}" if found.plan.placement.note else name]
+    from flexcp.plan.text import noted
+
+    lines = [f"{name}: {noted(found.plan)}" if found.plan.placement.note else name]
     for backward in (False, True):
         b, way = found.bounds(backward), "backward" if backward else "forward"
         lines.append(
