@@ -96,7 +96,7 @@ def ours(
     for way in ("forward", "backward"):
         heads += [f"{way}: auto over theirs", "best of ours over theirs", "auto over any static", "optimality of auto"]
     return table(
-        [*heads, "both: auto over any static", "bounds forward, ms (compute, link, granularity)"],
+        [*heads, "both: auto over any static", "bounds forward, ms (compute, link)"],
         rows,
     )
 
@@ -115,7 +115,7 @@ def _cells(mask: str, name: str, scale: float, seeds: int) -> list[str]:
             found[way].append((theirs / auto, theirs / mine, anyone / auto, ran["auto"].pass_optimality(way)))
         both.append(best(ran, (*THEIR_STATIC, *STATIC), total)[1] / total(ran["auto"]))
         b = ran["auto"].bounds(False)
-        words = words or f"{b.compute / 1e6:.2f}, {b.link / 1e6:.2f}, {b.granularity / 1e6:.2f}"
+        words = words or f"{b.compute / 1e6:.2f}, {b.link / 1e6:.2f}"
     cells = [mean(column) for way in (False, True) for column in zip(*found[way], strict=True)]
     return [f"{x:.2f}" for x in (*cells, mean(both))] + [words]
 

@@ -18,6 +18,7 @@ from flexcp.cli.shared.document_lengths import document_lengths
 from flexcp.clusters import cluster
 from flexcp.compare.advice import Advice, Answer, Question, _answers, _request, deal
 from flexcp.compare.static_choice import spread_over
+from flexcp.compare.why_static import losses, why_static
 from flexcp.cost import CostModel
 from flexcp.masks import causal
 from flexcp.models.find import find_model
@@ -26,8 +27,8 @@ from flexcp.report.code_lines import FRAMEWORKS, Lines, code_lines
 from flexcp.simulator.training import StepTime
 
 KEYS = [
-    "simulated", "documents", "tokens", "passes", "simulated_passes", "micro_batches", "error", "margin_permille", "bound_ms", "baseline",
-    "static", "static_by_load", "swap", "static_in_layout", "free", "pays", "verdict", "why", "code",
+    "simulated", "documents", "tokens", "passes", "simulated_passes", "left_out", "micro_batches", "error", "margin_permille", "bound_ms",
+    "baseline", "static", "static_by_load", "swap", "static_in_layout", "free", "pays", "verdict", "why", "code",
 ]  # fmt: skip
 
 
@@ -158,25 +159,66 @@ def test_the_advice_says_whether_the_longest_document_was_simulated() -> None:
     assert "simulated" not in _setting(replace(seen, passes=3))
 
 
-def test_why_static_speaks_of_times_not_of_percentages_over_100() -> None:
+def answer_of(name: str, parts: list[list[int]], work: list[int]) -> Answer:
+    """An answer of one pass; ``parts`` are attention, waiting, other layers and sync of each rank, ``work`` its attention in pairs."""
+    ranks = np.array(parts, np.int64).T
+    done = ranks.sum(axis=0)
+    plan: Any = SimpleNamespace(work=lambda: np.array(work, np.int64))
+    return Answer(name, (plan,), (StepTime(int(done.max()), *(int(x) for x in ranks[:, done.argmax()]), ranks),))
+
+
+def advice_on(static: Answer, free: Answer, bound: int, lengths: tuple[int, ...] = (5, 6)) -> Advice:
     question = Question(find_model("llama3-8b"), cluster("h100:1x4"), None, CostModel(), 100, 100)
+    return Advice(question, lengths, 1, static, None, free, bound)
 
-    def answer(ns: int) -> Answer:
-        return Answer("zigzag", (), (StepTime(ns, ns // 2, ns // 4, 0, ns // 8, np.zeros((4, 4), np.int64)),))
 
-    near = Advice(question, (5, 6), 1, answer(1100), None, answer(1090), 1000)
-    assert (
-        near.why_static
-        == "zigzag takes only 10 % longer on these documents than all compute divided perfectly over the ranks"
+def test_why_static_speaks_of_times_not_of_percentages_over_100() -> None:
+    even = answer_of("zigzag", [[500, 0, 570, 0]] * 4, [1] * 4)
+    assert why_static(advice_on(even, even, 1000)) == (
+        "zigzag takes only 7 % longer on these documents than all compute divided perfectly over the ranks"
     )
-    far = Advice(question, (5, 6), 1, answer(2630), None, answer(2600), 1000)
+    static = answer_of("zigzag", [[500, 1200, 600, 330]] * 4, [1] * 4)
+    far = why_static(advice_on(static, answer_of("blocks", [[500, 1180, 600, 330]] * 4, [1] * 4), 1000))
     for part in (
-        "at 2.6 times the time of perfectly divided compute",
-        "25 % of the pass waiting",
-        "12 % for gradient sync",
+        "zigzag takes 2.6 times as long as perfectly divided compute, and the best plan, blocks, 2.6 times",
+        "46 % waiting for transfers, 13 % gradient sync and 4 % work that perfectly divided compute does not have",
     ):
-        assert part in far.why_static, far.why_static
-    assert "%" not in far.why_static.split("compute")[0]
+        assert part in far, far
+    assert "%" not in far.split("compute")[0]
+
+
+@pytest.mark.parametrize(
+    ("rank", "way_out"),
+    [
+        ([900, 0, 500, 0], "more tokens a pass, or a larger --max-tokens-per-rank, would leave more room"),
+        ([400, 500, 500, 0], "faster links or more tokens a pass would help"),
+        ([400, 0, 500, 500], "would hide more of the gradient sync"),
+    ],
+)
+def test_why_static_follows_from_what_was_simulated(rank: list[int], way_out: str) -> None:
+    """A rank with twice the mean's attention is told as such, and no other reason beside it; likewise waiting and sync."""
+    uneven = rank[0] > 400
+    others = [[250 if uneven else 400, rank[1] * (not uneven), 500, rank[3]]] * 3
+    static = answer_of("zigzag:2", [rank, *others], [9, 3, 3, 3] if uneven else [1] * 4)
+    near = answer_of(
+        "ulysses:2@load", [[rank[0] - 20 * uneven, *rank[1:]], *others], [8, 3, 3, 3] if uneven else [1] * 4
+    )
+    advice = advice_on(static, near, 900)
+    assert advice.verdict == "static"
+    why = why_static(advice)
+    assert way_out in why.rpartition("; ")[2], why
+    assert ("(the busiest does 2.00 times the mean's attention)" in why) == uneven
+    assert "not how documents are divided" not in why
+    for answer in (static, near):
+        lost = losses(answer, 900)
+        assert sum(lost.values()) == pytest.approx(1 - 900 / answer.total_ns)
+        assert max(lost, key=lambda part: lost[part]) == {900: "uneven"}.get(rank[0], "waiting" if rank[1] else "sync")
+
+
+def test_equal_documents_that_divide_unevenly_are_not_called_equal_work() -> None:
+    static = answer_of("dp", [[800, 0, 100, 0], [400, 0, 50, 0], [400, 0, 50, 0], [400, 0, 50, 0]], [2, 1, 1, 1])
+    why = why_static(advice_on(static, static, 500, (7, 7, 7, 7, 7)))
+    assert "equal work" not in why and "no plan is faster" in why and "1.60 times the mean's attention" in why
 
 
 def test_a_config_brings_its_masks_and_the_lines_explain_themselves(tmp_path: Path) -> None:
@@ -225,6 +267,18 @@ def test_the_budget_is_explained() -> None:
         "the loader would refuse a document longer than its budget"
     )
     assert "your longest document" in lines(917_504, 1, 1_000_000)
+
+
+def test_documents_at_the_end_that_no_pass_has_are_told(tmp_path: Path) -> None:
+    file = tmp_path / "lengths.txt"
+    file.write_text("\n".join(["3000", "500"] * 3 + ["400", "300"]))
+    words = [str(file), "--ranks", "4", "--max-tokens-per-rank", "1k"]
+    found = advice(*words)
+    says = "the last 2 documents (700 tokens), less than half a pass, are left out"
+    assert (found["passes"], found["left_out"]) == (3, says)
+    assert f"3 passes (10,500 tokens). T{says[1:]}." in " ".join(invoke("advise", *words).stdout.split())
+    file.write_text("\n".join(["3000", "500"] * 3))
+    assert advice(*words)["left_out"] is None
 
 
 def test_ranks_are_one_node_and_not_beside_a_cluster() -> None:

@@ -54,8 +54,8 @@ def test_compare_ranks_strategies(tmp_path: Path) -> None:
     data = json.loads(run("compare", "--lengths", "9000,800,31", "--cluster", "h100:1x4", *words, "--json").stdout)
     documented = (Path(__file__).parents[2] / "docs" / "json.md").read_text()
     assert all(f"`{key}`" in documented for key in [*data, *data["strategies"][0]])
-    by_name = {row["strategy"].partition(":")[0]: row for row in data["strategies"]}
-    assert set(by_name) == {"auto", "zigzag", "dp"} and by_name[data["best_static"].partition(":")[0]]["speed_up"] == 1
+    by_name = {row["strategy"].partition(":")[0]: row for row in data["strategies"] if row["asked"]}
+    assert set(by_name) == {"auto", "zigzag", "dp"}
     assert by_name["auto"]["step_ms"] > by_name["auto"]["step"]["other_ms"] > 0
 
 
@@ -74,6 +74,29 @@ def test_compare_says_what_times_and_bytes_are_of(words: list[str], units: str) 
     found = json.loads(run(*asked, "--json").stdout)["strategies"][0]
     moved = found["forward_bytes"] + found["backward_bytes"]
     assert row[head.index("MB/layer") - 1 :].split()[0] == f"{moved / 1e6:.1f}"
+
+
+@pytest.mark.parametrize("model", [[], ["--model", "llama3-8b"]])
+def test_speed_ups_are_over_all_static_methods_whatever_is_listed(model: list[str]) -> None:
+    words = ["compare", "--lengths", "9000,800,31,4x2000", "--cluster", "h100:2x2", *model]
+    every, few = (json.loads(run(*words, "--strategies", names, "--json").stdout) for names in ("all", "auto,ring:4"))
+    assert all(row["asked"] for row in every["strategies"])
+    rows, chosen = ({r["strategy"]: r for r in data["strategies"] if "refused" not in r} for data in (every, few))
+    best = (few["best_static"], few["best_static_by_load"])
+    assert best == (every["best_static"], every["best_static_by_load"]) and "ring:4" not in best
+    assert [r["strategy"] for r in few["strategies"]] == ["auto", "ring:4", *best]
+    assert [r["asked"] for r in few["strategies"]] == [True, True, False, False]
+    assert chosen["ring:4"]["speed_up"] < 1 and chosen[best[0]]["speed_up"] == chosen[best[1]]["speed_up_by_load"] == 1
+    for name in ("auto", *best):
+        assert chosen[name]["speed_up"] == rows[name]["speed_up"]
+        assert chosen[name]["speed_up_by_load"] == rows[name]["speed_up_by_load"]
+    text = run(*words, "--strategies", "auto,ring:4").output
+    assert (
+        f"x static: against {best[0]}, the best of all static methods for this batch, documents dealt by tokens."
+        in text
+    )
+    lines = [line.split()[0] for line in text.split("optimality")[1].split("bars:")[0].splitlines()[1:] if line.strip()]
+    assert sorted(lines) == sorted(["auto", "ring:4", *best])
 
 
 @pytest.mark.parametrize("command", ["compare", "simulate", "plan"])
@@ -95,6 +118,25 @@ def test_a_file_is_a_data_set_of_which_a_batch_is_taken(tmp_path: Path, command:
 
 
 @pytest.mark.parametrize("command", ["compare", "simulate", "plan"])
+def test_a_last_batch_that_is_left_out_is_told(tmp_path: Path, command: str) -> None:
+    file = tmp_path / "lengths.txt"
+    words = [command, "--lengths", str(file), "--ranks", "4", "--max-tokens-per-rank", "1k"]
+    words += ["--strategies" if command == "compare" else "--strategy", "zigzag"]
+    for end, says in (
+        (["400", "300"], "; the last 2 documents (700 tokens), less than half a batch, are left out"),
+        (["900"], "; the last document (900 tokens), less than half a batch, is left out"),
+        (["2000"], ""),
+    ):
+        file.write_text("\n".join(["3000", "500", "3500", *end]))
+        count = 2 if says else 3
+        told = run(*words).output
+        assert f"batch 1 of {count} in {file}" in told and ("left out" in told) == bool(says) and says in told
+        assert str(run(*words, "--batch", "4").exception) == (
+            f"--batch 4: {file} makes {count} batches of up to 3,584 tokens, numbered from 1{says}"
+        )
+
+
+@pytest.mark.parametrize("command", ["compare", "simulate", "plan"])
 def test_the_cap_that_a_batch_was_cut_by_holds_for_its_plan(tmp_path: Path, command: str) -> None:
     """Whole documents for each rank: the third batch is one document that no rank alone may keep."""
     file = tmp_path / "lengths.txt"
@@ -110,6 +152,19 @@ def test_the_cap_that_a_batch_was_cut_by_holds_for_its_plan(tmp_path: Path, comm
     assert free.exit_code == 0 and "refused" not in free.output, (
         "a batch on the command line has no cap that nobody gave"
     )
+
+
+def test_times_by_which_auto_chose_are_told_from_those_of_steps(tmp_path: Path) -> None:
+    """The layers of a plan and a step with vocabulary and sync are two numbers; whoever reads both is told why."""
+    words = ["--lengths", "9000,800,31", "--ranks", "4", "--model", "llama3-8b", "--strategy"]
+    says = "(times of all layers, without vocabulary and gradient sync)"
+    page = tmp_path / "plan.html"
+    for command in ("plan", "simulate"):
+        told = run(command, *words, "auto", "--html", str(page)).output
+        assert says in next(line for line in told.splitlines() if " ms" in line), told
+        assert says in page.read_text() and says not in run(command, *words, "zigzag").output
+    run("plan", *words, "zigzag", "--html", str(page))
+    assert "predicted time of all layers" in page.read_text() and "predicted step" not in page.read_text()
 
 
 def test_one_statement_of_the_error() -> None:

@@ -54,6 +54,19 @@ def test_a_static_strategy_stands_for_its_best_degree() -> None:
     assert times[chosen] == min(times.values())
 
 
+def test_static_methods_that_nobody_listed_are_baselines_and_no_rows() -> None:
+    every = compare(REQUEST, STATIC)
+    found = compare(REQUEST, ["auto", "ring:8"], baselines=STATIC)
+    assert [row.name for row in found.rows] == ["auto", "ring:8"] and every.best_static is not None
+    best = found.best_static
+    assert best is not None and (best.name, best.ns) == (every.best_static.name, every.best_static.ns)
+    assert found.added == [best] and {row.name for row in found.shown} == {"auto", "ring:8", best.name}
+    listed = compare(REQUEST, [best.name], baselines=STATIC)
+    assert listed.best_static is listed.rows[0] and listed.added == [], (
+        "a method that is listed with its degree is no second row"
+    )
+
+
 def test_a_refusal_is_a_row() -> None:
     found = compare(replace(REQUEST, max_tokens_per_rank=2500), ["dp", "blocks", "auto"])
     assert [row.simulation is None for row in found.rows] == [True, False, False]

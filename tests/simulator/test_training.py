@@ -19,7 +19,7 @@ from flexcp.plan.plan import Plan
 from flexcp.schedule.predict import predict
 from flexcp.simulator.bounds import pass_bounds, unavoidable_bytes
 from flexcp.simulator.passes import Rules
-from flexcp.simulator.training import Simulation, Training, simulate
+from flexcp.simulator.training import Simulation, Sync, Training, simulate
 
 CALM = Rules(contention=False)
 LLAMA = find_model("llama3-8b")
@@ -32,13 +32,16 @@ def planned(strategy: str, lengths: list[int], machine: Cluster, layers: int = 1
 
 @settings(max_examples=40)
 @given(
-    st.lists(st.integers(1, 6000), min_size=1, max_size=4),
+    st.lists(st.one_of(st.integers(1, 6000), st.integers(1, 50)), min_size=1, max_size=4),
     st.sampled_from(["blocks", "zigzag", "allgather", "ulysses:2", "usp:2,2", "minheap:512", "dp"]),
     st.sampled_from([20, 500, 100_000]),
 )
 def test_no_plan_beats_the_bounds(lengths: list[int], strategy: str, mbps: int) -> None:
     machine = Cluster("any", 2, 2, gflops=100_000, intra_mbps=2 * mbps, inter_mbps=mbps, latency_ns=100)
     found = simulate(planned(strategy, lengths, machine), rules=CALM)
+    for backward in (False, True):
+        bounds = found.bounds(backward)
+        assert bounds.floor == max(bounds.compute, bounds.link, bounds.granularity) > 0
     assert found.optimality >= 1 and found.pass_optimality(False) >= 1 and found.pass_optimality(True) >= 1
     assert 0 < found.mfu() < found.plan.cost.backward_efficiency / 1000 * 1.13
 
@@ -79,6 +82,19 @@ def test_a_document_that_nobody_can_do_alone_must_move() -> None:
     # Slower links raise the bound past compute.
     slow = replace(flexcp.cluster("h100", 32, 8), inter_mbps=10, intra_mbps=10)
     assert pass_bounds(batch, 0, shape, slow, CostModel(), False).floor > found[2].compute
+
+
+def test_the_least_work_there_is_is_a_bound() -> None:
+    """Little work takes the start of a kernel; and a plan that divides the tiles of a long window is not said to be impossible."""
+    tiny = simulate(planned("dp", [100, 50], flexcp.cluster("h100", 1, 2)), rules=CALM)
+    assert tiny.bounds(False).floor == tiny.bounds(False).granularity > tiny.plan.cost.kernel_ns
+    assert 1 <= tiny.pass_optimality(False) < 1.2 and 1 <= tiny.optimality < 1.2
+    fast = replace(flexcp.cluster("h100", 1, 2), speeds=(2000, 2000))
+    assert 1 <= simulate(planned("dp", [1], fast), rules=CALM).optimality < 1.2
+    planner = flexcp.Planner(8, 1, 128, cluster=flexcp.cluster("h100", 1, 8), strategy="blocks")
+    window = simulate(planner([200_000], flexcp.window(128)), rules=CALM)
+    bounds = window.bounds(False)
+    assert 1 <= window.pass_optimality(False) < 2 and bounds.granularity < bounds.compute
 
 
 def test_attention_alone_is_its_passes() -> None:
@@ -131,6 +147,58 @@ def test_sync_costs_what_compute_does_not_hide() -> None:
     size = 2 * LLAMA.layer_parameters
     each = int(plan.cost.link_ns(np.array([size // 4]), machine.inter_mbps)[0]) + machine.latency_ns
     assert bare - none == pytest.approx(each * (4 * 3 + 1), rel=0.01)
+
+
+@pytest.mark.parametrize("sync", ["fsdp", "allreduce", "none"])
+@pytest.mark.parametrize("name", ["h100:2x4", "a100:2x2", "h100:1x4"])
+@pytest.mark.parametrize("strategy", ["groups", "blocks", "zigzag:2", "ulysses:4", "dp", "minheap:512", "hdp"])
+def test_the_parts_of_a_step_add_up_to_it(strategy: str, name: str, sync: Sync) -> None:
+    """Also where another rank is the slowest backward than forward, and where ranks wait for weights of those behind them."""
+    plan = planned(strategy, draw_lengths("libra256k", 32_768, 1), flexcp.cluster(name), layers=9)
+    for overlap, tp in ((1000, 1), (0, 2)):
+        step = simulate(plan, training=Training(LLAMA, sync, overlap, tp)).step
+        assert step is not None and step.ranks.min() >= 0
+        assert step.attention_ns + step.wait_ns + step.linear_ns + step.sync_ns == step.total_ns
+        assert step.ranks.sum(axis=0).max() == step.total_ns
+        assert sync != "none" or step.ranks[3].max() == 0
+
+
+@pytest.mark.parametrize("sync", ["fsdp", "none"])
+@pytest.mark.parametrize("strategy", ["groups", "blocks", "dp", "zigzag:2", "minheap:512"])
+def test_two_layers_stand_for_all(strategy: str, sync: Sync, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against every layer simulated; ranks without messages go their own ways, so that theirs is the same."""
+    layers = 12
+    plan = planned(strategy, draw_lengths("libra256k", 65_536, 1), flexcp.cluster("h100", 2, 4), layers)
+    short = step_ns(simulate(plan, training=Training(LLAMA, sync)))
+    monkeypatch.setattr("flexcp.simulator.training.SIMULATED_LAYERS", layers)
+    every = step_ns(simulate(plan, training=Training(LLAMA, sync)))
+    assert short == pytest.approx(every, rel=1e-9 if strategy == "dp" and sync == "none" else 0.03)
+
+
+def test_ranks_that_exchange_nothing_do_not_wait_for_each_other() -> None:
+    """One rank has a long document, the other more tokens: each takes the sum of its own layers."""
+    machine = flexcp.cluster("h100", 1, 2)
+    plan = planned("dp", [9000, *[100] * 120], machine, layers=7)
+    step = simulate(plan, training=Training(LLAMA, "none")).step
+    alone = [simulate(plan, rules=CALM).passes[0][way].compute_ns for way in (False, True)]
+    assert step is not None
+    linear = 7 * plan.cost.linear_ns(plan.placement.tokens, plan.shape, machine)
+    head = plan.cost.head_ns(plan.placement.tokens, LLAMA.head_flops_per_token, plan.shape, machine)
+    assert step.ranks[1].max() == 0 and (step.ranks[0] == 7 * (alone[0] + alone[1])).all()
+    assert (step.ranks[2] == linear + head).all() and step.total_ns == step.ranks.sum(axis=0).max()
+
+
+def test_no_rank_is_a_whole_layer_ahead_of_the_weights() -> None:
+    plan = planned("dp", [20_000, 10], flexcp.cluster("h100", 1, 2), layers=7)
+    free, gathered = (simulate(plan, training=Training(LLAMA, sync)).step for sync in ("none", "fsdp"))  # type: ignore[arg-type]
+    assert free is not None and gathered is not None
+    slow, fast = gathered.ranks.sum(axis=0)
+    backward = (
+        simulate(plan).passes[0][1].done.max() + plan.cost.linear_ns(np.array([20_000]), LLAMA.shape, plan.cluster)[0]
+    )
+    head = plan.cost.head_ns(plan.placement.tokens, LLAMA.head_flops_per_token, plan.shape, plan.cluster)
+    assert slow - head[0] - (fast - head[1]) < backward, "the fast rank waits for weights that need the slow one"
+    assert gathered.ranks[3, 1] > 0.9 * fast and free.ranks[:, 1].sum() < 0.1 * slow
 
 
 def test_ranks_that_need_results_of_each_other_wait() -> None:

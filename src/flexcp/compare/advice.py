@@ -14,7 +14,7 @@ looked at. All answers come from :func:`flexcp.compare.compare.compare`, so they
 A document that exceeds what the ranks hold together is refused wherever in the data it is, not only in a pass that is looked at.
 
 A gain is worth having when it exceeds what the cost model may err by; then and only then the advice is to change something. Where static
-stays, the advice says why: equal documents divide evenly, attention is little of the step, or there is one rank.
+stays, :mod:`flexcp.compare.why_static` says why.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flexcp.clusters import Cluster
 from flexcp.compare.compare import STATIC, STATIC_BY_LOAD, Row, compare_batches, planned
 from flexcp.compare.static_choice import first_of_fastest, spread_over
 from flexcp.cost import CostModel
-from flexcp.data.lengths import batch_tokens, cut_batches
+from flexcp.data.lengths import batch_tokens, cut_batches, left_out_words
 from flexcp.masks import Mask
 from flexcp.models.preset import Preset
 from flexcp.plan.plan import Plan
@@ -39,10 +39,6 @@ from flexcp.simulator.passes import Rules
 from flexcp.simulator.training import StepTime, Training
 
 MOST_PASSES = 3
-SMALL_SHARE = 0.05
-"""Attention under this share of the step leaves nothing to gain."""
-NEAR = 0.25
-"""A method this close to perfectly divided compute has no imbalance worth speaking of."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +92,14 @@ class Answer:
         return float(sum(getattr(step, f"{part}_ns") for step in self.steps) / max(self.total_ns, 1))
 
     @property
+    def uneven(self) -> float:
+        """Of the whole time, what the slowest ranks compute, attention and other layers, beyond the mean of all ranks."""
+        beyond = (
+            step.attention_ns + step.linear_ns - float(step.ranks[[0, 2]].sum(axis=0).mean()) for step in self.steps
+        )
+        return sum(beyond) / max(self.total_ns, 1)
+
+    @property
     def compute_imbalance(self) -> float:
         """The worst step's attention, max / mean over ranks."""
         return max(imbalance(plan.work()) for plan in self.plans)
@@ -110,7 +114,7 @@ class Answer:
 class Advice:
     """The answers. ``passes`` is how many passes the data makes in all, of which ``len(static.steps)`` were simulated; ``longest_seen``
     says whether the longest document is in one of these. ``by_load`` is static by load, ``in_layout`` static in the layout of the swap;
-    None where none fits."""
+    None where none fits. ``left_out`` says which documents at the end are in no pass, in words; it is empty where all are."""
 
     question: Question
     lengths: tuple[int, ...]
@@ -122,6 +126,7 @@ class Advice:
     longest_seen: bool = True
     by_load: Answer | None = None
     in_layout: Answer | None = None
+    left_out: str = ""
 
     @property
     def margin(self) -> float:
@@ -174,33 +179,6 @@ class Advice:
             return f"Of the two {swapped} pays; {loader} is within the model's error."
         return f"Neither {loader} nor {swapped} pays beyond the model's error."
 
-    @property
-    def why_static(self) -> str:
-        """Why nothing is to be gained, as far as can be told."""
-        ranks = self.question.cluster.ranks
-        if ranks == 1:
-            return "there is one rank, so nothing has to be divided"
-        if len(set(self.lengths)) == 1:
-            return (
-                f"all documents have {self.lengths[0]:,} tokens, so equal shares of documents are equal work: "
-                f"{self.static.name} keeps every rank within {100 * (self.static.compute_imbalance - 1):.1f} % of the mean"
-            )
-        if self.static.share("attention") + self.static.share("wait") < SMALL_SHARE:
-            share = 100 * (self.static.share("attention") + self.static.share("wait"))
-            return f"attention, waiting included, is {share:.1f} % of the step; the rest does not depend on how documents are divided"
-        times = self.static.total_ns / max(self.bound_ns, 1)
-        if times <= 1 + NEAR:
-            return (
-                f"{self.static.name} takes only {100 * (times - 1):.0f} % longer on these documents than all compute divided perfectly "
-                "over the ranks"
-            )
-        best = min((a for a in (self.swap, self.free) if a is not None), key=lambda a: a.total_ns)
-        return (
-            f"what keeps {self.static.name} at {times:.1f} times the time of perfectly divided compute is not how documents are divided: "
-            f"the best plan takes {best.total_ns / max(self.bound_ns, 1):.1f} times, with {100 * best.share('wait'):.0f} % of the pass "
-            f"waiting for transfers and {100 * best.share('sync'):.0f} % for gradient sync; faster links or more tokens a pass would help"
-        )
-
 
 def advise(question: Question, lengths: Sequence[int], tell: Callable[[str], None] = lambda _: None) -> Advice:
     """Look at some passes of the data and simulate what they would take."""
@@ -232,7 +210,7 @@ def advise(question: Question, lengths: Sequence[int], tell: Callable[[str], Non
     head = question.preset.head_flops_per_token
     bound = sum(lower_bound(r.batch, r.shape, r.cluster, r.cost, head) for r in requests)
     longest_seen = max(max(found) for found in looked_at) == max(lengths)
-    answers = (static, swap, free, bound, longest_seen, by_load, in_layout)
+    answers = (static, swap, free, bound, longest_seen, by_load, in_layout, left_out_words(lengths, passes, "pass"))
     return Advice(question, tuple(lengths), len(passes), *answers)
 
 

@@ -5,14 +5,15 @@ only that one is simulated. What a strategy refuses is a row with its reason. Ti
 attention alone; then tokens are equal on all ranks, so that no strategy wins by leaving a rank without any.
 
 Speed-ups have a *baseline* with a name. On one batch it is the best static method *of the batch*, one for documents dealt by tokens and one
-for documents dealt by load (``zigzag@load``): an oracle, because a training run keeps one method for all its batches. Over several batches
-it is the one method *fixed for the run* (:mod:`flexcp.compare.static_choice`).
+for documents dealt by load (``zigzag@load``): an oracle, because a training run keeps one method for all its batches. Who compares a few
+strategies names the other static methods as ``baselines``, so that a speed-up is never over a chosen few. Over several batches the baseline
+is the one method *fixed for the run* (:mod:`flexcp.compare.static_choice`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -81,25 +82,38 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """All rows, and what was asked."""
+    """All rows, and what was asked; ``baselines`` are further static methods, which only the choice of the best looks at."""
 
     request: Request
     rows: tuple[Row, ...]
+    baselines: tuple[Row, ...] = ()
 
     @property
     def ran(self) -> list[Row]:
         """Rows with a time, the fastest first."""
-        return sorted((row for row in self.rows if row.simulation is not None), key=lambda row: row.ns)
+        return _by_time(self.rows)
 
     @property
     def best_static(self) -> Row | None:
         """The fastest static method of the batch that deals documents by tokens."""
-        return next((row for row in self.ran if row.is_static and not row.by_load), None)
+        return next((row for row in _by_time(self.rows + self.baselines) if row.is_static and not row.by_load), None)
 
     @property
     def best_static_by_load(self) -> Row | None:
         """The fastest static method of the batch that deals documents by load."""
-        return next((row for row in self.ran if row.by_load), None)
+        return next((row for row in _by_time(self.rows + self.baselines) if row.by_load), None)
+
+    @property
+    def added(self) -> list[Row]:
+        """The best static methods that are in no row: what speed-ups are over although nobody asked for it."""
+        return [
+            row for row in (self.best_static, self.best_static_by_load) if row is not None and row in self.baselines
+        ]
+
+    @property
+    def shown(self) -> list[Row]:
+        """What a table shows: rows with a time and the baselines of their speed-ups, the fastest first."""
+        return _by_time((*self.rows, *self.added))
 
     def speed_up(self, row: Row, by_load: bool = False) -> float | None:
         """The time of the best static method of the batch, dealt by tokens or by load, over this one's."""
@@ -108,8 +122,8 @@ class Comparison:
 
     @property
     def predict_error(self) -> float:
-        """The largest relative difference of the closed form to the simulated time, over the rows."""
-        return max((abs(_predicted_ns(row) / row.ns - 1) for row in self.ran), default=0.0)
+        """The largest relative difference of the closed form to the simulated time, over what is shown."""
+        return max((abs(_predicted_ns(row) / row.ns - 1) for row in self.shown), default=0.0)
 
 
 def compare(
@@ -120,19 +134,25 @@ def compare(
     on_row: Callable[[str], None] | None = None,
     compute: Compute | None = None,
     search: bool = True,
+    baselines: Sequence[str] = (),
 ) -> Comparison:
     """Plan and simulate every strategy of ``names``; ``on_row`` is told which is next.
 
     ``compute(plan, mask, backward)`` gives kernel times ``[rank, slot]`` in the cost model's place. Without ``search`` a static strategy
-    without a degree is the one over all ranks, as in a plan, instead of the best degree.
+    without a degree is the one over all ranks, as in a plan, instead of the best degree. ``baselines`` are static strategies that speed-ups
+    are over where they are the fastest, in rows or not.
     """
     request = attention_only(request) if training is None else request
-    rows = []
-    for name in names:
+
+    def row(name: str) -> Row:
         if on_row is not None:
             on_row(name)
-        rows.append(_row(request, name, rules, training, compute, search))
-    return Comparison(request, tuple(rows))
+        return _row(request, name, rules, training, compute, search)
+
+    rows = tuple(row(name) for name in names)
+    found = {one.name for one in rows}
+    others = (row(name) for name in baselines if name not in names)
+    return Comparison(request, rows, tuple(one for one in others if one.name not in found))
 
 
 def compare_batches(
@@ -209,6 +229,10 @@ def _row(
         return Row(name, refused=str(refusal))
     found = simulate(plan, rules=rules, training=training, measured=None if compute is None else partial(compute, plan))
     return Row(name, planning, found, predict(plan.placement, request.shape, request.cluster, request.cost))
+
+
+def _by_time(rows: Iterable[Row]) -> list[Row]:
+    return sorted((row for row in rows if row.simulation is not None), key=lambda row: row.ns)
 
 
 def _placed(request: Request, name: str) -> tuple[str, Placement]:

@@ -55,9 +55,10 @@ def choose_static(
     """The best single static method and degree for a run over documents of these lengths: what speed-ups of a run should be over.
 
     ``lengths`` are those of a data set in the order they come; a batch has as many tokens as leave the ranks room, and ``batches`` of them,
-    spread over the data, are simulated: all layers forward and backward, without gradient sync. ``dealing`` is how documents go to the
-    groups of a method, by ``"tokens"`` as in Megatron-Core, DeepSpeed and torchtitan, or by ``"load"`` as in WLB-LLM. ``planner`` are
-    arguments of :class:`flexcp.Planner`: ``heads``, ``kv_heads``, ``head_dim``, ``cluster``, ``model``, and so on.
+    spread over the data, are simulated: all layers forward and backward, without gradient sync; a last batch that is less than half full is
+    left out. ``dealing`` is how documents go to the groups of a method, by ``"tokens"`` as in Megatron-Core, DeepSpeed and torchtitan, or
+    by ``"load"`` as in WLB-LLM. ``planner`` are arguments of :class:`flexcp.Planner`: ``heads``, ``kv_heads``, ``head_dim``, ``cluster``,
+    ``model``, and so on.
 
     >>> from flexcp.clusters import cluster
     >>> choose_static([4096] * 64, max_tokens_per_rank=8192, heads=8, kv_heads=2, cluster=cluster("h100:1x4")).strategy

@@ -224,6 +224,16 @@ def cut_batches(lengths: Sequence[int], most: int) -> list[list[int]]:
     return found[:-1] if len(found) > 1 and filled < most // 2 else found
 
 
+def left_out_words(lengths: Sequence[int], batches: Sequence[Sequence[int]], batch: str = "batch") -> str:
+    """What :func:`cut_batches` dropped of ``lengths``, in words; none where it dropped nothing."""
+    kept = sum(map(len, batches))
+    left = lengths[kept:]
+    if not left:
+        return ""
+    which = f"the last {len(left):,} documents" if len(left) > 1 else "the last document"
+    return f"{which} ({sum(left):,} tokens), less than half a {batch}, {'are' if len(left) > 1 else 'is'} left out"
+
+
 def _no_length(text: str, word: str) -> str:
     """Why ``word`` of the lengths ``text`` is none: a missing file and a name without its budget are told as such."""
     if text in DISTRIBUTIONS:

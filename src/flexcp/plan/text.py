@@ -32,11 +32,10 @@ def explanation(plan: Plan) -> str:
     """Why the plan is what it is, in a line: what ``auto`` took, over what and by how much; or what the asked strategy has to say."""
     if not plan.placement.note:
         return f"{plan.requested}, as asked"
-    return (
-        f"{plan.requested} took {plan.placement.note}"
-        if plan.requested == "auto"
-        else f"{plan.requested}: {plan.placement.note}"
-    )
+    if plan.requested == "auto":
+        # Simulated steps have more in them: whoever reads both times must be told.
+        return f"auto took {plan.placement.note} (times of all layers, without vocabulary and gradient sync)"
+    return f"{plan.requested}: {plan.placement.note}"
 
 
 def picture(plan: Plan) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from flexcp.compare.advice import Advice, Answer
+from flexcp.compare.why_static import why_static
 from flexcp.io.sizes import size
 from flexcp.known_errors.words import in_a_sentence, sure_words
 from flexcp.masks import Mask
@@ -60,12 +61,17 @@ def _setting(advice: Advice) -> str:
         )
         looked = f", of which {simulated}, evenly spread, were simulated"
         longest = f" The longest document, of {max(advice.lengths):,} tokens, is {where}."
-    divided = f" {q.divided[0].upper()}{q.divided[1:]}." if q.divided else ""
+    left, divided = _sentence(advice.left_out), _sentence(q.divided)
     return (
         f"{q.preset.model.name} with {_attention(q.masks)} attention on {q.cluster} ({q.cluster.ranks} ranks), at most "
         f"{q.max_tokens_per_rank:,} tokens a rank: "
-        f"the documents make {passes}{looked} ({tokens:,} tokens).{longest}{divided}"
+        f"the documents make {passes}{looked} ({tokens:,} tokens).{left}{longest}{divided}"
     )
+
+
+def _sentence(words: str) -> str:
+    """Words as a sentence behind others, if there are any."""
+    return f" {words[0].upper()}{words[1:]}." if words else ""
 
 
 def _attention(masks: Mapping[str, tuple[Mask, int]]) -> str:
@@ -133,7 +139,7 @@ def _todo(advice: Advice) -> list[str]:
     if advice.verdict == "static":
         return [
             f"Do not bother: stay with {advice.static.name}. The gain is under {100 * advice.margin:g} %, because "
-            f"{advice.why_static}.",
+            f"{why_static(advice)}.",
             how_sure(advice),
             "Ask again when lengths, ranks or the mask change, or with --cost and your own calibration (flexcp calibrate).",
         ]

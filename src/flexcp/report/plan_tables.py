@@ -11,6 +11,7 @@ from flexcp.arrays.totals import imbalance
 from flexcp.io.sizes import size
 from flexcp.known_errors.words import in_a_sentence, off_words
 from flexcp.plan.plan import Plan
+from flexcp.plan.text import explanation
 from flexcp.report.markup import choice, figure, folded, paragraphs, table, tiles
 from flexcp.report.plan_data import drawn_documents, plan_data
 from flexcp.report.plan_time import PlanTime
@@ -33,7 +34,7 @@ def plan_section(
 
     def body(number: int) -> str:
         parts = [
-            paragraphs([p for p in (time.says, plan.placement.note) if p]),
+            paragraphs([p for p in (time.says, explanation(plan) if plan.placement.note else "") if p]),
             _tiles(plan, time, bound),
             _legend(plan, number),
             _batch(plan, number),

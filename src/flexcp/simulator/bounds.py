@@ -9,10 +9,11 @@
   since that need is concave in m, the least total has ``n / m*`` units that need nothing, and all others keep none. So of ``A / w`` units
   all but ``n / m*`` move ``2 * sqrt(b * c * w)``. All ports of all units together must carry that, ranks through both of their ports, nodes
   through the network's. More time means more work a unit can do and fewer bytes: the bound is where both meet.
-- *granularity*: the heaviest tile of 128 rows with its keys under the query heads of one KV head, and the start of a kernel.
+- *granularity*: the least that a rank with any work does: it starts a kernel, which has a row tile of one head. More of a document has to
+  stay together in no plan: rows, keys and heads can all be divided.
 
-``floor`` is the larger of compute and link; a plan's *optimality* is its time over that. Both leave out that row tiles multiply when
-documents are cut, so 1.0 is out of reach wherever anything is cut.
+``floor`` is the largest of the three; a plan's *optimality* is its time over that. They leave out that row tiles multiply when documents
+are cut, so 1.0 is out of reach wherever anything is cut.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import numpy as np
 
 from flexcp.batch import Batch
 from flexcp.clusters import NOMINAL_SPEED, Cluster
-from flexcp.cost import TILE_ROWS, CostModel
+from flexcp.cost import CostModel
 from flexcp.schedule.predict import document_work
 from flexcp.shape import Kind, Shape
 
@@ -34,7 +35,7 @@ STEPS = 60
 
 @dataclass(frozen=True)
 class Bounds:
-    """Nanoseconds of one pass of one mask's layer."""
+    """Nanoseconds of one pass of one mask's layer, each of which no placement is faster than."""
 
     compute: int
     link: int
@@ -42,7 +43,7 @@ class Bounds:
 
     @property
     def floor(self) -> int:
-        return max(self.compute, self.link, 1)
+        return max(self.compute, self.link, self.granularity, 1)
 
 
 def pass_bounds(batch: Batch, mask: int, shape: Shape, cluster: Cluster, cost: CostModel, backward: bool) -> Bounds:
@@ -57,9 +58,8 @@ def pass_bounds(batch: Batch, mask: int, shape: Shape, cluster: Cluster, cost: C
     a_lot = np.array([10**9], np.int64)
     speed = 1e9 / int(cost.attention_ns(a_lot, shape, alone, backward)[0]) * max(cluster.rank_speeds) / NOMINAL_SPEED
     link = _link_ns(areas.astype(float), batch.lengths.astype(float), speed, shape, cluster, cost, backward)
-    longest = int(batch.lengths.max())
-    tile = np.array([(longest * TILE_ROWS + cost.row_tile_pairs) * shape.queries_per_key], np.int64)
-    granularity = int(cost.attention_ns(tile, shape, alone, backward)[0]) + cost.kernel_ns
+    tile = int(cost.attention_ns(np.array([cost.row_tile_pairs], np.int64), shape, alone, backward)[0])
+    granularity = cost.kernel_ns + tile * NOMINAL_SPEED // max(cluster.rank_speeds) if areas.any() else 0
     return Bounds(compute, math.ceil(link), granularity)
 
 

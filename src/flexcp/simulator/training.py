@@ -13,8 +13,11 @@ for each other between layers but where messages make them, and where the gradie
 A collective over all ranks takes its bytes through the slower of the node's network ports together and the rank's own inside port. It
 hides behind the layer's compute, as much of it as ``overlap_permille`` says; what is left, and the very first gather, is exposed. What
 collectives and attention's messages cost each other at the ports is left out. Under tensor parallelism the rest of a layer includes that
-one's collectives inside the node, which planners do not count: a token costs them the same on every rank. Layers under one mask are alike:
-two are simulated, the others take as long as the second.
+one's collectives inside the node, which planners do not count: a token costs them the same on every rank.
+
+Layers under one mask are alike: two are simulated, and in each of the others ranks that reach each other by messages take equally long, as
+long as the last of them took from the second layer to its end, and no less than the busiest works. Every nanosecond of a rank goes into one
+part of its time (attention, waits, other layers, sync), so that the parts of a step add up to it.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from numpy.typing import NDArray
 from flexcp.cost import PEAK_PERMILLE, CostModel
 from flexcp.models.preset import Preset
 from flexcp.plan.plan import Plan
+from flexcp.plan.program import Transfers
 from flexcp.simulator.bounds import Bounds, pass_bounds
 from flexcp.simulator.passes import Event, Pass, PassModel, Rules, pass_model, run_pass
 from flexcp.simulator.ring_counts import count_ring
@@ -54,7 +58,7 @@ class Training:
 class StepTime:
     """Nanoseconds of a whole step: all of it, and of the slowest rank its attention, waits in attention, other layers and exposed sync.
 
-    ``ranks`` are the same four of every rank, ``[part, rank]``.
+    The four add up to the step. ``ranks`` are the same four of every rank, ``[part, rank]``; they add up to when that rank is done.
     """
 
     total_ns: int
@@ -187,36 +191,64 @@ def _whole_step(plan: Plan, cost: CostModel, models: list[tuple[PassModel, PassM
     inside = _tensor_parallel_ns(plan, cost, training)
     forward = linear // 3 + inside // 2
     ways = ((False, forward), (True, linear + inside - forward))
-    ready = np.zeros(plan.ranks, np.int64)
-    totals = np.zeros((4, plan.ranks), np.int64)  # attention, wait, linear, sync
+    # Attention, waits, other layers and sync of each rank so far; their sum is when it is ready for what comes next.
+    spent = np.zeros((4, plan.ranks), np.int64)
     if training.sync == "fsdp":
-        ready += _collective_ns(plan, cost, training, 1)  # the first layer's weights: nothing to hide behind
-        totals[3] += ready
+        spent[3] += _collective_ns(plan, cost, training, 1)  # the first layer's weights: nothing to hide behind
     for backward, rest in ways:
-        for model, mask in zip(models, plan.batch.masks, strict=True):
-            layers = mask.layers
-            simulated = min(layers, SIMULATED_LAYERS)
-            for number in range(simulated):
-                begin = ready
+        for model, mask, programs in zip(models, plan.batch.masks, plan.programs, strict=True):
+            simulated = min(mask.layers, SIMULATED_LAYERS)
+            for _ in range(simulated):
+                begin = spent.sum(axis=0)
                 first = begin.min()  # a pass is the same whenever it begins, and the clock of events is short
                 ran = run_pass(model[backward], begin - first)
-                ready = first + ran.done + rest
-                exposed = _exposed_ns(plan, cost, training, backward, ready - begin)
-                ready = ready + exposed
-                if training.sync == "fsdp":
-                    # Who is early waits: the next layer's weights come when all ranks have begun this one.
-                    ready = np.maximum(ready, begin.max() + _collective_ns(plan, cost, training, 1))
-                times = 1 if number + 1 < simulated else layers - simulated + 1
-                took = int(ready.max()) - int(begin.max())
-                ready = ready + (times - 1) * took
-                parts = (ran.compute_ns, ran.wait_ns, rest, exposed)
-                totals += times * np.stack([np.broadcast_to(part, plan.ranks) for part in parts])
-    tail = cost.head_ns(plan.placement.tokens, training.model.head_flops_per_token, plan.shape, plan.cluster)
-    ready = ready + tail
-    totals[2] += tail
-    slowest = int(ready.argmax())
-    parts_ns = [int(x) for x in totals[:, slowest]]
-    return StepTime(int(ready.max()), parts_ns[0], parts_ns[1], parts_ns[2], parts_ns[3], totals)
+                exposed = _exposed_ns(plan, cost, training, backward, first + ran.done + rest - begin)
+                layer = np.stack(np.broadcast_arrays(ran.compute_ns, ran.wait_ns, rest, exposed))
+                spent += layer
+                spent[3] += _late_weights_ns(plan, cost, training, int(begin.max()), spent.sum(axis=0))
+            if more := mask.layers - simulated:
+                busy = layer.sum(axis=0) - layer[1]
+                groups = _reached_by_messages(programs[backward].transfers, plan.ranks)
+                took = _layer_ns(groups, begin, begin + layer.sum(axis=0), busy)
+                layer[1] = took - busy
+                spent += more * layer
+                last_begin = int(begin.max()) + more * int(took.max())
+                spent[3] += _late_weights_ns(plan, cost, training, last_begin, spent.sum(axis=0))
+    spent[2] += cost.head_ns(plan.placement.tokens, training.model.head_flops_per_token, plan.shape, plan.cluster)
+    done = spent.sum(axis=0)
+    attention, wait, other, sync = (int(part) for part in spent[:, done.argmax()])
+    return StepTime(int(done.max()), attention, wait, other, sync, spent)
+
+
+def _reached_by_messages(transfers: Transfers, ranks: int) -> Ints:
+    """For each rank the lowest one that messages connect it with, directly or over others."""
+    lowest = np.arange(ranks, dtype=np.int64)
+    ends = np.concatenate([transfers.source, transfers.target])
+    while True:
+        found = lowest.copy()
+        np.minimum.at(found, ends, np.tile(np.minimum(lowest[transfers.source], lowest[transfers.target]), 2))
+        found = found[found]
+        if (found == lowest).all():
+            return lowest
+        lowest = found
+
+
+def _layer_ns(groups: Ints, begin: Ints, end: Ints, busy: Ints) -> Ints:
+    """What each rank takes for a layer, once those that exchange messages keep the same pace; from a layer's begin, end and busy time."""
+
+    def largest(values: Ints) -> Ints:
+        found = np.zeros_like(values)
+        np.maximum.at(found, groups, values)
+        return found[groups]
+
+    return np.asarray(np.maximum(largest(end) - largest(begin), largest(busy)))
+
+
+def _late_weights_ns(plan: Plan, cost: CostModel, training: Training, last_begin: int, ready: Ints) -> Ints:
+    """How long each rank waits for the next layer's weights, which come when the last rank has begun this layer."""
+    if training.sync != "fsdp":
+        return np.zeros(plan.ranks, np.int64)
+    return np.maximum(last_begin + _collective_ns(plan, cost, training, 1) - ready, 0)
 
 
 def _exposed_ns(plan: Plan, cost: CostModel, training: Training, backward: bool, layer_ns: Ints) -> Ints:

@@ -146,6 +146,7 @@ def text(advice: Advice, code: list[tuple[str, str]]) -> str:
 
 def as_data(advice: Advice, code: list[tuple[str, str]]) -> dict[str, Any]:
     """The documented JSON keys."""
+    from flexcp.compare.why_static import why_static
     from flexcp.known_errors.words import error_data
 
     question = advice.question
@@ -171,6 +172,7 @@ def as_data(advice: Advice, code: list[tuple[str, str]]) -> dict[str, Any]:
         "tokens": sum(advice.lengths),
         "passes": advice.passes,
         "simulated_passes": len(advice.static.steps),
+        "left_out": advice.left_out or None,
         "micro_batches": question.micro_batches,
         "error": error_data(question.cost),
         "margin_permille": question.cost.error_permille,
@@ -183,7 +185,7 @@ def as_data(advice: Advice, code: list[tuple[str, str]]) -> dict[str, Any]:
         "free": answer(advice.free),
         "pays": advice.pays,
         "verdict": advice.verdict,
-        "why": advice.why_static if advice.verdict == "static" else None,
+        "why": why_static(advice) if advice.verdict == "static" else None,
         "code": dict(code),
     }
 

@@ -27,18 +27,19 @@ def compare(
     """Plan one batch with every strategy and simulate each plan: time, waits, bytes, MFU, distance to what is possible.
 
     Speed-ups are over the best static method of this batch, which a run that keeps one method does not have: once over those that deal
-    documents to groups by tokens (as Megatron, DeepSpeed and torchtitan do), once by load (zigzag@load). `flexcp advise` compares with one
-    method fixed for the run.
+    documents to groups by tokens (as Megatron, DeepSpeed and torchtitan do), once by load (zigzag@load). All static methods are looked at
+    for that, also those that --strategies leaves out. `flexcp advise` compares with one method fixed for the run.
 
     Example: `flexcp compare --lengths web:262144:0 --cluster h100:4x8 --model llama3-8b`
     """
-    from flexcp.compare.compare import STATIC_BY_LOAD
+    from flexcp.compare.compare import STATIC, STATIC_BY_LOAD
     from flexcp.compare.compare import compare as run
 
     scenario, names = described.scenario(), o.chosen_strategies(strategies, STATIC_BY_LOAD)
     with compiling(f"planning and simulating {len(names)} strategies") as progress:
         asked = (scenario.request, names, scenario.rules, scenario.training)
-        found = run(*asked, lambda n: progress.update(f"simulating {n}"), scenario.compute)
+        static = (*STATIC, *STATIC_BY_LOAD)
+        found = run(*asked, lambda n: progress.update(f"simulating {n}"), scenario.compute, baselines=static)
     if html is not None:
         _report(html, found, scenario)
     if as_json:
@@ -54,7 +55,7 @@ def as_data(found: Comparison, scenario: s.Scenario) -> dict[str, Any]:
     from flexcp.known_errors.words import error_data
 
     rows: list[dict[str, Any]] = []
-    for row in found.rows:
+    for row in (*found.rows, *found.added):
         if row.simulation is None:
             rows.append({"strategy": row.name, "refused": row.refused})
             continue
@@ -62,6 +63,7 @@ def as_data(found: Comparison, scenario: s.Scenario) -> dict[str, Any]:
         rows.append(
             {
                 "strategy": row.name,
+                "asked": row in found.rows,
                 "static": row.is_static,
                 "speed_up": None if by_tokens is None else round(by_tokens, 4),
                 "speed_up_by_load": None if by_load is None else round(by_load, 4),
@@ -84,14 +86,15 @@ def as_data(found: Comparison, scenario: s.Scenario) -> dict[str, Any]:
 
 def table(found: Comparison) -> str:
     """Rows with bars, the fastest first; refusals below."""
-    step = bool(found.ran) and found.ran[0].simulation is not None and found.ran[0].simulation.step is not None
+    shown = found.shown
+    step = bool(shown) and shown[0].simulation is not None and shown[0].simulation.step is not None
     head = (
         f"{'strategy':<16} {'ms':>9} {'x static':>9} {'x @load':>8} {'MFU fwd':>8} {'bwd':>6} {'MB/layer':>9} {'balance':>8} "
         f"{'optimality':>11}"
     )
     lines = [head + (f" {'tokens/s':>11}" if step else "")]
-    slowest = max((row.ns for row in found.ran), default=1)
-    for row in found.ran:
+    slowest = max((row.ns for row in shown), default=1)
+    for row in shown:
         lines.append(_line(found, row, step) + "  " + _bar(row, slowest))
     lines.append("")
     if found.ran:
@@ -101,9 +104,13 @@ def table(found: Comparison) -> str:
     )
     best, by_load = found.best_static, found.best_static_by_load
     if best is not None:
-        lines.append(f"x static: against {best.name}, the best static method of this batch, documents dealt by tokens.")
+        lines.append(
+            f"x static: against {best.name}, the best of all static methods for this batch, documents dealt by tokens."
+        )
     if by_load is not None:
-        lines.append(f"x @load: against {by_load.name}, the best static method of this batch, documents dealt by load.")
+        lines.append(
+            f"x @load: against {by_load.name}, the best of all static methods for this batch, documents dealt by load."
+        )
     lines += [f"{row.name} refused: {row.refused}" for row in found.rows if row.refused is not None]
     return "\n".join(lines)
 
@@ -154,7 +161,7 @@ def _report(path: Path, found: Comparison, scenario: s.Scenario) -> None:
     from flexcp.report.strategies_table import StrategyTime, strategies_section
 
     times = []
-    for row in found.ran:
+    for row in found.shown:
         simulation = row.simulation
         assert simulation is not None
         step = simulation.step

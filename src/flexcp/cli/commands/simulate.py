@@ -101,12 +101,14 @@ def _ms(ns: int) -> float:
 
 def text(found: Simulation, name: str) -> str:
     """Totals, and every rank's forward and backward of the first mask as bars."""
-    lines = [f"{name}: {found.plan.placement.note}" if found.plan.placement.note else name]
+    from flexcp.plan.text import explanation
+
+    lines = [f"{name}: {explanation(found.plan)}" if found.plan.placement.note else name]
     for backward in (False, True):
         b, way = found.bounds(backward), "backward" if backward else "forward"
         lines.append(
             f"{way:<9} {found.pass_ns(backward) / 1e6:.3f} ms, MFU {found.mfu(backward):.1%}, {found.pass_optimality(backward):.3f} "
-            f"of what is possible (compute {b.compute / 1e6:.3f}, link {b.link / 1e6:.3f}, granularity {b.granularity / 1e6:.3f} ms)"
+            f"times what is possible (compute {b.compute / 1e6:.3f}, link {b.link / 1e6:.3f}, granularity {b.granularity / 1e6:.3f} ms)"
         )
     if found.step is not None:
         step = found.step

@@ -69,7 +69,7 @@ class BatchOptions(OptionGroup):
 
 def take_batch(text: str, ranks: int, max_tokens_per_rank: int | None, number: int | None) -> Taken:
     """The batch that ``--lengths text --batch number`` names, for so many ranks."""
-    from flexcp.data.lengths import batch_tokens, cut_batches, is_lengths_file, parse_lengths
+    from flexcp.data.lengths import batch_tokens, cut_batches, is_lengths_file, left_out_words, parse_lengths
 
     lengths = parse_lengths(text)
     if not is_lengths_file(text):
@@ -80,8 +80,11 @@ def take_batch(text: str, ranks: int, max_tokens_per_rank: int | None, number: i
     most = batch_tokens(cap, ranks)
     batches = cut_batches(lengths, most)
     at = 1 if number is None else number
+    left = left_out_words(lengths, batches)
+    left = f"; {left}" if left else ""
     if not 1 <= at <= len(batches):
-        raise ValueError(f"--batch {at}: {text} makes {len(batches)} batches of up to {most:,} tokens, numbered from 1")
+        count = f"{len(batches)} batches" if len(batches) > 1 else "1 batch"
+        raise ValueError(f"--batch {at}: {text} makes {count} of up to {most:,} tokens, numbered from 1{left}")
     taken = batches[at - 1]
     if len(taken) == len(lengths):
         return Taken(lengths, max_tokens_per_rank)
@@ -90,5 +93,5 @@ def take_batch(text: str, ranks: int, max_tokens_per_rank: int | None, number: i
         taken,
         cap,
         f"batch {at} of {len(batches)} in {text.removeprefix('@')} ({sum(taken):,} of {sum(lengths):,} tokens; up to {most:,} a batch, "
-        f"7/8 of {ranks} ranks x {cap:,}{own}; --batch and --max-tokens-per-rank choose others)",
+        f"7/8 of {ranks} ranks x {cap:,}{own}; --batch and --max-tokens-per-rank choose others){left}",
     )

@@ -1,0 +1,72 @@
+"""Why the advice is to stay static: a clause that follows from the times that were simulated.
+
+What a plan takes beyond perfectly divided compute has four parts, which add up: compute of its slowest rank beyond the mean of all ranks
+(*uneven*), *waiting* for transfers, exposed gradient *sync*, and work that perfectly divided compute does not have (*overhead*: row tiles
+that multiply where documents are cut, compute slowed by transfers beside it, collectives of tensor parallelism). The clause gives those of
+the static method and of the best plan, and the way out is the one for the largest part that the best plan still has.
+"""
+
+from __future__ import annotations
+
+from flexcp.compare.advice import Advice, Answer
+
+SMALL_SHARE = 0.05
+"""Attention under this share of the step leaves nothing to gain."""
+
+WAY_OUT = {
+    "uneven": "more tokens a pass, or a larger --max-tokens-per-rank, would leave more room to divide these documents evenly",
+    "waiting": "faster links or more tokens a pass would help",
+    "sync": "more tokens a pass would hide more of the gradient sync",
+    "overhead": "no plan that was looked at takes that away",
+}
+"""What would help against the largest part of what a plan loses."""
+
+
+def why_static(advice: Advice) -> str:
+    """Why nothing is to be gained beyond the cost model's error, as far as can be told; to be read behind "because"."""
+    static, bound = advice.static, max(advice.bound_ns, 1)
+    if advice.question.cluster.ranks == 1:
+        return "there is one rank, so nothing has to be divided"
+    if len(set(advice.lengths)) == 1 and static.compute_imbalance <= 1 + advice.margin:
+        return (
+            f"all documents have {advice.lengths[0]:,} tokens, so equal shares of documents are equal work: "
+            f"{static.name} keeps every rank within {100 * (static.compute_imbalance - 1):.1f} % of the mean"
+        )
+    times = static.total_ns / bound
+    if times <= 1 + advice.margin:
+        longer = f"{100 * (times - 1):.0f} % longer"
+        return f"{static.name} takes only {longer} on these documents than all compute divided perfectly over the ranks"
+    attention = static.share("attention") + static.share("wait")
+    if attention < SMALL_SHARE:
+        return (
+            f"attention, waiting included, is {100 * attention:.1f} % of the step; other layers take {100 * static.share('linear'):.0f} % "
+            f"and exposed gradient sync {100 * static.share('sync'):.0f} %"
+        )
+    best = min((a for a in (static, advice.swap, advice.free) if a is not None), key=lambda a: a.total_ns)
+    how = f"{static.name} takes {times:.1f} times as long as perfectly divided compute, "
+    if best is static:
+        how += f"and no plan is faster: of its pass {_words(advice, static)}"
+    else:
+        how += (
+            f"and the best plan, {best.name}, {best.total_ns / bound:.1f} times: of {static.name}'s pass {_words(advice, static)}; "
+            f"of {best.name}'s {_words(advice, best)}"
+        )
+    parts = losses(best, advice.bound_ns)
+    return f"{how}; {WAY_OUT[max(parts, key=parts.__getitem__)]}"
+
+
+def losses(answer: Answer, bound_ns: int) -> dict[str, float]:
+    """What an answer takes beyond perfectly divided compute, as shares of its time; they add up to all of it."""
+    uneven, waiting, sync = answer.uneven, answer.share("wait"), answer.share("sync")
+    overhead = 1 - bound_ns / max(answer.total_ns, 1) - uneven - waiting - sync
+    return {"uneven": uneven, "waiting": waiting, "sync": sync, "overhead": overhead}
+
+
+def _words(advice: Advice, answer: Answer) -> str:
+    lost = {part: f"{100 * share:.0f} %" for part, share in losses(answer, advice.bound_ns).items()}
+    more = "collectives of tensor parallelism and other work" if advice.question.tp > 1 else "work"
+    return (
+        f"{lost['uneven']} is compute of the slowest rank beyond the mean (the busiest does {answer.compute_imbalance:.2f} times the "
+        f"mean's attention), {lost['waiting']} waiting for transfers, {lost['sync']} gradient sync and {lost['overhead']} {more} that "
+        "perfectly divided compute does not have"
+    )
