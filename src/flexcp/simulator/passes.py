@@ -34,8 +34,8 @@ class Rules:
     port, which carries as much as all of them together; one of them alone may then use all of it. The others are questions, what if the
     plan said something else of every stage: so many ``rounds_per_call``, posted so far ``ahead`` (0: transfers and compute take turns); or
     if each rank sent its messages peer by peer, ``in_line``. ``copy_mbps`` is how fast packing and merging read and write memory, in
-    megabytes a second (None: as fast as copies are on the cluster, 0: nothing is copied). ``copies_messages_only``: an executor that keeps
-    nothing in the accumulator's dtype outside its kernels copies messages in and out, and no more.
+    megabytes a second (None: as fast as copies are on the cluster, 0: nothing is copied). ``copies_messages_only``: of another executor's
+    copies, only those of messages in and out are counted.
     """
 
     contention: bool = True
