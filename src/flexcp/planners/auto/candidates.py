@@ -18,7 +18,7 @@ from functools import partial
 
 from flexcp.plan.placement import Placement
 from flexcp.planners.blocks.blocks import blocks
-from flexcp.planners.groups.groups import groups
+from flexcp.planners.groups.groups import groups, team_sizes
 from flexcp.planners.request import Request
 from flexcp.planners.static.bounds import Place, StaticBounds, StaticMethod, dealt_by_load, static_methods
 from flexcp.planners.static.dealing import deals_by_load
@@ -86,7 +86,8 @@ def _dynamic(request: Request, effort: int) -> Iterator[Candidate]:
     free = request.layout is None
     rows: list[tuple[str, Place, str]] = [("blocks", blocks, "")]
     if free and effort > LEAST_EFFORT:
-        rows.append(("groups", groups, ""))
+        # What groups of one team size take is predicted well among themselves; which size is faster, events say better.
+        rows += [("groups", groups, f"team={team}") for team in team_sizes(replace(request, argument=""))]
     if free and effort >= HIGH_EFFORT and importlib.util.find_spec("mtkahypar"):
         from flexcp.planners.hypergraph.hypergraph import hypergraph
 

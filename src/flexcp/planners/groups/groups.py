@@ -109,7 +109,7 @@ def _same(a: Pieces, b: Pieces) -> bool:
 def _settings(request: Request, slacks: tuple[int, ...], splits: tuple[str, ...]) -> list[Settings]:
     """The settings to try: all that the request's argument leaves open, with these of ``slack`` and ``split``."""
     given = _given(request)
-    teams = [int(given["team"])] if "team" in given else _teams(request)
+    teams = [int(given["team"])] if "team" in given else team_sizes(request)
     slacks = (int(given["slack"]),) if "slack" in given else slacks
     longs = (given["long"],) if "long" in given else WORDS["long"]
     splits = (given["split"],) if "split" in given else splits
@@ -155,7 +155,7 @@ def _divides_heads(shape: Shape, team: int) -> bool:
     return shape.heads % team == 0 and (keys % team == 0 or team % keys == 0)
 
 
-def _teams(request: Request) -> list[int]:
+def team_sizes(request: Request) -> list[int]:
     """Sizes worth trying: the largest for which every rank has KV heads of its own, and unless that is a node, one rank and the largest.
 
     A rank of a larger team moves less, as long as nobody else needs its KV heads. Where speeds differ one rank is tried too: heads cannot
