@@ -90,10 +90,10 @@ def test_a_small_read_makes_no_detour() -> None:
 
 def test_a_long_document_crosses_with_fewer_bytes_both_ways() -> None:
     machine = cluster("h100", nodes=2, ranks_per_node=4)
-    planner = flexcp.Planner(heads=8, kv_heads=8, head_dim=128, cluster=machine, strategy="groups")
+    planner = flexcp.Planner(heads=8, kv_heads=8, head_dim=128, cluster=machine, strategy="groups:team=1")
     with_relays = planner([65536], flexcp.masks.causal())
     placement = replace(with_relays.placement, traffic=Traffic(relay=False))
-    without = make_plan(placement, with_relays.shape, machine, with_relays.cost, "groups")
+    without = make_plan(placement, with_relays.shape, machine, with_relays.cost, "groups:team=1")
     for plan in (with_relays, without):
         plan.check()
     for backward in (False, True):

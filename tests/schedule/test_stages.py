@@ -148,9 +148,9 @@ def test_stages_are_capped_where_waiting_for_each_other_costs_more(monkeypatch: 
     """On four nodes the events, which the choice does not know, agree that fewer stages than each rank would take are faster."""
     batch = make_batch(draw_lengths("libra256k", 8192 * 32, 0), flexcp.causal())
     request = attention_only(Request(batch, Shape(32, 8, 128, 128), cluster("h100", 4, 8), CostModel()))
-    _, capped = planned(request, "groups")
+    _, capped = planned(request, "blocks")
     monkeypatch.setattr(stages, "TOGETHER_PERMILLE", 10**9)
-    _, free = planned(request, "groups")
+    _, free = planned(request, "blocks")
     assert capped.programs[0][0].stages < free.programs[0][0].stages
     times = [simulate(plan, rules=Rules(contention=False)).pass_ns(False) for plan in (capped, free)]
     assert times[0] < 0.9 * times[1]
