@@ -159,7 +159,7 @@ def table(slots: list[dict[str, Any]]) -> str:
 
     lines = [
         "| plan | pass | transfer | margin | work alone, ms | work, measured | simulated | transfer alone, ms | measured | simulated |",
-        "| " + "--- | " * 10,
+        "| " + "--- | " * 9 + "--- |",
     ]
     for slot in slots:
         rows = {row["margin"]: row for row in slot["rows"]}
