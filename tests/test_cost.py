@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexcp.clusters import Cluster, cluster
-from flexcp.cost import TILE_ROWS, CostModel, Model, dense_model
+from flexcp.cost import H200_CONTENTION_ACROSS, TILE_ROWS, Contention, CostModel, Model, dense_model
 from flexcp.shape import Shape
 
 SHAPE = Shape(8, 2, 64, 32)
@@ -143,3 +143,17 @@ def test_a_wrong_file_is_refused_with_the_field(change: dict[str, Any], message:
 def test_a_file_that_is_no_object_is_refused() -> None:
     with pytest.raises(ValueError, match="JSON object"):
         CostModel.from_json([1, 2])  # type: ignore[arg-type]
+
+
+def test_both_tables_of_contention_are_read_back_and_have_the_same_margins() -> None:
+    rows = (Contention(0, 1500, 1500, 1000, 1000, 800), Contention(8, 1100, 1100, 1050, 1050, 950))
+    for cost in (
+        CostModel(),
+        CostModel(contention=rows),
+        CostModel(contention=rows, contention_across=rows[:1] + rows[1:]),
+    ):
+        assert CostModel.from_json(json.loads(json.dumps(cost.to_json()))) == cost
+    assert CostModel(contention=rows).rows_beside(True) == rows
+    assert CostModel().rows_beside(True) == H200_CONTENTION_ACROSS != CostModel().rows_beside(False)
+    with pytest.raises(ValueError, match=r"the same margins; got \[0, 8\] and \[0\]"):
+        CostModel(contention=rows, contention_across=rows[:1])

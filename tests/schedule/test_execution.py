@@ -17,7 +17,7 @@ from flexcp.cost import H200_CONTENTION, H200_CONTENTION_ACROSS, NO_CONTENTION, 
 from flexcp.measure.calibrate.calibrate import contention_rows
 from flexcp.plan.execution import Execution, margins, one_call_ahead
 from flexcp.plan.program import Program, Transfers
-from flexcp.schedule.execution import overlapped_ns, transfers_ns, with_execution
+from flexcp.schedule.execution import crosses_only, overlapped_ns, transfers_ns, with_execution
 from flexcp.shape import Kind, Shape
 
 SHAPE = Shape(2, 2, 64, 64)
@@ -73,6 +73,20 @@ def test_the_margin_is_the_one_under_which_the_slowest_rank_is_done_first() -> N
     assert not with_execution(
         program, work, SHAPE, MACHINE, replace(COST, contention=NO_CONTENTION), False
     ).execution.margin.any()
+
+
+def test_transfers_that_only_cross_nodes_are_left_fewer_multiprocessors() -> None:
+    """The same message between the same ranks, once inside a node and once between two."""
+    program = keys((2, 300), stages_of=4)
+    work = ints([1000_000] * 4, [1000_000] * 4)
+    apart = replace(MACHINE, nodes=2, ranks_per_node=1, inter_mbps=MACHINE.intra_mbps)
+    inside, across = (
+        with_execution(program, work, SHAPE, machine, COST, False, 1).execution.margin for machine in (MACHINE, apart)
+    )
+    assert inside[1] == 16 and across[1] == 4
+    assert crosses_only(program, SHAPE, apart)[:, 2].all() and not crosses_only(program, SHAPE, MACHINE)[:, 2].any()
+    alike = replace(COST, contention_across=H200_CONTENTION)
+    assert with_execution(program, work, SHAPE, apart, alike, False, 1).execution.margin[1] == 16
 
 
 def test_only_ranks_whose_transfers_are_under_way_leave_something_free() -> None:
