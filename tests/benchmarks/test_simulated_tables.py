@@ -61,6 +61,6 @@ def test_settings_are_those_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None
 def test_groups_beat_the_best_fixed_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     module = load("groups", monkeypatch)
     monkeypatch.setattr(module, "SEEDS", 2)
-    rings, static, gap, _, degrees = module.compare(cluster("h100", 2, 8), "libra256k", 8192)
+    rings, static, gap, _, degrees = module.compare(cluster("h100", 3, 8), "libra256k", 8192)
     assert rings > 1.1 and static > 0.95 and 1.0 <= gap < 1.2  # static: any kind, most often usp
     assert any(d & (d - 1) for d in degrees), "degrees are not only powers of two"

@@ -137,7 +137,7 @@ def test_nothing_alive_shares_a_byte(case: tuple[str, tuple[int, int], list[int]
 
 
 def test_relays_and_several_stages_share_no_byte() -> None:
-    plan = planned("groups", 2, 4, [30_000, 900], flexcp.causal(), heads=32, kv_heads=8, head_dim=128)
+    plan = planned("groups:team=1", 2, 4, [30_000, 900], flexcp.causal(), heads=32, kv_heads=8, head_dim=128)
     stages = [program.stages for program in plan.programs[0]]
     relayed = [(t.source != t.owner) & (t.kind == 1) for t in (p.transfers for p in plan.programs[0])]
     assert min(stages) >= 3, "the example must be staged"
@@ -216,16 +216,16 @@ def test_a_cap_is_honoured_or_refused(strategy: str) -> None:
 
 
 def test_auto_goes_round_candidates_over_the_cap() -> None:
-    free = flexcp.Planner(8, 4, 64, cluster=WHERE)([8000])
+    free = flexcp.Planner(8, 2, 64, cluster=WHERE)([8000])
     needs = {}
     for strategy in ("allgather", "ring", "zigzag", "ulysses", "usp", "blocks", "groups"):
-        needs[strategy] = most(flexcp.Planner(8, 4, 64, cluster=WHERE, strategy=strategy)([8000]))
+        needs[strategy] = most(flexcp.Planner(8, 2, 64, cluster=WHERE, strategy=strategy)([8000]))
     least = min(needs.values())
     assert least < most(free), "the example must have a leaner plan than the fastest"
-    capped = flexcp.Planner(8, 4, 64, cluster=WHERE, max_memory_per_rank=least)([8000])
+    capped = flexcp.Planner(8, 2, 64, cluster=WHERE, max_memory_per_rank=least)([8000])
     assert most(capped) <= least
     with pytest.raises(ValueError, match=r"no strategy can place this batch: .*max_memory_per_rank=1000"):
-        flexcp.Planner(8, 4, 64, cluster=WHERE, max_memory_per_rank=1000)([8000])
+        flexcp.Planner(8, 2, 64, cluster=WHERE, max_memory_per_rank=1000)([8000])
 
 
 def test_layers_count_in_the_cap() -> None:
@@ -299,7 +299,9 @@ def test_kept_keys_are_worked_on_from_the_start_and_own_work_ends_it() -> None:
 
 
 def test_relayed_keys_may_be_kept() -> None:
-    plan = planned("groups", 2, 4, [30_000, 900], flexcp.causal(), heads=32, kv_heads=8, head_dim=128, keep_kv=1 << 40)
+    plan = planned(
+        "groups:team=1", 2, 4, [30_000, 900], flexcp.causal(), heads=32, kv_heads=8, head_dim=128, keep_kv=1 << 40
+    )
     t = plan.programs[0][0].transfers
     assert plan.programs[0][1].keys_kept and ((t.source != t.owner) & (t.kind == Kind.KV)).any()
     plan.check()

@@ -60,6 +60,7 @@ def share(
     lengths: Sequence[int],
     planner: Planner,
     group: dist.ProcessGroup | DeviceMesh,
+    /,
     **options: Any,
 ) -> Rows:
     """This rank's rows of the batch that all ranks of ``group`` loaded together.

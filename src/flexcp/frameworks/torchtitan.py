@@ -195,12 +195,17 @@ class FlexcpTrainer(Trainer):
         edges = starts.flatten().nonzero().flatten().tolist()
         lengths = [b - a for a, b in zip(edges, [*edges[1:], labels.numel()], strict=True)]
         group = self.parallel_dims.get_mesh("batch").get_group()
-        planning = {"masks": self._masks, **self.config.options}
+        planning = {"masks": self._masks, **self._rows_for_loss(), **self.config.options}
         rows = share(input_dict["input"].flatten(), labels.flatten(), lengths, self._planner, group, **planning)
         self.ntokens_seen += rows.step.local_tokens
         self._step = rows.step
         self._step.loss_said = True  # by torchtitan's own loss
         return rows.tokens[None], rows.labels[None], {"positions": rows.positions[None], "attention_masks": rows.step}
+
+    def _rows_for_loss(self) -> dict[str, Any]:
+        """Options of the planner's call: a loss that is computed in chunks takes rows that these divide, and padding is ignored."""
+        chunks = getattr(self.loss_fn, "num_chunks", 1)
+        return {"tokens": "equal", "pad_to": chunks} if chunks > 1 and "tokens" not in self.config.options else {}
 
     def forward_backward_step(self, **given: Any) -> Tensor:
         """torchtitan's, by a model that used the step."""

@@ -1,7 +1,8 @@
 """Warm-up: small plans that between them need every compiled loop with every kind of argument, so that later ones find all of them kept.
 
 What a loop is compiled for depends on how it is reached: one node or several, a free layout, a fixed one or scattered tokens, equal tokens,
-tolerances, several masks; rounds in addition to a plan. The test beside it plans at large and finds nothing left to compile.
+tolerances, several masks, groups; rounds and events in addition to a plan. The test beside it plans at large and finds nothing left to
+compile.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from flexcp.clusters import cluster
 from flexcp.masks import causal, causal_blockwise, window
 from flexcp.plan.rounds import plan_rounds
 from flexcp.planner import Planner
+from flexcp.simulator.training import simulate
 
 LENGTHS = [3000, 700, 40, 1]
 
@@ -28,3 +30,5 @@ def warm() -> None:
         planner(LENGTHS, tokens="equal")
         planner(LENGTHS, layout="zigzag")
         planner(LENGTHS, layout=[list(range(r, sum(LENGTHS), where.ranks)) for r in range(where.ranks)])
+        for strategy in ("blocks", "groups", "zigzag", "ulysses"):
+            simulate(Planner(4, 2, 32, cluster=where, strategy=strategy)(LENGTHS))

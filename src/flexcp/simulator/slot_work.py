@@ -76,7 +76,9 @@ def cut_work(plan: Plan, mask: int, program: Program) -> SlotWork:
     table = np.stack([regions.rank, regions.h0, regions.h1, plan.cost.row_tiles_work(regions.q1 - regions.q0)])
     shelves = 1 + max(int(held.segments[loops.SHELF].max(initial=0)) for held in (queries, keys))
     sizes = np.array([ranks, slots, shape.heads, shelves], np.int64)
-    found, launches = loops.sum_parts(index, shift(slices, begin, begin), table, *queries, *keys, sizes)
+    # Compiled for one layout in memory.
+    held = [np.ascontiguousarray(x) for x in (*queries, *keys)]
+    found, launches = loops.sum_parts(index, shift(slices, begin, begin), table, *held, sizes)
     pairs, tiles, own_pairs, own_tiles = found
     launched = np.unique(launches) // (shelves * shelves * shape.heads * (shape.heads + 1))
     kernels = np.bincount(launched, minlength=ranks * slots).reshape(ranks, slots)

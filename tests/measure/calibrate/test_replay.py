@@ -47,7 +47,7 @@ def test_times_are_where_work_is(strategy: str) -> None:
 def test_measured_compute_is_in_the_simulation() -> None:
     plan = plan_of("zigzag")
     said: list[str] = []
-    found = replay(plan, repeats=1, rules=Rules(contention=False), say=said.append)
+    found = replay(plan, repeats=1, rules=Rules(contention=False, copy_mbps=0), say=said.append)
     assert [text.split()[-1] for text in said] == ["forward", "backward"]
     forward = found.passes[0][0]
     np.testing.assert_array_equal(forward.compute_ns, forward.model.ns.sum(axis=1))

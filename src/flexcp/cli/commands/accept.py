@@ -67,10 +67,6 @@ def accept(
 
     Example: `torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint $HEAD:29500 -m flexcp accept --cluster h100:4x8`
     """
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        raise ValueError(
-            "accept runs on all ranks of a cluster: torchrun --nproc-per-node 8 -m flexcp accept (see docs/launch.md)"
-        )
     if not timeout > 0:
         raise ValueError(f"--timeout is a number of seconds above 0; got {timeout:g}")
     setting = _setting(described, cluster, rehearsal, strategies, lengths, dtype, cost)
@@ -90,9 +86,18 @@ def _setting(
 ) -> Setting:  # fmt: skip
     described.attention(HEADS["cpu"])  # a mistake ends here, before torch is loaded
     from flexcp.data.lengths import parse_lengths
+    from flexcp.planners.strategies import find_strategy
 
     names, calibration = o.chosen_strategies(strategies), o.cost_of(cost)
+    for name in names:
+        find_strategy(name)
     documents = parse_lengths(lengths) if lengths else None
+    shaped = cluster is not None and ":" in cluster
+    find_cluster(cluster, None, *((None, None) if shaped else (1, 1)))
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise ValueError(
+            "accept runs on all ranks of a cluster: torchrun --nproc-per-node 8 -m flexcp accept (see docs/launch.md)"
+        )
     import torch
 
     from flexcp.measure.accept.accept import Setting
@@ -101,7 +106,6 @@ def _setting(
     each = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     default = "h100" if device == "cuda" else "cpu"
-    shaped = cluster is not None and ":" in cluster
     nodes, of_node = (None, None) if shaped else (max(1, ranks // each), each)
     found = find_cluster(cluster, None, nodes, of_node, default=default)
     if found.ranks != ranks:
