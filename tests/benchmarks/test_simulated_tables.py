@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from flexcp.clusters import cluster
+from flexcp.shape import Shape
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -61,6 +62,9 @@ def test_settings_are_those_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None
 def test_groups_beat_the_best_fixed_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     module = load("groups", monkeypatch)
     monkeypatch.setattr(module, "SEEDS", 2)
-    rings, static, gap, _, degrees = module.compare(cluster("h100", 3, 8), "libra256k", 8192)
+    rings, static, gap, _, degrees = module.compare(cluster("h100", 2, 8), "libra256k", 8192)
     assert rings > 1.1 and static > 0.95 and 1.0 <= gap < 1.2  # static: any kind, most often usp
+    assert {1, 8} <= degrees, "whole documents, and teams of a node"
+    monkeypatch.setattr(module, "SHAPE", Shape(8, 1, 128, 128))
+    degrees = module.compare(cluster("h100", 2, 8), "libra256k", 8192)[-1]
     assert any(d & (d - 1) for d in degrees), "degrees are not only powers of two"

@@ -100,7 +100,9 @@ def _rows(plan: Plan) -> list[str]:
     )
     ranks = np.split(near.rank[index], np.searchsorted(cell[index], np.arange(1, cells * cells)))
     letters = np.array([_letter(found) for found in ranks]).reshape(cells, cells)
-    title = f"document {document} ({length} tokens), rows down, keys right, by who computes them:"
+    split = bool((plan.placement.regions[0].h0 > 0).any())
+    of_what = "who computes its first head" if split else "who computes them"
+    title = f"document {document} ({length} tokens), rows down, keys right, by {of_what}:"
     return [title, *("   " + " ".join(line) for line in letters)]
 
 

@@ -10,7 +10,7 @@ Chosen by cost, stage by stage, from two tables of nanoseconds: the work of ever
   forwarded or computed is not there yet. Earlier than that, or beside a cap on memory, is not tried: messages that wait hold memory.
 - *margin*. Of the cost model's rows of contention (of transfers inside nodes, or of such as only cross them) the one under which the
   slowest rank is done first with a slot's work and what travels beside it; then the one with the least time of all ranks, then the
-  smallest. Nothing beside, nothing free.
+  one that slows work least, then the smallest. Nothing beside, nothing free.
 
 With latents (:func:`flexcp.latent_attention`) all transfers come before the work: nothing is posted ahead, and nothing is left free.
 """
@@ -189,18 +189,24 @@ def _margins(work: Ints, beside: Ints, rows: Rows) -> Ints:
     margin = np.full(work.shape[1], rows.pairs[0][0].margin, np.int64)
     if len(rows.pairs) == 1 or not beside.any():
         return margin
-    worst, total = _slowest(work, beside, rows, 0)
+    best = _prices(work, beside, rows, 0)
     for number in range(1, len(rows.pairs)):
-        other_worst, other_total = _slowest(work, beside, rows, number)
-        better = (other_worst < worst) | ((other_worst == worst) & (other_total < total))
+        other = _prices(work, beside, rows, number)
+        # The first price that differs decides.
+        differs = np.argmax(other != best, axis=0)
+        better = np.take_along_axis(other, differs[None], 0)[0] < np.take_along_axis(best, differs[None], 0)[0]
         margin = np.where(better, rows.pairs[number][0].margin, margin)
-        worst, total = np.where(better, other_worst, worst), np.where(better, other_total, total)
+        best = np.where(better, other, best)
     return margin
 
 
-def _slowest(work: Ints, beside: Ints, rows: Rows, number: int) -> tuple[Ints, Ints]:
-    ns = rows.overlapped_ns(work, beside, rows.pairs[number])
-    return ns.max(axis=0), ns.sum(axis=0)
+def _prices(work: Ints, beside: Ints, rows: Rows, number: int) -> Ints:
+    """``[3, slot]``: time of the slowest rank, of all ranks, and of their work alone, slowed by what travels."""
+    pair = rows.pairs[number]
+    ns = rows.overlapped_ns(work, beside, pair)
+    inside, across = (row.compute(rows.backward)[0] for row in pair)
+    slowed = np.where(beside > 0, work * np.where(rows.across, across, inside) // 1000, work)
+    return np.stack([ns.max(axis=0), ns.sum(axis=0), slowed.sum(axis=0)])
 
 
 def _least_ns(work: Ints, beside: Ints, rows: Rows) -> int:

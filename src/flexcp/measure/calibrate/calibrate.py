@@ -148,7 +148,8 @@ def contention_rows(table: list[dict[str, Any]]) -> tuple[Contention, ...]:
     """The rows of a cost model from those of :func:`flexcp.measure.kernels.margin.margin_table` for one kind of transfer.
 
     How slow attention is beside a transfer follows from one that it outlasts: what it took longer than alone is what it lost meanwhile. A
-    margin never makes attention faster: where noise says so, alone counts as 1, and beside a copy as no less than alone.
+    margin never makes attention faster, nor a transfer slower: where noise says so, alone counts as 1, beside a copy as no less than
+    alone, and speeds of transfers as their mean.
     """
     measured = {(row["way"], row["margin"]): row for row in table}
     found = []
@@ -157,9 +158,19 @@ def contention_rows(table: list[dict[str, Any]]) -> tuple[Contention, ...]:
         alone = [max(1000, _permille(row["attention alone ms"] / whole)) for row, whole in both]
         beside = [max(least, _slowed(row, whole)) for least, (row, whole) in zip(alone, both, strict=True)]
         links = [row["copy alone ms"] / row["copy with attention ms"] for row, _ in both]
-        link = min(1000, _permille(sum(links) / 2))
-        found.append(Contention(margin, beside[0], beside[1], alone[0], alone[1], link))
-    return tuple(found)
+        found.append(Contention(margin, beside[0], beside[1], alone[0], alone[1], min(1000, _permille(sum(links) / 2))))
+    return tuple(replace(row, link=link) for row, link in zip(found, rising([row.link for row in found]), strict=True))
+
+
+def rising(values: Sequence[int]) -> list[int]:
+    """The nearest values that never fall: runs that would are their mean. More multiprocessors left do not make a transfer slower."""
+    runs: list[list[int]] = []
+    for value in values:
+        runs.append([value])
+        while len(runs) > 1 and statistics.fmean(runs[-2]) > statistics.fmean(runs[-1]):
+            last = runs.pop()
+            runs[-1] += last
+    return [round(statistics.fmean(run)) for run in runs for _ in run]
 
 
 def _slowed(row: dict[str, Any], whole: float) -> int:
