@@ -213,7 +213,7 @@ def wire_bytes(plan: Plan, backward: bool, mask: int = 0) -> Ints:
 
 
 @pytest.mark.parametrize("family", ["any", "blocks"])
-@settings(max_examples=70, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data(), machine=machines, heads=st.sampled_from(HEADS), lengths=many_lengths)
 def test_every_plan_is_right(
     family: str, data: st.DataObject, machine: Cluster, heads: tuple[int, int], lengths: list[int]

@@ -112,7 +112,7 @@ def dealings(draw: st.DrawFn) -> tuple[Ints, Ints, int, bool, int]:
 
 
 @given(dealings())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_dealing_keeps_every_token_and_all_load(problem: tuple[Ints, Ints, int, bool, int]) -> None:
     items, pace, slack, poured, room = problem
     found = deal(items, pace, slack, poured, room)
@@ -210,7 +210,7 @@ def requests(draw: st.DrawFn) -> Request:
 
 
 @given(requests())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_plans_are_right_and_keep_caps(request: Request) -> None:
     plan = planned(request)
     tokens = plan.placement.tokens
