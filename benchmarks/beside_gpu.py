@@ -139,16 +139,16 @@ def measured(slot: dict[str, Any]) -> dict[str, Any]:
             run(settings)
 
     def copy(size: int) -> Any:
-        return partial(margin._copy, source[:size], target[:size], channels, 1)
+        return partial(margin.copy_by_blocks, source[:size], target[:size], channels, 1)
 
-    all_of_it = margin._median(partial(margin._both, None, copy(len(source)), beside))[1]
+    all_of_it = margin.median_ms(partial(margin.timed_together, None, copy(len(source)), beside))[1]
     size = min(len(source), max(1, round(slot["transfer ns"] / 1e6 / all_of_it * len(source))))
-    copied = margin._median(partial(margin._both, None, copy(size), beside))[1]
+    copied = margin.median_ms(partial(margin.timed_together, None, copy(size), beside))[1]
     rows = []
     for left in MARGINS:
         work = partial(attention, Settings(128**-0.5, sm_margin=left))
-        alone = margin._median(partial(margin._both, work, None, beside))[0]
-        together = margin._median(partial(margin._both, work, copy(size), beside))
+        alone = margin.median_ms(partial(margin.timed_together, work, None, beside))[0]
+        together = margin.median_ms(partial(margin.timed_together, work, copy(size), beside))
         rows.append({"margin": left, "work alone ms": alone, "work ms": together[0], "copy ms": together[1]})
     return {**{k: v for k, v in slot.items() if k != "lists"}, "copy alone ms": copied, "rows": rows}
 
@@ -163,13 +163,13 @@ def table(slots: list[dict[str, Any]]) -> str:
     ]
     for slot in slots:
         rows = {row["margin"]: row for row in slot["rows"]}
-        chosen = []
-        for row in CostModel().rows_beside(slot["where"] == "across"):
-            work, copied = (round(x * 1e6) for x in (rows[0]["work alone ms"], slot["copy alone ms"]))
-            chosen.append((max(*together_ns(work, copied, row, slot["backward"])), row))
-        _, row = min(chosen, key=lambda x: x[0])
         work, copied = (round(x * 1e6) for x in (rows[0]["work alone ms"], slot["copy alone ms"]))
-        said = together_ns(work, copied, row, slot["backward"])
+        times = [
+            (together_ns(work, copied, row, slot["backward"]), row)
+            for row in CostModel().rows_beside(slot["where"] == "across")
+        ]
+        # As plans choose: who is done first, then who slows work least.
+        said, row = min(times, key=lambda each: (max(each[0]), each[0][0]))
         got = rows[row.margin]
         lines.append(
             f"| {slot['plan']} | {'backward' if slot['backward'] else 'forward'} | {slot['where']} | {row.margin} | {work / 1e6:.3f} | "

@@ -123,10 +123,9 @@ H200_CONTENTION_ACROSS = (
 NO_CONTENTION = (Contention(0, 1000, 1000, 1000, 1000, 1000),)
 """Compute and transfers that do not slow each other: CPU ranks whose kernel times were measured with all of them running."""
 CONTENTIONS = ("contention", "contention_across")
-OLD_MARGIN = 16
-"""Cost models once described one margin, by three fields, with these defaults."""
-OLD_DEFAULT = (1141, 1160, 930)
 _OLD_FIELDS = ("overlap_forward", "overlap_backward", "overlap_link")
+OLD_MARGIN, OLD_DEFAULT = 16, (1141, 1160, 930)
+"""Cost models once described one margin, by three fields with these defaults."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from flexcp.planners.groups.compiled_dealing import (
     needed_bins,
 )
 from flexcp.planners.groups.compiled_team import split_by_heads
-from flexcp.planners.groups.groups import groups, proposals
+from flexcp.planners.groups.groups import groups, team_sizes
 from flexcp.planners.request import Refused, Request
 from flexcp.schedule.transfers import make_plan
 from flexcp.shape import Kind, Shape
@@ -298,7 +298,7 @@ def test_teams_move_less_than_rows_where_there_are_heads_for_them() -> None:
 def test_latents_split_no_heads_and_move_no_queries() -> None:
     latent = Shape(8, 1, 64, 64, latent=96)
     request = asked([9_000, 400, 300], cluster("h100", 1, 4), shape=latent, max_tokens_per_rank=2_500)
-    assert all(text.startswith("team=1+") for text in proposals(request))
+    assert team_sizes(request) == [1]
     plan = planned(request)
     assert set(plan.programs[0][0].transfers.kind.tolist()) == {Kind.KV}
 
@@ -345,13 +345,11 @@ def test_the_note_says_degrees() -> None:
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 
-def test_proposals_are_what_groups_chooses_from() -> None:
+def test_groups_of_every_team_size_are_what_groups_chooses_from() -> None:
     request = asked([30_000, 4_000, 700, 700, 41], cluster("h100", 2, 4), shape=Shape(8, 2, 64, 64))
-    tried = proposals(request)
-    assert {text.partition("+")[0] for text in tried} == {"team=1", "team=2", "team=4"}
-    hashes = {planned(replace(request, argument=text)).placement.runs.stop.tobytes() for text in tried}
-    assert planned(request).placement.runs.stop.tobytes() in hashes
-    assert proposals(replace(request, argument=tried[0])) == tried
+    assert team_sizes(request) == [1, 2, 4]
+    each = {planned(replace(request, argument=f"team={u}")).placement.runs.stop.tobytes() for u in (1, 2, 4)}
+    assert planned(request).placement.runs.stop.tobytes() in each
 
 
 @pytest.mark.parametrize(
@@ -360,7 +358,7 @@ def test_proposals_are_what_groups_chooses_from() -> None:
 )
 def test_teams_suit_heads_and_nodes(heads: int, kv_heads: int, per_node: int, teams: set[int]) -> None:
     request = asked([100], cluster("h100", 1, per_node), shape=Shape(heads, kv_heads, 64, 64))
-    assert {int(text.partition("+")[0].removeprefix("team=")) for text in proposals(request)} == teams
+    assert set(team_sizes(request)) == teams
 
 
 def test_a_team_that_suits_neither_is_refused() -> None:

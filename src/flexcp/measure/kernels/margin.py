@@ -53,16 +53,18 @@ def margin_table(margins: tuple[int, ...] = (0, 4, 8, 16, 24), tokens: int = 16_
     rows = []
     for margin in margins:
         for way, attention in _calls(kernel, tokens, heads, device, margin).items():
-            alone = _median(partial(_both, attention, None, beside))[0]
+            alone = median_ms(partial(timed_together, attention, None, beside))[0]
             for where, channels in CHANNELS.items():
-                once = _median(partial(_both, None, partial(_copy, source, target, channels, 1), beside))[1]
+                once = median_ms(
+                    partial(timed_together, None, partial(copy_by_blocks, source, target, channels, 1), beside)
+                )[1]
                 longer, shorter = (
-                    partial(_copy, source, target, channels, max(1, round(share * alone / once)))
+                    partial(copy_by_blocks, source, target, channels, max(1, round(share * alone / once)))
                     for share in (OUTLASTS, FITS)
                 )
-                copy_alone = _median(partial(_both, None, shorter, beside))[1]
-                slowed = _median(partial(_both, attention, longer, beside))[0]
-                delayed, copied = _median(partial(_both, attention, shorter, beside))
+                copy_alone = median_ms(partial(timed_together, None, shorter, beside))[1]
+                slowed = median_ms(partial(timed_together, attention, longer, beside))[0]
+                delayed, copied = median_ms(partial(timed_together, attention, shorter, beside))
                 rows.append(
                     {
                         "kernel": kernel, "way": way, "where": where, "margin": margin, "channels": channels,
@@ -75,7 +77,8 @@ def margin_table(margins: tuple[int, ...] = (0, 4, 8, 16, 24), tokens: int = 16_
     return rows
 
 
-def _copy(source: Tensor, target: Tensor, channels: int, times: int) -> None:
+def copy_by_blocks(source: Tensor, target: Tensor, channels: int, times: int) -> None:
+    """Copy a tensor so many times by so many blocks, on the current stream."""
     copy_kernel[(channels,)](source, target, source.numel(), times, BLOCK=BLOCK, num_warps=16)
 
 
@@ -88,7 +91,7 @@ def _calls(kernel: str, tokens: int, heads: Heads, device: torch.device, margin:
     return {"forward": calls.forward, "backward": calls.backward}
 
 
-def _both(
+def timed_together(
     attention: Callable[[], Any] | None, copy: Callable[[], Any] | None, beside: torch.cuda.Stream
 ) -> tuple[float, float]:
     """Milliseconds of attention and of the copy, which is started first."""
@@ -107,7 +110,8 @@ def _both(
     return events[0].elapsed_time(events[1]), events[2].elapsed_time(events[3])
 
 
-def _median(measure: Callable[[], tuple[float, float]], rounds: int = 7) -> tuple[float, float]:
+def median_ms(measure: Callable[[], tuple[float, float]], rounds: int = 7) -> tuple[float, float]:
+    """Medians of both times over so many rounds, after one that does not count."""
     measure()
     samples = [measure() for _ in range(rounds)]
     return statistics.median(s[0] for s in samples), statistics.median(s[1] for s in samples)

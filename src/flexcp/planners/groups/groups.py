@@ -22,8 +22,8 @@ cut for it (less cutting is faster where links are slow); and what happens where
 there are. ``whole`` lets each have fewer and takes longer, ``poured`` lays them end to end, so that neighbours share a unit. With
 ``split=all`` a team splits every document, which moves more and leaves all its ranks with the same work. Settings that are not given are
 searched, but for the last: the one with the least predicted time is taken (:func:`flexcp.schedule.predict.predict`), teams of one rank only
-where keys have too few heads for larger ones, because the prediction flatters what moves by rows. :func:`proposals` lists them all for who
-judges better, by events; a placement takes a few milliseconds.
+where keys have too few heads for larger ones, because the prediction flatters what moves by rows. Which size of teams is fastest events
+tell better: ``auto`` asks for each of :func:`team_sizes`. A placement takes a few milliseconds.
 
 The token cap is never broken, and with equal tokens pads cost at most 1/64 of the step: :mod:`flexcp.planners.groups.rows`.
 """
@@ -48,10 +48,6 @@ from flexcp.shape import Shape
 Ints = NDArray[np.int64]
 SLACKS = (2, 12, 25)
 """Per cent over the mean that are tried."""
-CLOSER = 1
-"""One that is proposed too: it wins where compute is all, and the prediction does not see where it loses."""
-
-
 WORDS = {"long": ("whole", "poured"), "split": ("few", "all")}
 """What settings can say that are no numbers."""
 
@@ -74,7 +70,7 @@ def groups(request: Request) -> Placement:
     if request.layout is not None:
         raise Refused("groups places tokens itself, so it cannot keep a fixed layout; use blocks, or layout='free'")
     refuse_tolerances(request)
-    tried = _settings(request, SLACKS, ("few",))
+    tried = _settings(request)
     priced = price_documents(request, sorted({each.team for each in tried}))
     found: list[Placement] = []
     seen: list[Pieces] = []
@@ -84,15 +80,6 @@ def groups(request: Request) -> Placement:
             seen.append(pieces)
             found.append(place_pieces(request, priced, pieces, _note(pieces, each)))
     return found[0] if len(found) == 1 else min(found, key=lambda placement: _predicted(request, placement))
-
-
-def proposals(request: Request) -> list[str]:
-    """Arguments (``team=8+slack=2+long=whole+split=few``) that may be fastest, for who can judge better than by a prediction.
-
-    :func:`groups` chooses between those that split few.
-    """
-    open_request = replace(request, argument="")
-    return [str(each) for each in _settings(open_request, (CLOSER, *SLACKS), WORDS["split"])]
 
 
 def _predicted(request: Request, placement: Placement) -> int:
@@ -106,16 +93,14 @@ def _same(a: Pieces, b: Pieces) -> bool:
 # --- settings ----------------------------------------------------------------------------------------------------------
 
 
-def _settings(request: Request, slacks: tuple[int, ...], splits: tuple[str, ...]) -> list[Settings]:
-    """The settings to try: all that the request's argument leaves open, with these of ``slack`` and ``split``."""
+def _settings(request: Request) -> list[Settings]:
+    """The settings to try: all that the request's argument leaves open, but for ``split``."""
     given = _given(request)
     teams = [int(given["team"])] if "team" in given else team_sizes(request)
-    slacks = (int(given["slack"]),) if "slack" in given else slacks
+    slacks = (int(given["slack"]),) if "slack" in given else SLACKS
     longs = (given["long"],) if "long" in given else WORDS["long"]
-    splits = (given["split"],) if "split" in given else splits
-    found = [Settings(*each) for each in product(teams, slacks, longs, splits)]
-    # A rank alone has nobody to split heads with.
-    return [each for each in found if each.team > 1 or each.split == splits[0]]
+    split = given.get("split", Settings.split)
+    return [Settings(*each, split) for each in product(teams, slacks, longs)]
 
 
 def _given(request: Request) -> dict[str, str]:

@@ -322,7 +322,7 @@ def _fitting(work: CuteWork, inputs: tuple[Tensor, ...], others: tuple[Tensor, .
     if layout in work.fitting:
         return inputs
     fitting = tuple(aligned(x) for x in inputs)
-    check(work, supports, *fitting[:3], *fitting[3:], *others)
+    check(work, supports, *fitting, *others)
     if all(map(operator.is_, fitting, inputs)):
         work.fitting.add(layout)
     return fitting
