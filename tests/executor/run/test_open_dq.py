@@ -122,7 +122,7 @@ def test_lists_after_the_first_message_of_a_dq_add_to_the_gradient_itself(monkey
     open_lists, others = 0, 0
     for rank in range(plan.ranks):
         program = rank_program(plan, rank, 0, True)
-        made = prepared.prepare(program, plan.shape, "cpu", types_of(torch.zeros(1, dtype=torch.float64)), {})
+        made = prepared.prepare(program, True, plan.shape, "cpu", types_of(torch.zeros(1, dtype=torch.float64)), {})
         state = dict.fromkeys(range(len(program.shelves)), "closed")
         for at, slot in enumerate(program.slots):
             blocks = [b for m in slot.receive + slot.send for b in m.blocks] + [b for pair in slot.own for b in pair]

@@ -103,7 +103,11 @@ def bench(
 
 
 def timed(calls: dict[str, Callable[[], Any]], rounds: int, span_ms: float = 40.0) -> dict[str, float]:
-    """Milliseconds of each call: in turns, ``rounds`` times, each turn as many launches as fill ``span_ms``."""
+    """Milliseconds of each call: in turns, ``rounds`` times, each turn as many launches as fill ``span_ms``.
+
+    A chip lowers its clock under heavy work, and who follows a light contender would find it high: so a call runs for half a span before
+    it is timed.
+    """
     samples: dict[str, list[float]] = {name: [] for name in calls}
     counts: dict[str, int] = {}
     for name, call in calls.items():
@@ -111,9 +115,11 @@ def timed(calls: dict[str, Callable[[], Any]], rounds: int, span_ms: float = 40.
         counts[name] = max(1, round(span_ms / max(1e-3, _milliseconds(call, 2))))
     names = list(calls)
     for number in range(rounds):
-        # Another one first in every round: who comes after whom matters to a chip that lowers its clock.
+        # Another one first in every round, and in every other round the other way round, so that no pair stays neighbours in one order.
         first = number % len(names)
-        for name in names[first:] + names[:first]:
+        turn = names[first:] + names[:first]
+        for name in turn if number % 2 == 0 else turn[::-1]:
+            _milliseconds(calls[name], counts[name] // 2 + 1)
             samples[name].append(_milliseconds(calls[name], counts[name]))
     return {name: statistics.median(x) for name, x in samples.items()}
 
@@ -346,8 +352,8 @@ def _seen(slices: Any, at: Any, tokens: int, by_row: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class Listed:
-    """A work list of a plan: its slices, the rows of its shelves, which heads of which query shelf it is of, and whether that shelf's dq
-    may be open while it runs."""
+    """A work list of a plan: its slices, the rows of its shelves, which heads of which query shelf it is of, whether that shelf's dq may be
+    open while it runs, and the runs of rows that it finishes, where the rank's lists finish all of its own."""
 
     slices: Any
     rows: int
@@ -357,6 +363,7 @@ class Listed:
     h0: int
     h1: int
     open_dq: bool = False
+    finishes: Any = None
 
 
 def work_rate(
@@ -364,8 +371,9 @@ def work_rate(
 ) -> tuple[float, float, float]:
     """Of a rank's work lists one after the other: useful TFLOP/s, useful share of what tiles compute, and milliseconds of ``dense``.
 
-    As the executor runs them: lists of a query shelf add to the same results, which begin with LSEs of -inf, or a dq of zeros that is
-    closed after the last list that leaves it open. ``dense`` takes turns with them, so that both meet the same clock.
+    As the executor runs them: lists of a query shelf add to the same results, which begin with LSEs of -inf, until one finishes a row, or
+    to a dq of zeros that is closed after the last list that leaves it open. ``dense`` takes turns with them, so that both meet the same
+    clock.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     module, size, settings = find_kernel(kernel), 128, Settings(128**-0.5)
@@ -379,21 +387,25 @@ def work_rate(
         if x.shelf not in shelves:
             both = random_tensors(x.rows, Heads(x.shelf_heads, 1, size), device)
             lse, delta = (torch.zeros(both.q.shape[:2], device=device) for _ in range(2))
-            shelves[x.shelf] = both.q, both.do, torch.zeros(both.q.shape, device=device), lse, delta
-        q, do, result, lse, delta = (t[:, x.h0 : x.h1] for t in shelves[x.shelf])
+            result = torch.zeros(both.q.shape, device=device)
+            shelves[x.shelf] = both.q, both.do, torch.empty_like(both.q), result, lse, delta
+        q, do, rounded, result, lse, delta = (t[:, x.h0 : x.h1] for t in shelves[x.shelf])
         kv = random_tensors(x.keys, heads, device)
-        work = module.prepare(x.slices, heads.heads, heads.kv_heads, size, size, device)
+        finishes = x.finishes is not None and getattr(module, "FINISHES", False) and not backward
+        last = {"finishes": x.finishes} if finishes and len(x.finishes) else {}
+        work = module.prepare(x.slices, heads.heads, heads.kv_heads, size, size, device, **last)
         if backward:
             dk, dv = torch.zeros(kv.k.shape, device=device), torch.zeros(kv.v.shape, device=device)
             own = replace(settings, open_dq=may_open and x.open_dq)
             calls.append(partial(module.backward, q, kv.k, kv.v, do, lse, delta, work, own, result, dk, dv))
         else:
-            calls.append(partial(module.forward, q, kv.k, kv.v, work, settings, result, lse))
+            last = {"finished_THV": rounded} if finishes else {}
+            calls.append(partial(module.forward, q, kv.k, kv.v, work, settings, result, lse, **last))
         useful = heads.flops(int(masks.area(x.slices).sum())) * (BACKWARD if backward else 1.0)
         flops += useful
         computed += useful / module.useful_share(x.slices, heads.heads // heads.kv_heads, backward)
         if last_open.get(x.shelf) == number:
-            calls.append(partial(module.close_dq, shelves[x.shelf][2], settings))
+            calls.append(partial(module.close_dq, shelves[x.shelf][3], settings))
 
     def run() -> None:
         for *_, result, lse, _ in shelves.values():

@@ -37,13 +37,15 @@ from flexcp.executor.kernels.cute.parts import FAR
 from flexcp.executor.kernels.cute.rows import SPARE, After, Before, Close
 from flexcp.executor.kernels.hopper import kernel as hopper_kernel
 from flexcp.executor.kernels.hopper.kernel import STAGES, HopperWork, Segments, programs_of
-from flexcp.executor.kernels.hopper.tiles import BEYOND_L2, BLOCK, QUERIES, longest_part
+from flexcp.executor.kernels.hopper.tiles import BEYOND_L2, BLOCK, QUERIES, longest_part, query_tiles
 from flexcp.executor.kernels.sinks_and_delta import OutputGradient
 from flexcp.executor.kernels.triton.kernel import ALIGNMENT, aligned, base_of, check, multiprocessors, pack_statistics
 from flexcp.masks import Q0, Q1
 
 FRESH = True
+FINISHES = True
 HEAD_SIZE = 128
+NO_ROWS: Ints = np.zeros((0, 2), np.int64)
 TYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16, torch.float32: cutlass.Float32}
 LONGEST_PART = 1024
 """Blocks of a part of a tile of keys, where programs add to dq in step."""
@@ -62,8 +64,19 @@ def supports(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim
 class CuteWork(HopperWork):
     """A work list whose items are dealt to programs.
 
-    Tiles of keys are walked from their last queries to their first: under a causal mask all of them end with the same queries.
+    Tiles of keys are walked from their last queries to their first: under a causal mask all of them end with the same queries. ``finishes``
+    are runs of rows (``[n, 2]``, ascending) to which no later list adds.
     """
+
+    def __init__(self, *arguments: Any, finishes: Ints) -> None:
+        super().__init__(*arguments)
+        self.finishes = finishes
+
+    @cached_property
+    def forward_segments(self) -> Segments:
+        """Tiles of packed query rows, each with rows that the list finishes or with others."""
+        tiles = query_tiles(self.slices, self.share, np.unique(self.finishes))
+        return Segments.of(tiles, BLOCK, self.device)
 
     @cached_property
     def descending_segments(self) -> Segments:
@@ -143,9 +156,9 @@ class CuteWork(HopperWork):
             level = None if fresh else levelled(made.made, items, groups, programs, BLOCK)
             if level is None or not level.counters:
                 segments, counters = made.segments, made.segments
-                table = records(items, made.made, groups)
+                table = records(items, made.made, groups, finishes=self.finishes)
             else:
-                table = records(level.items, level.made, groups, level.parts)
+                table = records(level.items, level.made, groups, level.parts, self.finishes)
                 segments = uploaded(level.made.segments.reshape(-1), self.device)
                 counters = torch.zeros(level.counters, dtype=torch.int32, device=self.device)
             there = [uploaded(table.reshape(-1), self.device), segments, counters]
@@ -164,27 +177,33 @@ class CuteWork(HopperWork):
         return group_by_group(np.lexsort((tiles[:, 0], -begin)), self.kv_heads)
 
 
-def prepare(slices: Ints, heads: int, kv_heads: int, head_dim: int, v_head_dim: int, device: torch.device) -> CuteWork:
+def prepare(
+    slices: Ints, heads: int, kv_heads: int, head_dim: int, v_head_dim: int, device: torch.device, finishes: Ints = NO_ROWS,
+) -> CuteWork:  # fmt: skip
     """The work list of ``slices``; reusable by every layer and by forward and backward."""
     reason = supports(device, torch.bfloat16, head_dim, v_head_dim)
     if reason:
         raise NotImplementedError(reason)
-    return CuteWork(slices, heads, kv_heads, head_dim, v_head_dim, device)
+    return CuteWork(slices, heads, kv_heads, head_dim, v_head_dim, device, finishes=finishes)
 
 
 def forward(
     q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, work: CuteWork, settings: Settings, out_THV: Tensor, lse_TH: Tensor,
+    finished_THV: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Add the slices' attention to ``out`` and ``lse``; with ``settings.fresh`` write them."""
+    """Add the slices' attention to ``out`` and ``lse``, or write what the list finishes to ``finished``; with ``settings.fresh`` write
+    all of it."""
     made = work.forward_segments
     if not made.count:
         return
-    q, k, v = _fitting(work, (q_THD, k_TGD, v_TGV), (out_THV, lse_TH))
+    finishes = finished_THV is not None and len(work.finishes) > 0
+    rounded = finished_THV if finished_THV is not None and finishes else q_THD
+    q, k, v = _fitting(work, (q_THD, k_TGD, v_TGV), (out_THV, lse_TH, rounded))
     programs, tables = work.forward_tables(programs_of(FAR, settings, work), settings.fresh)
-    run = compiled_forward(q.dtype, out_THV.dtype, work.share, work.pack, settings.softcap is not None, settings.fresh)
-    run(
-        *_addresses(q, k, v, out_THV, lse_TH, *tables), len(q), len(k), work.heads, work.kv_heads,
-        *_strides(q, k, v, out_THV, lse_TH), *_numbers(settings), programs, _stream(q.device),
+    model = (q.dtype, out_THV.dtype, work.share, work.pack, settings.softcap is not None)
+    compiled_forward(*model, settings.fresh, finishes)(
+        *_addresses(q, k, v, out_THV, lse_TH, rounded, *tables), len(q), len(k), work.heads, work.kv_heads,
+        *_strides(q, k, v, out_THV, lse_TH, rounded), *_numbers(settings), programs, _stream(q.device),
     )  # fmt: skip
 
 
@@ -286,14 +305,14 @@ def compiled_close(dtype: torch.dtype) -> Any:
 
 @cache
 def compiled_forward(
-    dtype: torch.dtype, out_dtype: torch.dtype, share: int, pack: int, softcap: bool, fresh: bool
+    dtype: torch.dtype, out_dtype: torch.dtype, share: int, pack: int, softcap: bool, fresh: bool, finishes: bool
 ) -> Any:
     """The forward of a model, ready to be called with numbers."""
-    kind, out = TYPES[dtype], TYPES[out_dtype]
-    kernel = Forward(kind, out, share, pack, HEAD_SIZE, HEAD_SIZE, BLOCK, STAGES, softcap, fresh)
-    pointers = [_pointer(kind)] * 3 + [_pointer(out), _pointer(Float32, 4)] + [_pointer(Int32)] * 3
-    numbers = [Int32(1)] * 4 + [Int64(8)] * 10 + [Float32(1.0), Float32(1.0), Int32(1)]
-    return _compiled(kernel, pointers, numbers, "forward", dtype, out_dtype, share, pack, softcap, fresh)
+    kind, out, key = TYPES[dtype], TYPES[out_dtype], (dtype, out_dtype, share, pack, softcap, fresh, finishes)
+    kernel = Forward(kind, out, share, pack, HEAD_SIZE, HEAD_SIZE, BLOCK, STAGES, softcap, fresh, finishes)
+    pointers = [_pointer(kind)] * 3 + [_pointer(out), _pointer(Float32, 4), _pointer(kind)] + [_pointer(Int32)] * 3
+    numbers = [Int32(1)] * 4 + [Int64(8)] * 12 + [Float32(1.0), Float32(1.0), Int32(1)]
+    return _compiled(kernel, pointers, numbers, "forward", *key)
 
 
 @cache
