@@ -46,8 +46,8 @@ class PreparedWork:
 class Prepared:
     """A program, by slot: work, shelves to open; by stage (peer, bytes) of the messages that leave and arrive; and its packing.
 
-    ``closes`` are the shelves whose dq the lists of a slot are the last to leave open: it is closed after them. ``finishes`` says that the
-    lists can write every own row of the output where it stays.
+    ``closes`` are the shelves whose dq the lists of a slot are the last to leave open: it is closed after them. ``finishes`` says that own
+    rows (of the output or, of a backward, of dq) can be written where they stay by whoever adds to them last.
     """
 
     program: RankProgram
@@ -76,7 +76,10 @@ def prepare(
     """Make a program ready; ``lists`` holds the work lists of this step and gets the new ones."""
     module = find_kernel(kernel)
     touched = touched_dq(program) if hasattr(module, "close_dq") else {}
-    finished = finished_rows(program) if not backward and getattr(module, "FINISHES", False) else None
+    can_finish = getattr(module, "FINISHES", False)
+    finished = finished_rows(program) if can_finish and not backward else None
+    # Nobody but lists adds to own rows of dq, so it is finished when it is closed.
+    finishes = can_finish and backward and touched.get(QUERIES) == len(program.slots) and bool(_lists_of_own(program))
     model = (program, shape, kernel, module, types, lists)
     work = [
         [
@@ -93,8 +96,12 @@ def prepare(
             opens[shelf.stage].append(number)
     sends = [[(m.peer, message_bytes(m, shape)) for m in slot.send] for slot in program.slots]
     receives = [[(m.peer, message_bytes(m, shape)) for m in slot.receive] for slot in program.slots]
-    ready = (program, module, work, opens, closes, finished is not None, sends, receives)
+    ready = (program, module, work, opens, closes, finished is not None or finishes, sends, receives)
     return Prepared(*ready, _packing(program, shape, types))
+
+
+def _lists_of_own(program: RankProgram) -> list[ShelfWork]:
+    return [work for slot in program.slots for work in slot.work if work.q_shelf == QUERIES]
 
 
 def touched_dq(program: RankProgram) -> dict[int, int]:

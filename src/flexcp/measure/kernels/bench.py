@@ -28,6 +28,7 @@ from flexcp.executor.kernels.sinks_and_delta import OutputGradient
 from flexcp.executor.slice_attention import packed_slices, slice_attention
 from flexcp.masks import Q0, Q1
 from flexcp.measure.kernels.work import WINDOW, Workload, mask_mod, workload
+from flexcp.plan.memory import QUERIES
 
 OURS = ("cute", "hopper", "triton", "op")
 BASELINES = ("fa4", "cudnn", "flash", "flex", "flexfa4", "varlen")
@@ -105,8 +106,8 @@ def bench(
 def timed(calls: dict[str, Callable[[], Any]], rounds: int, span_ms: float = 40.0) -> dict[str, float]:
     """Milliseconds of each call: in turns, ``rounds`` times, each turn as many launches as fill ``span_ms``.
 
-    A chip lowers its clock under heavy work, and who follows a light contender would find it high: so a call runs for half a span before
-    it is timed.
+    A chip lowers its clock under heavy work, and who follows a light contender would find it high for some time: so a call runs for three
+    spans before it is timed.
     """
     samples: dict[str, list[float]] = {name: [] for name in calls}
     counts: dict[str, int] = {}
@@ -119,7 +120,7 @@ def timed(calls: dict[str, Callable[[], Any]], rounds: int, span_ms: float = 40.
         first = number % len(names)
         turn = names[first:] + names[:first]
         for name in turn if number % 2 == 0 else turn[::-1]:
-            _milliseconds(calls[name], counts[name] // 2 + 1)
+            _milliseconds(calls[name], 3 * counts[name])
             samples[name].append(_milliseconds(calls[name], counts[name]))
     return {name: statistics.median(x) for name, x in samples.items()}
 
@@ -405,7 +406,9 @@ def work_rate(
         flops += useful
         computed += useful / module.useful_share(x.slices, heads.heads // heads.kv_heads, backward)
         if last_open.get(x.shelf) == number:
-            calls.append(partial(module.close_dq, shelves[x.shelf][3], settings))
+            alone = x.shelf == QUERIES and all(y.open_dq for y in lists if y.shelf == QUERIES)
+            last = {"finished_THD": shelves[x.shelf][2]} if alone and getattr(module, "FINISHES", False) else {}
+            calls.append(partial(module.close_dq, shelves[x.shelf][3], settings, **last))
 
     def run() -> None:
         for *_, result, lse, _ in shelves.values():

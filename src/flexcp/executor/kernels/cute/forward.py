@@ -25,7 +25,15 @@ from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from flexcp.executor.kernels.cute.items import RECORD
-from flexcp.executor.kernels.cute.merging import add_scaled, pass_turn, read_lse, read_results, wait_for_turn, weigh
+from flexcp.executor.kernels.cute.merging import (
+    add_scaled,
+    in_base_2,
+    pass_turn,
+    read_lse,
+    read_results,
+    wait_for_turn,
+    weigh,
+)
 from flexcp.executor.kernels.cute.parts import (
     COMPUTE_REGISTERS,
     LN2,
@@ -246,13 +254,13 @@ class Forward:
             for r in cutlass.range_constexpr(2):
                 row, head = row0 + m[r] // P, group * P + m[r] % P
                 o_at[r] = row * o_row + head * o_head
-                l_at[r] = row * l_row + head * l_head
+                # Of a row past the tile's last, that one's: it is read, and never written.
+                l_at[r] = cutlass.min(row, row1 - 1) * l_row + head * l_head
             top.fill(-Float32.inf)
             total.fill(0.0)
             acc.fill(0.0)
             if const_expr(not self.fresh):
-                # Of a part that waits they are not there yet.
-                read_lse(lse, l_at, row0, row1 if place <= 1 else row0, m, P, there)
+                read_lse(lse, l_at, there)
 
             # The first block: logits and softmax.
             cute.arch.mbarrier_wait(q_full + q_stage, q_phase)
@@ -300,11 +308,15 @@ class Forward:
             if const_expr(not self.fresh):
                 if place > 1:
                     wait_for_turn(counters + 2 * counter + wg, place // 2, thread, OWN + wg)
-                    read_lse(lse, l_at, row0, row1, m, P, there)
-                # Into the registers of the logits, which are used up; they arrive while the values are multiplied.
-                read_results(out, o_at, column0, there, V, s)
+                    read_lse(lse, l_at, there)
+                in_base_2(there, row0, row1, m, P)
             cute.arch.mbarrier_wait(v_full + stage, phase)
             product(mma_O, acc, [(rP, rV[None, None, None, stage])], False)
+            if const_expr(not self.fresh):
+                adds = cute.arch.vote_any_sync(cutlass.max(there[0], there[1]) != -Float32.inf)
+                if adds:
+                    # Into the registers of the logits, which are used up; they arrive while the values are multiplied.
+                    read_results(out, o_at, column0, there, V, s)
             warpgroup.wait_group(0)
             arrive(v_free + stage)
             stage, phase = next_buffer(stage, phase, self.stages)
@@ -322,8 +334,9 @@ class Forward:
                 if row0 + m[r] // P < row1 and lane % 4 == 0:
                     (lse + l_at[r]).store((top[r] + cute.math.log2(whole, fastmath=True)) * LN2)
             self.rescale(acc, share)
-            if const_expr(not self.fresh):
-                add_scaled(acc, s, old_share)
+            if const_expr(not self.fresh):  # noqa: SIM102  (this is known when it is compiled, the next is not)
+                if adds:
+                    add_scaled(acc, s, old_share)
             if const_expr(not self.rounds):
                 self.write_sums(acc, out, o_at, row0, row1, m, column0)
             elif const_expr(not self.finishes):  # noqa: SIM114  (this is known when it is compiled, the next is not)
