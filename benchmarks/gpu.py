@@ -172,7 +172,8 @@ def plan_work() -> dict[str, Any]:
                         made[key] = w.slices
                         made[key + "/shape"] = np.array([queries.rows, keys.rows, *shelf, at < touched[w.q_shelf]])
                         if finished is not None:
-                            made[key + "/finishes"] = finished[at][i]
+                            made[key + "/begins"] = finished[at][i].begins
+                            made[key + "/finishes"] = finished[at][i].finishes
     return made
 
 
@@ -215,7 +216,10 @@ def rank_lists(made: dict[str, Any], prefix: str) -> list[Any]:
     keys = sorted(
         (k for k in made if k.startswith(prefix) and k.split("/")[-1].isdigit()), key=lambda k: int(k.split("/")[-1])
     )
-    return [Listed(made[k], *made[k + "/shape"].tolist(), made.get(k + "/finishes")) for k in keys]
+    return [
+        Listed(made[k], *made[k + "/shape"].tolist(), *(made.get(k + x) for x in ("/begins", "/finishes")))
+        for k in keys
+    ]
 
 
 def margin(argument: Any) -> Any:

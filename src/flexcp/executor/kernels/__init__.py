@@ -15,13 +15,14 @@ head sizes; the H / G query heads of a KV head are neighbours):
 Arguments may be views of some heads of larger tensors. A module whose ``FRESH`` is True also takes ``settings.fresh``: ``out`` and ``lse``
 of the forward and ``dq`` of the backward are then empty memory to be written, not added to, and may be in the model's dtype (``lse`` not).
 
-A module whose ``FINISHES`` is True takes more arguments, for rows that a list is the last to add to:
+A module whose ``FINISHES`` is True takes more arguments, for rows that a list is the first or the last to add to:
 
-    prepare(..., finishes=rows)
-        runs of rows ``[n, 2]``, ascending, that this list finishes
+    prepare(..., begins=rows, finishes=rows)
+        runs of rows ``[n, 2]``, ascending, that this list begins and finishes
     forward(..., finished_THV=rounded)
-        writes those rows, with all that was added to them before, to ``rounded``, in the model's dtype, and not to ``out``; ``out`` may
-        hold anything where the LSE is -inf
+        writes the rows that the list finishes, with all that was added to them before, to ``rounded``, in the model's dtype, and not to
+        ``out``; ``out`` and ``lse`` may hold anything in the rows that it begins. Without it both begin as everywhere else, and rows stay
+        in ``out``
 
 A module may have a function for a dq that several lists add to one after the other, and nobody else:
 

@@ -161,7 +161,9 @@ class Forward:
         ahead = cute.make_rmem_tensor(RECORD, Int32)
         read_record(records, turn, ahead)
         while ahead[0] >= 0:
-            row0, _row1, segment, blocks, key, left, _edge, group, _counter, _place, _last = record_fields(ahead)
+            row0, _row1, segment, blocks, key, left, _edge, group, _counter, _place, _last, _first = record_fields(
+                ahead
+            )
             turn += cute.arch.grid_dim()[0]
             read_record(records, turn, ahead)
             head = group * P // self.share
@@ -190,6 +192,13 @@ class Forward:
                     key, left, _edge = segment_start(segments, segment)
 
     @cute.jit
+    def rows_there(self, row0, row1, first):
+        """The end of a tile's rows that may have results: its beginning, where the tile is the first to add to them."""
+        if const_expr(self.finishes):
+            row1 = row0 if first != 0 else row1
+        return row1
+
+    @cute.jit
     def fetch_results(self, out, lse, strides, rings, records):
         """Bring the results that are there to the L2 when a tile begins; they are read at its end."""
         o_row, o_head, l_row, l_head = strides
@@ -199,11 +208,14 @@ class Forward:
         ahead = cute.make_rmem_tensor(RECORD, Int32)
         read_record(records, turn, ahead)
         while ahead[0] >= 0:
-            row0, row1, _segment, _blocks, _key, _left, _edge, group, _counter, _place, _last = record_fields(ahead)
+            row0, row1, _segment, _blocks, _key, _left, _edge, group, _counter, _place, _last, first = record_fields(
+                ahead
+            )
             turn += cute.arch.grid_dim()[0]
             read_record(records, turn, ahead)
             cute.arch.mbarrier_wait(rings[0] + stage, phase)
             stage, phase = next_buffer(stage, phase, TILES)
+            row1 = self.rows_there(row0, row1, first)
             for i in cutlass.range_constexpr(2 * ROWS // 32):
                 m = lane + 32 * i
                 row, head = row0 + m // self.pack, group * self.pack + m % self.pack
@@ -246,7 +258,7 @@ class Forward:
         ahead = cute.make_rmem_tensor(RECORD, Int32)
         read_record(records, turn, ahead)
         while ahead[0] >= 0:
-            row0, row1, segment, blocks, key, left, edge, group, counter, place, last = record_fields(ahead)
+            row0, row1, segment, blocks, key, left, edge, group, counter, place, last, first = record_fields(ahead)
             turn += cute.arch.grid_dim()[0]
             read_record(records, turn, ahead)
             next_key, next_left, next_edge = segment_start(segments, segment + 1)
@@ -309,7 +321,7 @@ class Forward:
                 if place > 1:
                     wait_for_turn(counters + 2 * counter + wg, place // 2, thread, OWN + wg)
                     read_lse(lse, l_at, there)
-                in_base_2(there, row0, row1, m, P)
+                in_base_2(there, row0, self.rows_there(row0, row1, first), m, P)
             cute.arch.mbarrier_wait(v_full + stage, phase)
             product(mma_O, acc, [(rP, rV[None, None, None, stage])], False)
             if const_expr(not self.fresh):

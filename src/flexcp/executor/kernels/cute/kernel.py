@@ -67,19 +67,19 @@ def supports(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim
 class CuteWork(HopperWork):
     """A work list whose items are dealt to programs.
 
-    Tiles of keys are walked from their last queries to their first: under a causal mask all of them end with the same queries. ``finishes``
-    are runs of rows (``[n, 2]``, ascending) to which no later list adds.
+    Tiles of keys are walked from their last queries to their first: under a causal mask all of them end with the same queries. To the rows
+    of ``begins`` and ``finishes`` (runs, ``[n, 2]``, ascending) no earlier and no later list adds.
     """
 
-    def __init__(self, *arguments: Any, finishes: Ints) -> None:
+    def __init__(self, *arguments: Any, begins: Ints, finishes: Ints) -> None:
         super().__init__(*arguments)
-        self.finishes = finishes
+        self.begins, self.finishes = begins, finishes
 
     @cached_property
     def forward_segments(self) -> Segments:
-        """Tiles of packed query rows, each with rows that the list finishes or with others."""
-        tiles = query_tiles(self.slices, self.share, np.unique(self.finishes))
-        return Segments.of(tiles, BLOCK, self.device)
+        """Tiles of packed query rows, each with rows that the list begins or with others, and that it finishes or with others."""
+        borders = np.unique(np.concatenate([self.begins, self.finishes]))
+        return Segments.of(query_tiles(self.slices, self.share, borders), BLOCK, self.device)
 
     @cached_property
     def descending_segments(self) -> Segments:
@@ -190,9 +190,9 @@ class CuteWork(HopperWork):
             level = None if fresh else levelled(made.made, items, groups, programs, BLOCK)
             if level is None or not level.counters:
                 segments, counters = made.segments, made.segments
-                table = records(items, made.made, groups, finishes=self.finishes)
+                table = records(items, made.made, groups, None, self.begins, self.finishes)
             else:
-                table = records(level.items, level.made, groups, level.parts, self.finishes)
+                table = records(level.items, level.made, groups, level.parts, self.begins, self.finishes)
                 segments = uploaded(level.made.segments.reshape(-1), self.device)
                 counters = torch.zeros(level.counters, dtype=torch.int32, device=self.device)
             there = [uploaded(table.reshape(-1), self.device), segments, counters]
@@ -212,13 +212,14 @@ class CuteWork(HopperWork):
 
 
 def prepare(
-    slices: Ints, heads: int, kv_heads: int, head_dim: int, v_head_dim: int, device: torch.device, finishes: Ints = NO_ROWS,
+    slices: Ints, heads: int, kv_heads: int, head_dim: int, v_head_dim: int, device: torch.device,
+    begins: Ints = NO_ROWS, finishes: Ints = NO_ROWS,
 ) -> CuteWork:  # fmt: skip
     """The work list of ``slices``; reusable by every layer and by forward and backward."""
     reason = supports(device, torch.bfloat16, head_dim, v_head_dim)
     if reason:
         raise NotImplementedError(reason)
-    return CuteWork(slices, heads, kv_heads, head_dim, v_head_dim, device, finishes=finishes)
+    return CuteWork(slices, heads, kv_heads, head_dim, v_head_dim, device, begins=begins, finishes=finishes)
 
 
 def forward(
@@ -230,7 +231,7 @@ def forward(
     made = work.forward_segments
     if not made.count:
         return
-    finishes = finished_THV is not None and len(work.finishes) > 0
+    finishes = finished_THV is not None and len(work.begins) + len(work.finishes) > 0
     rounded = finished_THV if finished_THV is not None and finishes else q_THD
     q, k, v = _fitting(work, (q_THD, k_TGD, v_TGV), (out_THV, lse_TH, rounded))
     programs, tables = work.forward_tables(programs_of(FAR, settings, work), settings.fresh)
