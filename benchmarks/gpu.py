@@ -200,7 +200,7 @@ def plans(argument: Any) -> Any:
             for seed in range(PACKS):
                 for rank in range(0, ranks, ranks // RANKS_TIMED):
                     lists = rank_lists(made, f"{data}/{ranks}/{seed}/{rank}/{backward}/")
-                    rate, tiles, ms = b.work_rate(kernel, lists, bool(backward), dense)
+                    rate, tiles, ms = b.work_rate(kernel, lists, bool(backward), dense, rounds=2)
                     found.append((rate, worth / ms, tiles))
             rate, square_rate, tiles = np.mean(found, axis=0)
             row |= {"samples": len(found), way: rate, f"dense {way}": square_rate, f"tiles allow {way}": tiles}

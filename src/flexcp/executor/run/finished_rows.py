@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcp import masks
 from flexcp.executor.run.rank_program import RankProgram, ShelfWork, Slot
 from flexcp.masks import Q0, Q1
 from flexcp.plan.memory import QUERIES
@@ -74,10 +73,8 @@ def _adds_to_own(slot: Slot) -> bool:
 
 
 def _touched(work: ShelfWork, rows: int) -> Flags:
-    """Rows that see a key in the list."""
-    slices = masks.trim(work.slices)
-    slices = slices[~masks.is_empty(slices)]
-    change = np.bincount(slices[:, Q0], minlength=rows + 1) - np.bincount(slices[:, Q1], minlength=rows + 1)
+    """Rows of the list's slices, which are trimmed: each sees a key."""
+    change = np.bincount(work.slices[:, Q0], minlength=rows + 1) - np.bincount(work.slices[:, Q1], minlength=rows + 1)
     return np.cumsum(change)[:rows] > 0
 
 
