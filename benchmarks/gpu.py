@@ -172,7 +172,8 @@ def plan_work() -> dict[str, Any]:
                         made[key] = w.slices
                         made[key + "/shape"] = np.array([queries.rows, keys.rows, *shelf, at < touched[w.q_shelf]])
                         if finished is not None:
-                            made[key + "/finishes"] = finished[at][i]
+                            made[key + "/begins"] = finished[at][i].begins
+                            made[key + "/finishes"] = finished[at][i].finishes
     return made
 
 
@@ -199,7 +200,7 @@ def plans(argument: Any) -> Any:
             for seed in range(PACKS):
                 for rank in range(0, ranks, ranks // RANKS_TIMED):
                     lists = rank_lists(made, f"{data}/{ranks}/{seed}/{rank}/{backward}/")
-                    rate, tiles, ms = b.work_rate(kernel, lists, bool(backward), dense)
+                    rate, tiles, ms = b.work_rate(kernel, lists, bool(backward), dense, rounds=2)
                     found.append((rate, worth / ms, tiles))
             rate, square_rate, tiles = np.mean(found, axis=0)
             row |= {"samples": len(found), way: rate, f"dense {way}": square_rate, f"tiles allow {way}": tiles}
@@ -215,7 +216,10 @@ def rank_lists(made: dict[str, Any], prefix: str) -> list[Any]:
     keys = sorted(
         (k for k in made if k.startswith(prefix) and k.split("/")[-1].isdigit()), key=lambda k: int(k.split("/")[-1])
     )
-    return [Listed(made[k], *made[k + "/shape"].tolist(), made.get(k + "/finishes")) for k in keys]
+    return [
+        Listed(made[k], *made[k + "/shape"].tolist(), *(made.get(k + x) for x in ("/begins", "/finishes")))
+        for k in keys
+    ]
 
 
 def margin(argument: Any) -> Any:

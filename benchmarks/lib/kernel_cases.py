@@ -205,25 +205,26 @@ def list_results(
             if last > first:
                 share = model.heads // model.kv_heads
                 made.append((slice(first * share, last * share), slice(first, last), part))
-    finished_GT, runs = _finished(made, model.kv_heads, len(q))
-    if not getattr(kernel, "FINISHES", False) or rng.integers(2):
-        finished_GT, runs = np.zeros_like(finished_GT), [np.zeros((0, 2), np.int64)] * len(made)
+    finished_GT, finishes = _first_to_add(made[::-1], model.kv_heads, len(q))
+    begun_GT, begins = _first_to_add(made, model.kv_heads, len(q))
+    runs = list(zip(begins, reversed(finishes), strict=True))
+    may_finish = getattr(kernel, "FINISHES", False) and bool(rng.integers(2))
     lists = []
-    for (heads, groups, part), rows in zip(made, runs, strict=True):
+    for (heads, groups, part), (begun_rows, finished_rows) in zip(made, runs, strict=True):
         sizes = (heads.stop - heads.start, groups.stop - groups.start, model.head_dim, model.v_head_dim)
-        own_rows = {"finishes": rows} if len(rows) else {}
+        own_rows = {"begins": begun_rows, "finishes": finished_rows} if may_finish else {}
         lists.append((heads, groups, kernel.prepare(part, *sizes, q.device, **own_rows)))
-    # What nobody has added to may be anything where lists finish rows.
-    out = torch.full(do.shape, torch.nan if finished_GT.any() else 0.0, device=q.device)
-    lse, rounded = torch.full(do.shape[:2], -torch.inf, device=q.device), torch.full_like(do, torch.nan)
+    # Rows that a list begins may hold anything; others begin as sums do.
+    begun = torch.from_numpy(begun_GT.T).to(q.device).repeat_interleave(model.heads // model.kv_heads, 1) & may_finish
+    out = torch.where(begun[..., None], torch.nan, torch.zeros(do.shape, device=q.device))
+    lse = torch.where(begun, 3.0, torch.full(do.shape[:2], -torch.inf, device=q.device))
+    rounded = torch.full_like(do, torch.nan)
     for heads, groups, work in lists:
-        finished = {"finished_THV": rounded[:, heads]} if finished_GT.any() else {}
+        finished = {"finished_THV": rounded[:, heads]} if may_finish else {}
         own_out, own_lse = out[:, heads], lse[:, heads]
         kernel.forward(q[:, heads], k[:, groups], v[:, groups], work, settings, own_out, own_lse, **finished)
-    written = (
-        torch.from_numpy(finished_GT.T).to(q.device).repeat_interleave(model.heads // model.kv_heads, 1)[..., None]
-    )
-    out = torch.where(written, rounded.float(), torch.where((lse == -torch.inf)[..., None], 0.0, out))
+    written = torch.from_numpy(finished_GT.T).to(q.device).repeat_interleave(model.heads // model.kv_heads, 1)
+    out = torch.where((written & may_finish)[..., None], rounded.float(), out)
     delta = (out.to(q.dtype).float() * do.float()).sum(-1) - (dlse_TH.float() if dlse else 0.0)
     dq, dk, dv = (torch.zeros(x.shape, device=q.device) for x in (q, k, v))
     left_open = int(rng.integers(0, len(lists) + 1)) if hasattr(kernel, "close_dq") else 0
@@ -238,21 +239,21 @@ def list_results(
     return dict(zip(RESULTS, (out.to(q.dtype), lse, *(x.to(q.dtype) for x in (dq, dk, dv))), strict=False))
 
 
-def _finished(
+def _first_to_add(
     lists: list[tuple[slice, slice, np.ndarray]], kv_heads: int, rows: int
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """``[KV head, row]`` whether a list finishes it, and the runs of rows that each list finishes in all of its heads."""
-    later, finished = (np.zeros((kv_heads, rows), np.bool_) for _ in range(2))
+    """``[KV head, row]`` whether some list is the first to add to it in all of the list's heads, and the runs of rows of each list."""
+    before, found = (np.zeros((kv_heads, rows), np.bool_) for _ in range(2))
     runs = []
-    for _, groups, part in reversed(lists):
+    for _, groups, part in lists:
         touched = np.zeros(rows, np.bool_)
         for first, last in masks.trim(part)[:, :2].tolist():
             touched[first:last] = True
-        alone = touched & ~later[groups].any(axis=0)
-        later[groups] |= touched
-        finished[groups] |= alone
+        alone = touched & ~before[groups].any(axis=0)
+        before[groups] |= touched
+        found[groups] |= alone
         runs.append(np.flatnonzero(np.diff(np.concatenate([[False], alone, [False]]))).reshape(-1, 2))
-    return finished, runs[::-1]
+    return found, runs
 
 
 def _error(x: Tensor, exact: Tensor) -> float:

@@ -1,8 +1,8 @@
 """Proves that a row which a list finishes is written by the last of those that add to it, and that nothing reads or adds to it afterwards.
 
-The CPU kernel is made one that finishes rows: what it finishes goes to the rounded output, and NaN goes to the sums in its place. It takes
-sums of rows that nobody has added to as zero, whatever is there. Whoever finishes a row too early, twice or never, changes the output;
-else it is the plain kernel's, bit for bit.
+The CPU kernel is made one that begins and finishes rows: what it begins it clears first, what it finishes goes to the rounded output, and
+NaN goes to the sums in its place. Whoever begins a row too late or finishes it too early, twice or never, changes the output; else it is
+the plain kernel's, bit for bit.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ NO_ROWS = np.zeros((0, 2), np.int64)
 @dataclass(frozen=True)
 class Listed:
     slices: Ints
+    begins: Ints
     finishes: Ints
 
 
@@ -48,8 +49,8 @@ def finishing() -> Iterator[list[int]]:
     """The CPU kernel finishes rows; yields how many in each list."""
     plain, rows = cpu.forward, []
 
-    def prepare(slices: Ints, *sizes: Any, finishes: Ints = NO_ROWS) -> Listed:
-        return Listed(slices, finishes)
+    def prepare(slices: Ints, *sizes: Any, begins: Ints = NO_ROWS, finishes: Ints = NO_ROWS) -> Listed:
+        return Listed(slices, begins, finishes)
 
     def forward(
         q: Tensor, k: Tensor, v: Tensor, work: Listed, settings: Settings, out: Tensor, lse: Tensor,
@@ -58,7 +59,8 @@ def finishing() -> Iterator[list[int]]:
         if finished_THV is None:
             plain(q, k, v, work.slices, settings, out, lse)
             return
-        out.masked_fill_((lse == -torch.inf)[..., None], 0.0)
+        for first, last in work.begins.tolist():
+            out[first:last], lse[first:last] = 0.0, -torch.inf
         plain(q, k, v, work.slices, settings, out, lse)
         rows.append(int((work.finishes[:, 1] - work.finishes[:, 0]).sum()))
         for first, last in work.finishes.tolist():
@@ -120,10 +122,11 @@ def test_a_row_that_sees_no_key_is_finished_by_nobody() -> None:
     assert finished_rows(rank_program(plan, 0, 0, False)) is None
 
 
-def test_every_row_of_a_ring_is_finished_once() -> None:
+def test_every_row_of_a_ring_is_begun_and_finished_once() -> None:
     plan = plan_for(4, "ring")
     for rank in range(4):
         found = finished_rows(rank_program(plan, rank, 0, False))
         assert found is not None
-        rows = np.concatenate([np.arange(a, b) for slot in found for runs in slot for a, b in runs.tolist()])
-        assert sorted(rows.tolist()) == list(range(int(plan.placement.tokens[rank])))
+        for runs in ([x.begins for slot in found for x in slot], [x.finishes for slot in found for x in slot]):
+            rows = np.concatenate([np.arange(a, b) for a, b in np.concatenate(runs).tolist()])
+            assert sorted(rows.tolist()) == list(range(int(plan.placement.tokens[rank])))

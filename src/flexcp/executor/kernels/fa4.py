@@ -53,9 +53,10 @@ class Fa4Work(CuteWork):
         head_dim: int,
         v_head_dim: int,
         device: torch.device,
+        begins: Ints,
         finishes: Ints,
     ) -> None:
-        super().__init__(slices, heads, kv_heads, head_dim, v_head_dim, device, finishes=finishes)
+        super().__init__(slices, heads, kv_heads, head_dim, v_head_dim, device, begins=begins, finishes=finishes)
         self.form = form_of(slices)
         self.foreign = (False, False) if self.form is None else cheaper(self.form, int(masks.area(slices).sum()), heads)
         if self.form is not None and len(self.form.rows_at) > 2:
@@ -103,13 +104,14 @@ def _functions() -> tuple[Any, Any]:
 
 
 def prepare(
-    slices: Ints, heads: int, kv_heads: int, head_dim: int, v_head_dim: int, device: torch.device, finishes: Ints = NO_ROWS,
+    slices: Ints, heads: int, kv_heads: int, head_dim: int, v_head_dim: int, device: torch.device,
+    begins: Ints = NO_ROWS, finishes: Ints = NO_ROWS,
 ) -> Fa4Work:  # fmt: skip
     """The work list of ``slices``; reusable by every layer and by forward and backward."""
     reason = supports(device, torch.bfloat16, head_dim, v_head_dim)
     if reason:
         raise NotImplementedError(reason)
-    return Fa4Work(slices, heads, kv_heads, head_dim, v_head_dim, device, finishes)
+    return Fa4Work(slices, heads, kv_heads, head_dim, v_head_dim, device, begins, finishes)
 
 
 def forward(

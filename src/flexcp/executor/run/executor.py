@@ -85,8 +85,8 @@ def run_backward(
             return local_backward(kernel, work.list, work.whole, runtime.types, runtime.settings, q, k, v, lse, back)
         own = {QUERIES: {"q": q, "do": back.do, "lse": lse, "delta": back.delta}, KEYS: {"k": k, "v": v}}
         with runtime.arena.lease(prepared.program.layout.size, runtime.types.device) as memory:
-            shelves = _PassRun(prepared, runtime, True, memory, kept).run(own)
-    return shelves[QUERIES]["dq"], shelves[KEYS]["dk"], shelves[KEYS]["dv"]
+            shelves = _PassRun(prepared, runtime, True, memory, kept, rounded=True).run(own)
+    return shelves[QUERIES].get("finished", shelves[QUERIES]["dq"]), shelves[KEYS]["dk"], shelves[KEYS]["dv"]
 
 
 class _PassRun:
@@ -98,7 +98,7 @@ class _PassRun:
         self.shelves: Shelves = {}
         self.exchange, self.memory, self.kept = runtime.exchange, memory, kept
         self.may_open = backward and not runtime.settings.deterministic
-        self.finishes = rounded and prepared.finishes
+        self.finishes = rounded and prepared.finishes and (self.may_open or not backward)
 
     def run(self, own: dict[int, dict[str, Tensor]]) -> Shelves:
         types, packing, shelves = self.runtime.types, self.prepared.packing, self.program.shelves
@@ -135,7 +135,9 @@ class _PassRun:
                 self._compute(work, settings)
             if self.may_open:
                 for number in self.prepared.closes[stage]:
-                    self.prepared.kernel.close_dq(self.shelves[number]["dq"], self.runtime.settings)
+                    rows = self.shelves[number]
+                    last = {"finished_THD": rows["finished"]} if "finished" in rows else {}
+                    self.prepared.kernel.close_dq(rows["dq"], self.runtime.settings, **last)
             if mark is not None:
                 mark()
         self.exchange.finish()

@@ -20,7 +20,7 @@ from torch import Tensor
 from flexcp.cost import CostModel
 from flexcp.executor.kernels import Settings, accumulator_dtype, find_kernel
 from flexcp.executor.kernels.choose import choose_kernel
-from flexcp.executor.run.finished_rows import finished_rows
+from flexcp.executor.run.finished_rows import OwnRows, finished_rows
 from flexcp.executor.run.rank_program import RankProgram, ShelfWork, rank_program
 from flexcp.measure.calibrate.kernels import keep_busy
 from flexcp.plan.memory import KEYS
@@ -102,7 +102,7 @@ def _shelves(program: RankProgram, shape: Shape, device: torch.device) -> dict[i
 
 
 def _call(
-    work: ShelfWork, finishes: Ints | None, program: RankProgram, shape: Shape, shelves: dict[int, Fields], module: Any,
+    work: ShelfWork, own: OwnRows | None, program: RankProgram, shape: Shape, shelves: dict[int, Fields], module: Any,
     backward: bool, device: torch.device,
 ) -> Callable[[], Any]:  # fmt: skip
     """One launch, ready to go."""
@@ -111,15 +111,15 @@ def _call(
     heads = slice(work.h0 - h0, work.h1 - h0)
     groups = slice(work.h0 // share - g0, -(-work.h1 // share) - g0)
     counts = (heads.stop - heads.start, groups.stop - groups.start)
-    last = {} if finishes is None or not len(finishes) else {"finishes": finishes}
-    listed = module.prepare(work.slices, *counts, shape.head_dim, shape.v_head_dim, device, **last)
+    rows = {} if own is None else {"begins": own.begins, "finishes": own.finishes}
+    listed = module.prepare(work.slices, *counts, shape.head_dim, shape.v_head_dim, device, **rows)
     q = {name: x[:, heads] for name, x in shelves[work.q_shelf].items()}
     kv = {name: x[:, groups] for name, x in shelves[work.kv_shelf].items()}
     settings = Settings(shape.head_dim**-0.5)
     if backward:
         inputs = (q["q"], kv["k"], kv["v"], q["do"], q["lse"], q["delta"])
         return lambda: module.backward(*inputs, listed, settings, q["dq"], kv["dk"], kv["dv"])
-    rounded = {} if finishes is None else {"finished_THV": q["finished"]}
+    rounded = {} if own is None else {"finished_THV": q["finished"]}
     return lambda: module.forward(q["q"], kv["k"], kv["v"], listed, settings, q["out"], q["lse"], **rounded)
 
 

@@ -25,7 +25,15 @@ from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from flexcp.executor.kernels.cute.items import RECORD
-from flexcp.executor.kernels.cute.merging import add_scaled, pass_turn, read_lse, read_results, wait_for_turn, weigh
+from flexcp.executor.kernels.cute.merging import (
+    add_scaled,
+    in_base_2,
+    pass_turn,
+    read_lse,
+    read_results,
+    wait_for_turn,
+    weigh,
+)
 from flexcp.executor.kernels.cute.parts import (
     COMPUTE_REGISTERS,
     LN2,
@@ -153,7 +161,9 @@ class Forward:
         ahead = cute.make_rmem_tensor(RECORD, Int32)
         read_record(records, turn, ahead)
         while ahead[0] >= 0:
-            row0, _row1, segment, blocks, key, left, _edge, group, _counter, _place, _last = record_fields(ahead)
+            row0, _row1, segment, blocks, key, left, _edge, group, _counter, _place, _last, _first = record_fields(
+                ahead
+            )
             turn += cute.arch.grid_dim()[0]
             read_record(records, turn, ahead)
             head = group * P // self.share
@@ -182,6 +192,13 @@ class Forward:
                     key, left, _edge = segment_start(segments, segment)
 
     @cute.jit
+    def rows_there(self, row0, row1, first):
+        """The end of a tile's rows that may have results: its beginning, where the tile is the first to add to them."""
+        if const_expr(self.finishes):
+            row1 = row0 if first != 0 else row1
+        return row1
+
+    @cute.jit
     def fetch_results(self, out, lse, strides, rings, records):
         """Bring the results that are there to the L2 when a tile begins; they are read at its end."""
         o_row, o_head, l_row, l_head = strides
@@ -191,11 +208,14 @@ class Forward:
         ahead = cute.make_rmem_tensor(RECORD, Int32)
         read_record(records, turn, ahead)
         while ahead[0] >= 0:
-            row0, row1, _segment, _blocks, _key, _left, _edge, group, _counter, _place, _last = record_fields(ahead)
+            row0, row1, _segment, _blocks, _key, _left, _edge, group, _counter, _place, _last, first = record_fields(
+                ahead
+            )
             turn += cute.arch.grid_dim()[0]
             read_record(records, turn, ahead)
             cute.arch.mbarrier_wait(rings[0] + stage, phase)
             stage, phase = next_buffer(stage, phase, TILES)
+            row1 = self.rows_there(row0, row1, first)
             for i in cutlass.range_constexpr(2 * ROWS // 32):
                 m = lane + 32 * i
                 row, head = row0 + m // self.pack, group * self.pack + m % self.pack
@@ -238,7 +258,7 @@ class Forward:
         ahead = cute.make_rmem_tensor(RECORD, Int32)
         read_record(records, turn, ahead)
         while ahead[0] >= 0:
-            row0, row1, segment, blocks, key, left, edge, group, counter, place, last = record_fields(ahead)
+            row0, row1, segment, blocks, key, left, edge, group, counter, place, last, first = record_fields(ahead)
             turn += cute.arch.grid_dim()[0]
             read_record(records, turn, ahead)
             next_key, next_left, next_edge = segment_start(segments, segment + 1)
@@ -246,13 +266,13 @@ class Forward:
             for r in cutlass.range_constexpr(2):
                 row, head = row0 + m[r] // P, group * P + m[r] % P
                 o_at[r] = row * o_row + head * o_head
-                l_at[r] = row * l_row + head * l_head
+                # Of a row past the tile's last, that one's: it is read, and never written.
+                l_at[r] = cutlass.min(row, row1 - 1) * l_row + head * l_head
             top.fill(-Float32.inf)
             total.fill(0.0)
             acc.fill(0.0)
             if const_expr(not self.fresh):
-                # Of a part that waits they are not there yet.
-                read_lse(lse, l_at, row0, row1 if place <= 1 else row0, m, P, there)
+                read_lse(lse, l_at, there)
 
             # The first block: logits and softmax.
             cute.arch.mbarrier_wait(q_full + q_stage, q_phase)
@@ -300,11 +320,15 @@ class Forward:
             if const_expr(not self.fresh):
                 if place > 1:
                     wait_for_turn(counters + 2 * counter + wg, place // 2, thread, OWN + wg)
-                    read_lse(lse, l_at, row0, row1, m, P, there)
-                # Into the registers of the logits, which are used up; they arrive while the values are multiplied.
-                read_results(out, o_at, column0, there, V, s)
+                    read_lse(lse, l_at, there)
+                in_base_2(there, row0, self.rows_there(row0, row1, first), m, P)
             cute.arch.mbarrier_wait(v_full + stage, phase)
             product(mma_O, acc, [(rP, rV[None, None, None, stage])], False)
+            if const_expr(not self.fresh):
+                adds = cute.arch.vote_any_sync(cutlass.max(there[0], there[1]) != -Float32.inf)
+                if adds:
+                    # Into the registers of the logits, which are used up; they arrive while the values are multiplied.
+                    read_results(out, o_at, column0, there, V, s)
             warpgroup.wait_group(0)
             arrive(v_free + stage)
             stage, phase = next_buffer(stage, phase, self.stages)
@@ -322,8 +346,9 @@ class Forward:
                 if row0 + m[r] // P < row1 and lane % 4 == 0:
                     (lse + l_at[r]).store((top[r] + cute.math.log2(whole, fastmath=True)) * LN2)
             self.rescale(acc, share)
-            if const_expr(not self.fresh):
-                add_scaled(acc, s, old_share)
+            if const_expr(not self.fresh):  # noqa: SIM102  (this is known when it is compiled, the next is not)
+                if adds:
+                    add_scaled(acc, s, old_share)
             if const_expr(not self.rounds):
                 self.write_sums(acc, out, o_at, row0, row1, m, column0)
             elif const_expr(not self.finishes):  # noqa: SIM114  (this is known when it is compiled, the next is not)

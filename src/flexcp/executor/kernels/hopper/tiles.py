@@ -42,10 +42,12 @@ def key_tiles(slices: Ints, share: int) -> TileList:
     return tile_list(transposed(slices), BLOCK, QUERIES // packed_heads(share), odd_clear=False)
 
 
-def longest_part(made: TileList, kv_heads: int, share: int, units: int) -> int:
+def longest_part(
+    made: TileList, kv_heads: int, share: int, units: int, parts: int = PARTS, shortest: int = SHORTEST_PART
+) -> int:
     """Blocks of a tile of keys above which it is split, on so many multiprocessors."""
     blocks = made.blocks * kv_heads * (share // packed_heads(share))
-    return max(SHORTEST_PART, blocks // (units * PARTS))
+    return max(shortest, blocks // (units * parts))
 
 
 def tiles_in_turn(blocks: Ints, row_bytes: int, groups: int, kv_heads: int, programs: int) -> int:
