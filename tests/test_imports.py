@@ -6,6 +6,7 @@ Imports are read from the source (house.py). What importing, planning and asking
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -93,6 +94,25 @@ def test_every_public_name_resolves() -> None:
         assert getattr(flexcp, name) is not None, name
         assert name in dir(flexcp)
     assert flexcp.__version__.count(".") == 2
+
+
+def test_rooms_and_their_modules_are_attributes_without_an_import_of_their_own() -> None:
+    """Every name as the API page writes it, after ``import flexcp`` alone."""
+    page = (house.SOURCE.parent / "docs" / "api.md").read_text()
+    names = set(re.findall(r"^(flexcp\.(?:data|frameworks|report)\.[\w.]+)\(", page, re.MULTILINE))
+    assert {"flexcp.frameworks.used", "flexcp.data.Loader", "flexcp.report.page.write_report"} <= names
+    loaded_by("import flexcp\n" + "\n".join(sorted(names)))
+    assert {"data", "frameworks", "report"} <= set(dir(flexcp))
+
+
+def test_asking_whether_a_step_was_used_loads_nothing_heavy() -> None:
+    assert not loaded_by("import flexcp; flexcp.frameworks.used") & {*HEAVY, "transformers"}
+
+
+@pytest.mark.parametrize("room", ["frameworks", "report"])
+def test_an_unknown_name_of_a_room_is_an_attribute_error(room: str) -> None:
+    with pytest.raises(AttributeError, match=f"'flexcp.{room}' has no attribute 'usd'"):
+        _ = getattr(flexcp, room).usd
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -504,12 +504,13 @@ def test_wrong_lengths_and_odd_samples_are_refused() -> None:
         ),
         (
             [[5, 6, 7]],
-            r"has shape \[1, 3\], but labels are one for each of the 3 tokens, \[3\]; pass its one row, labels\[0\]$",
+            r"has shape \[1, 3\], but labels are one for each of the 3 tokens, \[3\]; pass labels\[0\]$",
         ),
         (
             [[5], [6], [7]],
-            r"has shape \[3, 1\], but labels are one for each of the 3 tokens, \[3\]; give every token its own",
+            r"has shape \[3, 1\], but labels are one for each of the 3 tokens, \[3\]; pass labels\[:, 0\]$",
         ),
+        ([5.0, 6.0, 7.0], r"sample 0: labels of field 'labels' are torch.float32, and token ids are whole numbers"),
     ],
 )
 def test_labels_of_another_shape_are_told_what_they_should_be(labels: list[Any], said: str) -> None:

@@ -73,3 +73,13 @@ def test_what_comments_mean() -> None:
     assert [b.language for b in found] == ["python", "python", "python", "bash"]
     with pytest.raises(ValueError, match="none of"):
         list(blocks.blocks_of("<!-- not run here: no -->\n```python\nx\n```\n", "p"))
+
+
+@pytest.mark.parametrize("page", ["frameworks.md", "data.md"])
+def test_whoever_reads_how_to_sum_gradients_reads_that_a_mean_is_wrong_there(page: str) -> None:
+    """Nothing can see this mistake, so the text beside the snippet must say it, with the way out."""
+    paragraphs = blocks.pages()[page].split("\n\n")
+    warned = [text for text in paragraphs if "fsdp.sum_gradients`" in text and "too large as there are ranks" in text]
+    assert len(warned) == 1 and "mean" in warned[0] and "share(" in warned[0]
+    shown = [i for i, text in enumerate(paragraphs) if text.rstrip().endswith("```") and "fsdp.sum_gradients(" in text]
+    assert all(paragraphs[i + 1] == warned[0] for i in shown) and (shown or page == "data.md")
