@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -136,21 +137,27 @@ def test_few_modules_lie_in_the_root() -> None:
     assert len(list((house.SOURCE / "flexcp").glob("*.py"))) <= 9
 
 
+@cache
+def own_imports() -> list[house.Import]:
+    """Read once: that takes seconds."""
+    return house.imports(house.SOURCE)
+
+
 def test_no_arrow_runs_up() -> None:
-    assert house.arrows_up(house.arrows(house.imports(house.SOURCE), house.module_files(house.SOURCE))) == []
+    assert house.arrows_up(house.arrows(own_imports(), house.module_files(house.SOURCE))) == []
 
 
 def test_no_circle_between_rooms() -> None:
-    assert house.circles(set(house.arrows(house.imports(house.SOURCE), house.module_files(house.SOURCE)))) == []
+    assert house.circles(set(house.arrows(own_imports(), house.module_files(house.SOURCE)))) == []
 
 
 def test_no_way_leads_from_planning_to_torch() -> None:
-    assert house.ways_to_torch(house.imports(house.SOURCE)) == []
+    assert house.ways_to_torch(own_imports()) == []
 
 
 @pytest.mark.parametrize("room", ["executor.kernels", "executor.exchange", "executor.run", "executor"])
 def test_the_executor_reaches_no_planner(room: str) -> None:
-    pairs = set(house.arrows(house.imports(house.SOURCE), house.module_files(house.SOURCE)))
+    pairs = set(house.arrows(own_imports(), house.module_files(house.SOURCE)))
     assert not house.reached(room, pairs) & {"schedule", "simulator", "planners", "planner"}
 
 

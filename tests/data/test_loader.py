@@ -94,8 +94,9 @@ def check_union(results: list[dict[str, Any]], lengths: list[int], numbers: list
         assert len({p["hash"] for p in parts}) == 1
 
 
-@pytest.mark.parametrize("ranks", range(1, 9))
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
 def test_the_union_of_all_ranks_is_the_batch(ranks: int, pool: RankPool) -> None:
+    """On 1 to 4 ranks every mode meets every strategy."""
     for i, mode in enumerate(MODES):
         equal = {"plan_options": {"tokens": "equal", "pad_to": 8}} if (ranks + i) % 2 else {}
         found = pool.run(delivered_with, mode, STRATEGIES[(ranks + i) % 4], equal, ranks=ranks)
