@@ -37,21 +37,21 @@ def lay_segments(
     for laying in (False, True):  # counted, then laid
         if own_slot >= 0:
             for i in range(len(run_rank)):
-                group = own_heads * ranks + run_rank[i]
+                own = own_heads * ranks + run_rank[i]
                 if laying:
-                    lay(found, room[group], run_start[i], run_stop[i], own_slot, 0)
-                    room[group] += 1
+                    lay(found, room[own], run_start[i], run_stop[i], own_slot, 0)
+                    room[own] += 1
                 else:
-                    first[group + 1] += 1
+                    first[own + 1] += 1
         for p in range(len(target)):
             group = heads[p] * ranks + target[p]
             at = run_with(start[p], of_rank, first_run[owner[p]], first_run[owner[p] + 1], local, run_start, run_stop)
             while at < first_run[owner[p] + 1] and local[of_rank[at]] < stop[p] and start[p] < stop[p]:
-                i = of_rank[at]
+                run = of_rank[at]
                 if laying:
-                    move = run_start[i] - local[i]
-                    end = min(stop[p] + move, run_stop[i])
-                    lay(found, room[group], max(start[p] + move, run_start[i]), end, slot[p], shelf[p])
+                    move = run_start[run] - local[run]
+                    end = min(stop[p] + move, run_stop[run])
+                    lay(found, room[group], max(start[p] + move, run_start[run]), end, slot[p], shelf[p])
                     room[group] += 1
                 else:
                     first[group + 1] += 1

@@ -56,9 +56,10 @@ def cut_runs(rank: Ints, start: Ints, stop: Ints, starts: Ints, seat: Ints) -> t
     dealt, free = np.empty((count, RUN_COLUMNS), np.int32), first[:-1].copy()
     for i in range(count):
         d = pieces[i, PIECE_DOCUMENT]
-        for column in range(RUN_COLUMNS):
-            dealt[free[d], column] = pieces[i, column]
+        to = free[d]
         free[d] += 1
+        for column in range(RUN_COLUMNS):
+            dealt[to, column] = pieces[i, column]
     runs, regions = np.empty((len(dealt), RUN_COLUMNS), np.int32), np.empty((len(dealt), REGION_COLUMNS), np.int32)
     order, region = np.zeros(1, np.int64), -1
     for d in range(documents):
