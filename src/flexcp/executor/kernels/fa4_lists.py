@@ -19,7 +19,7 @@ Ints = NDArray[np.int64]
 BLOCK = 128
 OWN_PRICES = ((1.0, 3.0, 0.0), (1.0, 6.0, 0.0))
 ONE_DOCUMENT_PRICES = ((0.955, 3.0, 0.0), (0.905, 7.1, 2700.0))
-DOCUMENTS_PRICES = ((0.97, 4.3, 0.0), (1.0, 7.4, 2700.0))
+DOCUMENTS_PRICES = ((0.91, 3.95, 0.0), (1.0, 7.4, 2700.0))
 """Of the CuTe kernel, and of FlashAttention-4 on one document and on several; forward and backward: a block of 128 queries and keys of one
 head, what a tile of 128 queries costs besides, and what a call costs, in blocks of the CuTe kernel. Set by hand so that they
 give the ratios of eight workloads on an H200."""
