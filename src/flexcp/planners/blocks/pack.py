@@ -189,30 +189,33 @@ class BinLimits:
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Items in bins: columns of ``[items, 3]`` (document, first, last row), their bins; keys fetched; worst violation."""
+    """Items in bins: columns of ``[items, 3]`` (document, first, last row), their bins; keys fetched; worst violation; pairs tried."""
 
     items: Ints
     bins: Ints
     keys: int
     violation: int
+    steps: int
 
 
 def pack(loads: RowLoads, items: Ints, limits: BinLimits) -> Packed:
     """Items ``[n, 3]`` into bins: peel, deal, repair in a few variants, and climb from the best of them."""
     from flexcp.planners.blocks import compiled_pack
 
-    table, keys, over = compiled_pack.pack(*_arguments(loads, items, limits, loads.ruler, loads.reads))
-    return Packed(table[:, :3], table[:, compiled_pack.BIN], int(keys), int(over))
+    table, keys, over, steps = compiled_pack.pack(*_arguments(loads, items, limits, loads.ruler, loads.reads))
+    return Packed(table[:, :3], table[:, compiled_pack.BIN], int(keys), int(over), int(steps))
 
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """A node's items on its ranks, in the columns of :mod:`flexcp.planners.blocks.compiled_node`; bytes received; worst violation."""
+    """A node's items on its ranks, in the columns of :mod:`flexcp.planners.blocks.compiled_node`; bytes received; worst violation;
+    pairs tried."""
 
     work: Ints
     kept: Ints
     bytes: int
     violation: int
+    steps: int
 
 
 def place_node(
@@ -228,9 +231,9 @@ def place_node(
     arguments = _arguments(loads, items, limits, *measures)
     found = []
     for team in teams:
-        work, kept, moved, over = compiled_node.node(*arguments, team, key_bytes, row_bytes)
+        work, kept, moved, over, steps = compiled_node.node(*arguments, team, key_bytes, row_bytes)
         work[:, 2], kept[:, 1] = documents[work[:, 2]], documents[kept[:, 1]]
-        found.append(Placed(work, kept, int(moved), int(over)))
+        found.append(Placed(work, kept, int(moved), int(over), int(steps)))
     return found
 
 
