@@ -11,8 +11,6 @@ Each group's documents are in stream order.
 
 from __future__ import annotations
 
-import heapq
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -52,33 +50,15 @@ def _loads(request: Request, parts: int) -> Ints:
 
 def deal(lengths: Ints, groups: int) -> list[Ints]:
     """Documents to groups by tokens: longest first to the one with the fewest."""
-    heap = [(0, g) for g in range(groups)]
-    found: list[list[int]] = [[] for _ in range(groups)]
-    order = np.argsort(-lengths, kind="stable")
-    for document, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
-        tokens, group = heap[0]
-        found[group].append(document)
-        heapq.heapreplace(heap, (tokens + length, group))
-    return [np.array(sorted(d), np.int64) for d in found]
+    return _deal_by_load(lengths, lengths, groups, None)
 
 
 def _deal_by_load(loads: Ints, tokens: Ints, groups: int, room: int | None) -> list[Ints]:
     """Documents to groups: the largest load first to the least loaded that has room for its tokens, or where none has to the emptiest."""
-    heap, kept = [(0, g) for g in range(groups)], [0] * groups
-    found: list[list[int]] = [[] for _ in range(groups)]
+    from flexcp.planners.static import compiled_dealing
+
+    if groups == 1:
+        return [np.arange(len(loads), dtype=np.int64)]
     order = np.argsort(-loads, kind="stable")
-    for document, load, more in zip(order.tolist(), loads[order].tolist(), tokens[order].tolist(), strict=True):
-        full = []
-        while heap and room is not None and kept[heap[0][1]] + more > room:
-            full.append(heapq.heappop(heap))
-        if not heap:  # where none has room, the emptiest
-            emptiest = min(full, key=lambda each: (kept[each[1]], each[1]))
-            full.remove(emptiest)
-            heapq.heappush(heap, emptiest)
-        before, group = heap[0]
-        found[group].append(document)
-        kept[group] += more
-        heapq.heapreplace(heap, (before + load, group))
-        for each in full:
-            heapq.heappush(heap, each)
-    return [np.array(sorted(d), np.int64) for d in found]
+    group = compiled_dealing.deal(order, loads, tokens, groups, -1 if room is None else room)
+    return np.split(np.argsort(group, kind="stable"), np.searchsorted(np.sort(group), np.arange(1, groups)))
