@@ -45,7 +45,9 @@ def test_twice_the_documents_take_at_most_twice_the_steps(steps_of: object) -> N
     assert 0 < many <= 2 * few
 
 
-def level_rows_one_by_one(ranges: list[tuple[int, int, int]], room: list[int], nodes: list[int]) -> set[tuple[int, int, int]]:
+def level_rows_one_by_one(
+    ranges: list[tuple[int, int, int]], room: list[int], nodes: list[int]
+) -> set[tuple[int, int, int]]:
     """The same, looked up anew for every range that moves."""
     kept = set(ranges)
     while min(room) < 0:

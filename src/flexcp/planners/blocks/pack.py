@@ -12,6 +12,9 @@ An *item* is a range of a document's rows with all their keys, so whoever takes 
 every owner of keys computes those rows against its own keys. So the load of a row is its own attention, unless it is thin, plus
 what thin rows do with its key: the thin slices, transposed. And a bin with any row of such a document pays for a part of its thin rows.
 
+*Many documents.* Every step takes time in proportion to documents. Repairing and climbing would try pairs of them: of more than a few
+thousand items they try those of cut documents, the heavy ones, and a sample of the light whole ones, which are much alike.
+
 Loads are exact integers, scaled down (by a power of two) until their products fit 64 bits.
 """
 

@@ -11,6 +11,8 @@ Each group's documents are in stream order.
 
 from __future__ import annotations
 
+import heapq
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -55,10 +57,24 @@ def deal(lengths: Ints, groups: int) -> list[Ints]:
 
 def _deal_by_load(loads: Ints, tokens: Ints, groups: int, room: int | None) -> list[Ints]:
     """Documents to groups: the largest load first to the least loaded that has room for its tokens, or where none has to the emptiest."""
-    from flexcp.planners.static import compiled_dealing
-
-    if groups == 1:
-        return [np.arange(len(loads), dtype=np.int64)]
+    # A group in the heap is one integer, its load x groups + its number: there may be a million documents.
+    heap, kept = list(range(groups)), [0] * groups
+    most = int(tokens.sum()) if room is None else room
     order = np.argsort(-loads, kind="stable")
-    group = compiled_dealing.deal(order, loads, tokens, groups, -1 if room is None else room)
-    return np.split(np.argsort(group, kind="stable"), np.searchsorted(np.sort(group), np.arange(1, groups)))
+    found = []
+    for load, more in zip(loads[order].tolist(), tokens[order].tolist(), strict=True):
+        group = heap[0] % groups
+        found.append(group)
+        if kept[group] + more <= most:
+            heapq.heapreplace(heap, heap[0] + load * groups)
+        else:  # rarely
+            able = [each for each in heap if kept[each % groups] + more <= most]
+            taker = min(able) if able else min(heap, key=lambda each: (kept[each % groups], each % groups))
+            group = found[-1] = taker % groups
+            heap[heap.index(taker)] += load * groups
+            heapq.heapify(heap)
+        kept[group] += more
+    dealt_to = np.empty(len(loads), np.int64)
+    dealt_to[order] = found
+    by_group = np.argsort(dealt_to, kind="stable")
+    return np.split(by_group, np.searchsorted(dealt_to[by_group], np.arange(1, groups)))
