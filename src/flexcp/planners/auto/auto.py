@@ -14,6 +14,8 @@ looked at next, placed or simulated, until nothing that is left can be faster th
 - **What is left out.** A candidate is passed over when its price is over the fastest simulated time by more than 1 / ``SURE``: prices
   are optimistic, and the closed form of a static method is over its events by less than that. The closed form itself is left out for a
   static method of so many regions that events are found sooner.
+- **Many documents.** Everything takes time in proportion to documents. With more than ``MANY_DOCUMENTS``, most of which are short and
+  easily dealt, a candidate is looked at only when its price promises a gain of more than 1 / ``SURE``.
 - **No clock.** ``effort`` is how many candidates may be placed: 2 is ``blocks`` and the most promising static one, the default adds
   ``groups`` and the static ones that can still matter, ``HIGH_EFFORT`` adds ``hypergraph`` where Mt-KaHyPar is installed. Below it a
   static method of more than ``LARGE`` transfers is passed over: its schedule alone would take longer than all others.
@@ -48,6 +50,8 @@ MANY_REGIONS = 150_000
 """Regions of a static method beyond which the closed form, which counts them all, takes longer than the events, which know rings."""
 LARGE = 400_000
 """Transfers of a static method's backward beyond which it is not scheduled below high effort."""
+MANY_DOCUMENTS = 65_536
+"""Documents beyond which no candidate is tried for a gain of less than a part of ``SURE``."""
 NO_REST = 1
 """Pairs that a token costs outside attention in a layer of attention alone."""
 LONGEST_NS = 1 << 38
@@ -135,7 +139,10 @@ class _Search:
                     heapq.heappush(queue, (found.ns, order, found))
 
     def _can_matter(self, price: int) -> bool:
-        return self.best is None or price * SURE < self.best.ns * (SURE + 1)
+        if self.best is None:
+            return True
+        margin = -1 if self.request.batch.documents > MANY_DOCUMENTS else 1
+        return price * SURE < self.best.ns * (SURE + margin)
 
     def _may_simulate(self, candidate: Candidate) -> bool:
         if candidate.transfers > LARGE and self.effort < HIGH_EFFORT and self.best is not None:
