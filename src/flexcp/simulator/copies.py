@@ -28,6 +28,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from flexcp.arrays.distinct import distinct
 from flexcp.clusters import Cluster
 from flexcp.plan.plan import Plan
 from flexcp.plan.program import Transfers
@@ -73,7 +74,7 @@ def find_copies(
         take_in[:, -1] += plan.placement.tokens * (precise + final)
     laid = np.bincount(to_place[~own & ~is_output], minlength=ranks * stages) > 0
     results = ~own & is_output
-    merged = np.unique(to_place[results] * ranks + t.source[results]) // ranks
+    merged = distinct(to_place[results] * ranks + t.source[results], ranks * stages * ranks) // ranks
     launches = (laid + np.bincount(merged, minlength=ranks * stages)).reshape(ranks, stages)
     return Copies(_ns(pack, mbps, launch_ns * (pack > 0)), _ns(take_in, mbps, launch_ns * launches))
 

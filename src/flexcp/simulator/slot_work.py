@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from flexcp.arrays.distinct import distinct
 from flexcp.arrays.intervals import overlaps
 from flexcp.arrays.totals import sums
 from flexcp.cost import CostModel
@@ -80,7 +81,7 @@ def cut_work(plan: Plan, mask: int, program: Program) -> SlotWork:
     held = [np.ascontiguousarray(x) for x in (*queries, *keys)]
     found, launches = loops.sum_parts(index, shift(slices, begin, begin), table, *held, sizes)
     pairs, tiles, own_pairs, own_tiles = found
-    launched = np.unique(launches) // (shelves * shelves * shape.heads * (shape.heads + 1))
+    launched = distinct(launches) // (shelves * shelves * shape.heads * (shape.heads + 1))
     kernels = np.bincount(launched, minlength=ranks * slots).reshape(ranks, slots)
     work = pairs + tiles
     if program.held:
