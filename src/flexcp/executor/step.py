@@ -418,7 +418,7 @@ class Step:
             if not self._prepared:
                 self.arena.reserve(self.plan.memory(self.rank).arena)
             program = self.program(mask, backward)
-            self._prepared[key] = prepare_program(program, self.plan.shape, kernel, types, self._work_lists)
+            self._prepared[key] = prepare_program(program, backward, self.plan.shape, kernel, types, self._work_lists)
         return self._prepared[key]
 
     def prepare(self, device: torch.device | str, kernel: str | None = None) -> None:

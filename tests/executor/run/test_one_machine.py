@@ -100,7 +100,7 @@ def executed(plan: Plan, rank: int, backward: bool, margin: int | None = None) -
     q, k, v = (torch.zeros(tokens, heads, shape.head_dim) for heads in (shape.heads, shape.kv_heads, shape.kv_heads))
     types = types_of(q)
     program = rank_program(plan, rank, 0, backward)
-    prepared = replace(prepare(program, shape, "cpu", types, {}), kernel=recorder)
+    prepared = replace(prepare(program, backward, shape, "cpu", types, {}), kernel=recorder)
     wire = Wire(None, [0] * plan.ranks, timedelta(seconds=1), None, lambda reason: None)
     exchange = SilentExchange(wire, PassLabel(0, 0, 0, "", backward, len(program.slots)), ())
     exchange.recorder = recorder
