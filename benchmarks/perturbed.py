@@ -3,8 +3,8 @@
 All plans are made with the analytic cost model and then simulated with one of its prices 30 % higher or lower: links (their efficiency),
 contention (how much compute and transfers slow each other) or kernels (efficiency of attention, and what a tile of rows costs). *Regret* is
 the time of ``auto`` over that of the fastest plan, rivals and every static method in its best degree included, and ``auto`` itself. Cells
-are drawn in turns from clusters, tokens a rank, lengths, seeds, what is timed and which price is wrong: a part is a sample of all. Everything
-is simulated.
+are drawn in turns from clusters, tokens a rank, lengths, seeds, what is timed and which price is wrong: the first of them are a sample.
+Everything is simulated.
 """
 
 from __future__ import annotations
