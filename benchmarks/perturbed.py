@@ -13,7 +13,7 @@ import argparse
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import count, islice
 
 from rich.console import Console
 from rich.progress import track
@@ -71,14 +71,11 @@ def _contention(row: Contention, percent: int) -> Contention:
 
 
 def cells() -> Iterator[tuple[Cell, str, int]]:
-    """Cells without end; what differs first are settings, lengths and the wrong price."""
-    number = 0
-    while True:
-        where, kind = SETTINGS[number % len(SETTINGS)]
-        lengths, price = LENGTHS[number % len(LENGTHS)], PRICES[number // 2 % len(PRICES)]
-        tokens, seed = TOKENS[number // 3 % len(TOKENS)], number // 84
-        yield (where, kind, tokens, lengths, seed), price, WRONG_PERCENT[number // 6 % 2]
-        number += 1
+    """Cells without end: settings in turns, and for each all prices both ways, then other numbers of tokens and seeds."""
+    for number in count():
+        where, kind = SETTINGS[number % 6]
+        price, percent = PRICES[number // 6 % 3], WRONG_PERCENT[number // 18 % 2]
+        yield (where, kind, TOKENS[number // 36 % 2], LENGTHS[number % 7], number // 72), price, percent
 
 
 def regret(cell: Cell, price: str, percent: int) -> Regret:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from itertools import islice
+from itertools import islice, product
 
 import pytest
 
 from flexcp.cost import CostModel
-from perturbed import PRICES, WRONG_PERCENT, cells, perturbed
+from gap import TOKENS
+from perturbed import PRICES, SETTINGS, WRONG_PERCENT, cells, perturbed
 
 CHANGED = {
     "links": {"link_efficiency"},
@@ -30,6 +31,6 @@ def test_more_contention_is_slower_and_less_is_faster() -> None:
     assert less.forward < right.forward < more.forward and less.link > right.link > more.link
 
 
-def test_cells_have_all_prices_both_ways() -> None:
-    found = {(price, percent) for _, price, percent in islice(cells(), 24)}
-    assert found == {(price, percent) for price in PRICES for percent in WRONG_PERCENT}
+def test_every_setting_has_all_prices_both_ways_and_all_sizes() -> None:
+    found = {(cell[:3], price, percent) for cell, price, percent in islice(cells(), 72)}
+    assert found == set(product([(*each, tokens) for each in SETTINGS for tokens in TOKENS], PRICES, WRONG_PERCENT))
