@@ -151,7 +151,7 @@ def plan_work() -> dict[str, Any]:
     """Work lists of real plans: ``data/ranks/seed/rank/direction/number`` -> slices; a second array has the rest of a ``Listed``."""
     import flexcp
     from flexcp.data.lengths import draw_lengths
-    from flexcp.executor.run.prepared import touched_dq
+    from flexcp.executor.run.pass_recipe import touched_dq
     from flexcp.executor.run.rank_program import rank_program
 
     made: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Prepared: a rank's program made ready for a kernel and a device.
+"""Prepared: a rank's program made ready for a kernel and a device, by its recipe (:mod:`flexcp.executor.run.pass_recipe`).
 
 Work lists and index maps depend on the plan alone, so they are made once, at the first layer, and kept with the step: the loop itself
 copies nothing to the device and never makes the host wait. Forward and backward share a work list where their slices are the same.
@@ -12,18 +12,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from flexcp.executor.kernels import find_kernel, has_triton
-from flexcp.executor.run.message_layout import Types, message_bytes
+from flexcp.executor.run.message_layout import Types
 from flexcp.executor.run.packing import FieldPacking, Packing
+from flexcp.executor.run.pass_recipe import LaunchRecipe, PassRecipe
 from flexcp.executor.run.rank_program import RankProgram, ShelfWork
-from flexcp.masks import Q0, Q1
-from flexcp.plan.memory import KEYS, QUERIES
-from flexcp.shape import Kind, Shape
+from flexcp.plan.memory import QUERIES
+from flexcp.shape import Shape
 
-Ints = NDArray[np.int64]
 WorkLists = dict[tuple[object, ...], Any]
 
 
@@ -66,65 +62,40 @@ class Prepared:
         return found if found.work.h1 - found.work.h0 == self.program.shelves[QUERIES].h1 else None
 
 
-def prepare(program: RankProgram, shape: Shape, kernel: str, types: Types, lists: WorkLists) -> Prepared:
+def prepare(recipe: PassRecipe, shape: Shape, kernel: str, types: Types, lists: WorkLists) -> Prepared:
     """Make a program ready; ``lists`` holds the work lists of this step and gets the new ones."""
-    module = find_kernel(kernel)
-    touched = touched_dq(program) if hasattr(module, "close_dq") else {}
+    module, program = find_kernel(kernel), recipe.program
+    untouched = recipe.untouched_dq if hasattr(module, "close_dq") else {}
     work = [
-        [_prepared(w, at < touched.get(w.q_shelf, 0), program, shape, kernel, module, types, lists) for w in slot.work]
-        for at, slot in enumerate(program.slots)
+        [_prepared(w, at < untouched.get(w.work.q_shelf, 0), shape, kernel, module, types, lists) for w in slot]
+        for at, slot in enumerate(recipe.launches)
     ]
     last = {w.work.q_shelf: at for at, slot in enumerate(work) for w in slot if w.open_dq}
-    closes = [[number for number, slot in last.items() if slot == at] for at in range(len(work))]
-    opens: list[list[int]] = [[] for _ in program.slots]
-    for number, shelf in enumerate(program.shelves):
-        if number > KEYS:
-            opens[shelf.stage].append(number)
-    sends = [[(m.peer, message_bytes(m, shape)) for m in slot.send] for slot in program.slots]
-    receives = [[(m.peer, message_bytes(m, shape)) for m in slot.receive] for slot in program.slots]
-    return Prepared(program, module, work, opens, closes, sends, receives, _packing(program, shape, types))
+    closes: list[list[int]] = [[] for _ in work]
+    for number, at in last.items():
+        closes[at].append(number)
+    packing = _packing(recipe, shape, types)
+    return Prepared(program, module, work, recipe.opens, closes, recipe.sends, recipe.receives, packing)
 
 
-def touched_dq(program: RankProgram) -> dict[int, int]:
-    """The first slot that takes dq in, sends it or moves it, of each query shelf; past the last slot where none does.
-
-    A slot does so before it computes, so dq may be open in the slots before it.
-    """
-    first = {number: len(program.slots) for number, shelf in enumerate(program.shelves) if shelf.side == QUERIES}
-    for at, slot in enumerate(program.slots):
-        moved = [block for pair in slot.own for block in pair]
-        for block in [b for m in slot.receive + slot.send for b in m.blocks] + moved:
-            if block.kind == Kind.DQ:
-                first[block.shelf] = min(first[block.shelf], at)
-    return first
-
-
-def covers(slices: Ints, rows: int) -> bool:
-    """Whether every one of ``rows`` query rows is in a slice."""
-    order = np.argsort(slices[:, Q0], kind="stable")
-    start, stop = slices[order, Q0], np.maximum.accumulate(slices[order, Q1])
-    return rows == 0 or bool(len(slices) and start[0] == 0 and np.all(start[1:] <= stop[:-1]) and stop[-1] == rows)
+def packs_by_rows(device_type: str) -> bool:
+    """Whether messages are packed by tables of rows on such a device, and not field by field."""
+    return device_type == "cuda" and has_triton()
 
 
 def _prepared(
-    work: ShelfWork, open_dq: bool, program: RankProgram, shape: Shape, name: str, kernel: Any, types: Types,
-    lists: WorkLists,
-) -> PreparedWork:  # fmt: skip
-    queries, keys = program.shelves[work.q_shelf], program.shelves[work.kv_shelf]
-    share = shape.queries_per_key
-    heads = slice(work.h0 - queries.h0, work.h1 - queries.h0)
-    groups = slice(work.h0 // share - keys.h0, -(-work.h1 // share) - keys.h0)
-    counts = (heads.stop - heads.start, groups.stop - groups.start)
-    key = (name, types.device, *counts, work.slices.tobytes())
+    launch: LaunchRecipe, open_dq: bool, shape: Shape, name: str, kernel: Any, types: Types, lists: WorkLists
+) -> PreparedWork:
+    key = (name, types.device, *launch.list_key)
     if key not in lists:
-        sizes = (*counts, shape.head_dim, shape.v_head_dim)
-        lists[key] = kernel.prepare(work.slices, *sizes, types.device)
-    return PreparedWork(work, heads, groups, lists[key], covers(work.slices, queries.rows), open_dq)
+        sizes = (*launch.list_key[:2], shape.head_dim, shape.v_head_dim)
+        lists[key] = kernel.prepare(launch.work.slices, *sizes, types.device)
+    return PreparedWork(launch.work, launch.heads, launch.groups, lists[key], launch.whole, open_dq)
 
 
-def _packing(program: RankProgram, shape: Shape, types: Types) -> Packing:
-    if types.device.type == "cuda" and has_triton():
+def _packing(recipe: PassRecipe, shape: Shape, types: Types) -> Packing:
+    if packs_by_rows(types.device.type):
         from flexcp.executor.run.row_packing import RowPacking
 
-        return RowPacking(program, shape, types)
-    return FieldPacking(program, shape, types)
+        return RowPacking(recipe.program, shape, types, recipe.by_rows)
+    return FieldPacking(recipe.program, shape, types, recipe.by_fields)
