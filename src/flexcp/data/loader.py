@@ -42,6 +42,8 @@ from flexcp.data.planning_pool import Pool
 from flexcp.data.row_sharing import Peers, local_columns, segments, shared
 from flexcp.data.samples import LABELS, TOKENS, Fields, MaskChoice, Masks, Sample
 from flexcp.data.sources import Known, Read, Reading, is_map_style
+from flexcp.data.speeds.corrections import read_corrections
+from flexcp.data.speeds.follow import SpeedFollower
 from flexcp.data.stats import Stats
 from flexcp.executor.arguments import named_kind
 from flexcp.executor.bind import bind
@@ -83,8 +85,11 @@ class Loader:
     ``patience`` is how many seconds the loop waits for a planner process before it plans by itself, ``timeout`` how long for other ranks.
     ``plan_options`` go to the planner's call (``tokens="equal"``, ``pad_to=128``, ``layout=...``). With ``micro_batches`` a batch that is
     over the planner's caps (``max_tokens_per_rank``, ``max_memory_per_rank``) is given out in several parts, as many on every rank, each
-    a :class:`LocalBatch` with its ``weight``. ``cpu_group`` is a gloo group to share
-    samples through where ``group`` is NCCL's. ``telemetry`` follows every step (docs/telemetry.md).
+    a :class:`LocalBatch` with its ``weight``. ``cpu_group`` is a gloo group to share samples through where ``group`` is NCCL's.
+
+    ``telemetry`` follows every step (docs/telemetry.md). With ``follow_speeds``, every so many steps the ranks agree on how fast each of
+    them computed, as telemetry measured it, and steps that are not asked for yet are planned with that; the corrections are in
+    :meth:`state_dict`, and a loader that has them plans the same.
 
     Iterating goes on where it stopped: an epoch that was left in the middle is resumed, a finished one is followed by the next.
     """
@@ -121,6 +126,7 @@ class Loader:
         device: torch.device | str | None = None,
         cpu_group: dist.ProcessGroup | None = None,
         telemetry: Watcher | None = None,
+        follow_speeds: int = 0,
     ) -> None:
         for name, value in (("lookahead", lookahead), ("workers", workers)):
             if not isinstance(value, int) or value < 0:
@@ -157,6 +163,7 @@ class Loader:
         self.plans: Pool | SharedPlans = pool
         if share_plans and self.group is not None and self.peers.size > 1:
             self.plans = SharedPlans(pool, self.group, self.timeout)
+        self.speeds = SpeedFollower(planner, follow_speeds, telemetry, self.peers)
         self.epoch = self.place = self.step = 0
         self._iteration = 0
         self._closed = False
@@ -198,6 +205,7 @@ class Loader:
                         raise RuntimeError(
                             "this loader is iterated anew or has another state; go on with the new iterator"
                         )
+                self.speeds.after(self.epoch, spec.step, step)
         finally:
             if iteration == self._iteration:
                 self.plans.forget()
@@ -216,6 +224,8 @@ class Loader:
             "too_long": limits.too_long,
             "drop_last": self.drop_last,
             "lookahead": self.lookahead,
+            "follow_speeds": self.speeds.every,
+            "speed corrections": self.speeds.state(),
             "epoch": self.epoch,
             "place": self.place,
         }
@@ -236,7 +246,9 @@ class Loader:
             if spec is None:
                 break
             arguments = {**spec.planner_arguments(), **self.options}
-            self.plans.ask(step, PlanOrder(spec.lengths, arguments, self.micro_batches))
+            self.plans.ask(
+                step, PlanOrder(spec.lengths, arguments, self.micro_batches, self.speeds.at(self.epoch, step))
+            )
             ahead.append(spec)
             place, step = spec.end, step + 1
         return place, step
@@ -303,6 +315,7 @@ class Loader:
             "seed": self.reading.seed,
             "samples": self._samples(),
             "source": self.source.state(self.epoch),
+            "speeds": self.speeds.state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -324,6 +337,7 @@ class Loader:
         self.plans.forget()
         self.epoch, self.place, self.step = int(state["epoch"]), int(state["place"]), int(state["step"])
         self.source.load(state["source"], self.epoch)
+        self.speeds.corrections = read_corrections(state.get("speeds", ()), self.peers.size)
 
     def _samples(self) -> int | None:
         return len(self.source.lengths) if isinstance(self.source, Known) else self.source.samples
