@@ -151,6 +151,7 @@ def plan_work() -> dict[str, Any]:
     """Work lists of real plans: ``data/ranks/seed/rank/direction/number`` -> slices; a second array has the rest of a ``Listed``."""
     import flexcp
     from flexcp.data.lengths import draw_lengths
+    from flexcp.executor.run.finished_rows import finished_rows
     from flexcp.executor.run.pass_recipe import touched_dq
     from flexcp.executor.run.rank_program import rank_program
 
@@ -162,14 +163,17 @@ def plan_work() -> dict[str, Any]:
             for rank in range(0, ranks, ranks // RANKS_TIMED):
                 for direction in (0, 1):
                     program = rank_program(plan, rank, 0, bool(direction))
-                    touched = touched_dq(program)
-                    work = [(at, w) for at, slot in enumerate(program.slots) for w in slot.work]
-                    for number, (at, w) in enumerate(work):
+                    touched, finished = touched_dq(program), None if direction else finished_rows(program)
+                    work = [(at, i, w) for at, slot in enumerate(program.slots) for i, w in enumerate(slot.work)]
+                    for number, (at, i, w) in enumerate(work):
                         key = f"{data}/{ranks}/{seed}/{rank}/{direction}/{number}"
                         queries, keys = program.shelves[w.q_shelf], program.shelves[w.kv_shelf]
                         shelf = (w.q_shelf, queries.h1 - queries.h0, w.h0 - queries.h0, w.h1 - queries.h0)
                         made[key] = w.slices
                         made[key + "/shape"] = np.array([queries.rows, keys.rows, *shelf, at < touched[w.q_shelf]])
+                        if finished is not None:
+                            made[key + "/begins"] = finished[at][i].begins
+                            made[key + "/finishes"] = finished[at][i].finishes
     return made
 
 
@@ -196,7 +200,7 @@ def plans(argument: Any) -> Any:
             for seed in range(PACKS):
                 for rank in range(0, ranks, ranks // RANKS_TIMED):
                     lists = rank_lists(made, f"{data}/{ranks}/{seed}/{rank}/{backward}/")
-                    rate, tiles, ms = b.work_rate(kernel, lists, bool(backward), dense)
+                    rate, tiles, ms = b.work_rate(kernel, lists, bool(backward), dense, rounds=2)
                     found.append((rate, worth / ms, tiles))
             rate, square_rate, tiles = np.mean(found, axis=0)
             row |= {"samples": len(found), way: rate, f"dense {way}": square_rate, f"tiles allow {way}": tiles}
@@ -210,9 +214,12 @@ def rank_lists(made: dict[str, Any], prefix: str) -> list[Any]:
     from flexcp.measure.kernels.bench import Listed
 
     keys = sorted(
-        (k for k in made if k.startswith(prefix) and not k.endswith("/shape")), key=lambda k: int(k.split("/")[-1])
+        (k for k in made if k.startswith(prefix) and k.split("/")[-1].isdigit()), key=lambda k: int(k.split("/")[-1])
     )
-    return [Listed(made[k], *made[k + "/shape"].tolist()) for k in keys]
+    return [
+        Listed(made[k], *made[k + "/shape"].tolist(), *(made.get(k + x) for x in ("/begins", "/finishes")))
+        for k in keys
+    ]
 
 
 def margin(argument: Any) -> Any:

@@ -194,33 +194,66 @@ def results(
 def list_results(
     model: KernelSetup, inputs: list[Tensor], grads: list[Tensor], slices: Tensor, dlse: bool, rng: np.random.Generator
 ) -> dict[str, Tensor]:
-    """The same of the slices as several lists that add to the same results; a random number of them leave dq open, if the kernel can."""
+    """The same of the slices as several lists that add to the same results; a random number of them leave dq open, if the kernel can, and
+    in half of the cases lists write the rows that they finish."""
     kernel, settings = find_kernel(model.kernel), Settings(model.head_dim**-0.5, model.softcap)
     (q, k, v), (do, dlse_TH) = inputs[:3], grads
-    lists = []
+    made: list[tuple[slice, slice, np.ndarray]] = []
     for part in np.array_split(rng.permutation(slices.numpy()), rng.integers(1, 4)):
         cut = int(rng.integers(0, model.kv_heads))  # KV heads of the first of two lists; 0: one list of all heads
         for first, last in ((0, cut), (cut, model.kv_heads)):
             if last > first:
                 share = model.heads // model.kv_heads
-                heads, count = slice(first * share, last * share), (last - first) * share
-                sizes = (count, last - first, model.head_dim, model.v_head_dim)
-                lists.append((heads, slice(first, last), kernel.prepare(part, *sizes, q.device)))
-    out, lse = torch.zeros(do.shape, device=q.device), torch.full(do.shape[:2], -torch.inf, device=q.device)
+                made.append((slice(first * share, last * share), slice(first, last), part))
+    finished_GT, finishes = _first_to_add(made[::-1], model.kv_heads, len(q))
+    begun_GT, begins = _first_to_add(made, model.kv_heads, len(q))
+    runs = list(zip(begins, reversed(finishes), strict=True))
+    may_finish = getattr(kernel, "FINISHES", False) and bool(rng.integers(2))
+    lists = []
+    for (heads, groups, part), (begun_rows, finished_rows) in zip(made, runs, strict=True):
+        sizes = (heads.stop - heads.start, groups.stop - groups.start, model.head_dim, model.v_head_dim)
+        own_rows = {"begins": begun_rows, "finishes": finished_rows} if may_finish else {}
+        lists.append((heads, groups, kernel.prepare(part, *sizes, q.device, **own_rows)))
+    # Rows that a list begins may hold anything; others begin as sums do.
+    begun = torch.from_numpy(begun_GT.T).to(q.device).repeat_interleave(model.heads // model.kv_heads, 1) & may_finish
+    out = torch.where(begun[..., None], torch.nan, torch.zeros(do.shape, device=q.device))
+    lse = torch.where(begun, 3.0, torch.full(do.shape[:2], -torch.inf, device=q.device))
+    rounded = torch.full_like(do, torch.nan)
     for heads, groups, work in lists:
-        kernel.forward(q[:, heads], k[:, groups], v[:, groups], work, settings, out[:, heads], lse[:, heads])
+        finished = {"finished_THV": rounded[:, heads]} if may_finish else {}
+        own_out, own_lse = out[:, heads], lse[:, heads]
+        kernel.forward(q[:, heads], k[:, groups], v[:, groups], work, settings, own_out, own_lse, **finished)
+    written = torch.from_numpy(finished_GT.T).to(q.device).repeat_interleave(model.heads // model.kv_heads, 1)
+    out = torch.where((written & may_finish)[..., None], rounded.float(), out)
     delta = (out.to(q.dtype).float() * do.float()).sum(-1) - (dlse_TH.float() if dlse else 0.0)
     dq, dk, dv = (torch.zeros(x.shape, device=q.device) for x in (q, k, v))
     left_open = int(rng.integers(0, len(lists) + 1)) if hasattr(kernel, "close_dq") else 0
     for number, (heads, groups, work) in enumerate(lists):
-        rows = (x[:, heads] for x in (do, lse, delta))
+        back = (x[:, heads] for x in (do, lse, delta))
         own = replace(settings, open_dq=number < left_open)
         kernel.backward(
-            q[:, heads], k[:, groups], v[:, groups], *rows, work, own, dq[:, heads], dk[:, groups], dv[:, groups]
+            q[:, heads], k[:, groups], v[:, groups], *back, work, own, dq[:, heads], dk[:, groups], dv[:, groups]
         )
         if number + 1 == left_open:
             kernel.close_dq(dq, settings)
     return dict(zip(RESULTS, (out.to(q.dtype), lse, *(x.to(q.dtype) for x in (dq, dk, dv))), strict=False))
+
+
+def _first_to_add(
+    lists: list[tuple[slice, slice, np.ndarray]], kv_heads: int, rows: int
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """``[KV head, row]`` whether some list is the first to add to it in all of the list's heads, and the runs of rows of each list."""
+    before, found = (np.zeros((kv_heads, rows), np.bool_) for _ in range(2))
+    runs = []
+    for _, groups, part in lists:
+        touched = np.zeros(rows, np.bool_)
+        for first, last in masks.trim(part)[:, :2].tolist():
+            touched[first:last] = True
+        alone = touched & ~before[groups].any(axis=0)
+        before[groups] |= touched
+        found[groups] |= alone
+        runs.append(np.flatnonzero(np.diff(np.concatenate([[False], alone, [False]]))).reshape(-1, 2))
+    return found, runs
 
 
 def _error(x: Tensor, exact: Tensor) -> float:

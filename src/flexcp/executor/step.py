@@ -415,7 +415,7 @@ class Step:
         """This rank's program for a mask and direction with what the plan decides about it, derived on first use unless it came along."""
         key = (mask, backward)
         if key not in self._pass_recipes:
-            self._pass_recipes[key] = pass_recipe(rank_program(self.plan, self.rank, *key), self.plan.shape)
+            self._pass_recipes[key] = pass_recipe(rank_program(self.plan, self.rank, *key), backward, self.plan.shape)
         return self._pass_recipes[key]
 
     def prepared(self, mask: int, backward: bool, kernel: str, types: Types) -> Prepared:

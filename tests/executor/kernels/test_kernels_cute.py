@@ -25,11 +25,12 @@ from flexcp.executor.kernels.tiles import segment_list
 SCRIPT = Path(__file__).with_name("cute_compile.py")
 INSTRUCTIONS = {
     "forward": ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg"),
+    "forward_finishing": ("wgmma.mma_async", "cp.async.bulk.tensor", "stmatrix", "setmaxnreg"),
     "backward": ("wgmma.mma_async", "cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor", "add.v4.f32", "setmaxnreg"),
     "backward_open": ("wgmma.mma_async", "cp.reduce.async.bulk.tensor", "add.v4.f32", "st.shared.v4", "setmaxnreg"),
     "backward_alone": ("wgmma.mma_async", "cp.async.bulk.tensor", "cp.reduce.async.bulk.global", "setmaxnreg"),
 }
-WAITS = {"forward": 8, "backward": 20, "backward_open": 20, "backward_alone": 20}
+WAITS = {"forward": 8, "forward_finishing": 8, "backward": 20, "backward_open": 20, "backward_alone": 20}
 """Waits for products in the program: a compiler that serialises them waits after each of the 48 and 64."""
 
 

@@ -122,6 +122,14 @@ def test_short_documents_share_a_tile() -> None:
     assert made.tiles[:, :2].tolist() == [[0, 12], [12, 24]]
 
 
+def test_no_tile_has_rows_on_both_sides_of_a_border() -> None:
+    slices = slices_of([(3, masks.causal(), 0)] * 8 + [(40, masks.full(), 0)])
+    made = tile_list(slices, 12, 16, borders=np.array([6, 30]))
+    assert np.array_equal(replay(made, 16, (SIZE, SIZE + 20)), dense(slices))
+    assert not any(first < border < last for first, last in made.tiles[:, :2].tolist() for border in (6, 30))
+    assert [0, 6] in made.tiles[:, :2].tolist()
+
+
 def test_odd_rows_see_few_keys() -> None:
     made = tile_list(masks.causal().slices(70), 32, 16)
     assert sorted(made.tiles[:, :2].tolist()) == [[0, 6], [6, 38], [38, 70]]

@@ -106,5 +106,21 @@ def test_a_record_has_what_a_program_begins_an_item_with() -> None:
         row0, row1, segment, blocks = found.made.tiles[tile].tolist()
         key, count, masked = found.made.segments[segment, :3].tolist()
         assert record[:10] == [row0, row1, segment, blocks, key, count, masked, group, *found.parts[tile].tolist()]
+        assert record[10:] == [0, 0]
     plain = records(found.items, found.made, 8)
     assert (plain[..., 8:10] == -1).all() and (plain[..., :8] == table[..., :8]).all()
+
+
+def test_the_first_part_of_a_tile_begins_its_rows_and_the_last_finishes_them() -> None:
+    rectangle = np.array([[0, 4640, 0, 20_000, -(1 << 40), 1 << 40]])
+    found, _ = level(segment_list(tile_list(rectangle, 32, BLOCK), BLOCK), 8, 132)
+    first, last = 320, 4640
+    table = records(found.items, found.made, 8, found.parts, np.array([[first, last]]), np.array([[first, last]]))
+    seen = {0: 0, 1: 0}
+    for item, record in zip(found.items[found.items >= 0].tolist(), table[found.items >= 0].tolist(), strict=True):
+        counter, place = found.parts[item // 8].tolist()
+        inside = first <= record[0] and record[1] <= last
+        assert record[10] == (inside and (counter < 0 or place % 2 == 1))
+        assert record[11] == (inside and (counter < 0 or place // 2 == 0))
+        seen[record[10]] += 1
+    assert (found.parts[:, 0] >= 0).any() and min(seen.values()) > 0

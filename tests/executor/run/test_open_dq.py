@@ -1,7 +1,8 @@
 """Proves that a dq which lists leave open is closed once, after the last of them, and before anybody else reads it or adds to it.
 
 The CPU kernel is given a ``close_dq``: while dq is open, its columns are reversed and halved, both of which are exact. Whoever reads it too
-early, adds to it in the wrong order, or closes it twice or never, changes the gradient; else it is the plain kernel's, bit for bit.
+early, adds to it in the wrong order, or closes it twice or never, changes the gradient; else it is the plain kernel's, bit for bit. A
+kernel that finishes rows closes dq into another tensor, and leaves NaN where it was open.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ def plan_for(ranks: int, strategy: str) -> Plan:
 
 
 @contextmanager
-def opening(slots: int | None) -> Iterator[list[str]]:
-    """The CPU kernel leaves dq open, with ``slots`` in no later slot than that; yields what it is asked to do."""
+def opening(slots: int | None, finishing: bool) -> Iterator[list[str]]:
+    """The CPU kernel leaves dq open, with ``slots`` in no later slot than that, and ``finishing`` closes it where it stays; yields what it
+    is asked to do."""
     plain, touched, calls = cpu.backward, pass_recipe.touched_dq, []
 
     def backward(*arguments: Any) -> None:
@@ -53,9 +55,12 @@ def opening(slots: int | None) -> Iterator[list[str]]:
     def close_dq(dq: Tensor, settings: Settings) -> None:
         dq.copy_(dq.flip(-1) * 2.0)
 
-    def closed(dq: Tensor, settings: Settings) -> None:
-        calls.append("close")
+    def closed(dq: Tensor, settings: Settings, finished_THD: Tensor | None = None) -> None:
+        calls.append("close" if finished_THD is None else "finish")
         close_dq(dq, settings)
+        if finished_THD is not None:
+            finished_THD.copy_(dq)
+            dq.fill_(torch.nan)
 
     def sooner(program: RankProgram) -> dict[int, int]:
         return {number: at if slots is None else min(at, slots) for number, at in touched(program).items()}
@@ -64,13 +69,17 @@ def opening(slots: int | None) -> Iterator[list[str]]:
         patch.setattr(cpu, "backward", backward)
         patch.setattr(cpu, "close_dq", closed, raising=False)
         patch.setattr(pass_recipe, "touched_dq", sooner)
+        patch.setattr(cpu, "FINISHES", finishing, raising=False)
+        patch.setattr(pass_recipe, "finished_rows", lambda program: None)
         yield calls
 
 
-def gradients(group: dist.ProcessGroup, plan: Plan, slots: int | None, deterministic: bool) -> dict[str, Any]:
+def gradients(
+    group: dist.ProcessGroup, plan: Plan, slots: int | None, deterministic: bool, finishing: bool = False
+) -> dict[str, Any]:
     """dq, dk, dv of the rank with the plain kernel and with one that leaves dq open, and what the latter was asked to do."""
     plain = backward_of(flexcp.bind(plan, group), deterministic)
-    with opening(slots) as calls:
+    with opening(slots, finishing) as calls:
         found = backward_of(flexcp.bind(plan, group), deterministic)
     return {"same": [np.array_equal(a, b) for a, b in zip(plain, found, strict=True)], "calls": calls}
 
@@ -110,6 +119,17 @@ def test_a_dq_left_open_becomes_the_same_gradient(pool: RankPool, strategy: str,
         assert "close" in asked[last:] and asked.count("close") <= asked.count("open")
 
 
+@pytest.mark.parametrize(
+    ("strategy", "slots", "finished"), [("ring", None, True), ("ring", 2, False), ("ulysses", None, False)]
+)
+def test_a_dq_that_nobody_else_adds_to_is_closed_where_it_stays(
+    pool: RankPool, strategy: str, slots: int | None, finished: bool
+) -> None:
+    found = pool.run(gradients, plan_for(4, strategy), slots, False, True, ranks=4)
+    assert all(all(rank["same"]) for rank in found)
+    assert all(("finish" in rank["calls"]) == finished for rank in found if "open" in rank["calls"])
+
+
 def test_deterministic_gradients_are_never_left_open(pool: RankPool) -> None:
     for rank in pool.run(gradients, plan_for(4, "usp:2,2"), None, True, ranks=4):
         assert all(rank["same"]) and set(rank["calls"]) == {"closed"}
@@ -122,7 +142,7 @@ def test_lists_after_the_first_message_of_a_dq_add_to_the_gradient_itself(monkey
     open_lists, others = 0, 0
     for rank in range(plan.ranks):
         program = rank_program(plan, rank, 0, True)
-        recipe = pass_recipe.pass_recipe(program, plan.shape)
+        recipe = pass_recipe.pass_recipe(program, True, plan.shape)
         made = prepared.prepare(recipe, plan.shape, "cpu", types_of(torch.zeros(1, dtype=torch.float64)), {})
         state = dict.fromkeys(range(len(program.shelves)), "closed")
         for at, slot in enumerate(program.slots):

@@ -15,11 +15,21 @@ head sizes; the H / G query heads of a KV head are neighbours):
 Arguments may be views of some heads of larger tensors. A module whose ``FRESH`` is True also takes ``settings.fresh``: ``out`` and ``lse``
 of the forward and ``dq`` of the backward are then empty memory to be written, not added to, and may be in the model's dtype (``lse`` not).
 
+A module whose ``FINISHES`` is True takes more arguments, for rows that a list is the first or the last to add to:
+
+    prepare(..., begins=rows, finishes=rows)
+        runs of rows ``[n, 2]``, ascending, that this list begins and finishes
+    forward(..., finished_THV=rounded)
+        writes the rows that the list finishes, with all that was added to them before, to ``rounded``, in the model's dtype, and not to
+        ``out``; ``out`` and ``lse`` may hold anything in the rows that it begins. Without it both begin as everywhere else, and rows stay
+        in ``out``
+
 A module may have a function for a dq that several lists add to one after the other, and nobody else:
 
     close_dq(dq_THD, settings)
         with ``settings.open_dq`` a backward may leave ``dq`` in an order and scale of its own, which is the same for every list of a model
-        and for views of some heads; this turns it into the gradient, in place, once, before anybody else reads it or adds to it
+        and for views of some heads; this turns it into the gradient, in place, once, before anybody else reads it or adds to it; with
+        ``finished_THD`` (a module whose ``FINISHES`` is True) it writes it there, in the model's dtype
 
 And one for a list whose rows nobody else adds to, each of which sees a key:
 

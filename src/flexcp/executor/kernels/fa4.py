@@ -21,11 +21,12 @@ from torch import Tensor
 from flexcp import masks
 from flexcp.executor.kernels import Ints, Settings, uploaded
 from flexcp.executor.kernels.cute import kernel as cute_kernel
-from flexcp.executor.kernels.cute.kernel import CuteWork
+from flexcp.executor.kernels.cute.kernel import NO_ROWS, CuteWork
 from flexcp.executor.kernels.fa4_lists import cheaper, form_of
 from flexcp.executor.kernels.sinks_and_delta import OutputGradient
 
 FRESH = True
+FINISHES = True
 FORWARD = {
     "softmax_scale",
     "causal",
@@ -45,9 +46,17 @@ class Fa4Work(CuteWork):
     """A work list that knows whether FlashAttention-4 is to run it, in which direction."""
 
     def __init__(
-        self, slices: Ints, heads: int, kv_heads: int, head_dim: int, v_head_dim: int, device: torch.device
+        self,
+        slices: Ints,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        v_head_dim: int,
+        device: torch.device,
+        begins: Ints,
+        finishes: Ints,
     ) -> None:
-        super().__init__(slices, heads, kv_heads, head_dim, v_head_dim, device)
+        super().__init__(slices, heads, kv_heads, head_dim, v_head_dim, device, begins=begins, finishes=finishes)
         self.form = form_of(slices)
         self.foreign = (False, False) if self.form is None else cheaper(self.form, int(masks.area(slices).sum()), heads)
         if self.form is not None and len(self.form.rows_at) > 2:
@@ -94,21 +103,26 @@ def _functions() -> tuple[Any, Any]:
     return interface._flash_attn_fwd, interface._flash_attn_bwd
 
 
-def prepare(slices: Ints, heads: int, kv_heads: int, head_dim: int, v_head_dim: int, device: torch.device) -> Fa4Work:
+def prepare(
+    slices: Ints, heads: int, kv_heads: int, head_dim: int, v_head_dim: int, device: torch.device,
+    begins: Ints = NO_ROWS, finishes: Ints = NO_ROWS,
+) -> Fa4Work:  # fmt: skip
     """The work list of ``slices``; reusable by every layer and by forward and backward."""
     reason = supports(device, torch.bfloat16, head_dim, v_head_dim)
     if reason:
         raise NotImplementedError(reason)
-    return Fa4Work(slices, heads, kv_heads, head_dim, v_head_dim, device)
+    return Fa4Work(slices, heads, kv_heads, head_dim, v_head_dim, device, begins, finishes)
 
 
 def forward(
     q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, work: Fa4Work, settings: Settings, out_THV: Tensor, lse_TH: Tensor,
+    finished_THV: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Add the slices' attention to ``out`` and ``lse``; with ``settings.fresh`` write them."""
+    """Add the slices' attention to ``out`` and ``lse``, or write what the list finishes to ``finished``; with ``settings.fresh`` write
+    all of it."""
     call = work.call(q_THD, k_TGD, False, settings) if settings.fresh and out_THV.dtype == q_THD.dtype else None
     if call is None:
-        cute_kernel.forward(q_THD, k_TGD, v_TGV, work, settings, out_THV, lse_TH)
+        cute_kernel.forward(q_THD, k_TGD, v_TGV, work, settings, out_THV, lse_TH, finished_THV)
         return
     tensors = _batched(work, q_THD, k_TGD, v_TGV, out_THV)
     lse = _functions()[0](*tensors[:3], out=tensors[3], return_lse=True, **call)[1]

@@ -31,6 +31,7 @@ Ints = NDArray[np.int64]
 
 TILE_COLUMNS = 4  # first row, last row + 1, first entry, last entry + 1
 ENTRY_COLUMNS = 8  # k0, full0, full1, k1, lo, hi, q0, q1
+NO_BORDERS: Ints = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ class TileList:
         return self.clear_blocks + self.edge_blocks
 
 
-def tile_list(slices: Ints, height: int, block: int, odd_clear: bool = True) -> TileList:
-    """Tiles of at most ``height`` rows over ``slices``, keys in blocks of ``block``.
+def tile_list(slices: Ints, height: int, block: int, odd_clear: bool = True, borders: Ints = NO_BORDERS) -> TileList:
+    """Tiles of at most ``height`` rows over ``slices``, keys in blocks of ``block``; none has rows on both sides of one of ``borders``.
 
     Without ``odd_clear``, tiles of fewer rows have edge blocks only: for kernels that must mask the rows that are not there.
     """
@@ -59,7 +60,7 @@ def tile_list(slices: Ints, height: int, block: int, odd_clear: bool = True) -> 
     slices = slices[~masks.is_empty(slices)]
     if len(slices) and int(slices[:, [Q1, K1]].max()) >= 1 << 31:
         raise ValueError(f"a work list counts rows in int32; got row {int(slices[:, [Q1, K1]].max())}")
-    start, stop = _tiles(slices, height)
+    start, stop = _tiles(slices, height, borders)
     which, tile = overlaps(slices[:, Q0], slices[:, Q1], start, stop)
     order = np.lexsort((slices[which, K0], tile))
     which, tile = which[order], tile[order]
@@ -87,14 +88,14 @@ def transposed(slices: Ints) -> Ints:
     return swapped
 
 
-def _tiles(slices: Ints, height: int) -> tuple[Ints, Ints]:
+def _tiles(slices: Ints, height: int, borders: Ints) -> tuple[Ints, Ints]:
     """Rows of the tiles, ascending."""
-    at = np.unique(slices[:, [Q0, Q1]])
+    at = np.unique(np.concatenate([slices[:, Q0], slices[:, Q1], borders]))
     # Slices that begin at each cut less those that end there: how many cover the rows from this cut to the next.
     change = np.bincount(np.searchsorted(at, slices[:, Q0]), minlength=len(at))
     change -= np.bincount(np.searchsorted(at, slices[:, Q1]), minlength=len(at))
     seen = np.cumsum(change)[:-1] > 0
-    start, stop = _joined(at[:-1][seen], at[1:][seen], height)
+    start, stop = _joined(at[:-1][seen], at[1:][seen], height, set(borders.tolist()))
     # The odd rows of a run go to the end whose row sees fewer keys.
     odd_first = (_keys_of(slices, start) < _keys_of(slices, stop - 1)) & ((stop - start) % height > 0)
     counts = -(-(stop - start) // height)
@@ -103,11 +104,11 @@ def _tiles(slices: Ints, height: int) -> tuple[Ints, Ints]:
     return np.maximum(first, start[run]), np.minimum(first + height, stop[run])
 
 
-def _joined(start: Ints, stop: Ints, height: int) -> tuple[Ints, Ints]:
-    """Neighbouring runs joined while both are shorter than a tile and fit into one."""
+def _joined(start: Ints, stop: Ints, height: int, borders: set[int]) -> tuple[Ints, Ints]:
+    """Neighbouring runs joined while both are shorter than a tile and fit into one, and no border is between them."""
     runs: list[list[int]] = []
     for a, b in zip(start.tolist(), stop.tolist(), strict=True):
-        if runs and runs[-1][1] == a and b - runs[-1][0] <= height:
+        if runs and runs[-1][1] == a and b - runs[-1][0] <= height and a not in borders:
             runs[-1][1] = b
         else:
             runs.append([a, b])

@@ -68,8 +68,8 @@ def run_forward(
             return *local_forward(kernel, work.list, work.whole, *local), kept
         own = {QUERIES: {"q": q}, KEYS: {"k": k, "v": v}}
         with runtime.arena.lease(prepared.program.layout.size, runtime.types.device) as memory:
-            shelves = _PassRun(prepared, runtime, False, memory, kept).run(own)
-    return shelves[QUERIES]["out"], shelves[QUERIES]["lse"], kept
+            results = _PassRun(prepared, runtime, False, memory, kept, rounded).run(own)[QUERIES]
+    return results.get("finished", results["out"]), results["lse"], kept
 
 
 def run_backward(
@@ -85,24 +85,28 @@ def run_backward(
             return local_backward(kernel, work.list, work.whole, runtime.types, runtime.settings, q, k, v, lse, back)
         own = {QUERIES: {"q": q, "do": back.do, "lse": lse, "delta": back.delta}, KEYS: {"k": k, "v": v}}
         with runtime.arena.lease(prepared.program.layout.size, runtime.types.device) as memory:
-            shelves = _PassRun(prepared, runtime, True, memory, kept).run(own)
-    return shelves[QUERIES]["dq"], shelves[KEYS]["dk"], shelves[KEYS]["dv"]
+            shelves = _PassRun(prepared, runtime, True, memory, kept, rounded=True).run(own)
+    return shelves[QUERIES].get("finished", shelves[QUERIES]["dq"]), shelves[KEYS]["dk"], shelves[KEYS]["dv"]
 
 
 class _PassRun:
-    def __init__(self, prepared: Prepared, runtime: Runtime, backward: bool, memory: Tensor, kept: Tensor) -> None:
+    def __init__(
+        self, prepared: Prepared, runtime: Runtime, backward: bool, memory: Tensor, kept: Tensor, rounded: bool = False
+    ) -> None:
         self.prepared, self.program = prepared, prepared.program
         self.runtime, self.backward = runtime, backward
         self.shelves: Shelves = {}
         self.exchange, self.memory, self.kept = runtime.exchange, memory, kept
         self.may_open = backward and not runtime.settings.deterministic
+        self.finishes = rounded and prepared.finishes and (self.may_open or not backward)
 
     def run(self, own: dict[int, dict[str, Tensor]]) -> Shelves:
         types, packing, shelves = self.runtime.types, self.prepared.packing, self.program.shelves
         new = (self.backward, self.runtime.shape, types)
         self.shelves = {side: {name: _flat(x) for name, x in fields.items()} for side, fields in own.items()}
         for number in own:
-            self.shelves[number] |= new_results(shelves[number], *new)
+            finished = self.finishes and number == QUERIES
+            self.shelves[number] |= new_results(shelves[number], *new, finished=finished)
         slots = self.program.slots
         mark = None if self.runtime.watch is None else self.runtime.watch.mark
         for stage in range(len(slots)):
@@ -131,7 +135,9 @@ class _PassRun:
                 self._compute(work, settings)
             if self.may_open:
                 for number in self.prepared.closes[stage]:
-                    self.prepared.kernel.close_dq(self.shelves[number]["dq"], self.runtime.settings)
+                    rows = self.shelves[number]
+                    last = {"finished_THD": rows["finished"]} if "finished" in rows else {}
+                    self.prepared.kernel.close_dq(rows["dq"], self.runtime.settings, **last)
             if mark is not None:
                 mark()
         self.exchange.finish()
@@ -156,7 +162,8 @@ class _PassRun:
             settings = replace(settings, open_dq=self.may_open and work.open_dq)
             kernel.backward(*inputs, work.list, settings, q["dq"], kv["dk"], kv["dv"])
         else:
-            kernel.forward(q["q"], kv["k"], kv["v"], work.list, settings, q["out"], q["lse"])
+            last = {"finished_THV": q["finished"]} if "finished" in q else {}
+            kernel.forward(q["q"], kv["k"], kv["v"], work.list, settings, q["out"], q["lse"], **last)
 
 
 def _flat(x: Tensor) -> Tensor:

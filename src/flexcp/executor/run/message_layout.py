@@ -48,12 +48,19 @@ def new_inputs(
 
 
 def new_results(
-    shelf: Shelf, backward: bool, shape: Shape, types: Types, memory: Tensor | None = None
+    shelf: Shelf, backward: bool, shape: Shape, types: Types, memory: Tensor | None = None, finished: bool = False
 ) -> dict[str, Tensor]:
-    """Room for what is computed on a shelf: out starts at zero with LSE -inf, gradients at zero."""
+    """Room for what is computed on a shelf: out starts at zero with LSE -inf, gradients at zero.
+
+    With ``finished`` there is room for rows of out or dq in the model's dtype too, each of which will be written, and out and LSE may
+    start with anything.
+    """
     found = _laid_out(shelf, backward, True, shape, types, memory)
     for name, x in found.items():
-        x.fill_(-torch.inf if name == "lse" else 0.0)
+        if not (finished and name in ("out", "lse")):
+            x.fill_(-torch.inf if name == "lse" else 0.0)
+    if finished:
+        found["finished"] = torch.empty_like(found["dq" if backward else "out"], dtype=types.model)
     return found
 
 

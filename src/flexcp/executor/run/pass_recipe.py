@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexcp.executor.run.field_moves import FieldMoves, field_moves
+from flexcp.executor.run.finished_rows import OwnRows, finished_rows
 from flexcp.executor.run.message_parts import message_bytes
 from flexcp.executor.run.rank_program import RankProgram, ShelfWork
 from flexcp.executor.run.row_moves import RowMoves, row_moves
@@ -40,19 +41,27 @@ class LaunchRecipe:
 @dataclass(frozen=True)
 class PassRecipe:
     """By slot: launches, shelves to open; by stage (peer, bytes) of the messages that leave and arrive. ``untouched_dq`` is the slot up to
-    which the dq of a query shelf may be open. What packs messages, by fields or by rows, is there where it was asked for."""
+    which the dq of a query shelf may be open, ``finished_rows`` says of a forward which rows its launches begin and finish. What packs
+    messages, by fields or by rows, is there where it was asked for."""
 
     program: RankProgram
+    backward: bool
     launches: list[list[LaunchRecipe]]
     opens: list[list[int]]
     sends: list[list[tuple[int, int]]]
     receives: list[list[tuple[int, int]]]
     untouched_dq: dict[int, int]
+    finished_rows: list[list[OwnRows]] | None
     by_fields: FieldMoves | None = None
     by_rows: RowMoves | None = None
 
+    @property
+    def has_own_lists(self) -> bool:
+        """Whether a launch adds to own rows."""
+        return any(launch.work.q_shelf == QUERIES for slot in self.launches for launch in slot)
 
-def pass_recipe(program: RankProgram, shape: Shape, packing: str | None = None) -> PassRecipe:
+
+def pass_recipe(program: RankProgram, backward: bool, shape: Shape, packing: str | None = None) -> PassRecipe:
     """The recipe of a program; ``packing`` is ``"fields"`` or ``"rows"`` where what moves is to be in it too."""
     opens: list[list[int]] = [[] for _ in program.slots]
     for number, shelf in enumerate(program.shelves):
@@ -60,11 +69,13 @@ def pass_recipe(program: RankProgram, shape: Shape, packing: str | None = None) 
             opens[shelf.stage].append(number)
     return PassRecipe(
         program,
+        backward,
         [[_launch(work, program, shape) for work in slot.work] for slot in program.slots],
         opens,
         [[(m.peer, message_bytes(m, shape)) for m in slot.send] for slot in program.slots],
         [[(m.peer, message_bytes(m, shape)) for m in slot.receive] for slot in program.slots],
         touched_dq(program),
+        None if backward else finished_rows(program),
         field_moves(program, shape) if packing == "fields" else None,
         row_moves(program, shape) if packing == "rows" else None,
     )

@@ -41,7 +41,7 @@ def rank_recipe(plan: Plan, rank: int, packing: str | None = None) -> RankRecipe
     return RankRecipe(
         plan.hash,
         rank,
-        {key: pass_recipe(rank_program(plan, rank, *key), plan.shape, packing) for key in which},
+        {key: pass_recipe(rank_program(plan, rank, *key), key[1], plan.shape, packing) for key in which},
         {key: rank_calls(plan, rank, *key) for key in which},
         rank_rows(plan, rank),
         plan.peers(rank),

@@ -20,6 +20,7 @@ from torch import Tensor
 from flexcp.cost import CostModel
 from flexcp.executor.kernels import Settings, accumulator_dtype, find_kernel
 from flexcp.executor.kernels.choose import choose_kernel
+from flexcp.executor.run.finished_rows import OwnRows, finished_rows
 from flexcp.executor.run.rank_program import RankProgram, ShelfWork, rank_program
 from flexcp.measure.calibrate.kernels import keep_busy
 from flexcp.plan.memory import KEYS
@@ -62,7 +63,16 @@ def slot_times(
     for rank in range(plan.ranks):
         program = rank_program(plan, rank, mask, backward)
         shelves = _shelves(program, shape, where)
-        slots = [[_call(w, program, shape, shelves, module, backward, where) for w in s.work] for s in program.slots]
+        finished = finished_rows(program) if not backward and getattr(module, "FINISHES", False) else None
+        slots = [
+            [
+                _call(
+                    w, None if finished is None else finished[at][i], program, shape, shelves, module, backward, where
+                )
+                for i, w in enumerate(slot.work)
+            ]
+            for at, slot in enumerate(program.slots)
+        ]
         times[rank, : len(slots)] = np.round(_timed(slots, () if backward else _statistics(shelves), repeats, device))
     return times
 
@@ -86,11 +96,14 @@ def _shelves(program: RankProgram, shape: Shape, device: torch.device) -> dict[i
             zeros = {"dq": d, "out": v, "lse": (rows, heads), "delta": (rows, heads)}
         found[number] = {name: torch.randn(size, device=device).to(dtype) for name, size in random}
         found[number] |= {name: torch.zeros(size, dtype=more, device=device) for name, size in zeros.items()}
+        if shelf.side != KEYS:
+            found[number]["finished"] = torch.empty(v, dtype=dtype, device=device)
     return found
 
 
 def _call(
-    work: ShelfWork, program: RankProgram, shape: Shape, shelves: dict[int, Fields], module: Any, backward: bool, device: torch.device
+    work: ShelfWork, own: OwnRows | None, program: RankProgram, shape: Shape, shelves: dict[int, Fields], module: Any,
+    backward: bool, device: torch.device,
 ) -> Callable[[], Any]:  # fmt: skip
     """One launch, ready to go."""
     share = shape.queries_per_key
@@ -98,14 +111,16 @@ def _call(
     heads = slice(work.h0 - h0, work.h1 - h0)
     groups = slice(work.h0 // share - g0, -(-work.h1 // share) - g0)
     counts = (heads.stop - heads.start, groups.stop - groups.start)
-    listed = module.prepare(work.slices, *counts, shape.head_dim, shape.v_head_dim, device)
+    rows = {} if own is None else {"begins": own.begins, "finishes": own.finishes}
+    listed = module.prepare(work.slices, *counts, shape.head_dim, shape.v_head_dim, device, **rows)
     q = {name: x[:, heads] for name, x in shelves[work.q_shelf].items()}
     kv = {name: x[:, groups] for name, x in shelves[work.kv_shelf].items()}
     settings = Settings(shape.head_dim**-0.5)
     if backward:
         inputs = (q["q"], kv["k"], kv["v"], q["do"], q["lse"], q["delta"])
         return lambda: module.backward(*inputs, listed, settings, q["dq"], kv["dk"], kv["dv"])
-    return lambda: module.forward(q["q"], kv["k"], kv["v"], listed, settings, q["out"], q["lse"])
+    rounded = {} if own is None else {"finished_THV": q["finished"]}
+    return lambda: module.forward(q["q"], kv["k"], kv["v"], listed, settings, q["out"], q["lse"], **rounded)
 
 
 def _timed(

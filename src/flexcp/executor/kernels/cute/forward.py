@@ -12,7 +12,8 @@ the wait for them would make the compiler wait at the branch. Keys past a slice'
 values are zeroed in the buffer.
 
 Where results are added to, those that are there are read at a tile's end, into the registers of its last logits, and merged by their LSEs
-(:mod:`merging`). A tile may be a part of one, which then waits until the part before has added (:mod:`levelled`).
+(:mod:`merging`). A tile may be a part of one, which then waits until the part before has added (:mod:`levelled`). Of several lists that add
+to a row, the last may write it where it stays, rounded: tiles say so in their records.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -24,7 +25,15 @@ from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from flexcp.executor.kernels.cute.items import RECORD
-from flexcp.executor.kernels.cute.merging import add_scaled, pass_turn, read_lse, read_results, wait_for_turn, weigh
+from flexcp.executor.kernels.cute.merging import (
+    add_scaled,
+    in_base_2,
+    pass_turn,
+    read_lse,
+    read_results,
+    wait_for_turn,
+    weigh,
+)
 from flexcp.executor.kernels.cute.parts import (
     COMPUTE_REGISTERS,
     LN2,
@@ -64,21 +73,25 @@ K, MN = OperandMajorMode.K, OperandMajorMode.MN
 class Forward:
     """The kernel of a model: ``share`` query heads for each KV head, ``pack`` of them in a tile; sizes and strides come with the call."""
 
-    def __init__(self, dtype, out_dtype, share, pack, head_dim, v_head_dim, block, stages, softcap, fresh):
+    def __init__(self, dtype, out_dtype, share, pack, head_dim, v_head_dim, block, stages, softcap, fresh, finishes):
         self.dtype, self.out_dtype, self.share, self.pack = dtype, out_dtype, share, pack
         self.D, self.V, self.N, self.stages = head_dim, v_head_dim, block, stages
-        self.softcap, self.fresh = softcap, fresh
+        self.softcap, self.fresh, self.finishes = softcap, fresh, finishes
+        self.rounds = finishes or out_dtype is not Float32
 
     @cute.jit
     def __call__(
-        self, q: cute.Pointer, k: cute.Pointer, v: cute.Pointer, out: cute.Pointer, lse: cute.Pointer,
+        self, q: cute.Pointer, k: cute.Pointer, v: cute.Pointer, out: cute.Pointer, lse: cute.Pointer, finished: cute.Pointer,
         records: cute.Pointer, segments: cute.Pointer, counters: cute.Pointer,
         rows: Int32, keys: Int32, heads: Int32, kv_heads: Int32,
         q_row: Int64, q_head: Int64, k_row: Int64, k_head: Int64, v_row: Int64, v_head: Int64,
-        o_row: Int64, o_head: Int64, l_row: Int64, l_head: Int64,
+        o_row: Int64, o_head: Int64, l_row: Int64, l_head: Int64, f_row: Int64, f_head: Int64,
         scale: Float32, softcap: Float32, programs: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
-        """Launch. Strides of rows and heads are in elements; those of q, k and v are multiples of 16 bytes."""
+        """Launch. Strides of rows and heads are in elements; those of q, k and v are multiples of 16 bytes.
+
+        ``finished`` is where rounded results of a kernel that ``finishes`` go: any pointer for others.
+        """
         D, V, N, P = self.D, self.V, self.N, self.pack
         q_row, q_head, k_row, k_head, v_row, v_head = [
             cute.assume(x, divby=8) for x in (q_row, q_head, k_row, k_head, v_row, v_head)
@@ -95,7 +108,7 @@ class Forward:
         self.kernel(
             packed_heads_view(mQ, P), mK, mV, q_atom, k_atom, v_atom, sQ, sK, sV, sO,
             tiled_product(self.dtype, N, K, K), tiled_product(self.dtype, V, K, MN, from_registers=True),
-            out, lse, records, segments, counters, o_row, o_head, l_row, l_head, scale, softcap,
+            out, lse, finished, records, segments, counters, o_row, o_head, l_row, l_head, f_row, f_head, scale, softcap,
         ).launch(grid=(programs, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
 
     @cute.kernel
@@ -103,14 +116,15 @@ class Forward:
         self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, q_atom: cute.CopyAtom, k_atom: cute.CopyAtom,
         v_atom: cute.CopyAtom, sQ_layout: cute.ComposedLayout, sK_layout: cute.ComposedLayout,
         sV_layout: cute.ComposedLayout, sO_layout: cute.ComposedLayout, mma_S: cute.TiledMma, mma_O: cute.TiledMma,
-        out: cute.Pointer, lse: cute.Pointer, records: cute.Pointer, segments: cute.Pointer, counters: cute.Pointer,
-        o_row: Int64, o_head: Int64, l_row: Int64, l_head: Int64, scale: Float32, softcap: Float32,
+        out: cute.Pointer, lse: cute.Pointer, finished: cute.Pointer, records: cute.Pointer, segments: cute.Pointer,
+        counters: cute.Pointer, o_row: Int64, o_head: Int64, l_row: Int64, l_head: Int64, f_row: Int64, f_head: Int64,
+        scale: Float32, softcap: Float32,
     ):  # fmt: skip
         S = self.stages
         smem = cutlass.memory.SmemAllocator()
         bars = smem.allocate_array(cutlass.Int64, num_elems=2 * TILES + 4 * S)
         sQ, sK, sV = (shared_tensor(smem, self.dtype, x) for x in (sQ_layout, sK_layout, sV_layout))
-        sO = shared_tensor(smem, self.dtype, sO_layout) if const_expr(self.out_dtype is not Float32) else None
+        sO = shared_tensor(smem, self.dtype, sO_layout) if const_expr(self.rounds) else None
         # full and free: of the rings of queries, of keys and of values
         keys = bars + 2 * TILES
         rings = (bars, bars + TILES, keys, keys + S, keys + 2 * S, keys + 3 * S)
@@ -132,7 +146,8 @@ class Forward:
             cute.arch.setmaxregister_increase(COMPUTE_REGISTERS)
             strides = (o_row, o_head, l_row, l_head)
             tables = (records, segments, counters)
-            self.compute(mma_S, mma_O, sQ, sK, sV, sO, out, lse, strides, rings, tables, scale, softcap)
+            rounded = (finished, f_row, f_head) if const_expr(self.finishes) else (out, o_row, o_head)
+            self.compute(mma_S, mma_O, sQ, sK, sV, sO, out, lse, strides, rounded, rings, tables, scale, softcap)
 
     @cute.jit
     def load(self, mQ, mK, mV, q_atom, k_atom, v_atom, sQ, sK, sV, rings, records, segments):
@@ -146,7 +161,9 @@ class Forward:
         ahead = cute.make_rmem_tensor(RECORD, Int32)
         read_record(records, turn, ahead)
         while ahead[0] >= 0:
-            row0, _row1, segment, blocks, key, left, _edge, group, _counter, _place = record_fields(ahead)
+            row0, _row1, segment, blocks, key, left, _edge, group, _counter, _place, _last, _first = record_fields(
+                ahead
+            )
             turn += cute.arch.grid_dim()[0]
             read_record(records, turn, ahead)
             head = group * P // self.share
@@ -175,6 +192,13 @@ class Forward:
                     key, left, _edge = segment_start(segments, segment)
 
     @cute.jit
+    def rows_there(self, row0, row1, first):
+        """The end of a tile's rows that may have results: its beginning, where the tile is the first to add to them."""
+        if const_expr(self.finishes):
+            row1 = row0 if first != 0 else row1
+        return row1
+
+    @cute.jit
     def fetch_results(self, out, lse, strides, rings, records):
         """Bring the results that are there to the L2 when a tile begins; they are read at its end."""
         o_row, o_head, l_row, l_head = strides
@@ -184,11 +208,14 @@ class Forward:
         ahead = cute.make_rmem_tensor(RECORD, Int32)
         read_record(records, turn, ahead)
         while ahead[0] >= 0:
-            row0, row1, _segment, _blocks, _key, _left, _edge, group, _counter, _place = record_fields(ahead)
+            row0, row1, _segment, _blocks, _key, _left, _edge, group, _counter, _place, _last, first = record_fields(
+                ahead
+            )
             turn += cute.arch.grid_dim()[0]
             read_record(records, turn, ahead)
             cute.arch.mbarrier_wait(rings[0] + stage, phase)
             stage, phase = next_buffer(stage, phase, TILES)
+            row1 = self.rows_there(row0, row1, first)
             for i in cutlass.range_constexpr(2 * ROWS // 32):
                 m = lane + 32 * i
                 row, head = row0 + m // self.pack, group * self.pack + m % self.pack
@@ -199,7 +226,7 @@ class Forward:
                             fetch_line(out + (row * o_row + head * o_head + 32 * j))
 
     @cute.jit
-    def compute(self, mma_S, mma_O, sQ, sK, sV, sO, out, lse, strides, rings, tables, scale, softcap):
+    def compute(self, mma_S, mma_O, sQ, sK, sV, sO, out, lse, strides, rounded, rings, tables, scale, softcap):
         """One warp group's rows of every tile of this program."""
         records, segments, counters = tables
         V, N, P = self.V, self.N, self.pack
@@ -231,7 +258,7 @@ class Forward:
         ahead = cute.make_rmem_tensor(RECORD, Int32)
         read_record(records, turn, ahead)
         while ahead[0] >= 0:
-            row0, row1, segment, blocks, key, left, edge, group, counter, place = record_fields(ahead)
+            row0, row1, segment, blocks, key, left, edge, group, counter, place, last, first = record_fields(ahead)
             turn += cute.arch.grid_dim()[0]
             read_record(records, turn, ahead)
             next_key, next_left, next_edge = segment_start(segments, segment + 1)
@@ -239,13 +266,13 @@ class Forward:
             for r in cutlass.range_constexpr(2):
                 row, head = row0 + m[r] // P, group * P + m[r] % P
                 o_at[r] = row * o_row + head * o_head
-                l_at[r] = row * l_row + head * l_head
+                # Of a row past the tile's last, that one's: it is read, and never written.
+                l_at[r] = cutlass.min(row, row1 - 1) * l_row + head * l_head
             top.fill(-Float32.inf)
             total.fill(0.0)
             acc.fill(0.0)
             if const_expr(not self.fresh):
-                # Of a part that waits they are not there yet.
-                read_lse(lse, l_at, row0, row1 if place <= 1 else row0, m, P, there)
+                read_lse(lse, l_at, there)
 
             # The first block: logits and softmax.
             cute.arch.mbarrier_wait(q_full + q_stage, q_phase)
@@ -293,11 +320,15 @@ class Forward:
             if const_expr(not self.fresh):
                 if place > 1:
                     wait_for_turn(counters + 2 * counter + wg, place // 2, thread, OWN + wg)
-                    read_lse(lse, l_at, row0, row1, m, P, there)
-                # Into the registers of the logits, which are used up; they arrive while the values are multiplied.
-                read_results(out, o_at, column0, there, V, s)
+                    read_lse(lse, l_at, there)
+                in_base_2(there, row0, self.rows_there(row0, row1, first), m, P)
             cute.arch.mbarrier_wait(v_full + stage, phase)
             product(mma_O, acc, [(rP, rV[None, None, None, stage])], False)
+            if const_expr(not self.fresh):
+                adds = cute.arch.vote_any_sync(cutlass.max(there[0], there[1]) != -Float32.inf)
+                if adds:
+                    # Into the registers of the logits, which are used up; they arrive while the values are multiplied.
+                    read_results(out, o_at, column0, there, V, s)
             warpgroup.wait_group(0)
             arrive(v_free + stage)
             stage, phase = next_buffer(stage, phase, self.stages)
@@ -315,12 +346,17 @@ class Forward:
                 if row0 + m[r] // P < row1 and lane % 4 == 0:
                     (lse + l_at[r]).store((top[r] + cute.math.log2(whole, fastmath=True)) * LN2)
             self.rescale(acc, share)
-            if const_expr(not self.fresh):
-                add_scaled(acc, s, old_share)
-            if const_expr(self.out_dtype is Float32):
+            if const_expr(not self.fresh):  # noqa: SIM102  (this is known when it is compiled, the next is not)
+                if adds:
+                    add_scaled(acc, s, old_share)
+            if const_expr(not self.rounds):
                 self.write_sums(acc, out, o_at, row0, row1, m, column0)
+            elif const_expr(not self.finishes):  # noqa: SIM114  (this is known when it is compiled, the next is not)
+                self.write_rounded(mma_O, acc, sO, rounded, thread, wg, row0, row1, group)
+            elif last != 0:
+                self.write_rounded(mma_O, acc, sO, rounded, thread, wg, row0, row1, group)
             else:
-                self.write_rounded(mma_O, acc, sO, out, thread, wg, row0, row1, group, o_row, o_head)
+                self.write_sums(acc, out, o_at, row0, row1, m, column0)
             if const_expr(not self.fresh):
                 pass_turn(counters + 2 * counter + wg, place, thread, OWN + wg)
 
@@ -424,9 +460,10 @@ class Forward:
                     cute.autovec_copy(pair, cute.make_tensor(at, cute.make_layout(2)))
 
     @cute.jit
-    def write_rounded(self, mma_O, acc, sO, out, thread, wg, row0, row1, group, o_row, o_head):
+    def write_rounded(self, mma_O, acc, sO, rounded, thread, wg, row0, row1, group):
         """Results in the model's dtype, through shared memory: 16 bytes a thread, so that whole lines are written."""
         V, P = self.V, self.pack
+        out, o_row, o_head = rounded
         results = cute.make_rmem_tensor(acc.shape, self.dtype)
         round_to(acc, results)
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)

@@ -16,7 +16,7 @@ from flexcp.executor.kernels.tiles import SegmentList
 
 Ints = NDArray[np.int64]
 RECORD = 12
-"""Numbers of a record; the last two are there for the sake of words of 16 bytes."""
+"""Numbers of a record: words of 16 bytes."""
 TILE_PRICE = 3
 """What beginning and ending a tile costs, in blocks."""
 ADDED_KEY_PRICE = 5e-4
@@ -59,11 +59,26 @@ def dealt(items: Ints, blocks: Ints, groups: int, programs: int) -> NDArray[np.i
     return table
 
 
+def inside(tiles: NDArray[np.int32], runs: Ints) -> NDArray[np.bool_]:
+    """Which tiles lie in one of the runs of rows (``[n, 2]``, ascending)."""
+    if not len(runs):
+        return np.zeros(len(tiles), np.bool_)
+    run = np.searchsorted(runs[:, 0], tiles[:, 0], side="right") - 1
+    found: NDArray[np.bool_] = (run >= 0) & (tiles[:, 1] <= runs[run, 1])
+    return found
+
+
 def records(
-    items: NDArray[np.int32], made: SegmentList, groups: int, parts: NDArray[np.int32] | None = None
+    items: NDArray[np.int32],
+    made: SegmentList,
+    groups: int,
+    parts: NDArray[np.int32] | None = None,
+    begins: Ints | None = None,
+    finishes: Ints | None = None,
 ) -> NDArray[np.int32]:
     """``[rounds + 1, programs, 12]``: of every item first row (-1: no item), last row + 1, first segment, blocks, then the first segment's
-    first key, blocks and mask, the group of heads, and of ``parts`` (:mod:`levelled`) counter and place."""
+    first key, blocks and mask, the group of heads, of ``parts`` (:mod:`levelled`) counter and place, 1 where the item is the last to add to
+    rows that this list ``finishes``, and 1 where it is the first to add to rows that it ``begins``."""
     tile = np.maximum(items, 0) // groups
     found = np.full((*items.shape, RECORD), -1, np.int32)
     found[..., :4] = made.tiles[tile]
@@ -71,5 +86,13 @@ def records(
     found[..., 7] = items % groups
     if parts is not None:
         found[..., 8:10] = parts[tile]
+    found[..., 10:] = 0
+    for column, rows, of_part in ((10, finishes, 1), (11, begins, 0)):
+        if rows is not None:
+            chosen = inside(made.tiles, rows)
+            if parts is not None:
+                place = parts[:, 1]
+                chosen &= (parts[:, 0] < 0) | (place % 2 == 1 if of_part else place // 2 == 0)
+            found[..., column] = chosen[tile]
     found[items < 0] = -1
     return found

@@ -37,16 +37,21 @@ from flexcp.executor.kernels.cute.parts import FAR
 from flexcp.executor.kernels.cute.rows import SPARE, After, Before, Close
 from flexcp.executor.kernels.hopper import kernel as hopper_kernel
 from flexcp.executor.kernels.hopper.kernel import STAGES, HopperWork, Segments, programs_of
-from flexcp.executor.kernels.hopper.tiles import BEYOND_L2, BLOCK, QUERIES, longest_part
+from flexcp.executor.kernels.hopper.tiles import BEYOND_L2, BLOCK, QUERIES, longest_part, query_tiles
 from flexcp.executor.kernels.sinks_and_delta import OutputGradient
+from flexcp.executor.kernels.tiles import segment_list
 from flexcp.executor.kernels.triton.kernel import ALIGNMENT, aligned, base_of, check, multiprocessors, pack_statistics
 from flexcp.masks import Q0, Q1
 
 FRESH = True
+FINISHES = True
 HEAD_SIZE = 128
+NO_ROWS: Ints = np.zeros((0, 2), np.int64)
 TYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16, torch.float32: cutlass.Float32}
 LONGEST_PART = 1024
 """Blocks of a part of a tile of keys, where programs add to dq in step."""
+PARTS, SHORTEST_PART = 2, 64
+"""Of tiles of keys that are levelled afterwards: about how many a multiprocessor gets, and the blocks of a part at least."""
 
 useful_share = hopper_kernel.useful_share
 
@@ -62,8 +67,19 @@ def supports(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim
 class CuteWork(HopperWork):
     """A work list whose items are dealt to programs.
 
-    Tiles of keys are walked from their last queries to their first: under a causal mask all of them end with the same queries.
+    Tiles of keys are walked from their last queries to their first: under a causal mask all of them end with the same queries. To the rows
+    of ``begins`` and ``finishes`` (runs, ``[n, 2]``, ascending) no earlier and no later list adds.
     """
+
+    def __init__(self, *arguments: Any, begins: Ints, finishes: Ints) -> None:
+        super().__init__(*arguments)
+        self.begins, self.finishes = begins, finishes
+
+    @cached_property
+    def forward_segments(self) -> Segments:
+        """Tiles of packed query rows, each with rows that the list begins or with others, and that it finishes or with others."""
+        borders = np.unique(np.concatenate([self.begins, self.finishes]))
+        return Segments.of(query_tiles(self.slices, self.share, borders), BLOCK, self.device)
 
     @cached_property
     def descending_segments(self) -> Segments:
@@ -117,6 +133,37 @@ class CuteWork(HopperWork):
         rows = int(self.slices[:, Q1].max(initial=0)) - int(self.slices[:, Q0].min(initial=0))
         return rows * self.heads * self.head_dim * 4 > BEYOND_L2
 
+    def backward_tables(self, programs: int) -> tuple[int, list[Tensor]]:
+        """Of a backward that adds to its results, on up to ``programs`` programs: how many it has, and tiles, segments and items.
+
+        Made once for each number of programs: launches must not make the host wait. Tiles are cut until programs end together, but not
+        where dq is added up in step.
+        """
+        if programs not in self._backward_tables:
+            used = min(programs, self.descending_segments.count * self.kv_heads)
+            if self.in_step:
+                made = self.descending_segments
+                tables = [made.tiles, made.segments, self.items(made, used)]
+            else:
+                used, tables = self._levelled_backward(programs)
+            self._backward_tables[programs] = used, tables
+        return self._backward_tables[programs]
+
+    def _levelled_backward(self, programs: int) -> tuple[int, list[Tensor]]:
+        block, units = QUERIES // self.pack, multiprocessors(self.device)
+        longest = longest_part(self._key_tiles, self.kv_heads, self.share, units, PARTS, SHORTEST_PART)
+        made = segment_list(self._key_tiles, block, longest, descending=True)
+        blocks = made.tiles[:, 3].astype(np.int64)
+        order = in_turns(len(blocks), self.kv_heads, 1)
+        items = dealt(order, blocks, self.kv_heads, min(programs, len(order)))
+        level = levelled(made, items, self.kv_heads, programs, block, descending=True)
+        tables = (level.made.tiles, level.made.segments, level.items)
+        return level.items.shape[1], [uploaded(x.reshape(-1), self.device) for x in tables]
+
+    @cached_property
+    def _backward_tables(self) -> dict[int, tuple[int, list[Tensor]]]:
+        return {}
+
     def items(self, made: Segments, programs: int) -> Tensor:
         """Which program of a backward computes what. Dealt once for each number of programs: launches must not make the host wait."""
         key = (id(made), programs)
@@ -143,9 +190,9 @@ class CuteWork(HopperWork):
             level = None if fresh else levelled(made.made, items, groups, programs, BLOCK)
             if level is None or not level.counters:
                 segments, counters = made.segments, made.segments
-                table = records(items, made.made, groups)
+                table = records(items, made.made, groups, None, self.begins, self.finishes)
             else:
-                table = records(level.items, level.made, groups, level.parts)
+                table = records(level.items, level.made, groups, level.parts, self.begins, self.finishes)
                 segments = uploaded(level.made.segments.reshape(-1), self.device)
                 counters = torch.zeros(level.counters, dtype=torch.int32, device=self.device)
             there = [uploaded(table.reshape(-1), self.device), segments, counters]
@@ -164,27 +211,34 @@ class CuteWork(HopperWork):
         return group_by_group(np.lexsort((tiles[:, 0], -begin)), self.kv_heads)
 
 
-def prepare(slices: Ints, heads: int, kv_heads: int, head_dim: int, v_head_dim: int, device: torch.device) -> CuteWork:
+def prepare(
+    slices: Ints, heads: int, kv_heads: int, head_dim: int, v_head_dim: int, device: torch.device,
+    begins: Ints = NO_ROWS, finishes: Ints = NO_ROWS,
+) -> CuteWork:  # fmt: skip
     """The work list of ``slices``; reusable by every layer and by forward and backward."""
     reason = supports(device, torch.bfloat16, head_dim, v_head_dim)
     if reason:
         raise NotImplementedError(reason)
-    return CuteWork(slices, heads, kv_heads, head_dim, v_head_dim, device)
+    return CuteWork(slices, heads, kv_heads, head_dim, v_head_dim, device, begins=begins, finishes=finishes)
 
 
 def forward(
     q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, work: CuteWork, settings: Settings, out_THV: Tensor, lse_TH: Tensor,
+    finished_THV: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Add the slices' attention to ``out`` and ``lse``; with ``settings.fresh`` write them."""
+    """Add the slices' attention to ``out`` and ``lse``, or write what the list finishes to ``finished``; with ``settings.fresh`` write
+    all of it."""
     made = work.forward_segments
     if not made.count:
         return
-    q, k, v = _fitting(work, (q_THD, k_TGD, v_TGV), (out_THV, lse_TH))
+    finishes = finished_THV is not None and len(work.begins) + len(work.finishes) > 0
+    rounded = finished_THV if finished_THV is not None and finishes else q_THD
+    q, k, v = _fitting(work, (q_THD, k_TGD, v_TGV), (out_THV, lse_TH, rounded))
     programs, tables = work.forward_tables(programs_of(FAR, settings, work), settings.fresh)
-    run = compiled_forward(q.dtype, out_THV.dtype, work.share, work.pack, settings.softcap is not None, settings.fresh)
-    run(
-        *_addresses(q, k, v, out_THV, lse_TH, *tables), len(q), len(k), work.heads, work.kv_heads,
-        *_strides(q, k, v, out_THV, lse_TH), *_numbers(settings), programs, _stream(q.device),
+    model = (q.dtype, out_THV.dtype, work.share, work.pack, settings.softcap is not None)
+    compiled_forward(*model, settings.fresh, finishes)(
+        *_addresses(q, k, v, out_THV, lse_TH, rounded, *tables), len(q), len(k), work.heads, work.kv_heads,
+        *_strides(q, k, v, out_THV, lse_TH, rounded), *_numbers(settings), programs, _stream(q.device),
     )  # fmt: skip
 
 
@@ -201,13 +255,11 @@ def backward(
         hopper_kernel.backward(*inputs, dq_THD, dk_TGD, dv_TGV)
         return
     q, k, v, do = _fitting(work, (q_THD, k_TGD, v_TGV, do_THV), (lse_TH, delta_TH, dq_THD, dk_TGD, dv_TGV))
-    made = work.descending_segments
-    programs = programs_of(made.count * work.kv_heads, settings, work)
+    programs, tables = work.backward_tables(programs_of(FAR, settings, work))
     order = "open" if settings.open_dq or settings.fresh else "rows"
     run = compiled_backward(q.dtype, work.share, work.pack, settings.softcap is not None, order)
     statistics = pack_statistics(lse_TH, delta_TH, work.pack, base_of(q.dtype))
     sums = torch.zeros(dq_THD.shape, dtype=torch.float32, device=q.device) if settings.fresh else dq_THD
-    tables = (made.tiles, made.segments, work.items(made, programs))
     run(
         *_addresses(q, k, v, do, statistics, sums, dk_TGD, dv_TGV, *tables), len(q), len(k), work.heads, work.kv_heads,
         *_strides(q, k, v, do, sums, dk_TGD, dv_TGV), *_numbers(settings), 0, programs, _stream(q.device),
@@ -216,9 +268,9 @@ def backward(
         _close(sums, dq_THD, settings)
 
 
-def close_dq(dq_THD: Tensor, settings: Settings) -> None:
-    """Turn a dq that backwards left open into the gradient."""
-    _close(dq_THD, dq_THD, settings)
+def close_dq(dq_THD: Tensor, settings: Settings, finished_THD: Tensor | None = None) -> None:
+    """Turn a dq that backwards left open into the gradient, in place or, rounded, in ``finished``."""
+    _close(dq_THD, dq_THD if finished_THD is None else finished_THD, settings)
 
 
 def _close(open_THD: Tensor, dq_THD: Tensor, settings: Settings) -> None:
@@ -286,14 +338,14 @@ def compiled_close(dtype: torch.dtype) -> Any:
 
 @cache
 def compiled_forward(
-    dtype: torch.dtype, out_dtype: torch.dtype, share: int, pack: int, softcap: bool, fresh: bool
+    dtype: torch.dtype, out_dtype: torch.dtype, share: int, pack: int, softcap: bool, fresh: bool, finishes: bool
 ) -> Any:
     """The forward of a model, ready to be called with numbers."""
-    kind, out = TYPES[dtype], TYPES[out_dtype]
-    kernel = Forward(kind, out, share, pack, HEAD_SIZE, HEAD_SIZE, BLOCK, STAGES, softcap, fresh)
-    pointers = [_pointer(kind)] * 3 + [_pointer(out), _pointer(Float32, 4)] + [_pointer(Int32)] * 3
-    numbers = [Int32(1)] * 4 + [Int64(8)] * 10 + [Float32(1.0), Float32(1.0), Int32(1)]
-    return _compiled(kernel, pointers, numbers, "forward", dtype, out_dtype, share, pack, softcap, fresh)
+    kind, out, key = TYPES[dtype], TYPES[out_dtype], (dtype, out_dtype, share, pack, softcap, fresh, finishes)
+    kernel = Forward(kind, out, share, pack, HEAD_SIZE, HEAD_SIZE, BLOCK, STAGES, softcap, fresh, finishes)
+    pointers = [_pointer(kind)] * 3 + [_pointer(out), _pointer(Float32, 4), _pointer(kind)] + [_pointer(Int32)] * 3
+    numbers = [Int32(1)] * 4 + [Int64(8)] * 12 + [Float32(1.0), Float32(1.0), Int32(1)]
+    return _compiled(kernel, pointers, numbers, "forward", *key)
 
 
 @cache

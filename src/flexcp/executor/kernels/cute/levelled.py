@@ -1,9 +1,9 @@
-"""Levelling: long tiles of a forward cut in two or more, so that all programs of a launch end together. Integers only; no tensor.
+"""Levelling: long tiles cut in two or more, so that all programs of a launch end together. Integers only; no tensor.
 
 Dealing whole tiles leaves the busiest program some percent behind the mean, since a tile is long beside what a program has to do. Here the
 busiest programs (*givers*) give the first blocks of a tile to programs with the least work (*receivers*). The parts of a tile are
-ordinary tiles with the same rows that add to the same results one after the other: part n waits, with its own blocks done, until part
-n - 1 has added, which a counter in memory says.
+ordinary tiles with the same rows that add to the same results. In a backward they do so in any order. In a forward they do so one after
+the other: part n waits, with its own blocks done, until part n - 1 has added, which a counter in memory says.
 
 Parts come last in their programs. What goes before stays as it was dealt, in step with the other programs: those that walk the same keys
 at the same time share them through the L2.
@@ -55,15 +55,22 @@ class LevelledList:
     counters: int
 
 
-def levelled(made: SegmentList, items: Table, groups: int, programs: int, block: int) -> LevelledList:
-    """``items`` (dealt, ``[rounds + 1, programs used]``) over up to ``programs`` programs, with tiles cut where that is worth it."""
+def levelled(
+    made: SegmentList, items: Table, groups: int, programs: int, block: int, descending: bool = False
+) -> LevelledList:
+    """``items`` (dealt, ``[rounds + 1, programs used]``) over up to ``programs`` programs, with tiles cut where that is worth it.
+
+    Of tiles that are walked ``descending``, from each segment's last block to its first, the first blocks are the last.
+    """
     blocks = made.tiles[:, 3].astype(np.int64)
     of_item = np.where(items >= 0, blocks[np.maximum(items, 0) // groups], -TILE_PRICE)
     work = np.zeros(programs, np.int64)
     work[: items.shape[1]] = (of_item + TILE_PRICE).sum(axis=0)
     given = _give(work, _to_cut(items, of_item))
     whole = np.full((len(blocks), 2), -1, np.int32)
-    return _tables(made, whole, items, given, groups, block) if given else LevelledList(made, whole, items, 0)
+    return (
+        _tables(made, whole, items, given, groups, block, descending) if given else LevelledList(made, whole, items, 0)
+    )
 
 
 def _to_cut(items: Table, of_item: Ints) -> list[tuple[int, int]]:
@@ -116,7 +123,9 @@ def _give_down_to(limit: int, order: list[int], work: list[int], cut: list[tuple
     return found
 
 
-def _tables(made: SegmentList, whole: Table, items: Table, given: list[Given], groups: int, block: int) -> LevelledList:
+def _tables(
+    made: SegmentList, whole: Table, items: Table, given: list[Given], groups: int, block: int, descending: bool
+) -> LevelledList:
     tiles: list[list[int]] = []
     segments: list[list[int]] = []
     parts: list[list[int]] = []
@@ -129,7 +138,7 @@ def _tables(made: SegmentList, whole: Table, items: Table, given: list[Given], g
     def part(item: int, begin: int, end: int, counter: int, place: int) -> int:
         row0, row1, segment, _ = made.tiles[item // groups].tolist()
         tiles.append([row0, row1, len(made.segments) - 1 + len(segments), end - begin])
-        segments.extend(_cut(made, segment, begin, end, block))
+        segments.extend(_cut(made, segment, begin, end, block, descending))
         parts.append([counter, place])
         return (len(whole) + len(tiles) - 1) * groups + item % groups
 
@@ -154,12 +163,13 @@ def _tables(made: SegmentList, whole: Table, items: Table, given: list[Given], g
     return LevelledList(cut, np.concatenate([whole, np.array(parts, np.int32)]), table, 2 * len(by_item))
 
 
-def _cut(made: SegmentList, segment: int, begin: int, end: int, block: int) -> Iterator[list[int]]:
-    """The segments of a tile's blocks ``begin`` to ``end``; ``segment`` is its first."""
+def _cut(made: SegmentList, segment: int, begin: int, end: int, block: int, descending: bool) -> Iterator[list[int]]:
+    """The segments of a tile's blocks ``begin`` to ``end`` in the order they are walked; ``segment`` is its first."""
     at = 0
     while at < end:
         key, count, *rest = made.segments[segment].tolist()
         low, high = max(begin, at), min(end, at + count)
         if low < high:
-            yield [key + (low - at) * block, high - low, *rest]
+            before = at + count - high if descending else low - at
+            yield [key + before * block, high - low, *rest]
         at, segment = at + count, segment + 1

@@ -14,12 +14,17 @@ from flexcp.executor.kernels.cute.parts import LOG2E, by_rows
 
 
 @cute.jit
-def read_lse(lse, l_at, row0, row1, m, pack: cutlass.Constexpr[int], there):
-    """LSEs of the results that are there, in base 2."""
+def read_lse(lse, l_at, there):
+    """LSEs of the results that are there, as they are: nothing that would wait for them is done here."""
     for r in cutlass.range_constexpr(2):
-        there[r] = -Float32.inf
-        if row0 + m[r] // pack < row1:
-            there[r] = (lse + l_at[r]).load() * LOG2E
+        there[r] = (lse + l_at[r]).load()
+
+
+@cute.jit
+def in_base_2(there, row0, row1, m, pack: cutlass.Constexpr[int]):
+    """LSEs that were read, in base 2; -inf in rows that are not of the tile."""
+    for r in cutlass.range_constexpr(2):
+        there[r] = there[r] * LOG2E if row0 + m[r] // pack < row1 else -Float32.inf
 
 
 @cute.jit

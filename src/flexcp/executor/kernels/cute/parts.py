@@ -169,8 +169,8 @@ def read_record(records, turn, record):
 
 
 def record_fields(record):
-    """First row (-1: no more), last row + 1, first segment, blocks, its first key, its blocks, its mask, group, counter, place."""
-    return [record[i] for i in range(10)]
+    """First row (-1: no more), last row + 1, first segment, blocks, its first key, blocks and mask, group, counter, place, last, first."""
+    return [record[i] for i in range(12)]
 
 
 @cute.jit

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcp.executor.kernels.tiles import SegmentList, TileList, segment_list, tile_list, transposed
+from flexcp.executor.kernels.tiles import NO_BORDERS, SegmentList, TileList, segment_list, tile_list, transposed
 
 Ints = NDArray[np.int64]
 TILE = 128
@@ -32,9 +32,9 @@ def packed_heads(share: int) -> int:
     return min(share & -share, TILE // 2)
 
 
-def query_tiles(slices: Ints, share: int) -> TileList:
-    """Tiles of packed query rows."""
-    return tile_list(slices, TILE // packed_heads(share), BLOCK)
+def query_tiles(slices: Ints, share: int, borders: Ints = NO_BORDERS) -> TileList:
+    """Tiles of packed query rows, none on both sides of one of ``borders``."""
+    return tile_list(slices, TILE // packed_heads(share), BLOCK, borders=borders)
 
 
 def key_tiles(slices: Ints, share: int) -> TileList:
@@ -42,10 +42,12 @@ def key_tiles(slices: Ints, share: int) -> TileList:
     return tile_list(transposed(slices), BLOCK, QUERIES // packed_heads(share), odd_clear=False)
 
 
-def longest_part(made: TileList, kv_heads: int, share: int, units: int) -> int:
+def longest_part(
+    made: TileList, kv_heads: int, share: int, units: int, parts: int = PARTS, shortest: int = SHORTEST_PART
+) -> int:
     """Blocks of a tile of keys above which it is split, on so many multiprocessors."""
     blocks = made.blocks * kv_heads * (share // packed_heads(share))
-    return max(SHORTEST_PART, blocks // (units * PARTS))
+    return max(shortest, blocks // (units * parts))
 
 
 def tiles_in_turn(blocks: Ints, row_bytes: int, groups: int, kv_heads: int, programs: int) -> int:

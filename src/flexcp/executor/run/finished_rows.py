@@ -1,0 +1,84 @@
+"""Finished rows: which of a forward's work lists is the first and which the last to add to a rank's own rows.
+
+A list *begins* a row if no earlier list adds to it, and *finishes* it if no later one does, in any of the list's heads. Where lists do so
+with every own row, in every head, and no message adds to them, a kernel that can (:mod:`flexcp.executor.kernels`) writes each row once,
+rounded, where it stays: nothing is cleared before and nothing rounded after. Else, where a part of a row arrives from another rank, or a
+list finishes a row in some of its heads only, outputs are sums from the beginning to the end of the pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.executor.run.rank_program import RankProgram, ShelfWork, Slot
+from flexcp.masks import Q0, Q1
+from flexcp.plan.memory import QUERIES
+from flexcp.shape import Kind
+
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+NO_ROWS: Ints = np.zeros((0, 2), np.int64)
+
+
+@dataclass(frozen=True)
+class OwnRows:
+    """Runs of own rows ``[n, 2]``, ascending, that a list begins, and those that it finishes."""
+
+    begins: Ints
+    finishes: Ints
+
+
+def finished_rows(program: RankProgram) -> list[list[OwnRows]] | None:
+    """By slot and list of a forward: the rows that the list begins and finishes. None where lists do not begin and finish every own row."""
+    if any(_adds_to_own(slot) for slot in program.slots):
+        return None
+    own = program.shelves[QUERIES]
+    lists = [work for slot in program.slots for work in slot.work]
+    borders = sorted({0, own.h1, *(h for work in lists if work.q_shelf == QUERIES for h in (work.h0, work.h1))})
+    begun, all_begun = _not_before(lists, borders, own.rows)
+    finished, all_finished = _not_before(lists[::-1], borders, own.rows)
+    if not (all_begun and all_finished):
+        return None
+    rows = iter(map(OwnRows, begun, reversed(finished)))
+    return [[next(rows) for _ in slot.work] for slot in program.slots]
+
+
+def _not_before(lists: list[ShelfWork], borders: list[int], rows: int) -> tuple[list[Ints], bool]:
+    """Of each list the runs of own rows that no list before it adds to in any of its heads; whether that is every row in every head.
+
+    ``borders`` are the heads at which lists of own rows begin or end.
+    """
+    before: Flags = np.zeros((len(borders) - 1, rows), np.bool_)
+    found, runs = np.zeros_like(before), []
+    for work in lists:
+        if work.q_shelf != QUERIES:
+            runs.append(NO_ROWS)
+            continue
+        part = slice(borders.index(work.h0), borders.index(work.h1))
+        touched = _touched(work, rows)
+        first = touched & ~before[part].any(axis=0)
+        before[part] |= touched
+        found[part] |= first
+        runs.append(_runs(first))
+    return runs, bool(found.all())
+
+
+def _adds_to_own(slot: Slot) -> bool:
+    """Whether a slot adds outputs that arrive or move to own rows."""
+    blocks = [block for message in slot.receive for block in message.blocks] + [there for _, there in slot.own]
+    return any(block.kind == Kind.O and block.shelf == QUERIES for block in blocks)
+
+
+def _touched(work: ShelfWork, rows: int) -> Flags:
+    """Rows of the list's slices, which are trimmed: each sees a key."""
+    change = np.bincount(work.slices[:, Q0], minlength=rows + 1) - np.bincount(work.slices[:, Q1], minlength=rows + 1)
+    return np.cumsum(change)[:rows] > 0
+
+
+def _runs(flags: Flags) -> Ints:
+    """Where flags are set, as runs ``[first, last + 1]``."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]])))
+    return edges.reshape(-1, 2).astype(np.int64)

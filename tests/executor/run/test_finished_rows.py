@@ -1,0 +1,132 @@
+"""Proves that a row which a list finishes is written by the last of those that add to it, and that nothing reads or adds to it afterwards.
+
+The CPU kernel is made one that begins and finishes rows: what it begins it clears first, what it finishes goes to the rounded output, and
+NaN goes to the sums in its place. Whoever begins a row too late or finishes it too early, twice or never, changes the output; else it is
+the plain kernel's, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import flexcp
+from flexcp import masks
+from flexcp.executor.kernels import Ints, Settings, cpu
+from flexcp.executor.run.finished_rows import finished_rows
+from flexcp.executor.run.rank_program import rank_program
+from flexcp.measure.ranks import RankPool
+from flexcp.plan.plan import Plan
+
+LENGTHS = [33, 1, 50, 2, 8]
+HEADS, KV_HEADS, HEAD_DIM, V_HEAD_DIM = 4, 2, 8, 6
+NO_ROWS = np.zeros((0, 2), np.int64)
+
+
+@dataclass(frozen=True)
+class Listed:
+    slices: Ints
+    begins: Ints
+    finishes: Ints
+
+
+def plan_for(ranks: int, strategy: str, mask: masks.Mask | None = None) -> Plan:
+    where = flexcp.cluster("cpu", 1, ranks)
+    planner = flexcp.Planner(HEADS, KV_HEADS, HEAD_DIM, V_HEAD_DIM, "float64", where, strategy=strategy)
+    return planner(LENGTHS, mask or masks.causal())
+
+
+@contextmanager
+def finishing() -> Iterator[list[int]]:
+    """The CPU kernel finishes rows; yields how many in each list."""
+    plain, rows = cpu.forward, []
+
+    def prepare(slices: Ints, *sizes: Any, begins: Ints = NO_ROWS, finishes: Ints = NO_ROWS) -> Listed:
+        return Listed(slices, begins, finishes)
+
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, work: Listed, settings: Settings, out: Tensor, lse: Tensor,
+        finished_THV: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        if finished_THV is None:
+            plain(q, k, v, work.slices, settings, out, lse)
+            return
+        for first, last in work.begins.tolist():
+            out[first:last], lse[first:last] = 0.0, -torch.inf
+        plain(q, k, v, work.slices, settings, out, lse)
+        rows.append(int((work.finishes[:, 1] - work.finishes[:, 0]).sum()))
+        for first, last in work.finishes.tolist():
+            finished_THV[first:last] = out[first:last]
+            out[first:last] = torch.nan
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "FINISHES", True, raising=False)
+        patch.setattr(cpu, "prepare", prepare)
+        patch.setattr(cpu, "forward", forward)
+        yield rows
+
+
+def outputs(group: dist.ProcessGroup, plan: Plan) -> dict[str, Any]:
+    """Whether the rank's output is the plain kernel's, and the rows that each of its lists finished."""
+    plain = output_of(flexcp.bind(plan, group))
+    with finishing() as rows:
+        found = output_of(flexcp.bind(plan, group))
+    return {"same": bool(np.array_equal(plain, found)), "rows": rows, "own": len(plain)}
+
+
+def output_of(step: Any) -> np.ndarray:
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((HEADS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, V_HEAD_DIM))
+    streams = (torch.randn(step.plan.batch.tokens, *size, dtype=torch.float64, generator=generator) for size in sizes)
+    return flexcp.attention(*(step.shard(stream) for stream in streams), step).numpy()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [
+        ("ring", 3),
+        ("zigzag", 4),
+        ("groups", 4),
+        ("blocks", 3),
+        ("blocks", 4),
+        ("ulysses", 2),
+        ("usp:2,2", 4),
+        ("hypergraph", 3),
+    ],
+)
+def test_finished_rows_are_what_sums_come_to(pool: RankPool, strategy: str, ranks: int) -> None:
+    found = pool.run(outputs, plan_for(ranks, strategy), ranks=ranks)
+    assert all(rank["same"] for rank in found)
+    for rank in found:
+        assert sum(rank["rows"]) in (0, rank["own"])
+    if strategy in ("ring", "zigzag"):
+        assert any(sum(rank["rows"]) for rank in found)
+
+
+def test_rows_whose_last_part_arrives_are_finished_by_nobody() -> None:
+    plan = plan_for(4, "ulysses")
+    assert all(finished_rows(rank_program(plan, rank, 0, False)) is None for rank in range(4))
+
+
+def test_a_row_that_sees_no_key_is_finished_by_nobody() -> None:
+    half = masks.from_slices(20, [(0, 10, 0, 10, None, 0)])
+    plan = flexcp.Planner(4, 2, 8, cluster=flexcp.cluster("cpu", 1, 1))([20], half)
+    assert finished_rows(rank_program(plan, 0, 0, False)) is None
+
+
+def test_every_row_of_a_ring_is_begun_and_finished_once() -> None:
+    plan = plan_for(4, "ring")
+    for rank in range(4):
+        found = finished_rows(rank_program(plan, rank, 0, False))
+        assert found is not None
+        for runs in ([x.begins for slot in found for x in slot], [x.finishes for slot in found for x in slot]):
+            rows = np.concatenate([np.arange(a, b) for a, b in np.concatenate(runs).tolist()])
+            assert sorted(rows.tolist()) == list(range(int(plan.placement.tokens[rank])))
