@@ -5,20 +5,24 @@ BIN := .venv/bin
 # Tests start hundreds of Python processes: bytecode is kept whatever the environment says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test loops kernels lint docs screenshots verify-all planning simulator-speed training-thread auto groups regimes memory multimodal models experiments published box kernel-fit hypergraph properties data fuzz-plans clean
+.PHONY: demo test tests loops kernels lint docs screenshots verify-all planning simulator-speed training-thread auto groups regimes memory multimodal models experiments published box kernel-fit hypergraph properties data fuzz-plans clean
 
 demo: .venv/ready
 	$(BIN)/flexcp demo
 
-# What needs one core comes first, two at a time; then two processes share the test files, the longest first, each with its own pool of
-# ranks.
-test: .venv/ready
-	$(MAKE) --jobs 2 --output-sync .venv/browser lint loops
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# pip has work for one core: on the other the loops are compiled meanwhile. Then ruff and mypy run beside the tests.
+test:
+	$(MAKE) --jobs 3 --output-sync .venv/ready loops .venv/browser
+	$(MAKE) --jobs 2 lint tests
 
-# The planners' loops, compiled before tests in several processes would each begin to.
-loops: .venv/ready
-	$(BIN)/flexcp warmup
+# Three processes share the test files, the longest first, each with its own pool of ranks: tests that wait for a time limit or for a
+# process leave a core to the others.
+tests: .venv/ready
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+
+# The planners' loops, compiled before tests in several processes would each begin to. They need nothing but Numba.
+loops: .venv/numba
+	PYTHONPATH=src $(BIN)/python -m flexcp warmup
 
 # The CuTe kernels compiled for sm90 without a GPU; their compiler (flexcp[cute]) is 200 MB that make test does without.
 kernels: .venv/ready
@@ -110,17 +114,23 @@ fuzz-plans: .venv/ready
 properties: .venv/ready
 	$(BIN)/python -m pytest tests/planners/test_properties.py tests/planners/test_communication.py --hypothesis-profile=thousands --hypothesis-show-statistics
 
-.venv/ready: pyproject.toml constraints.txt
+# Packages are compiled to bytecode where they are imported, which few of their files are.
+.venv/ready: .venv/numba pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".[dev]"
+	touch $@
+
+# What `flexcp warmup` needs.
+.venv/numba:
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt numba numpy rich typer
 	touch $@
 
 # Chromium for the tests of the report, where it is missing and may be installed; without it they are skipped and say so.
-.venv/browser: .venv/ready
+.venv/browser:
 	@command -v chromium chromium-browser google-chrome >/dev/null 2>&1 \
 	  || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && apt-get install -y -qq chromium >/dev/null; } \
 	  || echo "no Chromium, and it cannot be installed here: tests of the report in a browser will be skipped"
-	@touch $@
+	@mkdir -p .venv && touch $@
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache dist

@@ -2,9 +2,9 @@
 
 Random examples are the same in every run, so that a green checkout stays green; ``make properties`` looks for new ones.
 
-``make test`` gives whole files to two workers in the order of collection. The longest files come first, so that no worker is left with
-one of them when the other is done. Both workers, and what they start, compute with one thread: threads of four processes on two cores wait
-for each other more than they help.
+``make test`` gives whole files to three workers in the order of collection. The longest files come first, so that no worker is left with
+one of them when the others are done. All workers, and what they start, compute with one thread: threads of many processes on two cores
+wait for each other more than they help.
 """
 
 from __future__ import annotations
@@ -26,24 +26,31 @@ settings.load_profile("same")
 
 LONGEST = [
     "test_parallelisms.py",
-    "test_properties.py",
-    "test_matrix.py",
+    "test_kernels_triton.py",
+    "test_accept_command.py",
+    "test_interrupt.py",
     "test_arena.py",
+    "test_megatron.py",
     "test_failures.py",
     "test_browser.py",
-    "test_kernels_hopper.py",
-    "test_kernels_triton.py",
-    "test_triton_attention.py",
-    "test_interrupt.py",
-    "test_transports.py",
     "test_huggingface_training.py",
-    "test_communication.py",
-    "test_code_blocks.py",
+    "test_matrix.py",
+    "test_check.py",
     "test_loader.py",
     "test_jit.py",
-    "test_accept_command.py",
+    "test_averaging.py",
+    "test_properties.py",
+    "test_auto.py",
+    "test_code_blocks.py",
+    "test_planning_pool.py",
+    "test_cli.py",
+    "test_accept_box.py",
+    "test_triton_attention.py",
+    "test_transports.py",
+    "test_multimodal.py",
+    "test_torchtitan.py",
 ]
-"""Files that take more than about 20 seconds of one core; no two files have the same name."""
+"""Files that take more than about 15 seconds; no two files have the same name."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -62,6 +62,11 @@ def test_more_nodes_than_ranks_is_refused_in_the_text_form() -> None:
         cluster("h100:16x0")
 
 
+def test_capitals_do_not_matter() -> None:
+    assert cluster("A100:2x6") == cluster("a100:2X6") == cluster("a100", 2, 6)
+    assert str(cluster("GB200")) == "gb200:1x72"
+
+
 def test_ranks_are_numbered_node_by_node() -> None:
     assert [cluster("h100", 2, 3).node_of(r) for r in range(6)] == [0, 0, 0, 1, 1, 1]
 

@@ -6,8 +6,10 @@ Imports are read from the source (house.py). What importing, planning and asking
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -95,6 +97,25 @@ def test_every_public_name_resolves() -> None:
     assert flexcp.__version__.count(".") == 2
 
 
+def test_rooms_and_their_modules_are_attributes_without_an_import_of_their_own() -> None:
+    """Every name as the API page writes it, after ``import flexcp`` alone."""
+    page = (house.SOURCE.parent / "docs" / "api.md").read_text()
+    names = set(re.findall(r"^(flexcp\.(?:data|frameworks|report)\.[\w.]+)\(", page, re.MULTILINE))
+    assert {"flexcp.frameworks.used", "flexcp.data.Loader", "flexcp.report.page.write_report"} <= names
+    loaded_by("import flexcp\n" + "\n".join(sorted(names)))
+    assert {"data", "frameworks", "report"} <= set(dir(flexcp))
+
+
+def test_asking_whether_a_step_was_used_loads_nothing_heavy() -> None:
+    assert not loaded_by("import flexcp; flexcp.frameworks.used") & {*HEAVY, "transformers"}
+
+
+@pytest.mark.parametrize("room", ["frameworks", "report"])
+def test_an_unknown_name_of_a_room_is_an_attribute_error(room: str) -> None:
+    with pytest.raises(AttributeError, match=f"'flexcp.{room}' has no attribute 'usd'"):
+        _ = getattr(flexcp, room).usd
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match=r"'flexcp' has no attribute 'atention'"):
         _ = flexcp.atention  # type: ignore[attr-defined]
@@ -116,21 +137,27 @@ def test_few_modules_lie_in_the_root() -> None:
     assert len(list((house.SOURCE / "flexcp").glob("*.py"))) <= 9
 
 
+@cache
+def own_imports() -> list[house.Import]:
+    """Read once: that takes seconds."""
+    return house.imports(house.SOURCE)
+
+
 def test_no_arrow_runs_up() -> None:
-    assert house.arrows_up(house.arrows(house.imports(house.SOURCE), house.module_files(house.SOURCE))) == []
+    assert house.arrows_up(house.arrows(own_imports(), house.module_files(house.SOURCE))) == []
 
 
 def test_no_circle_between_rooms() -> None:
-    assert house.circles(set(house.arrows(house.imports(house.SOURCE), house.module_files(house.SOURCE)))) == []
+    assert house.circles(set(house.arrows(own_imports(), house.module_files(house.SOURCE)))) == []
 
 
 def test_no_way_leads_from_planning_to_torch() -> None:
-    assert house.ways_to_torch(house.imports(house.SOURCE)) == []
+    assert house.ways_to_torch(own_imports()) == []
 
 
 @pytest.mark.parametrize("room", ["executor.kernels", "executor.exchange", "executor.run", "executor"])
 def test_the_executor_reaches_no_planner(room: str) -> None:
-    pairs = set(house.arrows(house.imports(house.SOURCE), house.module_files(house.SOURCE)))
+    pairs = set(house.arrows(own_imports(), house.module_files(house.SOURCE)))
     assert not house.reached(room, pairs) & {"schedule", "simulator", "planners", "planner"}
 
 

@@ -61,6 +61,9 @@ _HOMES = {
     "fastest_kernel": "executor.fastest_kernel",
 }
 
+_ROOMS = ("data", "frameworks", "report")
+"""Rooms with public names of their own, which load on first use too."""
+
 __all__ = [
     "Cluster",
     "CostModel",
@@ -141,8 +144,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "data":  # a room of its own, with its own lazy names
-        return importlib.import_module("flexcp.data")
+    if name in _ROOMS:
+        return importlib.import_module(f"flexcp.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'flexcp' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"flexcp.{_HOMES[name]}"), name)
@@ -151,4 +154,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted({*globals(), *_HOMES, *_ROOMS})

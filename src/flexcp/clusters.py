@@ -136,12 +136,12 @@ def cluster(
 ) -> Cluster:
     """A named cluster of the given shape, for example ``cluster("h100", nodes=4, ranks_per_node=8)``, or for short ``cluster("h100:4x8")``.
 
-    A node has the preset's own number of ranks unless told: 8, or the 72 of a GB200 rack. ``speeds`` is one factor per rank, 1.0 being the
-    preset's speed.
+    Capitals do not matter. A node has the preset's own number of ranks unless told: 8, or the 72 of a GB200 rack. ``speeds`` is one factor
+    per rank, 1.0 being the preset's speed.
     """
     if not isinstance(name, str):
         raise ValueError(f"a cluster has a preset's name, one of {', '.join(_PRESETS)}; got {name!r}")
-    name, colon, shape = name.partition(":")
+    name, colon, shape = name.strip().lower().partition(":")
     if colon:
         if nodes != 1 or ranks_per_node is not None:
             raise ValueError(f"cluster {name}:{shape} already gives the shape; drop nodes= and ranks_per_node=")

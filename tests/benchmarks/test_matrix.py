@@ -1,6 +1,7 @@
-"""Proves invariant 6 on real processes: the pairwise matrix of strategies, masks and clusters equals dense float64 attention.
+"""Proves invariant 6 on real processes: half of the pairwise matrix of strategies, masks and clusters equals dense float64 attention.
 
-Every verdict also holds that the bytes counted on the wire are the plan's. ``make verify-all`` runs the full product.
+Every verdict also holds that the bytes counted on the wire are the plan's. ``make verify-all`` runs the full product, in which every
+strategy meets every mask on every cluster; here every strategy meets half of the masks and half of the clusters.
 """
 
 from __future__ import annotations
@@ -40,15 +41,20 @@ CHUNK = 6
 RANK_COUNTS = sorted({nodes * each for nodes, each in CLUSTERS})
 
 
+def chosen() -> list[Cell]:
+    """The white squares of the board of strategies and masks."""
+    return pairwise_matrix()[1::2]
+
+
 @cache
 def cases() -> list[Case]:
-    return [case_of(cell) for cell in pairwise_matrix()]
+    return [case_of(cell) for cell in chosen()]
 
 
 @pytest.mark.parametrize("ranks", RANK_COUNTS)
-def test_pairwise_matrix_on_ranks(pool: RankPool, ranks: int) -> None:
+def test_the_chosen_half_on_ranks(pool: RankPool, ranks: int) -> None:
     mine = [case for case in cases() if case.plan.ranks == ranks]
-    assert len(mine) >= len(STRATEGIES)
+    assert len(mine) >= 7
     failed = []
     for first in range(0, len(mine), CHUNK):
         chunk = mine[first : first + CHUNK]
@@ -71,7 +77,16 @@ def test_pairwise_matrix_lets_every_two_factors_meet() -> None:
     assert {(c.mask, c.cluster) for c in found} == set(product(MASKS, clusters))
 
 
-def test_pairwise_matrix_reaches_the_corners() -> None:
+def test_the_chosen_half_has_everything_several_times() -> None:
+    for strategy in STRATEGIES:
+        found = [cell for cell in chosen() if cell.strategy == strategy]
+        assert len({c.mask for c in found}) >= 4 and len({c.cluster for c in found}) >= 4
+    for mask in MASKS:
+        found = [cell for cell in chosen() if cell.mask == mask]
+        assert len({c.strategy for c in found}) == 8 and len({c.cluster for c in found}) >= 7
+
+
+def test_the_chosen_half_reaches_the_corners() -> None:
     """Head arrangements, dtypes, pads, scattered layouts, ranks without tokens, rows without keys, only length-1 documents."""
     plans = [c.plan for c in cases()]
     shapes = [p.shape for p in plans]

@@ -91,7 +91,7 @@ def test_a_rank_that_dies_or_stands_still_is_named_in_time(tmp_path: Path) -> No
     try:
         for how in (signal.SIGKILL, signal.SIGSTOP):
             (tmp_path / how.name).mkdir()
-            groups[how] = Ranks(tmp_path / how.name, "--timeout", "20")
+            groups[how] = Ranks(tmp_path / how.name, "--timeout", "10")
         for how, ranks in groups.items():
             ranks.reached(1, "exactness")
             ranks.processes[1].send_signal(how)

@@ -45,6 +45,14 @@ def test_simulate_tells_time_bounds_and_ranks(tmp_path: Path) -> None:
     }
 
 
+def test_all_strategies_may_stand_among_others_and_none_twice() -> None:
+    from flexcp.cli.shared.options import chosen_strategies
+    from flexcp.compare.compare import NAMES
+
+    assert chosen_strategies("all,usp:2,2", ("ring@load",)) == (*NAMES, "ring@load", "usp:2,2")
+    assert chosen_strategies("ring,all") == ("ring", *(name for name in NAMES if name != "ring"))
+
+
 def test_compare_ranks_strategies(tmp_path: Path) -> None:
     words = ["--strategies", "auto,zigzag,dp", "--model", "llama3-8b", "--sync", "allreduce"]
     result = run("compare", "--lengths", "9000,800,31", "--cluster", "h100:1x4", *words)
@@ -158,7 +166,7 @@ def test_the_cap_that_a_batch_was_cut_by_holds_for_its_plan(tmp_path: Path, comm
 def test_times_by_which_auto_chose_are_told_from_those_of_steps(tmp_path: Path) -> None:
     """The layers of a plan and a step with vocabulary and sync are two numbers; whoever reads both is told why."""
     words = ["--lengths", "9000,800,31", "--ranks", "4", "--model", "llama3-8b", "--strategy"]
-    says = "(times of all layers, without vocabulary and gradient sync)"
+    says = "(times of all layers, without vocabulary, gradient sync and all-reduces of tensor parallelism)"
     page = tmp_path / "plan.html"
     for command in ("plan", "simulate"):
         told = run(command, *words, "auto", "--html", str(page)).output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -72,6 +73,23 @@ def test_a_refusal_is_a_row() -> None:
     assert [row.simulation is None for row in found.rows] == [True, False, False]
     assert "max_tokens_per_rank=2500" in str(found.rows[0].refused)
     assert found.best_static is None and found.speed_up(found.ran[0]) is None
+
+
+def test_a_method_of_which_no_degree_runs_says_why() -> None:
+    odd = replace(REQUEST, shape=replace(REQUEST.shape, heads=9, kv_heads=3))
+    assert re.fullmatch(
+        r"no degree of ulysses suits this request; ulysses:8 splits 9 query heads over 8 ranks.*(zigzag, blocks).*",
+        str(compare(odd, ["ulysses"]).rows[0].refused),
+    )
+    few = str(compare(replace(REQUEST, max_tokens_per_rank=9), ["zigzag"]).rows[0].refused)
+    assert re.fullmatch(
+        r"no degree of zigzag suits this request; zigzag:\d: .* over max_tokens_per_rank=9; raise the cap.*", few
+    )
+
+
+def test_a_static_method_on_one_rank_is_that_rank_alone() -> None:
+    alone = replace(REQUEST, cluster=flexcp.cluster("h100", 1, 1))
+    assert compare(alone, ["zigzag"]).rows[0].refused is None
 
 
 def test_a_step_is_planned_and_timed_with_the_model() -> None:

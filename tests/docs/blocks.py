@@ -8,7 +8,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import runpy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,3 +72,13 @@ def blocks_of(text: str, page: str) -> Iterator[Block]:
 def all_blocks(language: str = "python") -> list[Block]:
     found = [block for page, text in pages().items() for block in blocks_of(text, page)]
     return [block for block in found if block.language == language]
+
+
+def run_script(folder: Path, said: str, environment: dict[str, str]) -> None:
+    """The life of a process that runs ``script.py`` of a folder; what it prints goes to the file ``said`` there."""
+    os.chdir(folder)
+    os.environ.update(environment)
+    with open(said, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    runpy.run_path("script.py", run_name="__main__")

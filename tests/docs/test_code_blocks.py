@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import blocks
 import pytest
+
+from flexcp.measure.fork_server import server
+from flexcp.measure.ranks import PRELOAD
 
 BLOCKS = blocks.all_blocks()
 ELSEWHERE = {"data.md"}
@@ -32,27 +32,27 @@ def test_blocks_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts_run_on_several_processes(name: str, tmp_path: Path) -> None:
-    """With the environment that torchrun gives its processes, without its agent, which takes as long to start as they do."""
+    """With the environment that torchrun gives its processes, forked from a server that has imported torch, which takes seconds."""
     block = SCRIPTS[name]
     (tmp_path / "script.py").write_text(block.code)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    started = []
+    context, started = server(PRELOAD), []
     for rank in range(block.ranks):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(block.ranks)}
-        environment = {**os.environ, **shared, **own, "LOCAL_WORLD_SIZE": str(block.ranks)}
-        words = [sys.executable, "script.py"]
-        started.append(
-            subprocess.Popen(words, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
-        )
+        environment = {**shared, **own, "LOCAL_WORLD_SIZE": str(block.ranks)}
+        started.append(context.Process(target=blocks.run_script, args=(tmp_path, f"said {rank}", environment)))
+        started[-1].start()
     try:
-        told = [process.communicate(timeout=240)[1].decode() for process in started]
+        for process in started:
+            process.join(240)
     finally:
         for process in started:
             process.kill()
-    assert [process.returncode for process in started] == [0] * block.ranks, told
+    told = [(tmp_path / f"said {rank}").read_text() for rank in range(block.ranks)]
+    assert [process.exitcode for process in started] == [0] * block.ranks, told
 
 
 def test_the_pages_that_matter_have_blocks_that_run() -> None:
@@ -73,3 +73,13 @@ def test_what_comments_mean() -> None:
     assert [b.language for b in found] == ["python", "python", "python", "bash"]
     with pytest.raises(ValueError, match="none of"):
         list(blocks.blocks_of("<!-- not run here: no -->\n```python\nx\n```\n", "p"))
+
+
+@pytest.mark.parametrize("page", ["frameworks.md", "data.md"])
+def test_whoever_reads_how_to_sum_gradients_reads_that_a_mean_is_wrong_there(page: str) -> None:
+    """Nothing can see this mistake, so the text beside the snippet must say it, with the way out."""
+    paragraphs = blocks.pages()[page].split("\n\n")
+    warned = [text for text in paragraphs if "fsdp.sum_gradients`" in text and "too large as there are ranks" in text]
+    assert len(warned) == 1 and "mean" in warned[0] and "share(" in warned[0]
+    shown = [i for i, text in enumerate(paragraphs) if text.rstrip().endswith("```") and "fsdp.sum_gradients(" in text]
+    assert all(paragraphs[i + 1] == warned[0] for i in shown) and (shown or page == "data.md")

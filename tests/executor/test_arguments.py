@@ -132,6 +132,9 @@ def test_a_label_that_is_ignored_is_not_looked_up(step: flexcp.Step) -> None:
     [
         ((logits()[None], labels()), r"logits has shape \(1, 8, 11\).*expects \(8, vocabulary\).*pass logits\[0\]"),
         ((logits(), labels()[None]), r"labels has shape \(1, 8\).*expects \(8,\).*pass labels\[0\]"),
+        ((logits(), labels()[:, None]), r"labels has shape \(8, 1\).*expects \(8,\).*pass labels\[:, 0\]$"),
+        ((logits(), labels().repeat(2, 1).T), r"labels has shape \(8, 2\).*expects \(8,\), this rank's rows$"),
+        ((logits(), labels().tolist()), r"labels is a tensor .*\(8,\); got a list$"),
         ((logits().reshape(2, 4, 11), labels()), r"logits has shape \(2, 4, 11\).*this rank's rows$"),
         ((logits()[:5], labels()[:5]), r"keeps 8 tokens under this plan, but got a tensor of 5 rows"),
         ((logits(), labels()[:5]), r"5 labels for 8 rows of logits"),
@@ -192,6 +195,42 @@ def test_labels_of_narrow_token_ids_have_room_for_what_is_ignored(step: flexcp.S
 def test_a_step_names_what_it_cannot_take(step: flexcp.Step, call: Callable[[flexcp.Step], Any]) -> None:
     with pytest.raises(ValueError, match=r"; got |one cannot be read"):
         call(step)
+
+
+@pytest.mark.parametrize("name", ["shard", "labels"])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda x: x.tolist(), r"^step\.{0} takes {1} as a tensor .*; got a list; pass torch\.tensor\({1}\)$"),
+        (lambda x: x[None], r"^step\.{0}: {1} has shape \(1, 8\), but the plan's batch has 8 tokens; pass {1}\[0\]$"),
+        (lambda x: x[1:], r"^step\.{0}: {1} has shape \(7,\), but .* 8 tokens; pass those of the whole batch"),
+    ],
+)
+def test_what_is_no_stream_is_told_the_way_out(step: flexcp.Step, name: str, change: Any, words: str) -> None:
+    argument = {"shard": "full", "labels": "tokens"}[name]
+    with pytest.raises(ValueError, match=words.format(name, argument)):
+        getattr(step, name)(change(labels()))
+
+
+def test_every_id_of_a_token_has_its_own_successor(step: flexcp.Step) -> None:
+    ids = torch.stack([labels(), labels() + 10], 1)
+    assert torch.equal(step.labels(ids), torch.stack([step.labels(column) for column in ids.T], 1))
+    assert torch.equal(step.shard(ids), ids)
+
+
+def test_ids_that_are_no_whole_numbers_are_refused(step: flexcp.Step) -> None:
+    with pytest.raises(
+        ValueError, match=r"tokens are torch\.float32, and token ids are whole numbers; pass tokens\.long"
+    ):
+        step.labels(labels().float())
+
+
+@pytest.mark.parametrize("name", ["gather", "roll", "relayout"])
+def test_local_rows_inside_a_batch_of_one_are_told_so(step: flexcp.Step, name: str) -> None:
+    with pytest.raises(ValueError, match=r"keeps 8 tokens .* got a tensor of 1 rows; pass local\[0\]$"):
+        getattr(step, name)(labels()[None])
+    with pytest.raises(ValueError, match=r"got a list; make it one with torch\.tensor$"):
+        getattr(step, name)(labels().tolist())
 
 
 @pytest.mark.parametrize(

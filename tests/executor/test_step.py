@@ -209,6 +209,8 @@ def on_wrong_rows(group: dist.ProcessGroup, plan: Plan) -> list[str]:
     for call in (
         lambda: step.shard(torch.zeros(plan.batch.tokens + 1)),
         lambda: step.labels(token_ids(plan.batch.tokens - 1)),
+        lambda: step.shard(step.shard(token_ids(plan.batch.tokens))),
+        lambda: step.labels(step.shard(token_ids(plan.batch.tokens))),
         lambda: step.gather(torch.zeros(step.local_tokens + 2)),
         lambda: step.roll(torch.zeros(step.local_tokens + 2)),
         lambda: step.loss(torch.zeros(step.local_tokens + 2, 4), torch.zeros(step.local_tokens + 2, dtype=torch.long)),
@@ -515,11 +517,17 @@ def test_tensors_of_the_wrong_length_are_refused(pool: RankPool) -> None:
     plan = plans(3)["blocks free"]
     for rank, messages in enumerate(pool.run(on_wrong_rows, plan, ranks=3)):
         rows = int(plan.placement.tokens[rank])
-        assert len(messages) == 5
+        assert len(messages) == 7
         assert f"{TOKENS} tokens" in messages[0]
-        assert f"{TOKENS + 1} rows" in messages[0]
-        assert f"{TOKENS - 1}" in messages[1]
-        for message in messages[2:]:
+        assert f"shape ({TOKENS + 1},)" in messages[0]
+        assert f"shape ({TOKENS - 1},)" in messages[1]
+        assert messages[2].startswith(f"step.shard: full has shape ({rows},)")
+        assert messages[3].startswith(f"step.labels: tokens has shape ({rows},)")
+        for message in messages[2:4]:
+            assert message.endswith(
+                "as many as this rank's rows: pass those of the whole batch, its documents end to end, not yet sharded"
+            )
+        for message in messages[4:]:
             assert f"rank {rank} keeps {rows} tokens" in message
             assert f"{rows + 2} rows" in message
 

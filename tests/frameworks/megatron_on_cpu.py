@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 import flexcp
 
 VOCABULARY, LAYERS, HIDDEN, HEADS, GROUPS = 64, 2, 32, 4, 2
-STEPS = 10
+STEPS = 5
 Arrays = dict[str, np.ndarray]
 
 

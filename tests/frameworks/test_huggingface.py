@@ -229,15 +229,38 @@ def test_a_full_mask_under_a_causal_model_is_refused(models: dict[str, Any]) -> 
         models["llama"][0](**huggingface.inputs(TOKENS, step))
 
 
-def test_token_ids_of_another_shape_are_named() -> None:
-    with pytest.raises(ValueError, match=r"33 tokens, but 1 rows of token ids were given \(shape \(1, 33\)\)"):
-        huggingface.inputs(TOKENS[None], bound())
+@pytest.mark.parametrize("name", ["tokens", "labels"])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda x: x[None], r": {0} has shape \(1, 33\), but the plan's batch has 33 tokens; pass {0}\[0\]$"),
+        (
+            lambda x: x[:, None],
+            r": {0} has shape \(33, 1\), but holds one number .* 33 tokens, \(33,\); pass {0}\[:, 0\]$",
+        ),
+        (
+            lambda x: torch.stack([x, x], 1),
+            r": {0} has shape \(33, 2\), but holds one number .*; pass one of its columns$",
+        ),
+        (
+            lambda x: x[1:],
+            r": {0} has shape \(32,\), but the plan's batch has 33 tokens; pass those of the whole batch",
+        ),
+        (
+            lambda x: x.tolist(),
+            r" takes {0} as a tensor with a row for each token .*; got a list; pass torch\.tensor\({0}\)$",
+        ),
+        (lambda x: x.double(), r": {0} are torch\.float64, and token ids are whole numbers; pass {0}\.long\(\)$"),
+    ],
+)
+def test_token_ids_and_labels_of_another_kind_are_named(name: str, change: Any, words: str) -> None:
+    given = {"tokens": TOKENS, "labels": TOKENS.clone()}
+    with pytest.raises(ValueError, match="^huggingface\\.inputs" + words.format(name)):
+        huggingface.inputs(step=bound(), **(given | {name: change(given[name])}))
 
 
-def test_what_is_no_stream_of_token_ids_is_named(models: dict[str, Any]) -> None:
+def test_ids_without_a_row_around_them_are_named(models: dict[str, Any]) -> None:
     step = bound()
-    with pytest.raises(ValueError, match=r"huggingface\.inputs takes a tensor .*got a list"):
-        huggingface.inputs(TOKENS.tolist(), step)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"input_ids has shape \(33,\).*input_ids\[None\]"):
         models["llama"][0](TOKENS, step=step)
 
@@ -260,7 +283,7 @@ def test_token_ids_that_differ_between_ranks_are_refused_on_all_of_them(pool: Ra
 
 def test_a_rank_that_cannot_give_its_token_ids_is_not_waited_for_longer_than_binding(pool: RankPool) -> None:
     first, second = pool.run(streams_of_their_own, "too few", ranks=2)
-    assert "16 tokens, but 15 rows of token ids were given" in second
+    assert "tokens has shape (15,), but the plan's batch has 16 tokens" in second
     assert re.match(r"rank 1 did not say its token ids within 4 s\. Rank 1 says: huggingface\.inputs ended with", first)
 
 

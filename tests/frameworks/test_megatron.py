@@ -46,7 +46,7 @@ def stock(four: RankPool) -> tuple[list[float], Arrays, Arrays]:
 
 
 @pytest.mark.parametrize("name", LONG)
-def test_ten_steps_equal_stock_megatron(four: RankPool, stock: tuple[list[float], Arrays, Arrays], name: str) -> None:
+def test_five_steps_equal_stock_megatron(four: RankPool, stock: tuple[list[float], Arrays, Arrays], name: str) -> None:
     case = LONG[name]
     results = four.run(planned, case, STEPS, stock[2])
     check(results, stock)

@@ -89,9 +89,9 @@ def test_heads_split_over_another_mesh_axis(pool: RankPool, sequence: bool) -> N
 
 def test_recompute_compile_and_fsdp2_together_compile_few_times(pool: RankPool) -> None:
     """Steps of changing token counts; the two layers share what is compiled."""
-    run = Longer("llama", ranks=2, steps=20)
+    run = Longer("llama", ranks=2, steps=8)
     counts = {tuple(make_plan(run, make_config("llama"), n).placement.tokens.tolist()) for n in range(run.steps)}
-    assert len(counts) > 10
+    assert len(counts) > 4
     assert min(min(c) for c in counts) > 1
     right = train_alone(run)
     for *losses, calls, compilations in pool.run(with_everything, run, ranks=2):

@@ -103,7 +103,7 @@ def test_gpus_that_do_not_divide_are_refused(degrees: dict[str, int], says: str)
 
 def test_heads_layers_and_experts_that_do_not_divide_are_refused() -> None:
     with pytest.raises(
-        ValueError, match=re.escape("tp=8 does not divide 28 query and 4 KV heads") + ".*" + re.escape("[1, 2, 4, 28]")
+        ValueError, match=re.escape("tp=8 does not divide 28 query and 4 KV heads") + ".*" + re.escape("[1, 2, 4]")
     ):
         topology(EIGHT, Shape(28, 4, 128, 128), tp=8)
     with pytest.raises(ValueError, match="tp=8 does not divide 48 query and 6 KV heads"):
@@ -114,6 +114,15 @@ def test_heads_layers_and_experts_that_do_not_divide_are_refused() -> None:
         divided_preset(LLAMA, ep=2)
     with pytest.raises(ValueError, match="ep=3 does not divide the 128 experts of qwen3-30b-a3b"):
         divided_preset(QWEN, ep=3)
+
+
+@pytest.mark.parametrize("tp", [3, 8, 28])
+def test_degrees_that_are_named_pass_every_check(tp: int) -> None:
+    shape = Shape(28, 4, 128, 128)
+    with pytest.raises(ValueError, match=f"^tp={tp} does not divide") as found:
+        topology(EIGHT, shape, tp=tp)
+    named = re.findall(r"\d+", str(found.value).partition("use one of ")[2])
+    assert [topology(EIGHT, shape, tp=int(degree)).shape.heads for degree in named] == [28, 14, 7]
 
 
 def test_a_planner_takes_it_as_it_is() -> None:

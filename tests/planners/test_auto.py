@@ -110,7 +110,7 @@ def test_the_busiest_part_is_the_same_rank_under_every_mask() -> None:
     assert ns is not None and StaticBounds(asked).close(methods)[0] <= ns
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(requests())
 def test_the_answer_is_that_of_simulating_everything(asked: Request) -> None:
     """No candidate whose closed form says that it might be faster is faster, when as many as like may be simulated."""
@@ -129,7 +129,7 @@ def test_the_answer_is_that_of_simulating_everything(asked: Request) -> None:
     assert auto_plan(asked) == auto_plan(asked)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(requests(), st.sampled_from([None, 0, 2, 3]))
 def test_any_effort_gives_a_right_plan(asked: Request, effort: int | None) -> None:
     plan = auto_plan(replace(asked, effort=effort))

@@ -2,7 +2,7 @@
 count by hand says.
 
 Machines have up to three nodes of 1 to 7 ranks, equally fast or not. A strategy may refuse (``Refused``), and nothing else. By default a
-strategy is tried as often as hypothesis does; ``make properties`` tries thousands.
+strategy is tried 40 times; ``make properties`` tries thousands.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ OWN_RULE = {"dp", "ring", "zigzag", "allgather", "ulysses", "usp", "groups", "mi
 SEARCHING = ["auto", "hypergraph"]
 HIGH_EFFORT = DEFAULT_EFFORT + 1
 """What ``auto`` takes for high effort here: hypergraph runs as many rounds, and with the real number they are most of the test's time."""
+OFTEN = settings().max_examples if settings().max_examples > 100 else 40
+"""How often a strategy is tried: as the profile says, where it asks for more than hypothesis' own hundred."""
 SPANNING = {"auto", "ring", "zigzag", "allgather", "ulysses", "usp", "blocks", "hypergraph"}
 """Strategies that can leave tokens where they are."""
 
@@ -207,16 +209,14 @@ def _layout(call: dict[str, Any], plan: Plan) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name not in SEARCHING])
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=OFTEN, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_every_rank_works_and_moves_what_a_count_by_hand_says(name: str, data: st.DataObject) -> None:
     try_one(name, data)
 
 
 @pytest.mark.parametrize("name", SEARCHING)
-@settings(
-    max_examples=max(1, settings().max_examples // 2), deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+@settings(max_examples=OFTEN // 2, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_so_it_is_where_plans_are_searched_for(name: str, data: st.DataObject) -> None:
     """Half as often: a plan takes ten times as long, and what is found is made of what the others make."""

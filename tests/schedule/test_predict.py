@@ -138,7 +138,7 @@ def levels(machine: Cluster) -> list[NDArray[np.bool_]]:
     return [~across, across]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(placements())
 def test_bytes_are_those_of_the_plan(case: tuple[Placement, Shape, Cluster]) -> None:
     placement, shape, machine = case
@@ -363,7 +363,7 @@ def turned_unevenly(plan: Plan, mask: int, backward: bool, hops: Any, position: 
     return found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(placements())
 def test_times_follow_the_formula(case: tuple[Placement, Shape, Cluster]) -> None:
     placement, shape, machine = case

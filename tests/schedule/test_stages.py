@@ -47,7 +47,7 @@ def key_pieces(draw: st.DrawFn) -> tuple[Pieces, Ints, Cluster]:
     return pieces, np.array(draw(st.lists(st.integers(1, 4), min_size=machine.ranks, max_size=machine.ranks))), machine
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(key_pieces())
 def test_parts_cover_every_piece_once_in_stages_that_exist(case: tuple[Pieces, Ints, Cluster]) -> None:
     pieces, count, machine = case

@@ -52,9 +52,10 @@ def compiled(function: Loop) -> Loop:
 def compiled_leaf(function: Loop) -> Loop:
     """Like :func:`compiled`, for a function that makes no arrays and is called millions of times.
 
-    Numba counts references to every array it is handed, an atomic operation each, and that takes most of the time of a short function.
+    Numba counts references to every array it is handed, an atomic operation each, and that takes most of the time of a short function. What
+    is left is handing over what describes each array, so it is made part of its callers.
     """
-    return _compiled(function, _nrt=False)
+    return _compiled(function, _nrt=False, forceinline=True)
 
 
 def _compiled(function: Loop, **options: Any) -> Loop:
@@ -183,9 +184,9 @@ def _folders(source: Path) -> tuple[Path, ...]:
 
 @cache
 def _digest(source: Path) -> str:
-    """Changes with any loop of the package, Python and Numba: compiled code has others' code inside."""
+    """Changes with any loop of the package, this file, Python and Numba: compiled code has others' code inside."""
     versions = f"{sys.implementation.cache_tag} {numba.__version__}"
-    files = sorted({source, *_package(source).rglob("compiled*.py")})
+    files = sorted({source, Path(__file__), *_package(source).rglob("compiled*.py")})
     return hashlib.sha256(versions.encode() + b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 

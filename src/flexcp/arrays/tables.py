@@ -56,6 +56,10 @@ class Table:
 
     def take(self, index: Any) -> Self:
         """The rows that ``index`` (integers or booleans) selects."""
+        if isinstance(index, np.ndarray) and index.dtype == bool:
+            if index.all():
+                return self  # nobody can change it
+            index = np.flatnonzero(index)  # looked for once, not in every column
         return self._of({n: getattr(self, n)[index] for n in self.names()})
 
     @classmethod

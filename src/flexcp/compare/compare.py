@@ -238,9 +238,14 @@ def _by_time(rows: Iterable[Row]) -> list[Row]:
 def _placed(request: Request, name: str) -> tuple[str, Placement]:
     if not _is_searched(name):
         return name, _place(request, name)
-    placements = list(_degrees(request, name))
+    refusals: list[str] = []
+    placements = list(_degrees(request, name, refusals))
     if not placements:
-        raise Refused(f"no degree of {name} suits this request")
+        # Degrees that cannot suit were not tried; the one over all ranks says why, where it does not run.
+        try:
+            return name, _place(request, name)
+        except Refused as refusal:
+            raise Refused(f"no degree of {name} suits this request; {(*refusals, refusal)[0]}") from None
     _, name, placement = min(placements, key=lambda found: found[0])
     return name, placement
 
@@ -255,13 +260,16 @@ def _place(request: Request, name: str) -> Placement:
     return place(replace(request, argument=argument))
 
 
-def _degrees(request: Request, name: str) -> Iterator[tuple[int, str, Placement]]:
+def _degrees(request: Request, name: str, refusals: list[str] | None = None) -> Iterator[tuple[int, str, Placement]]:
+    """The degrees that can run: predicted time, name, placement. Why others refuse goes into ``refusals``, where given."""
     dealing = BY_LOAD if deals_by_load(name) else ""
     for method in static_methods(request):
         if method.strategy == method_of(name):
             try:
                 placement = method.place(replace(request, argument=method.argument + dealing))
-            except Refused:
+            except Refused as refusal:
+                if refusals is not None:
+                    refusals.append(f"{method.name + dealing}: {refusal}")
                 continue
             ns = predict(placement, request.shape, request.cluster, request.cost).total_ns
             yield ns, method.name + dealing, placement

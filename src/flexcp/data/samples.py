@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from flexcp import masks as mask_algebra
+from flexcp.executor.arguments import check_whole_numbers, single
 from flexcp.executor.local_rows import refuse_shifted
 from flexcp.masks import Mask, from_slices, modality
 from flexcp.plan.positions import several_successors
@@ -126,15 +127,17 @@ def _labels(given: Mapping[str, Any], fields: Fields, rows: int, where: str) -> 
     assert fields.labels is not None
     labels = _field(given, fields.labels, where)
     if labels.shape != (rows,):
+        instead = single(fields.labels, labels.shape, rows)
         way = (
-            f"pass its one row, {fields.labels}[0]"
-            if labels.shape == (1, rows)
+            f"pass {instead}"
+            if instead
             else f"give every token its own, unshifted, and {fields.ignore} where none counts; without labels= the Loader takes next tokens"
         )
         raise ValueError(
             f"{where}: field {fields.labels!r} has shape {list(labels.shape)}, but labels are one for each of the {rows} tokens, "
             f"[{rows}]; {way}"
         )
+    check_whole_numbers(labels, f"labels of field {fields.labels!r}", where)
     odd = labels[(labels < 0) & (labels != fields.ignore)]
     if len(odd):
         raise ValueError(

@@ -5,7 +5,7 @@ A wrong one ends in one line that names the argument, what it is for and what wa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, SupportsFloat
 
@@ -30,7 +30,50 @@ def named_kind(x: object) -> str:
 def check_rows(x: object, place: str) -> None:
     """Raise for what is no tensor with a row for each token."""
     if not isinstance(x, Tensor) or not x.dim():
-        raise ValueError(f"{place} takes a tensor with a row for each token; got {named_kind(x)}")
+        way = "; make it one with torch.tensor" if isinstance(x, list | tuple) else ""
+        raise ValueError(f"{place} takes a tensor with a row for each token; got {named_kind(x)}{way}")
+
+
+def single(name: str, shape: Sequence[int], rows: int) -> str | None:
+    """What to pass in place of a tensor whose one row, or one column, is what was asked for; None where that is not so."""
+    if tuple(shape[:2]) == (1, rows):
+        return f"{name}[0]"
+    return f"{name}[:, 0]" if tuple(shape) == (rows, 1) else None
+
+
+def check_stream(x: object, name: str, place: str, tokens: int, local: int) -> None:
+    """Raise for what is no tensor with a row for each of the batch's ``tokens``, of which ``local`` are this rank's."""
+    if not isinstance(x, Tensor) or not x.dim():
+        way = f"; pass torch.tensor({name})" if isinstance(x, list | tuple) else ""
+        raise ValueError(
+            f"{place} takes {name} as a tensor with a row for each token of the batch; got {named_kind(x)}{way}"
+        )
+    if len(x) != tokens:
+        way = "pass those of the whole batch, its documents end to end"
+        if instead := single(name, x.shape, tokens):
+            way = f"pass {instead}"
+        elif len(x) == local:
+            way = f"they are as many as this rank's rows: {way}, not yet sharded"
+        raise ValueError(f"{place}: {name} has shape {tuple(x.shape)}, but the plan's batch has {tokens} tokens; {way}")
+
+
+def check_ids(x: object, name: str, place: str, tokens: int, local: int) -> None:
+    """Raise for what is not one whole number for each of the batch's tokens."""
+    check_stream(x, name, place, tokens, local)
+    assert isinstance(x, Tensor)
+    if x.dim() != 1:
+        instead = single(name, x.shape, tokens)
+        raise ValueError(
+            f"{place}: {name} has shape {tuple(x.shape)}, but holds one number for each of the batch's {tokens} tokens, ({tokens},)"
+            + (f"; pass {instead}" if instead else "; pass one of its columns")
+        )
+    check_whole_numbers(x, name, place)
+
+
+def check_whole_numbers(x: Tensor, name: str, place: str) -> None:
+    """Raise for a tensor of what cannot be token ids."""
+    if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+        raise ValueError(f"{place}: {name} are {x.dtype}, and token ids are whole numbers; pass {name}.long()")
 
 
 def check_whole(name: str, x: object) -> None:

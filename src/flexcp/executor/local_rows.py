@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flexcp.batch import Batch
+from flexcp.executor.arguments import named_kind, single
 from flexcp.executor.exchange.collectives import Collectives
 from flexcp.executor.kernels import uploaded
 from flexcp.executor.run.rank_rows import local_stream
@@ -23,10 +24,8 @@ from flexcp.plan.positions import refuse_branches
 Ints = NDArray[np.int64]
 
 
-def shard(full: Tensor, indices: Tensor, tokens: int, pad: float | int) -> Tensor:
+def shard(full: Tensor, indices: Tensor, pad: float | int) -> Tensor:
     """Rows ``indices`` of a stream tensor; -1 gives ``pad``."""
-    if len(full) != tokens:
-        raise ValueError(f"the plan's batch has {tokens} tokens, but the tensor to shard has {len(full)} rows")
     local = full[uploaded(indices.clamp(min=0).numpy(), full.device)]
     missing = indices < 0
     return _filled(local, missing.numpy(), pad) if bool(missing.any()) else local
@@ -82,11 +81,6 @@ def _filled(x: Tensor, rows: NDArray[np.bool_], value: float | int) -> Tensor:
 
 def next_tokens(tokens: Tensor, batch: Batch, ignore: int) -> Tensor:
     """Labels of the whole stream, int64: each token's successor in its document, ``ignore`` at the documents' ends."""
-    if len(tokens) != batch.tokens:
-        raise ValueError(
-            f"the plan's batch has {batch.tokens} tokens, but {len(tokens)} rows of token ids were given (shape {tuple(tokens.shape)}): "
-            "pass the ids of the whole batch, its documents end to end, one number a token"
-        )
     refuse_branches(batch, "next-token labels know")
     # Bytes, in which small vocabularies are kept, would have no room for ``ignore``.
     labels = torch.roll(tokens.to(torch.int64), -1, 0)
@@ -127,9 +121,10 @@ def check_logits(logits: Tensor, labels: Tensor, tokens: int) -> None:
     wanted = {"logits": (logits, 2, f"({tokens}, vocabulary)"), "labels": (labels, 1, f"({tokens},)")}
     for name, (x, dims, shape) in wanted.items():
         if not isinstance(x, Tensor):
-            raise ValueError(f"{name} is a tensor of this rank's {tokens} rows, of shape {shape}; got {x!r}")
+            raise ValueError(f"{name} is a tensor of this rank's {tokens} rows, of shape {shape}; got {named_kind(x)}")
         if x.dim() != dims:
-            way = f"; pass {name}[0]" if x.dim() == dims + 1 and len(x) == 1 else ""
+            instead = single(name, x.shape, tokens) if x.dim() == dims + 1 else None
+            way = f"; pass {instead}" if instead else ""
             raise ValueError(f"{name} has shape {tuple(x.shape)}, but step.loss expects {shape}, this rank's rows{way}")
     if not logits.is_floating_point():
         raise ValueError(f"logits are {logits.dtype}; a cross entropy is of floating point numbers")

@@ -20,10 +20,13 @@ from flexcp.executor import local_rows
 from flexcp.executor.arguments import (
     check_number,
     check_rows,
+    check_stream,
     check_whole,
+    check_whole_numbers,
     device_of,
     is_mean,
     named_kind,
+    single,
 )
 from flexcp.executor.averaging import (
     CountOfAllRanks,
@@ -188,10 +191,10 @@ class Step:
 
     def shard(self, full: Tensor, pad: float | int = 0) -> Tensor:
         """This rank's rows of a stream tensor ``[tokens, ...]``; pads get the value ``pad``."""
-        check_rows(full, "step.shard")
+        check_stream(full, "full", "step.shard", self.plan.batch.tokens, self.local_tokens)
         check_number("pad", pad)
         self.asked_for_rows = True
-        local = local_rows.shard(full, self.row_tokens, self.plan.batch.tokens, pad)
+        local = local_rows.shard(full, self.row_tokens, pad)
         self.seen.sharded(full, local)
         return local
 
@@ -244,14 +247,15 @@ class Step:
     def labels(self, tokens: Tensor, ignore: int = -100) -> Tensor:
         """Next-token labels of this rank's rows from the stream's token ids: shifted inside documents *before* sharding.
 
-        Labels that are shifted already (each the token after its own) are not for here: ``step.shard`` them. A document that branches is
-        refused.
+        Where a token has several ids, ``[tokens, ids]``, each has its own successor. Labels that are shifted already (each the token after
+        its own) are not for here: ``step.shard`` them. A document that branches is refused.
         """
-        check_rows(tokens, "step.labels")
         check_whole("ignore", ignore)
+        check_stream(tokens, "tokens", "step.labels", self.plan.batch.tokens, self.local_tokens)
+        check_whole_numbers(tokens, "tokens", "step.labels")
         successors = local_rows.next_tokens(tokens, self.plan.batch, ignore)
         # Labels say nothing of where the model's input came from, so this is no asking for rows.
-        return local_rows.shard(successors, self.row_tokens, self.plan.batch.tokens, ignore)
+        return local_rows.shard(successors, self.row_tokens, ignore)
 
     def loss(
         self,
@@ -471,9 +475,10 @@ class Step:
         with self.collectives.checking(place):
             check_rows(local, place)
             if len(local) != self.local_tokens:
+                instead = single("local", local.shape, self.local_tokens)
                 raise ValueError(
                     f"rank {self.rank} keeps {self.local_tokens} tokens under this plan, but got a tensor of {len(local)} rows; "
-                    "shard the stream with step.shard(...)"
+                    + (f"pass {instead}" if instead else "shard the stream with step.shard(...)")
                 )
 
     def __repr__(self) -> str:

@@ -1,13 +1,19 @@
-"""Frameworks: flexcp in other people's models, through their public seams only. One file a framework; this one is what they share."""
+"""Frameworks: flexcp in other people's models, through their public seams only. One file a framework; this one is what they share.
+
+Adapters load on first use, because each needs a package of its own.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flexcp.executor.step import Step
+
+_ADAPTERS = ("fsdp", "huggingface", "huggingface_trainer", "megatron", "multimodal", "pipeline", "torchtitan")
 
 
 @contextmanager
@@ -28,3 +34,9 @@ def not_used(step: Step) -> str:
         f"{step!r} was given to a model whose attention never used it: its layers still run their own attention. "
         "Turn flexcp on (docs/frameworks.md says how in each framework) or call flexcp.attention in your own layers"
     )
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ADAPTERS:
+        raise AttributeError(f"module 'flexcp.frameworks' has no attribute {name!r}")
+    return importlib.import_module(f"flexcp.frameworks.{name}")

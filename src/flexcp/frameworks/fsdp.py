@@ -27,7 +27,8 @@ def sum_gradients(model: nn.Module) -> None:
     """Let every FSDP2 module of ``model`` sum gradients over ranks instead of averaging them.
 
     Call it once, after ``fully_shard`` and before the first forward: a loss takes it into account, and a backward of a loss that was taken
-    before raises.
+    before raises. A loss is then taken by ``step.loss`` or ``step.share``: a mean over this rank's rows alone would give gradients as many
+    times too large as there are ranks, and nothing can see it.
     """
     found = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not found:

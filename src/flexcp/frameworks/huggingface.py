@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flexcp.batch import MaskLike
 from flexcp.clusters import Cluster
-from flexcp.executor.arguments import check_rows
+from flexcp.executor.arguments import check_ids
 from flexcp.executor.averaging import Gradients
 from flexcp.executor.exchange.plan_agreement import said_by_all
 from flexcp.executor.local_rows import next_tokens, refuse_shifted
@@ -129,7 +129,9 @@ def inputs(tokens: Tensor, step: Step, labels: Tensor | None = None, gradients: 
     check_bound(step)
     batch = step.plan.batch
     with step.collectives.checking("huggingface.inputs"):
-        check_rows(tokens, "huggingface.inputs")
+        check_ids(tokens, "tokens", "huggingface.inputs", batch.tokens, step.local_tokens)
+        if labels is not None:
+            check_ids(labels, "labels", "huggingface.inputs", batch.tokens, step.local_tokens)
         shifted = next_tokens(tokens if labels is None else labels, batch, IGNORE)
         if labels is not None:
             refuse_shifted(tokens, labels, next_tokens(tokens, batch, IGNORE), IGNORE, "huggingface.inputs")

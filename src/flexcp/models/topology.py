@@ -69,7 +69,14 @@ def topology(cluster: Cluster, shape: Shape, model: Model | None = None, *, tp: 
         divided: Model | None = _divided_model(model, tp, pp)
     else:  # the model that planning assumes is made of all heads, so it must be made before they are divided
         divided = _divided_model(dense_model(shape), tp, 1) if tp > 1 else None
-    return Topology(_divided_cluster(cluster, tp, pp), _divided_shape(shape, tp), divided)
+    nodes, gpus = _stage(cluster, pp)
+    fits = [n for n in _divisors(gpus) if _divides_heads(shape, n)]
+    if gpus % tp:
+        where = f"{gpus} GPUs that a stage has on a node" if pp > 1 else f"{gpus} GPUs of a node"
+        raise ValueError(
+            f"tp={tp} does not divide the {where} of {cluster}; tensor parallelism stays inside a node and divides heads: use one of {fits}"
+        )
+    return Topology(_divided_cluster(cluster, tp, pp, nodes, gpus // tp), _divided_shape(shape, tp, fits), divided)
 
 
 def divided_preset(preset: Preset, *, tp: int = 1, pp: int = 1, ep: int = 1) -> Preset:
@@ -93,32 +100,32 @@ def divided_preset(preset: Preset, *, tp: int = 1, pp: int = 1, ep: int = 1) -> 
     )
 
 
-def _divided_cluster(cluster: Cluster, tp: int, pp: int) -> Cluster:
+def _stage(cluster: Cluster, pp: int) -> tuple[int, int]:
+    """(nodes of a stage, its GPUs on each)."""
     nodes, each = cluster.nodes, cluster.ranks_per_node
     if nodes % pp == 0:
-        nodes //= pp
-    elif pp % nodes == 0 and each % (pp // nodes) == 0:
-        nodes, each = 1, each // (pp // nodes)
-    else:
-        fits = [n for n in _divisors(cluster.ranks) if nodes % n == 0 or n % nodes == 0]
-        raise ValueError(
-            f"pp={pp} does not divide {cluster} into stages of whole nodes or of equal parts of a node; stages that do: {fits}"
-        )
-    if each % tp:
-        where = f"{each} GPUs that a stage has on a node" if pp > 1 else f"{each} GPUs of a node"
-        raise ValueError(
-            f"tp={tp} does not divide the {where} of {cluster}; tensor parallelism stays inside a node, with one of {_divisors(each)}"
-        )
+        return nodes // pp, each
+    if pp % nodes == 0 and each % (pp // nodes) == 0:
+        return 1, each // (pp // nodes)
+    fits = [n for n in _divisors(cluster.ranks) if nodes % n == 0 or n % nodes == 0]
+    raise ValueError(
+        f"pp={pp} does not divide {cluster} into stages of whole nodes or of equal parts of a node; stages that do: {fits}"
+    )
+
+
+def _divided_cluster(cluster: Cluster, tp: int, pp: int, nodes: int, ranks_per_node: int) -> Cluster:
+    """A stage as its context-parallel ranks see it, each as fast as the slowest GPU it stands for."""
     speeds = cluster.speeds
     if speeds:
         slowest = np.array(speeds).reshape(pp, -1, tp).min(axis=(0, 2))
         speeds = tuple(int(speed) for speed in slowest)
-    return replace(cluster, nodes=nodes, ranks_per_node=each // tp, speeds=speeds)
+    return replace(cluster, nodes=nodes, ranks_per_node=ranks_per_node, speeds=speeds)
 
 
-def _divided_shape(shape: Shape, tp: int) -> Shape:
+def _divided_shape(shape: Shape, tp: int, fits: list[int] | None = None) -> Shape:
+    """A rank's heads; ``fits`` are the degrees to name where ``tp`` does not divide them, all that do unless given."""
     if not _divides_heads(shape, tp):
-        fits = [n for n in _divisors(shape.heads) if _divides_heads(shape, n)]
+        fits = fits or [n for n in _divisors(shape.heads) if _divides_heads(shape, n)]
         raise ValueError(
             f"tp={tp} does not divide {shape.heads} query and {shape.kv_heads} KV heads evenly (KV heads fewer than tp are replicated, "
             f"where tp is a multiple of them); use one of {fits}"

@@ -143,7 +143,9 @@ def find_messages(program: Program, shape: Shape, cluster: Cluster) -> tuple[Mes
     key = key[order]
     first = np.flatnonzero(np.diff(key, prepend=-1))
     key, one = key[first], order[first]
-    found, exchange = np.unique(key // ranks**2, return_inverse=True)
+    levels = key // ranks**2  # in order
+    begins = np.diff(levels, prepend=-1) > 0
+    found, exchange = levels[begins], np.cumsum(begins) - 1
     total = np.add.reduceat(size[order], first) if len(first) else size
     return Messages(exchange, transfers.source[one], transfers.target[one], total), found // 2, found % 2
 

@@ -34,7 +34,8 @@ def explanation(plan: Plan) -> str:
         return f"{plan.requested}, as asked"
     if plan.requested == "auto":
         # Simulated steps have more in them: whoever reads both times must be told.
-        return f"auto took {plan.placement.note} (times of all layers, without vocabulary and gradient sync)"
+        left_out = "without vocabulary, gradient sync and all-reduces of tensor parallelism"
+        return f"auto took {plan.placement.note} (times of all layers, {left_out})"
     return f"{plan.requested}: {plan.placement.note}"
 
 

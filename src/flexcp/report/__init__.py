@@ -11,3 +11,17 @@ accept_tables.py     checks, ranks, links and strategies of a first run on a clu
 sections.py and markup.py make HTML of any content, page.py the file; timeline.py, layer_timeline.py, plan_data.py and plan_time.py are what
 pictures are drawn from (by the scripts in page/); code_lines.py and advice_words.py are what ``advise`` says.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_PUBLIC = ("page", "plan_tables", "sections", "strategies_table")
+"""Modules with public names, loaded on first use."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'flexcp.report' has no attribute {name!r}")
+    return importlib.import_module(f"flexcp.report.{name}")

@@ -45,7 +45,8 @@ def sum_parts(
         rank = regions[RANK, region]
         for g in range(len(key_heads)):
             k_begin, k_end = first_key[g * ranks + rank], first_key[g * ranks + rank + 1]
-            if k_begin == k_end:
+            apart = key_heads[g, 0] >= regions[LAST_HEAD, region] or key_heads[g, 1] <= regions[FIRST_HEAD, region]
+            if k_begin == k_end or apart:
                 continue
             for f in range(len(query_heads)):
                 q_begin, q_end = first_query[f * ranks + rank], first_query[f * ranks + rank + 1]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from flexcp.arrays.compiled_sort import stable_order
 from flexcp.arrays.jit import compiled, compiled_leaf
 from flexcp.cost import TILE_ROWS
 
@@ -22,35 +23,68 @@ Ints = NDArray[np.int64]
 Table = NDArray[np.int32]
 Floats = NDArray[np.float64]
 OWNER, BEGIN, END, REGION, RUN_COLUMNS = range(5)
+PIECE_DOCUMENT = REGION  # while runs are dealt to documents, before there are regions
 POSITION, DOCUMENT, Q0, Q1, REGION_COLUMNS = range(5)
 """Tables of runs and regions: 32 bits are enough for places in a document."""
 GROUP, NUMBER, MEMBER, POSITIONS, MEMBERS, LEADER, HEADS0, HEADS1, SEAT_ROWS = range(9)
 
 
 @compiled
-def cut_runs(order: Ints, rank: Ints, start: Ints, stop: Ints, starts: Ints, seat: Ints) -> tuple[Table, Ints, Table]:
-    """(runs in the order of the stream, where each document's begin, regions); what lies behind the last document is left out."""
-    documents = len(starts) - 1
-    runs = np.empty((len(order) + documents, RUN_COLUMNS), np.int32)
-    regions = np.empty((len(order) + documents, REGION_COLUMNS), np.int32)
+def cut_runs(rank: Ints, start: Ints, stop: Ints, starts: Ints, seat: Ints) -> tuple[Table, Ints, Table]:
+    """(runs in the order of the stream, where each document's begin, regions); what lies behind the last document is left out.
+
+    Given rank by rank, runs are first dealt to their documents, then put in order there: most documents are cut like the one before, whose
+    order they then have.
+    """
+    documents, count, d = len(starts) - 1, 0, 0
+    pieces = np.empty((len(rank) + documents, RUN_COLUMNS), np.int32)
     first = np.zeros(documents + 1, np.int64)
-    count, region, document = 0, -1, 0
-    for i in order:
-        at, leader = start[i], seat[LEADER, rank[i]]
-        while at < min(stop[i], starts[documents]):
-            while starts[document + 1] <= at:
-                document += 1
-                first[document] = count
-            begin, end = at - starts[document], min(stop[i], starts[document + 1]) - starts[document]
-            if count == first[document] or regions[region, POSITION] != leader:
-                region += 1
-                regions[region, POSITION], regions[region, DOCUMENT], regions[region, Q0] = leader, document, begin
-            regions[region, Q1] = end
-            runs[count, OWNER], runs[count, BEGIN], runs[count, END], runs[count, REGION] = rank[i], begin, end, region
+    for i in range(len(rank)):
+        at, end = start[i], min(stop[i], starts[documents])
+        if at < starts[d]:
+            d = 0  # another rank's runs begin
+        while at < end:
+            while starts[d + 1] <= at:
+                d += 1
+            pieces[count, OWNER], pieces[count, PIECE_DOCUMENT] = rank[i], d
+            pieces[count, BEGIN], pieces[count, END] = at - starts[d], min(end, starts[d + 1]) - starts[d]
+            first[d + 1] += 1
             count += 1
-            at = starts[document] + end
-    first[document + 1 :] = count
-    return runs[:count], first, regions[: region + 1]
+            at = starts[d + 1]
+    for d in range(documents):
+        first[d + 1] += first[d]
+    dealt, free = np.empty((count, RUN_COLUMNS), np.int32), first[:-1].copy()
+    for i in range(count):
+        d = pieces[i, PIECE_DOCUMENT]
+        to = free[d]
+        free[d] += 1
+        for column in range(RUN_COLUMNS):
+            dealt[to, column] = pieces[i, column]
+    runs, regions = np.empty((len(dealt), RUN_COLUMNS), np.int32), np.empty((len(dealt), REGION_COLUMNS), np.int32)
+    order, region = np.zeros(1, np.int64), -1
+    for d in range(documents):
+        low, high = first[d], first[d + 1]
+        if not is_in_order(dealt, low, high, order):
+            order = stable_order(dealt[low:high, BEGIN])
+        for i in range(low, high):
+            at = low + order[i - low]
+            owner, begin, end = dealt[at, OWNER], dealt[at, BEGIN], dealt[at, END]
+            leader = seat[LEADER, owner]
+            if i == low or regions[region, POSITION] != leader:
+                region += 1
+                regions[region, POSITION], regions[region, DOCUMENT], regions[region, Q0] = leader, d, begin
+            regions[region, Q1] = end
+            runs[i, OWNER], runs[i, BEGIN], runs[i, END], runs[i, REGION] = owner, begin, end, region
+    return runs, first, regions[: region + 1]
+
+
+@compiled_leaf
+def is_in_order(dealt, low, high, order):
+    """Whether an order is that of the runs ``low..high``."""
+    found = len(order) == high - low
+    for i in range(1, len(order) if found else 0):
+        found = found and dealt[low + order[i], BEGIN] >= dealt[low + order[i - 1], BEGIN]
+    return found
 
 
 @compiled
@@ -72,10 +106,13 @@ def is_placed_as_ring(
         first[regions[g, POSITION] + 1] += 1
     for r in range(ranks):
         first[r + 1] += first[r]
-    by_position, free = np.empty(count, np.int64), first[:-1].copy()
+    by_position, free = np.empty((count, REGION_COLUMNS), np.int32), first[:-1].copy()
     for g in range(count):
-        by_position[free[regions[g, POSITION]]] = g
-        free[regions[g, POSITION]] += 1
+        position = regions[g, POSITION]
+        to = free[position]
+        free[position] += 1
+        for column in range(REGION_COLUMNS):
+            by_position[to, column] = regions[g, column]
     for i in range(len(rank)):
         r = rank[i]
         leader = seat[LEADER, r]
@@ -83,10 +120,10 @@ def is_placed_as_ring(
         taken[r] += 1
         if at >= first[leader + 1]:
             return False
-        g = by_position[at]
-        if regions[g, DOCUMENT] != document[i] or regions[g, Q0] != q0[i] or regions[g, Q1] != q1[i]:
+        d = by_position[at, DOCUMENT]
+        if d != document[i] or by_position[at, Q0] != q0[i] or by_position[at, Q1] != q1[i]:
             return False
-        if k0[i] != 0 or k1[i] != lengths[document[i]] or h0[i] != seat[HEADS0, r] or h1[i] != seat[HEADS1, r]:
+        if k0[i] != 0 or k1[i] != lengths[d] or h0[i] != seat[HEADS0, r] or h1[i] != seat[HEADS1, r]:
             return False
     missing = 0
     for r in range(ranks):

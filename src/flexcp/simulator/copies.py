@@ -32,7 +32,7 @@ from flexcp.clusters import Cluster
 from flexcp.plan.plan import Plan
 from flexcp.plan.program import Transfers
 from flexcp.plan.slots import pass_inputs
-from flexcp.shape import Kind, Shape
+from flexcp.shape import IS_OUTPUT, Kind, Shape
 
 Ints = NDArray[np.int64]
 COPY_PERMILLE = 800
@@ -54,27 +54,22 @@ def find_copies(
 
     ``messages_only``: nothing but messages is copied, as they travel, in one launch at either end.
     """
+    from flexcp.simulator.compiled_copies import sum_copies  # compiled: only who simulates loads Numba
+
     program, shape, ranks = plan.programs[mask][backward], plan.shape, plan.ranks
     t, stages = program.transfers, program.stages
-    from_place, to_place, own = t.source * stages + t.stage, t.target * stages + t.stage, t.source == t.target
-    wire = (t.stop - t.start) * (t.h1 - t.h0) * shape.bytes_per_token_head()[t.kind, t.partial]
     if messages_only:
-        both = np.where(own, 0, 2 * wire)
-        pack, take_in = (_summed(place, both, (ranks, stages)) for place in (from_place, to_place))
+        both = 2 * t.bytes(shape)
+        pack, take_in = (_summed(rank * stages + t.stage, both, (ranks, stages)) for rank in (t.source, t.target))
         return Copies(_ns(pack, mbps, launch_ns * (pack > 0)), _ns(take_in, mbps, launch_ns * (take_in > 0)))
-    is_output = t.is_output
-    on_shelf = np.where(is_output, (t.stop - t.start) * (t.h1 - t.h0) * _precise_bytes(shape)[t.kind], wire)
-    pack = _summed(from_place, np.where(own, 0, on_shelf + wire), (ranks, stages))
-    take_in = _summed(to_place, np.where(own, on_shelf, wire) + on_shelf * (1 + is_output), (ranks, stages))
+    kinds = np.column_stack([shape.bytes_per_token_head(), _precise_bytes(shape), IS_OUTPUT])
+    columns = (getattr(t, name) for name in t.names())
+    pack, take_in, launches = sum_copies(*columns, kinds, np.array([ranks, stages]))
     take_in += _cleared(pass_inputs(plan, mask, backward), ranks, stages, backward, shape)
     if stages > 1:
         final, precise = _own_bytes(shape, backward)
         take_in[:, 0] += plan.placement.tokens * precise
         take_in[:, -1] += plan.placement.tokens * (precise + final)
-    laid = np.bincount(to_place[~own & ~is_output], minlength=ranks * stages) > 0
-    results = ~own & is_output
-    merged = np.unique(to_place[results] * ranks + t.source[results]) // ranks
-    launches = (laid + np.bincount(merged, minlength=ranks * stages)).reshape(ranks, stages)
     return Copies(_ns(pack, mbps, launch_ns * (pack > 0)), _ns(take_in, mbps, launch_ns * launches))
 
 

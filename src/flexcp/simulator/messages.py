@@ -58,10 +58,10 @@ def find_chunks(
         together = np.minimum(_messages_at_target(parts, cluster.ranks), np.where(each > 0, each, MANY)[parts.stage])
         ns = ns * (1000 + cost.crowding * (together - 1)) // 1000
     ns = ns + cost.message_ns * first
-    starts = (((parts.stage * 2 + parts.across) * cluster.ranks + parts.source) << 20) + parts.call
-    _, opens = np.unique(starts, return_index=True)
-    opens = opens[parts.call[opens] > 0]
-    ns[opens] += cluster.latency_ns
+    if parts.call.any():
+        starts = (((parts.stage * 2 + parts.across) * cluster.ranks + parts.source) << 20) + parts.call
+        _, opens = np.unique(starts, return_index=True)
+        ns[opens[parts.call[opens] > 0]] += cluster.latency_ns
     return TimedChunks(parts.stage, parts.across, parts.source, parts.target, size, ns, parts.round)
 
 

@@ -175,21 +175,23 @@ def _contention(
 
     What travels beside a slot is taken to be the stage after it: inside the node if any of it is.
     """
-    margin = margins(program, ranks)
-    inside = np.zeros((ranks, program.stages + 1), bool)
-    for end in (chunks.source, chunks.target):
-        inside[end[chunks.across == 0], chunks.stage[chunks.across == 0]] = True
-    found = np.full((3, *margin.shape), 1000, np.int64)
     if not rules.contention:
-        return found[0], found[1], found[2]
-    for across in (False, True):
-        rows = cost.rows_beside(across)
-        for left in np.unique(margin).tolist():
+        alone, slow, link = np.full((3, ranks, program.stages), 1000, np.int64)
+        return alone, slow, link
+    margin = margins(program, ranks)
+    across = np.ones((ranks, program.stages + 1), np.int64)
+    here = np.flatnonzero(chunks.across == 0)
+    for end in (chunks.source, chunks.target):
+        across[end[here], chunks.stage[here]] = 0
+    margins_left = {0, *program.execution.margin.tolist()}
+    at_margin = np.zeros((3, 2, max(margins_left) + 1), np.int64)
+    for level, rows in enumerate(map(cost.rows_beside, (False, True))):
+        for left in margins_left:
             row = row_for(rows, left)
-            beside, alone = row.compute(backward)
-            here = (margin == left) & (inside[:, 1:] != across)
-            found[:, here] = np.array([alone, -(-beside * 1000 // alone), row.link])[:, None]
-    return found[0], found[1], found[2]
+            beside, undisturbed = row.compute(backward)
+            at_margin[:, level, left] = undisturbed, -(-beside * 1000 // undisturbed), row.link
+    alone, slow, link = at_margin[:, across[:, 1:], margin]
+    return alone, slow, link
 
 
 def run_pass(model: PassModel, start: Ints) -> Pass:
@@ -210,16 +212,14 @@ def run_pass(model: PassModel, start: Ints) -> Pass:
     everyone = np.arange(ranks, dtype=np.int64)
     ports = np.stack([everyone, ranks + everyone // model.rules.ranks_per_nic])
     out, into = ports[c.across, c.source], ports[c.across, c.target]
-    open_ends = np.zeros((2, len(stage)), np.int64)
-    table = np.concatenate([np.stack([stage, out, into, c.source, c.target, c.ns]), open_ends])
-    by_port = [np.argsort(port, kind="stable") for port in (out, into)]
-    first = [np.searchsorted(port[o], np.arange(2 * ranks + 1)) for port, o in zip((out, into), by_port, strict=True)]
+    ends = np.zeros_like(c.ns)
+    table = np.stack([stage, out, into, c.source, c.target, c.ns, ends, ends], axis=1)
     rule = np.array([model.latency_ns, model.rules.in_line], np.int64)
-    tables = (table, np.stack(by_port), np.stack(first), ports, rule, np.ascontiguousarray(pace), opens)
+    tables = (table, ports, rule, np.ascontiguousarray(pace), opens)
     begin, end = run_events(np.ascontiguousarray(start, np.int64), np.ascontiguousarray(work), copies, *tables)
     if in_turns:
         begin, end = begin[:, 1::3], end[:, 1::3]
-    return Pass(model, start, begin, end, table[-2], table[-1])
+    return Pass(model, start, begin, end, *table[:, -2:].T.copy())
 
 
 def _in_turns(work: Ints, copies: Ints, stage: Ints, how: Execution, pace: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:

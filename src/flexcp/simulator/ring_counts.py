@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from flexcp.arrays.tables import Table
 from flexcp.batch import LayerMask
 from flexcp.masks import HI, K0, K1, LO, Q0, Q1
 from flexcp.plan.placement import Placement
@@ -67,16 +68,15 @@ def count_ring(plan: Plan, mask: int) -> RingCounts | None:
     from flexcp.simulator import compiled_rings as loops  # compiled: only who simulates loads Numba
 
     placement, batch = plan.placement, plan.batch
-    if placement.traffic.kind != "ring" or placement.assemble_own or sum(n * n for n in batch.lengths.tolist()) > EXACT:
+    pairs = float(np.square(batch.lengths, dtype=np.float64).sum())
+    if placement.traffic.kind != "ring" or placement.assemble_own or pairs > EXACT:
         return None
     seats = _seats(placement, plan.shape.heads)
     if seats is None:
         return None
-    table, kept, given, layer = np.stack(seats), placement.runs, placement.regions[mask], batch.masks[mask]
-    order = np.argsort(kept.start, kind="stable")
-    cut = loops.cut_runs(order, kept.rank, kept.start, kept.stop, _own(batch.starts), table)
-    columns = (given.rank, given.document, given.q0, given.q1, given.k0, given.k1, given.h0, given.h1)
-    if not loops.is_placed_as_ring(*cut, table, _own(batch.lengths), *columns):
+    table, given, layer = np.stack(seats), placement.regions[mask], batch.masks[mask]
+    cut = loops.cut_runs(*_columns(placement.runs), _own(batch.starts), table)
+    if not loops.is_placed_as_ring(*cut, table, _own(batch.lengths), *_columns(given)):
         return None
     runs, first_run, regions = cut
     which, reaches_ahead = _documents_of_one_kind(layer, batch.lengths, np.diff(first_run))
@@ -141,6 +141,10 @@ def _crews(seats: Seats) -> Ints:
     crews = np.zeros((len(seats.leader), int(seats.members.max())), np.int64)
     crews[seats.leader, seats.member] = np.arange(len(seats.leader))
     return crews
+
+
+def _columns(table: Table) -> list[Ints]:
+    return [getattr(table, name) for name in table.names()]
 
 
 def _own(column: Ints) -> Ints:

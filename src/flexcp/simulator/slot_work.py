@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcp.arrays.intervals import overlaps
 from flexcp.arrays.totals import sums
 from flexcp.cost import CostModel
 from flexcp.masks import shift
@@ -104,32 +103,26 @@ def slot_ns(found: SlotWork, plan: Plan, cost: CostModel, backward: bool) -> Int
 
 def _held(plan: Plan, program: Program, inputs: Transfers, kind: Kind) -> _Held:
     """What ranks hold of queries or keys: their own tokens, and what arrives or was kept."""
-    placement, ranks = plan.placement, plan.ranks
-    kept = placement.kept
+    from flexcp.simulator.compiled_held import lay_segments  # compiled: only who simulates loads Numba
+
+    placement = plan.placement
     t = inputs.take(inputs.kind == kind)
-    # Pieces name tokens in kept order: one axis for all owners, on which runs lie in order.
-    span = placement.stream + 1
-    order = np.lexsort((kept.local, kept.rank))
-    start, stop, owner, local = (column[order] for column in kept)
-    base = owner * span + local
-    piece, run = overlaps(t.owner * span + t.start, t.owner * span + t.stop, base, base + stop - start)
-    offset = start[run] - local[run]
-    first = np.maximum(t.start[piece], local[run]) + offset
-    last = np.minimum(t.stop[piece], local[run] + (stop - start)[run]) + offset
     heads, share = (plan.shape.heads, 1) if kind == Kind.Q else (plan.shape.kv_heads, plan.shape.queries_per_key)
-    ranges, of = np.unique(np.append(t.h0 * (heads + 1) + t.h1, heads), return_inverse=True)
-    shelves = np.unique(t.stage * len(ranges) + of[:-1], return_inverse=True)[1] + 1
-    rows = [first, last, t.stage[piece], shelves[piece]]
-    group = of[piece] * ranks + t.target[piece]
-    if not placement.assemble_own:
-        own = (kept.start, kept.stop, np.full_like(kept.start, program.own_stage), np.zeros_like(kept.start))
-        rows = [np.concatenate(pair) for pair in zip(own, rows, strict=True)]
-        group = np.concatenate([of[-1] * ranks + kept.rank, group])
-    order = np.lexsort((rows[0], group))
-    begins = np.searchsorted(group[order], np.arange(len(ranges) * ranks + 1))
-    return _Held(
-        np.stack(rows)[:, order], begins, share * np.stack([ranges // (heads + 1), ranges % (heads + 1)], axis=1)
-    )
+    ranges, of = _numbered(np.append(t.h0 * (heads + 1) + t.h1, heads))
+    shelves = _numbered(t.stage * len(ranges) + of[:-1])[1] + 1
+    own_slot = -1 if placement.assemble_own else program.own_stage
+    sizes = np.array([plan.ranks, len(ranges), of[-1], own_slot], np.int64)
+    pieces = (t.target, t.owner, t.start, t.stop, t.stage, shelves, of[:-1])
+    segments, first = lay_segments(*placement.kept, *pieces, sizes)
+    return _Held(segments, first, share * np.stack([ranges // (heads + 1), ranges % (heads + 1)], axis=1))
+
+
+def _numbered(labels: Ints) -> tuple[Ints, Ints]:
+    """(the labels there are, the number of each one's among them), for small labels."""
+    found = np.flatnonzero(np.bincount(labels))
+    number = np.zeros(int(labels.max(initial=0)) + 1, np.int64)
+    number[found] = np.arange(len(found))
+    return found, number[labels]
 
 
 def _last_inputs(inputs: Transfers, ranks: int) -> Ints:

@@ -13,7 +13,7 @@ for each other between layers but where messages make them, and where the gradie
 A collective over all ranks takes its bytes through the slower of the node's network ports together and the rank's own inside port. It
 hides behind the layer's compute, as much of it as ``overlap_permille`` says; what is left, and the very first gather, is exposed. What
 collectives and attention's messages cost each other at the ports is left out. Under tensor parallelism the rest of a layer includes that
-one's collectives inside the node, which planners do not count: a token costs them the same on every rank.
+one's collectives inside the node, which planners, ``auto`` among them, do not count: a token costs them the same on every rank.
 
 Layers under one mask are alike: two are simulated, and in each of the others ranks that reach each other by messages take equally long, as
 long as the last of them took from the second layer to its end, and no less than the busiest works. Every nanosecond of a rank goes into one

@@ -113,15 +113,15 @@ def on_passes(
     return found
 
 
-def on_three_layers(group: dist.ProcessGroup, plans: list[Plan], share: bool, recompute: bool) -> tuple[Any, list[int]]:
-    """Results of three layers of each plan, and the bytes of every plain allocation."""
+def on_two_layers(group: dist.ProcessGroup, plans: list[Plan], share: bool, recompute: bool) -> tuple[Any, list[int]]:
+    """Results of two layers of each plan, and the bytes of every plain allocation."""
     results: list[Any] = []
     arena = None
     with watching() as passes:
         for plan in plans:
             step = flexcp.bind(plan, group, arena=arena if share else None)
             arena = step.arena
-            results += [one_layer(step, seed=layer, recompute=recompute) for layer in range(3)]
+            results += [one_layer(step, seed=layer, recompute=recompute) for layer in range(2)]
     return [_arrays(layer) for layer in results], [
         size for one in passes for dtype, size in one.made if dtype == torch.uint8 and size
     ]
@@ -174,7 +174,7 @@ def _scattered(tokens: int, ranks: int) -> list[list[int]]:
     return [part.tolist() for part in np.array_split(order, ranks)]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+@pytest.mark.parametrize("ranks", [3, 4])
 def test_planned_memory_is_what_is_allocated_and_touched(pool: RankPool, ranks: int) -> None:
     plans = random_plans(ranks, 9) + [plan for plan in keeping_plans(1 << 30) if plan.ranks == ranks][:2]
     for rank, of_plans in enumerate(pool.run(on_passes, plans, ranks=ranks)):
@@ -212,12 +212,12 @@ def two_plans(ranks: int) -> list[Plan]:
 @pytest.mark.parametrize("recompute", [False, True])
 def test_layers_and_steps_share_one_arena(pool: RankPool, recompute: bool) -> None:
     plans = two_plans(3)
-    apart = pool.run(on_three_layers, plans, False, recompute, ranks=3)
-    shared = pool.run(on_three_layers, plans, True, recompute, ranks=3)
+    apart = pool.run(on_two_layers, plans, False, recompute, ranks=3)
+    shared = pool.run(on_two_layers, plans, True, recompute, ranks=3)
     for rank, ((one, sizes), (two, _)) in enumerate(zip(shared, apart, strict=True)):
         assert sizes == [plan.memory(rank).arena for plan in plans]  # the second plan is larger, so it grew once
         assert all(np.array_equal(x, y) for a, b in zip(one, two, strict=True) for x, y in zip(a, b, strict=True))
-    backwards = pool.run(on_three_layers, plans[::-1], True, recompute, ranks=3)
+    backwards = pool.run(on_two_layers, plans[::-1], True, recompute, ranks=3)
     assert [sizes for _, sizes in backwards] == [[plans[1].memory(rank).arena] for rank in range(3)]
 
 
@@ -286,7 +286,7 @@ def test_messages_lie_side_by_side_at_whole_lines() -> None:
 def keeping_plans(keep: int) -> list[Plan]:
     """Plans of needed traffic: moved queries, relays, several stages, two masks, pads."""
     found = []
-    for number, (nodes, each) in enumerate(((1, 3), (2, 2), (1, 4), (1, 5))):
+    for number, (nodes, each) in enumerate(((1, 3), (2, 2), (1, 4))):
         ranks = nodes * each
         where = flexcp.cluster("cpu", nodes, each)
         dtype = ("float64", "bfloat16")[number % 2]
@@ -322,7 +322,7 @@ def on_kept(group: dist.ProcessGroup, plans: list[tuple[Plan, Plan]], recompute:
     return found
 
 
-@pytest.mark.parametrize(("counts", "recompute"), [((3, 4, 5), False), ((3,), True)])
+@pytest.mark.parametrize(("counts", "recompute"), [((3, 4), False), ((3,), True)])
 def test_kept_keys_do_not_travel_again(pool: RankPool, counts: tuple[int, ...], recompute: bool) -> None:
     pairs = list(zip(keeping_plans(1 << 30), keeping_plans(0), strict=True))
     assert all(one.programs[0][1].keys_kept and not two.programs[0][1].keys_kept for one, two in pairs)

@@ -1,6 +1,6 @@
 """Proves the exchange: whatever is late, results have the same bits; calls of few rounds give the results and bytes of one call.
 
-Ranks dawdle at random before they send, receive, take in and compute, over several strategies and numbers of ranks, ten times each.
+Ranks dawdle at random before they send, receive, take in and compute, over several strategies and numbers of ranks, six times each.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from flexcp.measure.ranks import RankPool
 from flexcp.plan.plan import Plan
 
 LENGTHS = [70, 1, 33, 8]
-REPEATS = 10
+REPEATS = 6
 CHUNKS = {"rounds_per_call": 1, "chunk_bytes": 4000}
 
 
@@ -117,7 +117,7 @@ def on_delays(group: dist.ProcessGroup, plans: list[Plan]) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize(("nodes", "ranks"), [(1, 2), (1, 3), (2, 2), (1, 5)])
+@pytest.mark.parametrize(("nodes", "ranks"), [(1, 2), (2, 2), (1, 5)])
 def test_delays_change_no_bit(pool: RankPool, nodes: int, ranks: int) -> None:
     plans = [with_rounds(plan_for(strategy, nodes, ranks)) for strategy in ("blocks", "zigzag", "ulysses")]
     for rank, found in enumerate(pool.run(on_delays, plans, ranks=nodes * ranks)):

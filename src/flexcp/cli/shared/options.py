@@ -39,7 +39,10 @@ Strategy = Annotated[
     str, typer.Option("--strategy", help="A strategy, with its degree: blocks, zigzag:4, usp:4,2, ...")
 ]
 Strategies = Annotated[
-    str, typer.Option("--strategies", help="Names with or without degrees, as in auto,usp:8,2,ring; or all.")
+    str,
+    typer.Option(
+        "--strategies", help="Names with or without degrees, as in auto,usp:8,2,ring; all, alone or among them."
+    ),
 ]
 Dtype = Annotated[str, typer.Option("--dtype", help="bfloat16, float16, float32 or float64.")]
 MeasuredDtype = Annotated[str, typer.Option("--dtype", help="float32 on CPUs, bfloat16 on GPUs, by default.")]
@@ -63,7 +66,9 @@ def chosen_strategies(text: str, more: tuple[str, ...] = ()) -> tuple[str, ...]:
     from flexcp.compare.compare import NAMES
     from flexcp.planners.strategies import split_names
 
-    names = (*NAMES, *more) if text == "all" else tuple(split_names(text))
+    every = (*NAMES, *more)
+    named = (every if name == "all" else (name,) for name in split_names(text))
+    names = tuple(dict.fromkeys(name for some in named for name in some))
     if not names:
         raise ValueError(f"--strategies {text!r} names none; write all, or names as in auto,zigzag:8,ring")
     return names

@@ -8,8 +8,9 @@ looked at next, placed or simulated, until nothing that is left can be faster th
 - **Events decide.** The closed form proposes: ``MOST_SIMULATED`` candidates at most are scheduled and simulated, always among them the
   best static one by tokens and the best by load, if they are predicted to be anywhere near the fastest.
 - **What is simulated** is a step: all layers forward and backward, attention and the rest of the layer, without gradient sync (which
-  changes the order of plans hardly ever); where nothing but attention costs time, its passes one by one. Times are integers of nanoseconds
-  from integers, so all machines choose the same; of equal ones the first of the list wins, a static one.
+  changes the order of plans hardly ever) and all-reduces of tensor parallelism; where nothing but attention costs time, its passes one by
+  one. Times are integers of nanoseconds from integers, so all machines choose the same; of equal ones the first of the list wins, a
+  static one.
 - **What is left out.** A candidate is passed over when its price is over the fastest simulated time by more than 1 / ``SURE``: prices
   are optimistic, and the closed form of a static method is over its events by less than that. The closed form itself is left out for a
   static method of so many regions that events are found sooner.

@@ -1,0 +1,104 @@
+"""Loops of slot work: the segments that ranks hold of queries or keys, as :mod:`flexcp.simulator.compiled_cuts` reads them; compiled.
+
+Runs are a placement's in the order of the stream; ``local`` is where each begins among its rank's tokens. Pieces name tokens of their
+owner so, and may take parts of several runs. A *group* is what one rank holds of one range of heads.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.arrays.compiled_sort import stable_order
+from flexcp.arrays.jit import compiled, compiled_leaf
+
+Ints = NDArray[np.int64]
+START, STOP, SLOT, SHELF, SEGMENT_ROWS = range(5)
+
+
+@compiled
+def lay_segments(
+    run_start: Ints, run_stop: Ints, run_rank: Ints, local: Ints, target: Ints, owner: Ints, start: Ints, stop: Ints, slot: Ints,
+    shelf: Ints, heads: Ints, sizes: Ints,
+) -> tuple[Ints, Ints]:  # fmt: skip
+    """(segments ``[START to SHELF, segment]`` by group and place in the stream, where each group's begin).
+
+    The columns from ``target`` on are pieces, ``heads`` the number of their range. ``sizes`` are ranks, ranges of heads, and which of these
+    a rank's own runs are of, from which slot on; -1 where they are not held by themselves. Those are on shelf 0.
+    """
+    ranks, own_heads, own_slot = sizes[0], sizes[2], sizes[3]
+    first_run = firsts(run_rank, ranks)
+    of_rank, free = np.empty(len(run_rank), np.int64), first_run.copy()
+    for i in range(len(run_rank)):
+        of_rank[free[run_rank[i]]] = i
+        free[run_rank[i]] += 1
+    first = np.zeros(ranks * sizes[1] + 1, np.int64)
+    found, room = np.empty((SEGMENT_ROWS, 0), np.int64), first
+    for laying in (False, True):  # counted, then laid
+        if own_slot >= 0:
+            for i in range(len(run_rank)):
+                own = own_heads * ranks + run_rank[i]
+                if laying:
+                    lay(found, room[own], run_start[i], run_stop[i], own_slot, 0)
+                    room[own] += 1
+                else:
+                    first[own + 1] += 1
+        for p in range(len(target)):
+            group = heads[p] * ranks + target[p]
+            at = run_with(start[p], of_rank, first_run[owner[p]], first_run[owner[p] + 1], local, run_start, run_stop)
+            while at < first_run[owner[p] + 1] and local[of_rank[at]] < stop[p] and start[p] < stop[p]:
+                run = of_rank[at]
+                if laying:
+                    move = run_start[run] - local[run]
+                    end = min(stop[p] + move, run_stop[run])
+                    lay(found, room[group], max(start[p] + move, run_start[run]), end, slot[p], shelf[p])
+                    room[group] += 1
+                else:
+                    first[group + 1] += 1
+                at += 1
+        if not laying:
+            for g in range(len(first) - 1):
+                first[g + 1] += first[g]
+            found, room = np.empty((SEGMENT_ROWS, first[-1]), np.int64), first.copy()
+    for g in range(len(first) - 1):
+        put_in_order(found, first[g], first[g + 1])
+    return found, first
+
+
+@compiled
+def firsts(labels, count):
+    """Where each label's begin among those that are sorted by label."""
+    first = np.zeros(count + 1, np.int64)
+    for label in labels:
+        first[label + 1] += 1
+    for i in range(count):
+        first[i + 1] += first[i]
+    return first
+
+
+@compiled_leaf
+def lay(found, at, start, stop, slot, shelf):
+    """Write one segment."""
+    found[START, at], found[STOP, at], found[SLOT, at], found[SHELF, at] = start, stop, slot, shelf
+
+
+@compiled_leaf
+def run_with(token, of_rank, low, high, local, run_start, run_stop):
+    """The first of a rank's runs that ends behind its token number ``token``."""
+    while low < high:
+        middle = (low + high) // 2
+        i = of_rank[middle]
+        if local[i] + run_stop[i] - run_start[i] <= token:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@compiled
+def put_in_order(found, low, high):
+    """Sort the segments ``low..high`` by where they start."""
+    for i in range(low + 1, high):
+        if found[START, i] < found[START, i - 1]:
+            found[:, low:high] = found[:, low + stable_order(found[START, low:high])]
+            return
