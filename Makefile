@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start hundreds of Python processes: bytecode is kept whatever the environment says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test tests loops kernels lint docs screenshots verify-all planning simulator-speed auto groups regimes memory multimodal models experiments published box kernel-fit hypergraph properties data fuzz-plans clean
+.PHONY: demo test tests loops kernels lint docs screenshots verify-all planning simulator-speed training-thread auto groups regimes memory multimodal models experiments published box kernel-fit hypergraph properties data fuzz-plans clean
 
 demo: .venv/ready
 	$(BIN)/flexcp demo
@@ -53,6 +53,10 @@ planning: .venv/ready
 # How long simulating a plan takes; writes docs/results/simulator-speed.md.
 simulator-speed: .venv/ready
 	$(BIN)/python benchmarks/simulator_speed.py --write docs/results/simulator-speed.md
+
+# What a planned batch costs the training thread; writes docs/results/training-thread.md.
+training-thread: .venv/ready
+	$(BIN)/python benchmarks/training_thread.py --write docs/results/training-thread.md
 
 # auto against static methods: gains, share of the gap closed, planning time; simulated, half an hour; writes docs/results/auto.md.
 auto: .venv/ready

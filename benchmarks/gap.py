@@ -6,6 +6,10 @@ perfectly divided compute and unavoidable communication. A strategy that is as f
 slower one less than 0. Rows are means over lengths and numbers of tokens, shares arithmetic and speed-ups geometric, over the best static
 method with documents dealt by tokens and, in the last two columns, by load. Everything is simulated.
 
+The floor ignores what every plan that moves anything pays: multiprocessors left to transfers, copies of messages, row tiles and kernels of
+cut documents. ``--parts`` prints for each cell what a strategy's time over perfectly divided compute is made of
+(:mod:`lib.lost_time`), so that what a planner could still win (imbalance, exposed communication) is told from what none can.
+
 Static methods take most of the time: ``--baselines FILE`` keeps them for other strategies and other checkouts of the planners.
 """
 
@@ -21,13 +25,14 @@ from rich.console import Console
 from rich.progress import track
 
 from flexcp.clusters import Cluster, cluster
-from flexcp.compare.compare import STATIC, STATIC_BY_LOAD, Row, attention_only
+from flexcp.compare.compare import STATIC, STATIC_BY_LOAD, Row, attention_only, planned
 from flexcp.data.lengths import draw_lengths
 from flexcp.models.find import find_model
 from flexcp.models.topology import topology
 from flexcp.schedule.predict import lower_bound
 from flexcp.shape import Shape
 from flexcp.simulator.bounds import pass_bounds
+from lib.lost_time import LostTime, lost_time
 from simulated import Experiment, step_of, table
 
 LENGTHS = ("web", "libra256k", "longalign", "longtail", "bimodal", "video", "half")
@@ -75,6 +80,29 @@ def bound_ns(experiment: Experiment, lengths: list[int]) -> int:
     return max(compute, sum(m.layers * b.link for m, b in bounds))
 
 
+def perfect_ns(experiment: Experiment, lengths: list[int]) -> int:
+    """All compute, divided perfectly: of a whole step, or of attention."""
+    request = experiment.request(lengths)
+    how = (request.shape, request.cluster, request.cost)
+    if experiment.training is not None:
+        return lower_bound(request.batch, *how, experiment.training.model.head_flops_per_token)
+    masks = list(enumerate(request.batch.masks))
+    return sum(m.layers * pass_bounds(request.batch, i, *how, way).compute for i, m in masks for way in (False, True))
+
+
+def parts_row(cell: Cell, strategy: str, by_tokens: int, bound: int) -> list[str]:
+    """Where a cell's time goes, every number over the floor."""
+    experiment, lengths = experiment_of(cell)
+    request = experiment.request(lengths)
+    request = attention_only(request) if experiment.training is None else request
+    _, plan = planned(request, strategy, search=False)
+    perfect = perfect_ns(experiment, lengths)
+    lost = lost_time(plan, experiment.training, perfect)
+    total = perfect + round(sum(lost.shares(1)))
+    numbers = [by_tokens / bound, total / bound, perfect / bound, *lost.shares(bound)]
+    return [*map(str, cell), plan.strategy, f"{bound / 1e6:.1f}", *(f"{x:.3f}" for x in numbers)]
+
+
 def baselines_of(cell: Cell) -> tuple[int, int, int]:
     """Nanoseconds of the best static method by tokens, by load, and of the bound."""
     experiment, lengths = experiment_of(cell)
@@ -95,11 +123,13 @@ def main() -> None:
     parser.add_argument("strategies", nargs="+")
     parser.add_argument("--clusters", nargs="*", default=["h100:4x8", "h100:8x8", "a100:4x4", "tp8:32x1"])
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--parts", action="store_true", help="a row for each cell: where its time goes")
     parser.add_argument("--baselines", type=Path)
     asked = parser.parse_args()
     kept = asked.baselines is not None and asked.baselines.exists()
     known: dict[str, list[int]] = json.loads(asked.baselines.read_text()) if kept else {}
     found: dict[tuple[str, str, str], list[tuple[float, ...]]] = {}
+    parts: list[list[str]] = []
     cells = list(cells_of(asked.clusters, asked.seeds))
     for cell in track(cells, "cells", console=Console(stderr=True)):
         key = json.dumps(cell)
@@ -108,12 +138,19 @@ def main() -> None:
             if asked.baselines is not None:
                 asked.baselines.write_text(json.dumps(known))
         by_tokens, by_load, bound = known[key]
+        if asked.parts:
+            parts += [parts_row(cell, strategy, by_tokens, bound) for strategy in asked.strategies]
+            continue
         for strategy in asked.strategies:
             row = row_of(cell, strategy)
             numbers = [
                 x for static in (by_tokens, by_load) for x in ((static - row.ns) / (static - bound), static / row.ns)
             ]
             found.setdefault((*cell[:2], strategy), []).append((*numbers, row.planning_ms))
+    if asked.parts:
+        heads = ["cluster", "timed", "tokens a rank", "lengths", "seed", "plan", "floor, ms", "static", "strategy"]
+        print("\n".join(table([*heads, "perfect compute", *LostTime.names()], parts)))
+        return
     rows = []
     for of, values in found.items():
         share, gain, share_by_load, gain_by_load, planning = zip(*values, strict=True)

@@ -152,7 +152,7 @@ def plan_work() -> dict[str, Any]:
     import flexcp
     from flexcp.data.lengths import draw_lengths
     from flexcp.executor.run.finished_rows import finished_rows
-    from flexcp.executor.run.prepared import touched_dq
+    from flexcp.executor.run.pass_recipe import touched_dq
     from flexcp.executor.run.rank_program import rank_program
 
     made: dict[str, Any] = {}

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from flexcp.executor.exchange.arena import Buffers
-from flexcp.executor.run.message_layout import message_bytes, new_inputs, new_results, types_of
+from flexcp.executor.run.message_layout import new_inputs, new_results, types_of
+from flexcp.executor.run.message_parts import message_bytes
 from flexcp.executor.run.rank_program import Block, Message, RankProgram, Rows, Shelf, Slot
 from flexcp.executor.run.row_packing import RowPacking
 from flexcp.measure.calibrate.kernels import keep_busy

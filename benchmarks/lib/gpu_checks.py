@@ -35,7 +35,8 @@ from flexcp.executor.attention import attention
 from flexcp.executor.bind import bind
 from flexcp.executor.exchange.arena import Buffers
 from flexcp.executor.kernels import Settings, find_kernel, row_kernels
-from flexcp.executor.run.message_layout import Shelves, message_bytes, new_inputs, new_results, types_of
+from flexcp.executor.run.message_layout import Shelves, new_inputs, new_results, types_of
+from flexcp.executor.run.message_parts import message_bytes
 from flexcp.executor.run.packing import FieldPacking, Packing
 from flexcp.executor.run.rank_program import rank_program
 from flexcp.executor.run.row_packing import RowPacking

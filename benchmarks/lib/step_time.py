@@ -70,10 +70,10 @@ def time_steps(
     inputs = _inputs(step)
     seconds = []
     gflops = math.inf if part == "communication" else gflops
-    with _kernel(None if gflops is None else math.inf):  # nobody has to wait for a paced device to be warm
+    with paced_kernel(None if gflops is None else math.inf):  # nobody has to wait for a paced device to be warm
         _run(step, inputs, group)
     before = _sent(step)
-    with _kernel(gflops):
+    with paced_kernel(gflops):
         for _ in range(repeats):
             found, took = _run(step, inputs, group)
             seconds.append(took)
@@ -132,7 +132,7 @@ def _silent(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 @contextmanager
-def _kernel(gflops: float | None) -> Iterator[None]:
+def paced_kernel(gflops: float | None) -> Iterator[None]:
     """The CPU kernel as it is, or paced."""
     if gflops is None:
         yield

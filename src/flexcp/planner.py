@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from flexcp.masks import causal
 from flexcp.plan.plan import Plan
 from flexcp.planners.auto.auto import auto_plan
 from flexcp.planners.microbatch import document_loads, split
-from flexcp.planners.request import Request, refuse_over_cap, refuse_over_memory, refuse_over_peers
+from flexcp.planners.request import Refused, Request, refuse_over_cap, refuse_over_memory, refuse_over_peers
 from flexcp.planners.strategies import find_strategy
 from flexcp.planners.token_runs import user_layout
 from flexcp.schedule.transfers import make_plan
@@ -127,19 +128,38 @@ class Planner:
         tokens: str = "balanced",
         pad_to: int | None = None,
     ) -> list[tuple[list[int], Plan]]:
-        """(documents, plan) of each micro-batch of a global batch over ``max_tokens_per_rank``, balanced in predicted time.
+        """(documents, plan) of each micro-batch of a global batch over ``max_tokens_per_rank`` or ``max_memory_per_rank``, balanced in
+        predicted time: as few as fit.
 
         Documents are numbers into ``lengths``, in stream order; every document is in exactly one. Each micro-batch spans all ranks.
         """
-        if self.max_tokens_per_rank is None:
-            raise ValueError("micro_batches needs a cap: make the Planner with max_tokens_per_rank=...")
+        if self.max_tokens_per_rank is None and self.max_memory_per_rank is None:
+            raise ValueError(
+                "micro_batches needs a cap: make the Planner with max_tokens_per_rank=... or max_memory_per_rank=..."
+            )
         if mask is None and masks is None:
             mask = causal()
         batch = make_batch(lengths, mask, masks)
         _checked_tokens(tokens, pad_to, fixed=False)
-        cap = self.max_tokens_per_rank // (pad_to or 1) * (pad_to or 1)
-        parts = split(batch.lengths, document_loads(batch, self.shape, self.cost), self.cluster.ranks, cap)
-        return [(part, self._planned(batch.take(part), "free", tokens, pad_to)) for part in parts]
+        cap = batch.tokens
+        if self.max_tokens_per_rank is not None:
+            cap = self.max_tokens_per_rank // (pad_to or 1) * (pad_to or 1)
+        loads, least = document_loads(batch, self.shape, self.cost), 1
+        while True:
+            parts = split(batch.lengths, loads, self.cluster.ranks, cap, least)
+            try:
+                return [(part, self._planned(batch.take(part), "free", tokens, pad_to)) for part in parts]
+            except Refused:
+                # What attention needs is known of a plan alone, so one more is tried until all fit or cannot be cut any further.
+                if self.max_memory_per_rank is None or len(parts) == batch.documents:
+                    raise
+            least = len(parts) + 1
+
+    def with_speeds(self, speeds: Sequence[int]) -> Planner:
+        """This planner for ranks of other compute speeds, each in per mille of the cluster's ``gflops``."""
+        other = copy.copy(self)
+        other.cluster = replace(self.cluster, speeds=tuple(speeds))
+        return other
 
     def _planned(self, batch: Batch, layout: str | Sequence[Sequence[int]], tokens: str, pad_to: int | None) -> Plan:
         maps = user_layout(layout, batch.tokens, self.cluster.ranks)

@@ -20,6 +20,7 @@ from made import LENGTHS, Numbered, batches_by_hand
 from misbehaving import Misbehaving, Unloadable, planner
 
 from flexcp.data import Loader, PlanningError
+from flexcp.data.planning.plan_orders import PlanOrder
 from flexcp.data.planning_pool import Pool
 from flexcp.data.stats import Stats
 
@@ -112,9 +113,10 @@ def test_plans_of_workers_are_the_planners_own() -> None:
     pool = Pool(planner(3, "blocks"), 1, 60, stats)
     lengths = np.array([300, 20, 1])
     for step in range(3):
-        pool.ask(step, lengths + step, {})
-    plans = [pool.take(step) for step in range(3)]
-    assert plans == [planner(3, "blocks")(lengths + step) for step in range(3)]
+        pool.ask(step, PlanOrder(lengths + step))
+    parts = [pool.take(step) for step in range(3)]
+    assert all(part.documents == [0, 1, 2] for (part,) in parts)
+    assert [part.plan for (part,) in parts] == [planner(3, "blocks")(lengths + step) for step in range(3)]
     (pid,) = pool.processes()
     pool.close()
     assert gone(pid)
@@ -128,7 +130,7 @@ def test_a_planner_that_cannot_travel_is_refused() -> None:
 
 def test_a_planner_that_cannot_be_loaded_is_an_error_with_the_cause() -> None:
     pool = Pool(Unloadable(), 1, 60, Stats())
-    pool.ask(0, np.array([3]), {})
+    pool.ask(0, PlanOrder(np.array([3])))
     with pytest.raises(PlanningError, match=r"cannot load the planner(.|\n)*only here"):
         pool.take(0)
     pool.close()
@@ -139,12 +141,13 @@ SCRIPT = """
 import sys, time
 import numpy as np
 import flexcp
+from flexcp.data.planning.plan_orders import PlanOrder
 from flexcp.data.planning_pool import Pool
 from flexcp.data.stats import Stats
 from lib.slow_planner import SlowPlanner
 planner = flexcp.Planner(4, 2, 32, cluster=flexcp.cluster("cpu", 1, 2), strategy="zigzag")
 pool = Pool(SlowPlanner(planner, 100), 1, 60, Stats())
-pool.ask(0, np.array([30]), {})
+pool.ask(0, PlanOrder(np.array([30])))
 while not pool.processes():
     time.sleep(0.01)
 time.sleep(1)

@@ -391,6 +391,7 @@ def test_a_prepared_step_prepares_nothing_at_its_first_layer(monkeypatch: pytest
     step.prepare("cpu")
     monkeypatch.setattr(step_module, "prepare_program", None)
     monkeypatch.setattr(step_module, "rank_program", None)
+    monkeypatch.setattr(step_module, "pass_recipe", None)
     for name in masks:
         q = given["q"].clone().requires_grad_()
         flexcp.attention(q, given["k"], given["v"], step, mask=name).sum().backward()

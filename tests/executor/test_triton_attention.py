@@ -24,7 +24,6 @@ import flexcp
 from flexcp.executor import attention
 from flexcp.executor.run import prepared
 from flexcp.executor.run.message_layout import Types
-from flexcp.executor.run.row_packing import RowPacking
 from flexcp.measure.ranks import RankPool
 from flexcp.measure.verify import Options, verify_on
 
@@ -40,7 +39,7 @@ ROWS = [("usp:3,1", {}), ("ring", {}), ("blocks", {"layout": [ORDER[r::3] for r 
 def on_rows(group, plan, options):
     # As on a GPU: all statistics in float32, packed by rows.
     attention.types_of = lambda x: Types(x.dtype, torch.float32, torch.float32, x.device)
-    prepared._packing = RowPacking
+    prepared.packs_by_rows = lambda device_type: True
     return verify_on(group, plan, options)
 
 def main():

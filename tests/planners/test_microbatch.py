@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import flexcp
 from flexcp.batch import make_batch
 from flexcp.clusters import cluster
 from flexcp.cost import CostModel
@@ -116,3 +117,32 @@ def test_loads_are_pairs_of_all_layers_and_priced_tokens() -> None:
         3 * 55 + 2 * 100 + 50 * each,
         3 * 10 + 2 * 16 + 20 * each,
     ]
+
+
+def test_a_memory_cap_makes_as_many_micro_batches_as_fit() -> None:
+    machine = flexcp.cluster("h100", 1, 4)
+    lengths = [4000, 100, 2500, 900, 3000, 1200]
+    free = flexcp.Planner(8, 2, 64, cluster=machine, strategy="groups")
+    whole = max(free(lengths).memory(rank).total for rank in range(4))
+    planner = flexcp.Planner(8, 2, 64, cluster=machine, strategy="groups", max_memory_per_rank=whole * 75 // 100)
+    found = planner.micro_batches(lengths)
+    assert len(found) >= 2
+    assert sorted(d for documents, _ in found for d in documents) == list(range(len(lengths)))
+    for documents, plan in found:
+        assert plan.batch.lengths.tolist() == [lengths[d] for d in documents]
+        assert all(plan.memory(rank).total <= whole * 75 // 100 for rank in range(4))
+    one = flexcp.Planner(8, 2, 64, cluster=machine, strategy="groups", max_memory_per_rank=whole)
+    assert [documents for documents, _ in one.micro_batches(lengths)] == [list(range(len(lengths)))]
+    with pytest.raises(ValueError, match="over max_memory_per_rank=1000;"):
+        flexcp.Planner(8, 2, 64, cluster=machine, strategy="groups", max_memory_per_rank=1000).micro_batches(lengths)
+
+
+def test_speeds_of_ranks_change_the_plan_and_nothing_else() -> None:
+    machine = flexcp.cluster("h100", 1, 4)
+    planner = flexcp.Planner(8, 2, 64, cluster=machine, strategy="groups")
+    slow = planner.with_speeds([700, 1000, 1000, 1000])
+    assert planner.cluster == machine and slow.cluster.speeds == (700, 1000, 1000, 1000)
+    work = slow([4000, 100, 2500, 900]).work()
+    assert work[0] < 0.85 * work[1:].mean()
+    known = flexcp.Planner(8, 2, 64, cluster=flexcp.cluster("h100", 1, 4, speeds=[0.7, 1, 1, 1]), strategy="groups")
+    assert slow([4000, 100, 2500, 900]).hash == known([4000, 100, 2500, 900]).hash

@@ -6,8 +6,8 @@ a batch of at most ``budget`` tokens. Every rank does this for itself from the s
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -70,6 +70,14 @@ class BatchSpec:
     @property
     def lengths(self) -> Ints:
         return np.array([d.length for d in self.documents], np.int64)
+
+    def take(self, documents: Sequence[int]) -> BatchSpec:
+        """Some of its documents, by their numbers here, as a batch of their own."""
+        return replace(
+            self,
+            documents=tuple(self.documents[d] for d in documents),
+            places=tuple(self.places[d] for d in documents),
+        )
 
     def planner_arguments(self) -> dict[str, Any]:
         """``mask=`` or ``masks=`` of the planner's call."""

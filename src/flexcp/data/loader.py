@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -34,18 +35,21 @@ from flexcp.data.loader_agreement import check_same, sampler_share
 from flexcp.data.loader_group import check_group, group_of
 from flexcp.data.local_batch import LocalBatch, local_batch
 from flexcp.data.order import count_batches
-from flexcp.data.plan_options import check_options
+from flexcp.data.plan_options import check_micro_batches, check_options
 from flexcp.data.plan_sharing import SharedPlans
-from flexcp.data.planning_pool import PlannerLike, Pool
+from flexcp.data.planning.plan_orders import PlannedPart, PlannerLike, PlanOrder, RecipeWish
+from flexcp.data.planning_pool import Pool
 from flexcp.data.row_sharing import Peers, local_columns, segments, shared
 from flexcp.data.samples import LABELS, TOKENS, Fields, MaskChoice, Masks, Sample
 from flexcp.data.sources import Known, Read, Reading, is_map_style
+from flexcp.data.speeds.corrections import read_corrections
+from flexcp.data.speeds.follow import SpeedFollower
 from flexcp.data.stats import Stats
 from flexcp.executor.arguments import named_kind
 from flexcp.executor.bind import bind
+from flexcp.executor.run.prepared import packs_by_rows
 from flexcp.executor.step_watcher import Watcher
 from flexcp.masks import Mask, causal
-from flexcp.plan.plan import Plan
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -79,8 +83,13 @@ class Loader:
     ``lookahead`` steps are planned ahead by ``workers`` processes (0: in this process, when needed). ``share_plans`` plans each step on
     one rank for all; by default every rank plans for itself, but for ``hypergraph``, which does not find the same plan twice.
     ``patience`` is how many seconds the loop waits for a planner process before it plans by itself, ``timeout`` how long for other ranks.
-    ``plan_options`` go to the planner's call (``tokens="equal"``, ``pad_to=128``, ``layout=...``). ``cpu_group`` is a gloo group to share
-    samples through where ``group`` is NCCL's. ``telemetry`` follows every step (docs/telemetry.md).
+    ``plan_options`` go to the planner's call (``tokens="equal"``, ``pad_to=128``, ``layout=...``). With ``micro_batches`` a batch that is
+    over the planner's caps (``max_tokens_per_rank``, ``max_memory_per_rank``) is given out in several parts, as many on every rank, each
+    a :class:`LocalBatch` with its ``weight``. ``cpu_group`` is a gloo group to share samples through where ``group`` is NCCL's.
+
+    ``telemetry`` follows every step (docs/telemetry.md). With ``follow_speeds``, every so many steps the ranks agree on how fast each of
+    them computed, as telemetry measured it, and steps that are not asked for yet are planned with that; the corrections are in
+    :meth:`state_dict`, and a loader that has them plans the same.
 
     Iterating goes on where it stopped: an epoch that was left in the middle is resumed, a finished one is followed by the next.
     """
@@ -111,11 +120,13 @@ class Loader:
         workers: int = 1,
         share_plans: bool | None = None,
         plan_options: Mapping[str, Any] | None = None,
+        micro_batches: bool = False,
         patience: float = 120.0,
         timeout: float = 600.0,
         device: torch.device | str | None = None,
         cpu_group: dist.ProcessGroup | None = None,
         telemetry: Watcher | None = None,
+        follow_speeds: int = 0,
     ) -> None:
         for name, value in (("lookahead", lookahead), ("workers", workers)):
             if not isinstance(value, int) or value < 0:
@@ -134,7 +145,10 @@ class Loader:
         self.stats = Stats()
         self.drop_last, self.lookahead, self.device, self.telemetry = drop_last, lookahead, device, telemetry
         self.options = dict(plan_options or {})
+        self.micro_batches = micro_batches
         check_options(planner, self.options)
+        if micro_batches:
+            check_micro_batches(planner, self.options)
         limits = BatchLimits(budget, min(budget, max_length or budget), too_long)
         field = spans if isinstance(spans, str) else None
         fields = Fields(tokens, labels, field, frozenset(document_fields), ignore)
@@ -142,12 +156,14 @@ class Loader:
         self.reading = Reading(fields, _masks(mask, masks, mask_fn, spans), limits, shuffle, seed, self.stats)
         self.dataset = dataset
         self.source = _source(dataset, lengths, self.reading, self.peers)
-        pool = Pool(planner, workers if lookahead else 0, patience, self.stats)
+        wish = RecipeWish(self.peers.rank, "rows" if packs_by_rows(torch.device(device or "cpu").type) else "fields")
+        pool = Pool(planner, workers if lookahead else 0, patience, self.stats, wish)
         if share_plans is None:
             share_plans = str(getattr(planner, "strategy", "")).startswith("hypergraph")
         self.plans: Pool | SharedPlans = pool
         if share_plans and self.group is not None and self.peers.size > 1:
             self.plans = SharedPlans(pool, self.group, self.timeout)
+        self.speeds = SpeedFollower(planner, follow_speeds, telemetry, self.peers)
         self.epoch = self.place = self.step = 0
         self._iteration = 0
         self._closed = False
@@ -175,14 +191,21 @@ class Loader:
                     break
                 spec = ahead.popleft()
                 with nullcontext() if self.telemetry is None else self.telemetry.planning():
-                    plan = self.plans.take(spec.step)
-                batch = self._local(spec, plan)
+                    parts = self.plans.take(spec.step)
+                batches = self._local_parts(spec, parts)
                 place, step = self._look_ahead(ahead, place, step)
-                self.place, self.step = spec.end, spec.step + 1
-                self.source.release(spec.end)
-                yield batch
-                if iteration != self._iteration:
-                    raise RuntimeError("this loader is iterated anew or has another state; go on with the new iterator")
+                self.stats.dropped += spec.dropped
+                for batch in batches:
+                    # A step that was left between its micro-batches is done again as a whole.
+                    if batch.micro_batch == len(batches) - 1:
+                        self.place, self.step = spec.end, spec.step + 1
+                        self.source.release(spec.end)
+                    yield batch
+                    if iteration != self._iteration:
+                        raise RuntimeError(
+                            "this loader is iterated anew or has another state; go on with the new iterator"
+                        )
+                self.speeds.after(self.epoch, spec.step, step)
         finally:
             if iteration == self._iteration:
                 self.plans.forget()
@@ -201,6 +224,8 @@ class Loader:
             "too_long": limits.too_long,
             "drop_last": self.drop_last,
             "lookahead": self.lookahead,
+            "follow_speeds": self.speeds.every,
+            "speed corrections": self.speeds.state(),
             "epoch": self.epoch,
             "place": self.place,
         }
@@ -220,15 +245,27 @@ class Loader:
             spec = next_batch(self.source.document, place, step, self.reading.limits.budget, self.drop_last)
             if spec is None:
                 break
-            self.plans.ask(step, spec.lengths, {**spec.planner_arguments(), **self.options})
+            arguments = {**spec.planner_arguments(), **self.options}
+            self.plans.ask(
+                step, PlanOrder(spec.lengths, arguments, self.micro_batches, self.speeds.at(self.epoch, step))
+            )
             ahead.append(spec)
             place, step = spec.end, step + 1
         return place, step
 
-    def _local(self, spec: BatchSpec, plan: Plan) -> LocalBatch:
+    def _local_parts(self, spec: BatchSpec, parts: list[PlannedPart]) -> list[LocalBatch]:
+        """The batch of a step, or its micro-batches with their shares of its labels."""
+        found = [self._local(spec.take(part.documents), part) for part in parts]
+        labels = sum(int(batch.valid) for batch in found)
+        return [
+            replace(batch, micro_batch=number, micro_batches=len(found), weight=int(batch.valid) / labels)
+            for number, batch in enumerate(found)
+        ]
+
+    def _local(self, spec: BatchSpec, part: PlannedPart) -> LocalBatch:
         """Bind the plan and bring this rank's rows together."""
-        step = bind(plan, self.group, self.timeout, self.telemetry)
-        placement, source = plan.placement, self.source
+        step = bind(part.plan, self.group, self.timeout, self.telemetry, recipe=part.recipe)
+        placement, source = part.plan.placement, self.source
         kept = segments(placement, step.rank)
         if isinstance(source, Read):
             held = {d: source.held[place] for d, place in enumerate(spec.places) if place in source.held}
@@ -239,7 +276,6 @@ class Loader:
             assert source.schema is not None
             columns = local_columns(kept, step.local_tokens, held, source.schema, self.pads)
             values = {d: sample.values for d, sample in held.items()}
-        self.stats.dropped += spec.dropped
         self.stats.cut += sum(d.length < d.whole for d in spec.documents)
         known = [d.valid for d in spec.documents if d.valid is not None]
         valid = sum(known)
@@ -279,6 +315,7 @@ class Loader:
             "seed": self.reading.seed,
             "samples": self._samples(),
             "source": self.source.state(self.epoch),
+            "speeds": self.speeds.state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -300,6 +337,7 @@ class Loader:
         self.plans.forget()
         self.epoch, self.place, self.step = int(state["epoch"]), int(state["place"]), int(state["step"])
         self.source.load(state["source"], self.epoch)
+        self.speeds.corrections = read_corrections(state.get("speeds", ()), self.peers.size)
 
     def _samples(self) -> int | None:
         return len(self.source.lengths) if isinstance(self.source, Known) else self.source.samples

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flexcp.arrays.intervals import spread
 from flexcp.data.documents import BatchSpec
 from flexcp.data.row_sharing import Segments
 from flexcp.data.samples import LABELS, TOKENS
@@ -45,6 +46,11 @@ class LocalBatch:
     number: int
     """Steps of this epoch before this one."""
     epoch: int
+    micro_batch: int = 0
+    micro_batches: int = 1
+    """Which part of its step this is, and of how many: as many on every rank."""
+    weight: float = 1.0
+    """The share of the step's labels that are in this part: what a loss of its own, such as ``step.loss``, counts in the step's."""
 
 
 def local_batch(
@@ -58,9 +64,10 @@ def local_batch(
     device: torch.device | str | None,
 ) -> LocalBatch:
     """The tensors of a step, on ``device``."""
-    documents = torch.full((step.local_tokens,), -1)
-    for at, document, count in zip(kept.at.tolist(), kept.document.tolist(), kept.rows.tolist(), strict=True):
-        documents[at : at + count] = document
+    of_rows = np.full(step.local_tokens, -1, np.int64)
+    segment, within = spread(kept.rows)
+    of_rows[kept.at[segment] + within] = kept.document[segment]
+    documents = torch.from_numpy(of_rows)
 
     def there(x: Tensor) -> Tensor:
         return x if device is None else x.to(device, non_blocking=True)

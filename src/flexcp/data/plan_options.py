@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from flexcp.data.planning_pool import PlannerLike
+from flexcp.data.planning.plan_orders import PlannerLike
 
 OF_THE_LOADER = ("lengths", "mask", "masks")
 """Arguments of a planner's call that the loader gives itself."""
@@ -33,3 +33,23 @@ def check_options(planner: PlannerLike, options: Mapping[str, Any]) -> None:
         if name in OF_THE_LOADER or name in inspect.signature(type(planner)).parameters:
             way = f"; give {name}= to the {'Loader' if name in OF_THE_LOADER else type(planner).__name__} itself"
         raise ValueError(f"plan_options={{{name!r}: ...}} names no option of a plan: they are {', '.join(known)}{way}")
+
+
+def check_micro_batches(planner: PlannerLike, options: Mapping[str, Any]) -> None:
+    """Raise for a planner that cannot cut a batch into micro-batches, or for options they do not take."""
+    cut = getattr(planner, "micro_batches", None)
+    if cut is None:
+        raise ValueError(
+            f"micro_batches=True needs a planner with a method micro_batches, such as flexcp.Planner; got {planner!r}"
+        )
+    caps = ("max_tokens_per_rank", "max_memory_per_rank")
+    if all(getattr(planner, name, None) is None for name in caps):
+        raise ValueError(
+            f"micro_batches=True needs a cap: make the Planner with {' or '.join(f'{c}=...' for c in caps)}"
+        )
+    known = [name for name in inspect.signature(cut).parameters if name not in OF_THE_LOADER]
+    for name in options:
+        if name not in known:
+            raise ValueError(
+                f"plan_options={{{name!r}: ...}} does not go with micro_batches=True, which takes {', '.join(known)}; drop one of them"
+            )

@@ -24,21 +24,22 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from flexcp.data.planning.plan_orders import (
+    PlannedPart,
+    PlannerLike,
+    PlanOrder,
+    RecipeWish,
+    from_shared_bytes,
+    fulfil,
+    unpacked,
+)
 from flexcp.data.stats import Stats
 from flexcp.data.worker import START
-from flexcp.plan.file import load_plan
-from flexcp.plan.plan import Plan
-
-Ints = NDArray[np.int64]
-PlannerLike = Callable[..., Plan]
 
 TRIES, STARTS = 3, 10
 """Workers that may die over one job while they plan it, and while they start."""
@@ -50,12 +51,11 @@ class PlanningError(RuntimeError):
 
 @dataclass(eq=False)
 class Job:
-    """One plan to make: arguments of the planner, and what became of it."""
+    """One step to plan, or the plans of another rank to derive recipes of, and what became of it."""
 
     key: Hashable
-    lengths: Ints
-    arguments: dict[str, Any]
-    plan: Plan | None = None
+    order: PlanOrder | bytes
+    parts: list[PlannedPart] | None = None
     error: str | None = None
     deaths: int = 0
     false_starts: int = 0
@@ -63,7 +63,7 @@ class Job:
 
     @property
     def done(self) -> bool:
-        return self.plan is not None or self.error is not None
+        return self.parts is not None or self.error is not None
 
 
 class _Worker:
@@ -101,7 +101,7 @@ class _Worker:
             )
 
     def plan(self, job: Job) -> tuple[str, float, Any]:
-        self.pipe.send((job.lengths, job.arguments))
+        self.pipe.send(job.order)
         answer: tuple[str, float, Any] = self.pipe.recv()
         return answer
 
@@ -140,10 +140,12 @@ class _Shared:
 class Pool:
     """``workers`` processes that plan. Use :meth:`ask` ahead of time and :meth:`take` when the plan is needed."""
 
-    def __init__(self, planner: PlannerLike, workers: int, patience: float, stats: Stats) -> None:
+    def __init__(
+        self, planner: PlannerLike, workers: int, patience: float, stats: Stats, wish: RecipeWish | None = None
+    ) -> None:
         self.planner, self.patience, self.stats = planner, patience, stats
         self.jobs: dict[Hashable, Job] = {}
-        self.shared = _Shared(_pickled(planner), stats) if workers else None
+        self.shared = _Shared(_pickled(planner, wish), stats) if workers else None
         self.threads: list[threading.Thread] = []
         if self.shared is not None:
             for number in range(workers):
@@ -152,9 +154,9 @@ class Pool:
                 self.threads.append(thread)
             self._closing = weakref.finalize(self, _shut, self.shared, self.threads)
 
-    def ask(self, key: Hashable, lengths: Ints, arguments: dict[str, Any]) -> None:
-        """Have this planned; without workers it is planned when it is taken."""
-        job = self.jobs[key] = Job(key, lengths, arguments)
+    def ask(self, key: Hashable, order: PlanOrder | bytes) -> None:
+        """Have this planned; without workers it is planned when it is taken. Bytes are another rank's plans, to derive recipes of."""
+        job = self.jobs[key] = Job(key, order)
         if self.shared is not None:
             with self.shared.change:
                 self.shared.waiting.append(job)
@@ -164,19 +166,19 @@ class Pool:
         """Keys of plans that are ready to be taken."""
         return [key for key, job in self.jobs.items() if job.done]
 
-    def take(self, key: Hashable, counted: bool = True) -> Plan:
-        """The plan that was asked for; waits for it, and counts the waiting unless it is not the loop that waits."""
+    def take(self, key: Hashable, counted: bool = True) -> list[PlannedPart]:
+        """The parts that were asked for; waits for it, and counts the waiting unless it is not the loop that waits."""
         job = self.jobs.pop(key)
         begin = time.perf_counter()
         ready = job.done
         try:
-            plan = self._here(job) if self.shared is None else self._waited(self.shared, job)
+            parts = self._here(job) if self.shared is None else self._waited(self.shared, job)
         finally:
             if counted:
                 self.stats.waited(0.0 if ready else time.perf_counter() - begin)
-        return plan
+        return parts
 
-    def _waited(self, shared: _Shared, job: Job) -> Plan:
+    def _waited(self, shared: _Shared, job: Job) -> list[PlannedPart]:
         with shared.change:
             shared.change.wait_for(lambda: job.done, self.patience)
             notes, shared.notes = shared.notes, []
@@ -196,16 +198,19 @@ class Pool:
                 stacklevel=4,
             )
             return self._here(job)
-        if job.plan is None:
+        if job.parts is None:
             told = str(job.error)
             apart = "\n" if "\n" in told else " "
             raise PlanningError(f"step {job.key} could not be planned:{apart}{told}")
-        return job.plan
+        return job.parts
 
-    def _here(self, job: Job) -> Plan:
+    def _here(self, job: Job) -> list[PlannedPart]:
         begin = time.perf_counter()
         try:
-            return self.planner(job.lengths, **job.arguments)
+            # No recipes: the step derives what it needs, when it needs it, in the same process.
+            return (
+                from_shared_bytes(job.order) if isinstance(job.order, bytes) else fulfil(self.planner, job.order, None)
+            )
         except Exception as error:  # a user's planner may raise anything; callers know one error, as from a worker
             raise PlanningError(f"step {job.key} could not be planned: {type(error).__name__}: {error}") from error
         finally:
@@ -233,9 +238,9 @@ class Pool:
             self._closing()
 
 
-def _pickled(planner: PlannerLike) -> bytes:
+def _pickled(planner: PlannerLike, wish: RecipeWish | None) -> bytes:
     try:
-        return pickle.dumps(planner)
+        return pickle.dumps((planner, wish))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(
             f"this planner cannot be sent to planner processes ({error}); make it of importable, picklable parts, or use workers=0"
@@ -265,7 +270,7 @@ def _tend(shared: _Shared, number: int) -> None:
 def _done(shared: _Shared, number: int, worker: _Worker | None, job: Job) -> _Worker | None:
     """Get one job done, by as many workers as it takes; the worker that is left."""
     while not job.dropped:
-        plan, error, seconds, ready = None, None, 0.0, worker is not None
+        parts, error, seconds, ready = None, None, 0.0, worker is not None
         try:
             if worker is None:
                 worker = _Worker(shared.planner)
@@ -274,7 +279,7 @@ def _done(shared: _Shared, number: int, worker: _Worker | None, job: Job) -> _Wo
                 ready = True
             _at_work(shared, number, worker, job)
             what, seconds, value = worker.plan(job)
-            plan, error = (load_plan(value), None) if what == "plan" else (None, str(value))
+            parts, error = (unpacked(value), None) if what == "parts" else (None, str(value))
         except (EOFError, ConnectionError, OSError) as lost:
             how = f"{lost}" if worker is None else _ending(worker.end())
             worker = None
@@ -294,8 +299,8 @@ def _done(shared: _Shared, number: int, worker: _Worker | None, job: Job) -> _Wo
         with shared.change:
             if worker is not None:
                 shared.at_work[number] = (worker, None)
-            job.plan, job.error = plan, error
-            if plan is not None:
+            job.parts, job.error = parts, error
+            if parts is not None and isinstance(job.order, PlanOrder):
                 shared.stats.planned(seconds)
             shared.change.notify_all()
         break

@@ -1,8 +1,8 @@
 """Worker: a process that plans what comes through its pipe, and ends with the process that started it.
 
 It is a fresh interpreter (never a fork: no threads, locks, store clients or CUDA contexts come along) and imports neither torch nor the
-user's script. Plans go back as wire bytes. A second pipe, of which only the parent holds the writing end, is its lifeline: when that
-closes, however the parent ended, the worker leaves at once, in the middle of a plan too.
+user's script. Plans go back as wire bytes, with what a rank derives of them. A second pipe, of which only the parent holds the writing
+end, is its lifeline: when that closes, however the parent ended, the worker leaves at once, in the middle of a plan too.
 """
 
 from __future__ import annotations
@@ -20,25 +20,27 @@ START = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from flexcp.da
 
 
 def main(pipe_fd: int, lifeline_fd: int) -> None:
-    """Say ready or broken, then answer every (lengths, arguments) with ("plan", seconds, bytes) or ("failed", seconds, text)."""
+    """Say ready or broken, then answer every order, or shared plans, with ("parts", seconds, parts) or ("failed", seconds, text)."""
     threading.Thread(target=_follow, args=(lifeline_fd,), daemon=True).start()
     pipe = Connection(pipe_fd)
     try:
-        planner = pickle.loads(pipe.recv_bytes())
-        from flexcp.plan.file import save_plan
+        planner, wish = pickle.loads(pipe.recv_bytes())
+        from flexcp.data.planning.plan_orders import from_shared_bytes, fulfil, packed, with_recipes
     except Exception:  # unpickling runs a user's code; whatever it is, the training process raises it with this text
         pipe.send(("broken", traceback.format_exc()))
         return
     pipe.send(("ready", ""))
     while True:
         try:
-            lengths, arguments = pipe.recv()
+            order = pipe.recv()
         except EOFError:
             return
         begin = time.perf_counter()
         answer: tuple[str, Any]
         try:
-            answer = ("plan", save_plan(planner(lengths, **arguments)))
+            shared = isinstance(order, bytes)
+            parts = with_recipes(from_shared_bytes(order), wish) if shared else fulfil(planner, order, wish)
+            answer = ("parts", packed(parts))
         except (ValueError, NotImplementedError) as error:  # a user's mistake, which says itself what to do
             answer = ("failed", f"{type(error).__name__}: {error}")
         except Exception:  # whatever it is, the training process raises it with this text

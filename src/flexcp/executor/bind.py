@@ -12,9 +12,10 @@ import torch.distributed as dist
 from flexcp.executor.arguments import process_group, time_limit
 from flexcp.executor.exchange.arena import Arena
 from flexcp.executor.exchange.connect import Progress, connect
-from flexcp.executor.exchange.pass_exchanges import Passes
+from flexcp.executor.exchange.pass_exchanges import NOTHING, Passes
 from flexcp.executor.exchange.plan_agreement import agree
 from flexcp.executor.exchange.rank_calls import CallSettings
+from flexcp.executor.run.rank_recipe import RankRecipe
 from flexcp.executor.step import Step
 from flexcp.executor.step_watcher import Watcher
 from flexcp.plan.plan import Plan
@@ -34,6 +35,7 @@ def bind(
     rounds_per_call: int | None = None,
     chunk_bytes: int | None = None,
     progress: Progress | None = None,
+    recipe: RankRecipe | None = None,
 ) -> Step:
     """Bind a plan to this rank of ``group``: a 1-D DeviceMesh axis, a ProcessGroup, or nothing for one rank.
 
@@ -44,13 +46,14 @@ def bind(
 
     How messages are issued is in the plan. ``rounds_per_call`` asks for something else in every stage: that many conflict-free rounds at a
     time, in chunks of at most ``chunk_bytes``, or 0 for all of a stage at once (docs/communication.md). ``progress(done, all)`` is told how
-    many peers are connected, where that takes time (NCCL); by default a terminal is.
+    many peers are connected, where that takes time (NCCL); by default a terminal is. ``recipe`` is what was derived of the plan for this
+    rank ahead of time, as the loader's planner processes do it; without one the step derives it on first use.
     """
     calls = CallSettings(rounds_per_call, chunk_bytes)
     _check_bind(plan, telemetry, arena)
     limit = time_limit(timeout)
     with nullcontext() if telemetry is None else telemetry.binding(plan):
-        step = _bound(plan, group, limit, calls, progress)
+        step = _bound(plan, group, limit, calls, progress, recipe)
     step.telemetry, step.arena = telemetry, arena or step.arena
     return step
 
@@ -70,13 +73,16 @@ def _bound(
     limit: timedelta,
     calls: CallSettings,
     progress: Progress | None,
+    recipe: RankRecipe | None,
 ) -> Step:
+    ahead = NOTHING if recipe is None else recipe.calls
     if group is None:
         if plan.ranks != 1:
             raise ValueError(
                 f"the plan is for {plan.ranks} ranks: bind it to a process group or a DeviceMesh axis of that size"
             )
-        return Step(Passes(plan, 0, None, limit, settings=calls))
+        _check_recipe(recipe, plan, 0)
+        return Step(Passes(plan, 0, None, limit, settings=calls, calls=ahead), recipe)
     ranks = process_group(group, "bind")
     size = dist.get_world_size(ranks)
     mistake = None
@@ -86,12 +92,21 @@ def _bound(
             f"of a DeviceMesh, of the {plan.ranks} ranks that share the batch"
         )
     rank, number = dist.get_rank(ranks), 0
+    _check_recipe(recipe, plan, rank)
     if size > 1:
         number = agree(plan.hash, ranks, limit, mistake, calls, plan.cluster)
         if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(ranks)):
             # NCCL's first call of a group needs all its ranks, which the first exchange of a plan may not have.
             dist.all_reduce(torch.zeros(1, device="cuda"), group=ranks)
-            connect(plan.peers(rank), ranks, torch.device("cuda"), progress)
+            connect(plan.peers(rank) if recipe is None else recipe.peers, ranks, torch.device("cuda"), progress)
     elif mistake:
         raise ValueError(mistake)
-    return Step(Passes(plan, rank, ranks if size > 1 else None, limit, number, calls))
+    return Step(Passes(plan, rank, ranks if size > 1 else None, limit, number, calls, ahead), recipe)
+
+
+def _check_recipe(recipe: RankRecipe | None, plan: Plan, rank: int) -> None:
+    if recipe is not None and (recipe.plan_hash, recipe.rank) != (plan.hash, rank):
+        raise ValueError(
+            f"recipe= is of rank {recipe.rank} and plan {recipe.plan_hash[:12]}, but this is rank {rank} and plan {plan.hash[:12]}; leave "
+            "it out, and the step derives its own"
+        )

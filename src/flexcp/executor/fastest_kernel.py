@@ -21,7 +21,7 @@ from flexcp.executor.kernels.choose import Choice, why_not
 from flexcp.executor.kernels.sinks_and_delta import OutputGradient
 from flexcp.executor.run.message_layout import types_of
 from flexcp.executor.run.one_device import local_backward, local_forward
-from flexcp.executor.run.prepared import covers
+from flexcp.executor.run.pass_recipe import covers
 from flexcp.masks import K1, Q1, causal
 
 SLOW = ("cpu", "reference")

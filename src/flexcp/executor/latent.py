@@ -34,7 +34,7 @@ from flexcp.executor.latent_program import LatentProgram, RowBlock, Stage, make_
 from flexcp.executor.layer_masks import mask_number
 from flexcp.executor.run.message_layout import types_of
 from flexcp.executor.run.one_device import local_backward, local_forward
-from flexcp.executor.run.prepared import covers
+from flexcp.executor.run.pass_recipe import covers
 from flexcp.executor.step import Step, check_bound
 
 Expand = Callable[..., tuple[Tensor, Tensor]]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from flexcp import masks
 from flexcp.arrays.intervals import overlaps
-from flexcp.executor.local_rows import local_stream
+from flexcp.executor.run.rank_rows import local_stream
 from flexcp.plan.plan import Plan
 from flexcp.shape import Kind
 

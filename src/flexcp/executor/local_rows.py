@@ -1,7 +1,6 @@
 """Local rows: per-token tensors between the stream and the ranks, and the loss that goes with them.
 
-``local_stream`` is the coordinate everything here hangs on: the stream token of each local row, in local order, for any rank, computed
-from the plan alone. So each side of a move knows what the other sends without asking.
+Everything here hangs on the stream token of each local row, which any rank knows of any other (:mod:`flexcp.executor.run.rank_rows`).
 """
 
 from __future__ import annotations
@@ -14,22 +13,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flexcp.arrays.intervals import spread
 from flexcp.batch import Batch
 from flexcp.executor.arguments import named_kind, single
 from flexcp.executor.exchange.collectives import Collectives
 from flexcp.executor.kernels import uploaded
+from flexcp.executor.run.rank_rows import local_stream
 from flexcp.plan.placement import Placement
 from flexcp.plan.positions import refuse_branches
 
 Ints = NDArray[np.int64]
-
-
-def local_stream(placement: Placement, rank: int) -> Ints:
-    """The stream token of each of a rank's rows, in local order; pads lie beyond the batch's tokens."""
-    runs = placement.runs.take(placement.runs.rank == rank)
-    index, within = spread(runs.stop - runs.start)
-    return runs.start[index] + within
 
 
 def shard(full: Tensor, indices: Tensor, pad: float | int) -> Tensor:

@@ -27,7 +27,7 @@ from flexcp.executor.kernels.choose import choose_kernel
 from flexcp.executor.kernels.sinks_and_delta import OutputGradient, sinks_gradient, with_sinks
 from flexcp.executor.run.message_layout import types_of
 from flexcp.executor.run.one_device import local_backward, local_forward
-from flexcp.executor.run.prepared import covers
+from flexcp.executor.run.pass_recipe import covers
 from flexcp.executor.torch_operators import Gradients, Inputs, Numbers, Results, register_attention
 from flexcp.masks import K1, Q1, is_empty, overlapping_pair, shift, trim
 

@@ -50,13 +50,16 @@ from flexcp.executor.exchange.transports import Exchange
 from flexcp.executor.kernels import uploaded
 from flexcp.executor.kernels.choose import choose_kernel
 from flexcp.executor.run.message_layout import Types, types_of
+from flexcp.executor.run.pass_recipe import PassRecipe, pass_recipe
 from flexcp.executor.run.prepared import Prepared, WorkLists
 from flexcp.executor.run.prepared import prepare as prepare_program
-from flexcp.executor.run.rank_program import RankProgram, rank_program
+from flexcp.executor.run.rank_program import rank_program
+from flexcp.executor.run.rank_recipe import RankRecipe
+from flexcp.executor.run.rank_rows import RankRows, local_stream, rank_rows, row_positions
 from flexcp.executor.step_handles import live_steps, new_handle
 from flexcp.executor.step_watcher import Watcher
 from flexcp.plan.plan import Plan
-from flexcp.plan.positions import refuse_branches, token_positions
+from flexcp.plan.positions import refuse_branches
 from flexcp.plan.user_layouts import user_layout
 
 if TYPE_CHECKING:
@@ -74,7 +77,7 @@ class Step:
     - what it is and did: ``plan``, ``group``, ``cp_rank``, ``cp_size``, ``calls``, ``sent_bytes``, ``kernels``, ``arena``.
     """
 
-    def __init__(self, passes: Passes) -> None:
+    def __init__(self, passes: Passes, recipe: RankRecipe | None = None) -> None:
         self.passes, self.collectives = passes, passes.collectives
         """What its ranks tell each other outside attention: see :mod:`flexcp.executor.exchange.collectives`."""
         self.plan, self.rank = plan, rank = passes.plan, passes.rank
@@ -107,7 +110,8 @@ class Step:
         """Whether a mask of the plan keeps received keys for the backward."""
         self.kernels: dict[str, str] = {}
         """Kernels this step ran with, and why each was chosen."""
-        self._programs: dict[tuple[int, bool], RankProgram] = {}
+        self._recipe = recipe
+        self._pass_recipes: dict[tuple[int, bool], PassRecipe] = {} if recipe is None else dict(recipe.passes)
         self._prepared: dict[tuple[int, bool, str, Types], Prepared] = {}
         self._work_lists: WorkLists = {}
         self._chosen: dict[tuple[torch.device, str | None], str] = {}
@@ -142,23 +146,27 @@ class Step:
     @cached_property
     def row_tokens(self) -> Tensor:
         """:attr:`indices`, for those who do not ask for the user."""
-        index = local_rows.local_stream(self.plan.placement, self.rank)
-        return torch.from_numpy(np.where(index < self.plan.batch.tokens, index, -1))
+        return torch.from_numpy(self._rows.tokens)
 
     @cached_property
     def row_positions(self) -> Tensor:
         """:attr:`positions`, for those who do not ask for the user."""
-        index = local_rows.local_stream(self.plan.placement, self.rank)
-        batch = self.plan.batch
-        real = np.minimum(index, batch.tokens - 1)
-        return torch.from_numpy(np.where(index < batch.tokens, token_positions(batch, real), 0))
+        rows = self._rows
+        found = (
+            row_positions(self.plan, local_stream(self.plan.placement, self.rank))
+            if rows.positions is None
+            else rows.positions
+        )
+        return torch.from_numpy(found)
 
     @cached_property
     def kept_order(self) -> Tensor | None:
         """Local rows in stream order, or None when they already are."""
-        index = local_rows.local_stream(self.plan.placement, self.rank)
-        order = np.argsort(index, kind="stable")
-        return None if np.array_equal(order, np.arange(len(order))) else torch.from_numpy(order)
+        return None if self._rows.order is None else torch.from_numpy(self._rows.order)
+
+    @cached_property
+    def _rows(self) -> RankRows:
+        return rank_rows(self.plan, self.rank) if self._recipe is None else self._recipe.rows
 
     def kept_order_on(self, device: torch.device) -> Tensor | None:
         """:attr:`kept_order` on a device, copied there once."""
@@ -338,7 +346,7 @@ class Step:
     def _warn_of_copied_labels(self, labels: Tensor, ignore: int) -> None:
         if self.seen.done or not self._may_look_at(labels):
             return
-        rows = local_rows.local_stream(self.plan.placement, self.rank)
+        rows = local_stream(self.plan.placement, self.rank)
         own_cut = self.plan.ranks > 1 and np.array_equal(rows, self._own_cuts()[0])
         if self.seen.copied(labels, ignore, self.plan.batch, own_cut):
             warnings.warn(COPIED_LABELS, stacklevel=3)
@@ -381,7 +389,7 @@ class Step:
         """Warn where rows that a user cut himself would fit this rank in number, but not be the plan's: tensors do not show it."""
         if self.plan.ranks == 1 or self.asked_for_rows:
             return
-        rows = local_rows.local_stream(self.plan.placement, self.rank)
+        rows = local_stream(self.plan.placement, self.rank)
         mine = self._own_cuts()
         if len(rows) == len(mine[0]) and not any(np.array_equal(rows, cut) for cut in mine):
             warnings.warn(
@@ -407,12 +415,12 @@ class Step:
         if counts is not None:
             warnings.warn(unsaid_loss(self.averaged_by, *counts), stacklevel=2)
 
-    def program(self, mask: int, backward: bool) -> RankProgram:
-        """This rank's program for a mask and direction, derived on first use."""
+    def pass_recipe(self, mask: int, backward: bool) -> PassRecipe:
+        """This rank's program for a mask and direction with what the plan decides about it, derived on first use unless it came along."""
         key = (mask, backward)
-        if key not in self._programs:
-            self._programs[key] = rank_program(self.plan, self.rank, mask, backward)
-        return self._programs[key]
+        if key not in self._pass_recipes:
+            self._pass_recipes[key] = pass_recipe(rank_program(self.plan, self.rank, *key), backward, self.plan.shape)
+        return self._pass_recipes[key]
 
     def prepared(self, mask: int, backward: bool, kernel: str, types: Types) -> Prepared:
         """The program with its work lists and index maps on the device, made on first use."""
@@ -420,9 +428,10 @@ class Step:
         if key not in self._prepared:
             self._check_backend(types.device)
             if not self._prepared:
-                self.arena.reserve(self.plan.memory(self.rank).arena)
-            program = self.program(mask, backward)
-            self._prepared[key] = prepare_program(program, backward, self.plan.shape, kernel, types, self._work_lists)
+                recipe = self._recipe
+                self.arena.reserve(self.plan.memory(self.rank).arena if recipe is None else recipe.arena)
+            made = self.pass_recipe(mask, backward)
+            self._prepared[key] = prepare_program(made, self.plan.shape, kernel, types, self._work_lists)
         return self._prepared[key]
 
     def prepare(self, device: torch.device | str, kernel: str | None = None) -> None:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from flexcp.data.images import ImageBatch
 from flexcp.executor import local_rows
 from flexcp.executor.attention import attention
+from flexcp.executor.run.rank_rows import local_stream
 from flexcp.executor.step import Step
 from flexcp.frameworks import used
 from flexcp.frameworks.huggingface_attention import refuse_ignored, refuse_padding
@@ -128,7 +129,7 @@ def image_rows(features: Tensor, encoder: Step, language: Step, batch: ImageBatc
             f"{encoder.plan.batch.tokens} and {language.plan.batch.tokens}; plan batch.encoder_lengths and batch.lengths"
         )
     padded = np.concatenate([sources, np.full((language.plan.placement.pads, batch.merge), -1)])
-    wanted = [padded[local_rows.local_stream(language.plan.placement, r)] for r in range(language.cp_size)]
+    wanted = [padded[local_stream(language.plan.placement, r)] for r in range(language.cp_size)]
     rows = np.flatnonzero(wanted[language.rank][:, 0] >= 0)
     maps = [w[w[:, 0] >= 0].reshape(-1) for w in wanted]
     found = local_rows.relayout(

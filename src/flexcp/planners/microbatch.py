@@ -4,7 +4,7 @@ A micro-batch spans all ranks, so every rank takes part in the same number of th
 go together; each micro-batch is then a batch like any other, for any strategy.
 
 1. *As few as possible.* Each micro-batch costs a whole pass over the layers and exposed communication of its own. Try the fewest that the
-   tokens allow, then one more, until the documents fit.
+   tokens allow, then one more, until the documents fit. (Memory depends on the plan, so whoever has a cap on it asks for one more itself.)
 2. *Balanced in time.* Documents, longest first, go to the micro-batch that is then the least full, in load or in tokens, whichever is
    worse. Where that puts too many tokens into one, a repair exchanges documents, or pairs of them, until all fit; if it cannot, documents
    go longest first to where they fit tightest (best fit), which packs closer and balances worse.
@@ -46,11 +46,13 @@ def document_loads(batch: Batch, shape: Shape, cost: CostModel) -> Ints:
     return attention + layers * cost.pairs_per_token(shape) * batch.lengths
 
 
-def split(lengths: Sequence[int] | Ints, loads: Sequence[int] | Ints, ranks: int, cap: int) -> list[list[int]]:
+def split(
+    lengths: Sequence[int] | Ints, loads: Sequence[int] | Ints, ranks: int, cap: int, least: int = 1
+) -> list[list[int]]:
     """Documents of each micro-batch: every document once, at most ``cap * ranks`` tokens in each, loads balanced.
 
     ``lengths`` and ``loads`` are tokens and cost of each document, ``cap`` is the most tokens one rank keeps (a multiple of ``pad_to``
-    where tokens are padded).
+    where tokens are padded), ``least`` how many micro-batches there are at least.
     """
     tokens, costs = [int(n) for n in lengths], [int(x) for x in loads]
     if len(tokens) != len(costs):
@@ -66,7 +68,7 @@ def split(lengths: Sequence[int] | Ints, loads: Sequence[int] | Ints, ranks: int
                 f"document {document} has {n} tokens, more than all {ranks} ranks hold together with max_tokens_per_rank={cap} "
                 f"({room}); raise the cap, add ranks, or cut the document"
             )
-    count = max(1, -(-sum(tokens) // room))
+    count = max(least, -(-sum(tokens) // room))
     while (found := _fitted(tokens, costs, count, room)) is None:
         count += 1
     found.balance()

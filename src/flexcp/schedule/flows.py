@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from flexcp.arrays.distinct import distinct
 from flexcp.arrays.totals import sums
 from flexcp.clusters import Cluster
 from flexcp.cost import CostModel
@@ -165,7 +166,7 @@ def exchange_ns(flows: Flows, cluster: Cluster, cost: CostModel) -> Ints:
     leaving = ports_ns(ports.sent, cluster, cost)
     busiest = np.maximum(leaving, ports_ns(ports.received, cluster, cost))
     np.maximum.at(busiest, flows.target, leaving[flows.source])
-    pairs = np.unique(flows.source * ranks + flows.target)
+    pairs = distinct(flows.source * ranks + flows.target, ranks * ranks)
     peers = np.maximum(np.bincount(pairs // ranks, minlength=ranks), np.bincount(pairs % ranks, minlength=ranks))
     return busiest + np.where(peers > 0, cluster.latency_ns + cost.message_ns * (peers - 1), 0)
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from flexcp.arrays.distinct import distinct
 from flexcp.arrays.intervals import covered_once, overlaps, spread, united
 from flexcp.arrays.tables import Table
 from flexcp.masks import K0, K1, Q0, Q1
@@ -51,7 +52,7 @@ def _reads(shape: Shape, regions: Regions, cuts: Cuts) -> tuple[_Reads, _Reads]:
     g0, g1 = shape.kv_range(h0, h1)
     sides = []
     for low, high, count, first, last in ((h0, h1, shape.heads, Q0, Q1), (g0, g1, shape.kv_heads, K0, K1)):
-        borders = np.unique(np.concatenate([low, high, [0, count]]))
+        borders = distinct(np.concatenate([low, high, [0, count]]), count + 1)
         from_, to = np.searchsorted(borders, low), np.searchsorted(borders, high)
         item, within = spread(to - from_)
         start, stop = ((cuts.begin + cuts.slices[:, edge])[item] for edge in (first, last))

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from flexcp.arrays.distinct import distinct
 from flexcp.arrays.intervals import overlaps, spread
 from flexcp.arrays.tables import Table
 from flexcp.arrays.totals import sums
@@ -86,7 +87,7 @@ def kept_bytes(keys: Routes, shape: Shape, cluster: Cluster) -> Ints:
 def _same_heads(keys: Pieces, cluster: Cluster) -> Pieces:
     """The pieces cut by heads where ranks of one node read different heads of one owner, so that ranges are equal or apart."""
     pair = keys.rank // cluster.ranks_per_node * cluster.ranks + keys.owner
-    borders = np.unique(np.concatenate([keys.h0, keys.h1]))
+    borders = distinct(np.concatenate([keys.h0, keys.h1]), int(keys.h1.max()) + 1)
     first, last = np.searchsorted(borders, keys.h0), np.searchsorted(borders, keys.h1)
     heads = first * len(borders) + last
     low = np.full(cluster.nodes * cluster.ranks, len(borders) ** 2)
@@ -113,7 +114,7 @@ def _chunks(keys: Pieces, cluster: Cluster) -> tuple[Pieces, Relays, Ints]:
     kind = np.empty(len(keys), np.int64)
     kind[order] = np.concatenate([np.zeros(1, np.int64), np.cumsum(differs)])
     span = int(keys.stop.max()) + 1
-    edges = np.unique(np.concatenate([kind * span + keys.start, kind * span + keys.stop]))
+    edges = distinct(np.concatenate([kind * span + keys.start, kind * span + keys.stop]))
     same = edges[:-1] // span == edges[1:] // span
     low, high = edges[:-1][same], edges[1:][same]
     piece, segment = overlaps(kind * span + keys.start, kind * span + keys.stop, low, high)

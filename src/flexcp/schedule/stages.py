@@ -31,6 +31,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from flexcp.arrays.distinct import distinct
 from flexcp.arrays.intervals import spread
 from flexcp.arrays.totals import sums
 from flexcp.clusters import Cluster
@@ -161,7 +162,7 @@ def _peers(moves: Moves) -> tuple[Ints, Ints]:
     """(source, target) of all that moves, each pair once."""
     flows = join_flows([moves.inputs, moves.relays, moves.gradients, moves.relayed, moves.outputs])
     span = int(max(flows.source.max(initial=0), flows.target.max(initial=0))) + 1
-    pairs = np.unique((flows.source * span + flows.target)[flows.source != flows.target])
+    pairs = distinct((flows.source * span + flows.target)[flows.source != flows.target], span * span)
     return pairs // span, pairs % span
 
 

@@ -69,7 +69,7 @@ def find_copies(
     inputs = pass_inputs(plan, mask, backward) if inputs is None else inputs
     take_in += _cleared(inputs, ranks, stages, backward, shape)
     if stages > 1:
-        final, precise = _own_bytes(shape, backward)
+        final, precise = own_bytes(shape, backward)
         take_in[:, 0] += plan.placement.tokens * precise
         take_in[:, -1] += plan.placement.tokens * (precise + final)
     return Copies(_ns(pack, mbps, launch_ns * (pack > 0)), _ns(take_in, mbps, launch_ns * launches))
@@ -90,7 +90,7 @@ def _cleared(inputs: Transfers, ranks: int, stages: int, backward: bool, shape: 
     return _summed(inputs.target * stages + inputs.stage, size, (ranks, stages))
 
 
-def _own_bytes(shape: Shape, backward: bool) -> tuple[int, int]:
+def own_bytes(shape: Shape, backward: bool) -> tuple[int, int]:
     """Bytes of a token's results, of all heads, as they are returned and in the accumulator's dtype."""
     kinds = ((Kind.DQ, shape.heads), (Kind.DKV, shape.kv_heads)) if backward else ((Kind.O, shape.heads),)
     each = sum(heads * shape.bytes_per_token_head()[kind] for kind, heads in kinds)

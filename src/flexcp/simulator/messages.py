@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from flexcp.arrays.distinct import distinct
 from flexcp.cost import CostModel
 from flexcp.plan.issue import Parts, issued_parts
 from flexcp.plan.plan import Plan
@@ -68,6 +69,6 @@ def find_chunks(
 def _messages_at_target(parts: Parts, ranks: int) -> Ints:
     """For each part, the messages that arrive at its target in its stage, through the same port."""
     port = (parts.stage * 2 + parts.across) * ranks + parts.target
-    messages = np.unique(port * ranks + parts.source) // ranks
+    messages = distinct(port * ranks + parts.source) // ranks
     ports, count = np.unique(messages, return_counts=True)
     return count[np.searchsorted(ports, port)]

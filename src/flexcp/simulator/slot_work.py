@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from flexcp.arrays.distinct import distinct
 from flexcp.arrays.totals import sums
 from flexcp.cost import CostModel
 from flexcp.masks import shift
@@ -107,7 +108,7 @@ def cut_work(
     held = [np.ascontiguousarray(x) for x in (*queries, *keys)]
     found, launches = loops.sum_parts(index, slices, table, *held, sizes)
     pairs, tiles, own_pairs, own_tiles = found
-    launched = np.unique(launches) // (shelves * shelves * shape.heads * (shape.heads + 1))
+    launched = distinct(launches) // (shelves * shelves * shape.heads * (shape.heads + 1))
     kernels = np.bincount(launched, minlength=ranks * slots).reshape(ranks, slots)
     work = pairs + tiles
     if program.held:

@@ -25,6 +25,7 @@ from flexcp.executor.kernels import Settings
 from flexcp.executor.kernels.sinks_and_delta import OutputGradient
 from flexcp.executor.run.executor import Runtime, run_backward, run_forward
 from flexcp.executor.run.message_layout import new_results, types_of
+from flexcp.executor.run.pass_recipe import pass_recipe
 from flexcp.executor.run.prepared import prepare
 from flexcp.executor.run.rank_program import Block, rank_program
 from flexcp.plan.check import PlanError
@@ -100,7 +101,7 @@ def executed(plan: Plan, rank: int, backward: bool, margin: int | None = None) -
     q, k, v = (torch.zeros(tokens, heads, shape.head_dim) for heads in (shape.heads, shape.kv_heads, shape.kv_heads))
     types = types_of(q)
     program = rank_program(plan, rank, 0, backward)
-    prepared = replace(prepare(program, backward, shape, "cpu", types, {}), kernel=recorder)
+    prepared = replace(prepare(pass_recipe(program, backward, shape), shape, "cpu", types, {}), kernel=recorder)
     wire = Wire(None, [0] * plan.ranks, timedelta(seconds=1), None, lambda reason: None)
     exchange = SilentExchange(wire, PassLabel(0, 0, 0, "", backward, len(program.slots)), ())
     exchange.recorder = recorder

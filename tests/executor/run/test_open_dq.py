@@ -19,7 +19,7 @@ from torch import Tensor
 
 import flexcp
 from flexcp.executor.kernels import Settings, cpu
-from flexcp.executor.run import prepared
+from flexcp.executor.run import pass_recipe, prepared
 from flexcp.executor.run.message_layout import types_of
 from flexcp.executor.run.rank_program import RankProgram, rank_program
 from flexcp.measure.ranks import RankPool
@@ -40,7 +40,7 @@ def plan_for(ranks: int, strategy: str) -> Plan:
 def opening(slots: int | None, finishing: bool) -> Iterator[list[str]]:
     """The CPU kernel leaves dq open, with ``slots`` in no later slot than that, and ``finishing`` closes it where it stays; yields what it
     is asked to do."""
-    plain, touched, calls = cpu.backward, prepared.touched_dq, []
+    plain, touched, calls = cpu.backward, pass_recipe.touched_dq, []
 
     def backward(*arguments: Any) -> None:
         settings, dq = arguments[DQ - 1 : DQ + 1]
@@ -68,9 +68,9 @@ def opening(slots: int | None, finishing: bool) -> Iterator[list[str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "backward", backward)
         patch.setattr(cpu, "close_dq", closed, raising=False)
-        patch.setattr(prepared, "touched_dq", sooner)
+        patch.setattr(pass_recipe, "touched_dq", sooner)
         patch.setattr(cpu, "FINISHES", finishing, raising=False)
-        patch.setattr(prepared, "finished_rows", lambda program: None)
+        patch.setattr(pass_recipe, "finished_rows", lambda program: None)
         yield calls
 
 
@@ -142,7 +142,8 @@ def test_lists_after_the_first_message_of_a_dq_add_to_the_gradient_itself(monkey
     open_lists, others = 0, 0
     for rank in range(plan.ranks):
         program = rank_program(plan, rank, 0, True)
-        made = prepared.prepare(program, True, plan.shape, "cpu", types_of(torch.zeros(1, dtype=torch.float64)), {})
+        recipe = pass_recipe.pass_recipe(program, True, plan.shape)
+        made = prepared.prepare(recipe, plan.shape, "cpu", types_of(torch.zeros(1, dtype=torch.float64)), {})
         state = dict.fromkeys(range(len(program.shelves)), "closed")
         for at, slot in enumerate(program.slots):
             blocks = [b for m in slot.receive + slot.send for b in m.blocks] + [b for pair in slot.own for b in pair]

@@ -28,7 +28,8 @@ import numpy as np
 import torch
 import flexcp
 from flexcp.executor.exchange.arena import Buffers
-from flexcp.executor.run.message_layout import Types, message_bytes, message_parts, new_inputs, new_results
+from flexcp.executor.run.message_layout import Types, new_inputs, new_results, part_view
+from flexcp.executor.run.message_parts import message_bytes, message_parts
 from flexcp.executor.run.packing import FieldPacking
 from flexcp.executor.run.rank_program import rank_program
 from flexcp.executor.run.row_packing import RowPacking
@@ -68,13 +69,13 @@ for strategy, ranks, backward in json.loads(sys.argv[1]):
                 buffers = Buffers.alone([(m.peer, message_bytes(m, plan.shape)) for m in stage.send], types.device)
                 buffers.memory.zero_()
                 packing.pack(slot, buffers, held)
-                leaving.append([part.view(memory) for message, (_, memory) in zip(stage.send, buffers.messages)
-                                for part in message_parts(message, plan.shape, types)])
+                leaving.append([part_view(part, memory, types) for message, (_, memory) in zip(stage.send, buffers.messages)
+                                for part in message_parts(message, plan.shape)])
                 buffers = Buffers.alone([(m.peer, message_bytes(m, plan.shape)) for m in stage.receive], types.device)
                 generator = torch.Generator().manual_seed(100 + slot)
                 for message, (_, memory) in zip(stage.receive, buffers.messages):
-                    for part in message_parts(message, plan.shape, types):
-                        random(part.view(memory), generator)
+                    for part in message_parts(message, plan.shape):
+                        random(part_view(part, memory, types), generator)
                 packing.unpack(slot, buffers, held)
                 packing.move(slot, held)
             for a, b in zip(*leaving, strict=True):  # the interpreter rounds to bfloat16 its own way
@@ -88,7 +89,8 @@ TWICE = """
 import numpy as np
 import torch
 from flexcp.executor.exchange.arena import Buffers
-from flexcp.executor.run.message_layout import Types, message_bytes, message_parts, new_inputs, new_results
+from flexcp.executor.run.message_layout import Types, new_inputs, new_results, part_view
+from flexcp.executor.run.message_parts import message_bytes, message_parts
 from flexcp.executor.run.packing import FieldPacking
 from flexcp.executor.run.rank_program import Block, Message, RankProgram, Shelf, Slot
 from flexcp.plan.memory import KEYS, QUERIES, Layout
@@ -106,8 +108,8 @@ for kind, backward in ((Kind.O, False), (Kind.DQ, True), (Kind.DKV, True)):
     for packing in (FieldPacking(program, shape, types), RowPacking(program, shape, types)):
         buffers = Buffers.alone([(1, message_bytes(program.slots[0].receive[0], shape))], types.device)
         generator = torch.Generator().manual_seed(0)
-        for part in message_parts(program.slots[0].receive[0], shape, types):
-            part.view(buffers.messages[0][1]).copy_(torch.randn(part.size, generator=generator))
+        for part in message_parts(program.slots[0].receive[0], shape):
+            part_view(part, buffers.messages[0][1], types).copy_(torch.randn(part.size, generator=generator))
         held = {n: new_results(s, backward, shape, types) for n, s in enumerate(shelves)}
         packing.unpack(0, buffers, held)
         results.append(held)

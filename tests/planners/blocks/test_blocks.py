@@ -160,7 +160,7 @@ def test_climbing_saves_keys_within_limits(lengths: list[int], mask: str, seed: 
     load, rows = sums(before, before[:, LOAD], bins), sums(before, before[:, HI] - before[:, LO], bins)
     caps = np.full(bins, load.sum() // bins + 1), np.full(bins, rows.sum() // bins + 1)
     keys = total_cost(table, n, bins, reads)
-    n = compiled_climb.climb(table, n, bins, ruler, *caps, reads, 4)
+    n, _ = compiled_climb.climb(table, n, bins, ruler, *caps, reads, 4)
     after = table[:n]
     assert total_cost(table, n, bins, reads) <= keys
     for d, length in enumerate(lengths):
@@ -180,7 +180,7 @@ def test_climbing_exchanges_what_belongs_together() -> None:
         table[i] = d, lo, hi, load_of(ruler, d, lo, hi), b
     load = sums(table[:4], table[:4, LOAD], 2)
     caps = np.full(2, load.max()), np.full(2, 512)
-    n = compiled_climb.climb(table, 4, 2, ruler, *caps, reads, 4)
+    n, _ = compiled_climb.climb(table, 4, 2, ruler, *caps, reads, 4)
     assert total_cost(table, n, 2, reads) == 0 and n == 2
 
 

@@ -232,7 +232,7 @@ def test_load_is_level_where_links_cost_nothing(name: str) -> None:
     request = asked(draw_lengths(name, 8 * 8192, 0), fast, cost=CostModel(row_tile_pairs=0, message_ns=0))
     placement = groups(request)
     load = placement.work(0) // SHAPE.heads + request.cost.pairs_per_token(SHAPE) * placement.tokens
-    assert load.max() * 8 <= load.sum() * 1.05
+    assert load.max() * 8 <= load.sum() * 1.08  # copies of what is split still cost something
 
 
 def test_slow_links_cut_nothing() -> None:

@@ -7,7 +7,9 @@ one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import timedelta
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -17,9 +19,12 @@ from flexcp.executor.exchange.rank_calls import AS_PLANNED, Call, CallSettings, 
 from flexcp.executor.exchange.transports import Exchange, HostExchange, PassLabel, transport_for
 from flexcp.plan.plan import Plan
 
+NOTHING: Mapping[tuple[int, bool], tuple[tuple[Call, ...], ...]] = MappingProxyType({})
+
 
 class Passes:
-    """Opens the exchange of each pass of one rank; ``step`` is the number of the bind, the same on all ranks."""
+    """Opens the exchange of each pass of one rank; ``step`` is the number of the bind, the same on all ranks, ``calls`` what was derived
+    ahead of this rank's calls by (mask, backward)."""
 
     def __init__(
         self,
@@ -29,6 +34,7 @@ class Passes:
         timeout: timedelta,
         step: int = 0,
         settings: CallSettings = AS_PLANNED,
+        calls: Mapping[tuple[int, bool], tuple[tuple[Call, ...], ...]] = NOTHING,
     ) -> None:
         self.plan, self.rank, self.settings = plan, rank, settings
         self.collectives = Collectives(group, timeout, step)
@@ -36,7 +42,8 @@ class Passes:
         self.host_exchange: type[HostExchange] = HostExchange
         """How CPU ranks talk; a test puts in one that dawdles."""
         self.count = 0
-        self._calls: dict[tuple[int, bool], tuple[tuple[Call, ...], ...]] = {}
+        # Calls that were derived ahead are the plan's own.
+        self._calls = dict(calls) if settings == AS_PLANNED else {}
 
     def open(
         self, mask: int, backward: bool, device: torch.device, sent: list[int], calls: tuple[tuple[Call, ...], ...] | None = None

@@ -113,6 +113,8 @@ def merge_into(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> 
 def uploaded(array: NDArray[Any], device: torch.device) -> Tensor:
     """An array on the device; to a GPU through pinned memory, so that the host does not wait."""
     tensor = torch.from_numpy(array)
+    if device.type == "cpu":
+        return tensor
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 

@@ -1,21 +1,18 @@
-"""Message layout: the tensors that make up a piece, where they lie on a shelf, and where in a message.
-
-A message is raw bytes without padding: first all fields in the accumulator dtype, then those in the model's, so every field is aligned
-by construction and bytes on the wire are exactly the plan's.
-"""
+"""Message layout: the tensors of shelves and messages, by the integers that say where they lie (:mod:`flexcp.plan.memory` on a shelf,
+:mod:`flexcp.executor.run.message_parts` in a message)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from flexcp.executor.kernels import accumulator_dtype
-from flexcp.executor.run.rank_program import Block, Message, Shelf
+from flexcp.executor.run.message_parts import MessagePart
+from flexcp.executor.run.rank_program import Shelf
 from flexcp.plan.memory import aligned_starts, field_sizes, shelf_fields
-from flexcp.shape import FIELDS, Field, Shape
+from flexcp.shape import Shape
 
 Shelves = dict[int, dict[str, Tensor]]
 
@@ -37,43 +34,10 @@ def types_of(x: Tensor) -> Types:
     return Types(x.dtype, accumulator, torch.float64 if x.device.type == "cpu" else accumulator, x.device)
 
 
-@dataclass(frozen=True)
-class MessagePart:
-    """One field of one block inside a message."""
-
-    block: Block
-    field: Field
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    offset: int
-    """Bytes from the message's first."""
-    bytes: int
-
-    def view(self, message: Tensor) -> Tensor:
-        """This part of a message's bytes as a tensor."""
-        return message[self.offset : self.offset + self.bytes].view(self.dtype).view(self.size)
-
-
-def message_parts(message: Message, shape: Shape, types: Types) -> Iterator[MessagePart]:
-    """The parts of a message in the order they travel, accumulator dtype first."""
-    offset = 0
-    for precise in (True, False):
-        for block in message.blocks:
-            for field in FIELDS[block.kind]:
-                if (block.partial if field.precise is None else field.precise) != precise:
-                    continue
-                dtype = types.accumulator if precise else types.model
-                size: tuple[int, ...] = (block.count, block.h1 - block.h0)
-                size += (field.numbers(shape),) if field.width else ()
-                part = MessagePart(block, field, dtype, size, offset, dtype.itemsize * int(torch.Size(size).numel()))
-                yield part
-                offset += part.bytes
-
-
-def message_bytes(message: Message, shape: Shape) -> int:
-    """Bytes on the wire."""
-    each = shape.bytes_per_token_head()
-    return sum(int(each[b.kind, int(b.partial)]) * b.count * (b.h1 - b.h0) for b in message.blocks)
+def part_view(part: MessagePart, message: Tensor, types: Types) -> Tensor:
+    """A part of a message's bytes as a tensor."""
+    dtype = types.accumulator if part.precise else types.model
+    return message[part.offset : part.offset + part.bytes].view(dtype).view(part.size)
 
 
 def new_inputs(

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from flexcp.executor.exchange.arena import Buffers
 from flexcp.executor.kernels import merge, uploaded
-from flexcp.executor.run.message_layout import MessagePart, Shelves, Types, message_parts
-from flexcp.executor.run.rank_program import Block, Message, RankProgram
+from flexcp.executor.run.field_moves import FieldMoves, field_moves
+from flexcp.executor.run.message_layout import Shelves, Types, part_view
+from flexcp.executor.run.rank_program import Block, RankProgram
 from flexcp.shape import FIELDS, OUTPUTS, Field, Kind, Shape
 
 
@@ -37,29 +38,23 @@ class Packing(Protocol):
 class FieldPacking:
     """One indexed copy per field of a block."""
 
-    def __init__(self, program: RankProgram, shape: Shape, types: Types) -> None:
-        self.program, self.types = program, types
-        self._rows: dict[int, slice | Tensor] = {}
-        for slot in program.slots:
-            moved = [block for pair in slot.own for block in pair]
-            for block in [b for m in slot.send + slot.receive for b in m.blocks] + moved:
-                self._rows[id(block)] = (
-                    block.rows if isinstance(block.rows, slice) else uploaded(block.rows, types.device)
-                )
-        self._sends = [[_parts(m, shape, types) for m in slot.send] for slot in program.slots]
-        self._receives = [[_parts(m, shape, types) for m in slot.receive] for slot in program.slots]
+    def __init__(self, program: RankProgram, shape: Shape, types: Types, moves: FieldMoves | None = None) -> None:
+        self.program, self.types, self._moves = program, types, moves or field_moves(program, shape)
+        # Blocks of a recipe share equal rows, which are uploaded once.
+        there = {id(rows): uploaded(rows, types.device) for rows in {id(r): r for _, r in self._moves.indexed}.values()}
+        self._index = {id(block): there[id(rows)] for block, rows in self._moves.indexed}
 
     def pack(self, stage: int, buffers: Buffers, shelves: Shelves) -> None:
-        for (_, message), parts in zip(buffers.messages, self._sends[stage], strict=True):
+        for (_, message), parts in zip(buffers.messages, self._moves.sends[stage], strict=True):
             for part in parts:
-                part.view(message).copy_(self._read(shelves, part.block, part.field))
+                part_view(part, message, self.types).copy_(self._read(shelves, part.block, part.field))
 
     def unpack(self, stage: int, buffers: Buffers, shelves: Shelves) -> None:
         receives = self.program.slots[stage].receive
-        for (_, memory), message, parts in zip(buffers.messages, receives, self._receives[stage], strict=True):
+        for (_, memory), message, parts in zip(buffers.messages, receives, self._moves.receives[stage], strict=True):
             found: dict[int, dict[str, Tensor]] = {}
             for part in parts:
-                found.setdefault(id(part.block), {})[part.field.name] = part.view(memory)
+                found.setdefault(id(part.block), {})[part.field.name] = part_view(part, memory, self.types)
             for block in message.blocks:
                 self._take_in(shelves, block, found[id(block)])
 
@@ -69,10 +64,13 @@ class FieldPacking:
 
     def _read(self, shelves: Shelves, block: Block, field: Field) -> Tensor:
         """The rows and heads of a block on its shelf (a view where rows are consecutive)."""
-        return shelves[block.shelf][field.name][self._rows[id(block)]][:, block.h0 : block.h1]
+        return shelves[block.shelf][field.name][self._rows(block)][:, block.h0 : block.h1]
+
+    def _rows(self, block: Block) -> slice | Tensor:
+        return block.rows if isinstance(block.rows, slice) else self._index[id(block)]
 
     def _take_in(self, shelves: Shelves, block: Block, fields: dict[str, Tensor]) -> None:
-        shelf, at = shelves[block.shelf], (self._rows[id(block)], slice(block.h0, block.h1))
+        shelf, at = shelves[block.shelf], (self._rows(block), slice(block.h0, block.h1))
         if block.kind == Kind.O:
             more = fields["out"].to(self.types.accumulator)
             out, lse = merge(shelf["out"][at], shelf["lse"][at], more, fields["lse"])
@@ -84,7 +82,3 @@ class FieldPacking:
                 target[at] += value.to(target.dtype)
             else:
                 target[at] = value.to(target.dtype)
-
-
-def _parts(message: Message, shape: Shape, types: Types) -> list[MessagePart]:
-    return list(message_parts(message, shape, types))

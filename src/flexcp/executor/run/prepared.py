@@ -1,4 +1,4 @@
-"""Prepared: a rank's program made ready for a kernel and a device.
+"""Prepared: a rank's program made ready for a kernel and a device, by its recipe (:mod:`flexcp.executor.run.pass_recipe`).
 
 Work lists and index maps depend on the plan alone, so they are made once, at the first layer, and kept with the step: the loop itself
 copies nothing to the device and never makes the host wait. Forward and backward share a work list where their slices are the same.
@@ -13,19 +13,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from flexcp.executor.kernels import find_kernel, has_triton
-from flexcp.executor.run.finished_rows import OwnRows, finished_rows
-from flexcp.executor.run.message_layout import Types, message_bytes
+from flexcp.executor.run.finished_rows import OwnRows
+from flexcp.executor.run.message_layout import Types
 from flexcp.executor.run.packing import FieldPacking, Packing
+from flexcp.executor.run.pass_recipe import LaunchRecipe, PassRecipe
 from flexcp.executor.run.rank_program import RankProgram, ShelfWork
-from flexcp.masks import Q0, Q1
-from flexcp.plan.memory import KEYS, QUERIES
-from flexcp.shape import Kind, Shape
+from flexcp.plan.memory import QUERIES
+from flexcp.shape import Shape
 
-Ints = NDArray[np.int64]
 WorkLists = dict[tuple[object, ...], Any]
 
 
@@ -70,81 +66,61 @@ class Prepared:
         return found if found.work.h1 - found.work.h0 == self.program.shelves[QUERIES].h1 else None
 
 
-def prepare(
-    program: RankProgram, backward: bool, shape: Shape, kernel: str, types: Types, lists: WorkLists
-) -> Prepared:
+def prepare(recipe: PassRecipe, shape: Shape, kernel: str, types: Types, lists: WorkLists) -> Prepared:
     """Make a program ready; ``lists`` holds the work lists of this step and gets the new ones."""
-    module = find_kernel(kernel)
-    touched = touched_dq(program) if hasattr(module, "close_dq") else {}
+    module, program = find_kernel(kernel), recipe.program
+    untouched = recipe.untouched_dq if hasattr(module, "close_dq") else {}
     can_finish = getattr(module, "FINISHES", False)
-    finished = finished_rows(program) if can_finish and not backward else None
+    finished = recipe.finished_rows if can_finish else None
     # Nobody but lists adds to own rows of dq, so it is finished when it is closed.
-    finishes = can_finish and backward and touched.get(QUERIES) == len(program.slots) and bool(_lists_of_own(program))
-    model = (program, shape, kernel, module, types, lists)
+    finishes = can_finish and recipe.backward and untouched.get(QUERIES) == len(program.slots) and recipe.has_own_lists
+    model = (shape, kernel, module, types, lists)
     work = [
         [
-            _prepared(w, at < touched.get(w.q_shelf, 0), None if finished is None else finished[at][number], *model)
-            for number, w in enumerate(slot.work)
+            _prepared(
+                w, at < untouched.get(w.work.q_shelf, 0), None if finished is None else finished[at][number], *model
+            )
+            for number, w in enumerate(slot)
         ]
-        for at, slot in enumerate(program.slots)
+        for at, slot in enumerate(recipe.launches)
     ]
     last = {w.work.q_shelf: at for at, slot in enumerate(work) for w in slot if w.open_dq}
-    closes = [[number for number, slot in last.items() if slot == at] for at in range(len(work))]
-    opens: list[list[int]] = [[] for _ in program.slots]
-    for number, shelf in enumerate(program.shelves):
-        if number > KEYS:
-            opens[shelf.stage].append(number)
-    sends = [[(m.peer, message_bytes(m, shape)) for m in slot.send] for slot in program.slots]
-    receives = [[(m.peer, message_bytes(m, shape)) for m in slot.receive] for slot in program.slots]
-    ready = (program, module, work, opens, closes, finished is not None or finishes, sends, receives)
-    return Prepared(*ready, _packing(program, shape, types))
+    closes: list[list[int]] = [[] for _ in work]
+    for number, at in last.items():
+        closes[at].append(number)
+    ready = (
+        program,
+        module,
+        work,
+        recipe.opens,
+        closes,
+        finished is not None or finishes,
+        recipe.sends,
+        recipe.receives,
+    )
+    return Prepared(*ready, _packing(recipe, shape, types))
 
 
-def _lists_of_own(program: RankProgram) -> list[ShelfWork]:
-    return [work for slot in program.slots for work in slot.work if work.q_shelf == QUERIES]
-
-
-def touched_dq(program: RankProgram) -> dict[int, int]:
-    """The first slot that takes dq in, sends it or moves it, of each query shelf; past the last slot where none does.
-
-    A slot does so before it computes, so dq may be open in the slots before it.
-    """
-    first = {number: len(program.slots) for number, shelf in enumerate(program.shelves) if shelf.side == QUERIES}
-    for at, slot in enumerate(program.slots):
-        moved = [block for pair in slot.own for block in pair]
-        for block in [b for m in slot.receive + slot.send for b in m.blocks] + moved:
-            if block.kind == Kind.DQ:
-                first[block.shelf] = min(first[block.shelf], at)
-    return first
-
-
-def covers(slices: Ints, rows: int) -> bool:
-    """Whether every one of ``rows`` query rows is in a slice."""
-    order = np.argsort(slices[:, Q0], kind="stable")
-    start, stop = slices[order, Q0], np.maximum.accumulate(slices[order, Q1])
-    return rows == 0 or bool(len(slices) and start[0] == 0 and np.all(start[1:] <= stop[:-1]) and stop[-1] == rows)
+def packs_by_rows(device_type: str) -> bool:
+    """Whether messages are packed by tables of rows on such a device, and not field by field."""
+    return device_type == "cuda" and has_triton()
 
 
 def _prepared(
-    work: ShelfWork, open_dq: bool, own: OwnRows | None, program: RankProgram, shape: Shape, name: str, kernel: Any,
-    types: Types, lists: WorkLists,
+    launch: LaunchRecipe, open_dq: bool, own: OwnRows | None, shape: Shape, name: str, kernel: Any, types: Types,
+    lists: WorkLists,
 ) -> PreparedWork:  # fmt: skip
-    queries, keys = program.shelves[work.q_shelf], program.shelves[work.kv_shelf]
-    share = shape.queries_per_key
-    heads = slice(work.h0 - queries.h0, work.h1 - queries.h0)
-    groups = slice(work.h0 // share - keys.h0, -(-work.h1 // share) - keys.h0)
-    counts = (heads.stop - heads.start, groups.stop - groups.start)
     rows = {} if own is None else {"begins": own.begins, "finishes": own.finishes}
-    key = (name, types.device, *counts, work.slices.tobytes(), *(runs.tobytes() for runs in rows.values()))
+    key = (name, types.device, *launch.list_key, *(runs.tobytes() for runs in rows.values()))
     if key not in lists:
-        sizes = (*counts, shape.head_dim, shape.v_head_dim)
-        lists[key] = kernel.prepare(work.slices, *sizes, types.device, **rows)
-    return PreparedWork(work, heads, groups, lists[key], covers(work.slices, queries.rows), open_dq)
+        sizes = (*launch.list_key[:2], shape.head_dim, shape.v_head_dim)
+        lists[key] = kernel.prepare(launch.work.slices, *sizes, types.device, **rows)
+    return PreparedWork(launch.work, launch.heads, launch.groups, lists[key], launch.whole, open_dq)
 
 
-def _packing(program: RankProgram, shape: Shape, types: Types) -> Packing:
-    if types.device.type == "cuda" and has_triton():
+def _packing(recipe: PassRecipe, shape: Shape, types: Types) -> Packing:
+    if packs_by_rows(types.device.type):
         from flexcp.executor.run.row_packing import RowPacking
 
-        return RowPacking(program, shape, types)
-    return FieldPacking(program, shape, types)
+        return RowPacking(recipe.program, shape, types, recipe.by_rows)
+    return FieldPacking(recipe.program, shape, types, recipe.by_fields)

@@ -1,9 +1,10 @@
 """auto: the fastest of many placements, by the event simulator.
 
 Three prices of a candidate, each dearer to find and closer to the truth: what it takes *at least* (sums alone,
-:mod:`flexcp.planners.auto.candidates`), what the *closed form* predicts of its placement (:mod:`flexcp.schedule.predict`), and what its
-plan takes *by events* (:mod:`flexcp.simulator`). The search is best first: of all candidates the one whose closest known price is least is
-looked at next, placed or simulated, until nothing that is left can be faster than the fastest simulated one. That one is taken.
+:mod:`flexcp.planners.auto.candidates`), what the *closed form* predicts of its placement (:mod:`flexcp.schedule.predict`) and its copies,
+and what its plan takes *by events* (:mod:`flexcp.simulator`). The search is best first: of all candidates the one whose closest known price
+is least is looked at next, placed or simulated, until nothing that is left can be faster than the fastest simulated one. That one is taken.
+A candidate may have several placements, as ``groups`` has for each of its settings: each is priced and simulated by itself.
 
 - **Events decide.** The closed form proposes: ``MOST_SIMULATED`` candidates at most are scheduled and simulated, always among them the
   best static one by tokens and the best by load, if they are predicted to be anywhere near the fastest.
@@ -11,9 +12,11 @@ looked at next, placed or simulated, until nothing that is left can be faster th
   changes the order of plans hardly ever) and all-reduces of tensor parallelism; where nothing but attention costs time, its passes one by
   one. Times are integers of nanoseconds from integers, so all machines choose the same; of equal ones the first of the list wins, a
   static one.
-- **What is left out.** A candidate is passed over when its price is over the fastest simulated time by more than 1 / ``SURE``: prices
-  are optimistic, and the closed form of a static method is over its events by less than that. The closed form itself is left out for a
-  static method of so many regions that events are found sooner.
+- **What is left out.** A candidate is passed over when its price is not under the fastest simulated time: prices are optimistic, the
+  closed form with the least copies (:mod:`flexcp.simulator.least_copies`) too. It is left out for a static method of so many regions that
+  events are found sooner.
+- **Many documents.** Everything takes time in proportion to documents. With more than ``MANY_DOCUMENTS``, most of which are short and
+  easily dealt, a candidate is looked at only when its price promises a gain of more than 1 / ``WORTH_TRYING``.
 - **No clock.** ``effort`` is how many candidates may be placed: 2 is ``blocks`` and the most promising static one, the default adds
   ``groups`` and the static ones that can still matter, ``HIGH_EFFORT`` adds ``hypergraph`` where Mt-KaHyPar is installed. Below it a
   static method of more than ``LARGE`` transfers is passed over: its schedule alone would take longer than all others.
@@ -25,7 +28,7 @@ than the effort says.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from flexcp.cost import dense_model
@@ -38,16 +41,19 @@ from flexcp.planners.token_runs import check_tolerances
 from flexcp.schedule.analysis import MaskAnalysis, analyse
 from flexcp.schedule.predict import milliseconds, predict
 from flexcp.schedule.transfers import make_plan
+from flexcp.simulator.least_copies import with_copies_ns
 from flexcp.simulator.training import Training, simulate, simulated_step
 
 DEFAULT_EFFORT = 16
 MOST_SIMULATED = 5
-SURE = 128
-"""A price of so many parts is trusted to a part."""
 MANY_REGIONS = 150_000
 """Regions of a static method beyond which the closed form, which counts them all, takes longer than the events, which know rings."""
 LARGE = 400_000
 """Transfers of a static method's backward beyond which it is not scheduled below high effort."""
+MANY_DOCUMENTS = 65_536
+"""Documents beyond which no candidate is tried for a small gain."""
+WORTH_TRYING = 128
+"""The gain that is worth a try there: one part in so many."""
 NO_REST = 1
 """Pairs that a token costs outside attention in a layer of attention alone."""
 LONGEST_NS = 1 << 38
@@ -114,12 +120,14 @@ class _Search:
 
     def run(self, candidates: Sequence[Candidate]) -> None:
         """Look at the candidate of the least price until no other can matter."""
-        queue: list[tuple[int, int, Candidate | _Placed]] = [(c.least_ns, i, c) for i, c in enumerate(candidates)]
+        queue: list[tuple[int, int, int, Candidate | _Placed]] = [
+            (c.least_ns, i, 0, c) for i, c in enumerate(candidates)
+        ]
         heapq.heapify(queue)
         while queue:
-            price, order, item = heapq.heappop(queue)
+            price, order, number, item = heapq.heappop(queue)
             if not self._can_matter(price):
-                self._pass_over([(price, order, item), *queue])
+                self._pass_over([(price, order, number, item), *queue])
                 return
             if isinstance(item, _Placed):
                 if self._may_simulate(item.candidate):
@@ -127,15 +135,19 @@ class _Search:
             elif (self.placed < self.effort or not self.accepted) and self._may_simulate(item):
                 if item.closer_ns is not None:
                     closer = max(item.least_ns, item.closer_ns())
-                    heapq.heappush(queue, (closer, order, replace(item, least_ns=closer, closer_ns=None)))
+                    heapq.heappush(queue, (closer, order, 0, replace(item, least_ns=closer, closer_ns=None)))
                     continue
-                found = self._place(item)
-                if found is not None:
+                self.placed += 1
+                for found in self._place(item):
                     self.accepted += 1
-                    heapq.heappush(queue, (found.ns, order, found))
+                    heapq.heappush(queue, (found.ns, order, self.accepted, found))
 
     def _can_matter(self, price: int) -> bool:
-        return self.best is None or price * SURE < self.best.ns * (SURE + 1)
+        if self.best is None:
+            return True
+        if self.request.batch.documents > MANY_DOCUMENTS:
+            return price * WORTH_TRYING < self.best.ns * (WORTH_TRYING - 1)
+        return price < self.best.ns
 
     def _may_simulate(self, candidate: Candidate) -> bool:
         if candidate.transfers > LARGE and self.effort < HIGH_EFFORT and self.best is not None:
@@ -145,19 +157,27 @@ class _Search:
         )
         return len(self.simulated) < MOST_SIMULATED or first_of_its_dealing
 
-    def _place(self, candidate: Candidate) -> _Placed | None:
-        self.placed += 1
+    def _place(self, candidate: Candidate) -> Iterator[_Placed]:
+        """What a candidate answers, as far as it keeps the limits."""
+        try:
+            for placement in candidate.placed():
+                found = self._priced(candidate, placement)
+                if found is not None:
+                    yield found
+        except Refused as refusal:
+            self.refusals.append(f"{candidate.name}: {refusal}")
+
+    def _priced(self, candidate: Candidate, placement: Placement) -> _Placed | None:
         request = self.request
         known = (request.shape, request.cluster, request.cost)
         try:
-            placement = candidate.placed()
             check_tolerances(request, placement)
             needed = placement.traffic.kind == "needed"
             analysis = analyse(placement, *known, request.keep_kv) if needed else None
             placed = _Placed(candidate, placement, candidate.least_ns, analysis)
             if candidate.regions <= MANY_REGIONS:
                 found = predict(placement, *known, request.keep_kv, analysis)
-                placed = replace(placed, ns=found.total_ns)
+                placed = replace(placed, ns=with_copies_ns(found, placement, request.shape))
             if request.max_memory_per_rank is None and request.max_peers is None:
                 return placed
             plan = self._planned(placed)  # caps are on plans
@@ -180,9 +200,9 @@ class _Search:
         self.simulated.append(_Simulated(placed.candidate, plan, ns, order))
         self.best = min(self.simulated, key=lambda found: (found.ns, found.order))
 
-    def _pass_over(self, queue: Sequence[tuple[int, int, Candidate | _Placed]]) -> None:
+    def _pass_over(self, queue: Sequence[tuple[int, int, int, Candidate | _Placed]]) -> None:
         """Keep the least price of what is left, for each way of dealing documents and for all others."""
-        for price, _, item in sorted(queue, key=lambda each: each[:2]):
+        for price, _, _, item in sorted(queue, key=lambda each: each[:3]):
             candidate = item if isinstance(item, Candidate) else item.candidate
             self.passed_over.setdefault(candidate.dealing, (price, candidate.name))
 

@@ -18,12 +18,13 @@ from functools import partial
 
 from flexcp.plan.placement import Placement
 from flexcp.planners.blocks.blocks import blocks
-from flexcp.planners.groups.groups import groups, team_sizes
+from flexcp.planners.groups.groups import all_groupings, team_sizes
 from flexcp.planners.request import Request
 from flexcp.planners.static.bounds import Place, StaticBounds, StaticMethod, dealt_by_load, static_methods
 from flexcp.planners.static.dealing import deals_by_load
 from flexcp.schedule.predict import lower_bound
 
+PlaceMany = Callable[[Request], list[Placement]]
 LEAST_EFFORT = 2
 HIGH_EFFORT = 64
 TOLERANT = ("blocks", "hypergraph")
@@ -40,7 +41,7 @@ class Candidate:
     """
 
     name: str
-    place: Place
+    place: Place | PlaceMany
     request: Request
     least_ns: int
     closer_ns: Callable[[], int] | None = None
@@ -55,9 +56,10 @@ class Candidate:
             return ""
         return "load" if deals_by_load(self.name) else "tokens"
 
-    def placed(self) -> Placement:
-        """Its answer, or it raises :class:`~flexcp.planners.request.Refused`."""
-        return self.place(self.request)
+    def placed(self) -> list[Placement]:
+        """Its answers, or it raises :class:`~flexcp.planners.request.Refused`."""
+        found = self.place(self.request)
+        return found if isinstance(found, list) else [found]
 
 
 def find_candidates(request: Request, effort: int) -> list[Candidate]:
@@ -84,10 +86,10 @@ def _close_bound(bounds: StaticBounds, method: StaticMethod) -> int:
 
 def _dynamic(request: Request, effort: int) -> Iterator[Candidate]:
     free = request.layout is None
-    rows: list[tuple[str, Place, str]] = [("blocks", blocks, "")]
+    rows: list[tuple[str, Place | PlaceMany, str]] = [("blocks", blocks, "")]
     if free and effort > LEAST_EFFORT:
-        # What groups of one team size take is predicted well among themselves; which size is faster, events say better.
-        rows += [("groups", groups, f"team={team}") for team in team_sizes(replace(request, argument=""))]
+        # Which team size and which settings are faster, events say better than a prediction.
+        rows += [("groups", all_groupings, f"team={team}") for team in team_sizes(replace(request, argument=""))]
     if free and effort >= HIGH_EFFORT and importlib.util.find_spec("mtkahypar"):
         from flexcp.planners.hypergraph.hypergraph import hypergraph
 

@@ -251,7 +251,7 @@ def _row_price(request: Request) -> int:
 def _load_limits(request: Request, loads: RowLoads) -> tuple[Ints, Ints]:
     """(most load, load to aim for) of each rank, by its speed."""
     tolerance = DEFAULT_TOLERANCE if request.compute_tolerance is None else request.compute_tolerance
-    speeds = np.array(getattr(request.cluster, "speeds", ()) or [1000] * request.ranks, np.int64)
+    speeds = np.array(request.cluster.rank_speeds, np.int64)
     whole, total = int(speeds.sum()), loads.total
     mean = [-(-total * int(s) // whole) for s in speeds]
     most = [m + int(tolerance * m) for m in mean]

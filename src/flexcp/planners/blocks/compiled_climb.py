@@ -24,6 +24,7 @@ from flexcp.planners.blocks.compiled_shared import (
     load_of,
     most_slices,
     tail_within,
+    tried_items,
     write_item,
 )
 
@@ -93,7 +94,7 @@ def joined(items, n, documents):
 
 @compiled
 def climb(items, n, bins, ruler, cap_load, cap_rows, reads, sweeps):
-    """Move or exchange rows between bins that share a document while that saves keys and no limit is passed; returns the item count.
+    """Move or exchange rows between bins that share a document while that saves keys and no limit is passed; (item count, pairs tried).
 
     For each item: all of it, or as much of either end as fits, to another bin; or all of it, or an end, against an item or an end there.
     """
@@ -106,11 +107,14 @@ def climb(items, n, bins, ruler, cap_load, cap_rows, reads, sweeps):
     ranges = np.zeros((len(items) + 3, 2), np.int64)
     spans = np.zeros(((len(items) + 3) * most, 2), np.int64)
     changed, ends, short = np.zeros(bins, np.int64), np.zeros(2, np.int64), np.zeros(2, np.int64)
+    steps = 0
     for sweep in range(sweeps):
         n = joined(items, n, len(reads.thin))
         chain = chains(items, n, len(reads.thin))
         lists = np.full((2, max(bins, len(items))), -1, np.int64)
-        for i in range(n - 1, -1, -1):
+        tried, count = tried_items(items, n, chain, bins)
+        for at in range(count - 1, -1, -1):
+            i = tried[at]
             lists[1, i], lists[0, items[i, BIN]] = lists[0, items[i, BIN]], i
         seen = np.full(bins, -1, np.int64)
         improved = False
@@ -165,6 +169,7 @@ def climb(items, n, bins, ruler, cap_load, cap_rows, reads, sweeps):
                 foreign = whole < 0 or ends[0] < 0 or ends[1] < 0
                 j = lists[0, b]
                 while j >= 0:
+                    steps += 1
                     e, p, q = items[j, DOC], items[j, LO], items[j, HI]
                     for kind in range(5 if d == e or foreign else 0):
                         # 0: i for j; 1, 2: i for the tail, the head of j; 3, 4: the tail, the head of i for j.
@@ -249,4 +254,4 @@ def climb(items, n, bins, ruler, cap_load, cap_rows, reads, sweeps):
             attach(items, chain, lists, out, b)
         if not improved:
             break
-    return joined(items, n, len(reads.thin))
+    return joined(items, n, len(reads.thin)), steps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from flexcp.arrays.compiled_heap import pop, push
 from flexcp.arrays.jit import compiled, compiled_leaf
 
 
@@ -114,3 +115,51 @@ def loads_before(lengths, first, grain, price, layers, sfirst, slices):
         for c in range(base, first[d + 1] - 1):
             before[c + 1] += before[c]
     return before
+
+
+@compiled
+def level_rows(kept, n, room, nodes):
+    """Move tokens from ranks that lack ``room`` to ranks that have some, longest range first, same node first; returns the row count.
+
+    ``kept`` rows are (rank, first token, last token), by first tokens, with room for two more rows a rank. A whole range that moves
+    changes its rank, a part of one becomes a row of its own. Who takes never gives, so a rank's ranges are put in order once.
+    """
+    ranks = len(room)
+    longest, begin = 1, np.zeros(ranks + 1, np.int64)
+    for i in range(n):
+        longest = max(longest, kept[i, 2] - kept[i, 1])
+        begin[kept[i, 0] + 1] += 1
+    for r in range(ranks):
+        begin[r + 1] += begin[r] + 1
+    heaps = np.zeros(begin[ranks], np.int64)
+    for i in range(n):
+        r = kept[i, 0]
+        if room[r] < 0:  # of equally long ones the first
+            push(heaps[begin[r] : begin[r + 1]], (longest - (kept[i, 2] - kept[i, 1])) * len(kept) + i)
+    while True:
+        donor, taker = 0, -1
+        for r in range(ranks):
+            if room[r] < room[donor]:
+                donor = r
+        if room[donor] >= 0:
+            break
+        for r in range(ranks):
+            if room[r] <= 0:
+                continue
+            near, best = nodes[r] == nodes[donor], taker >= 0 and nodes[taker] == nodes[donor]
+            if taker < 0 or (near and not best) or (near == best and room[r] > room[taker]):
+                taker = r
+        mine = heaps[begin[donor] : begin[donor + 1]]
+        i = pop(mine) % len(kept)
+        a, b = kept[i, 1], kept[i, 2]
+        amount = min(-room[donor], room[taker], b - a)
+        if amount < b - a:
+            kept[n, 0], kept[n, 1], kept[n, 2] = taker, a, a + amount
+            n += 1
+            kept[i, 1] = a + amount
+            push(mine, (longest - (b - a - amount)) * len(kept) + i)
+        else:
+            kept[i, 0] = taker
+        room[donor] += amount
+        room[taker] -= amount
+    return n

@@ -25,10 +25,13 @@ from flexcp.planners.blocks.compiled_shared import (
     write_item,
 )
 
+PACKED_AGAIN = 1 << 18
+"""Items that a team packs in all before it splits no more of them: with many documents each packing takes long, and there are as many."""
+
 
 @compiled
 def node(items, ruler, cap_load, cap_rows, aim, reads, weight, moves, fills, aims, enough, sweeps, team, kv, row):
-    """Items over teams of ``team`` ranks, then inside each team; (work, kept, bytes received, worst violation in millionths).
+    """Items over teams of ``team`` ranks, then inside each team; (work, kept, bytes received, worst violation in millionths, pairs tried).
 
     Inside a team, items are split by heads or packed over its ranks; where that leaves a rank over its limit, another item is split and the
     others are packed again. All of it packs in one place, as packing is large.
@@ -36,24 +39,25 @@ def node(items, ruler, cap_load, cap_rows, aim, reads, weight, moves, fills, aim
     size, teams = len(cap_load), len(cap_load) // team
     mine, parted, costly = items, np.zeros(len(items), np.bool_), np.zeros(len(items), np.bool_)
     most_load, most_rows, aimed = team_sums(cap_load, team), team_sums(cap_rows, team), team_sums(aim, team)
-    table, work = items, np.zeros((0, 5), np.int64)
+    table, work, steps = items, np.zeros((0, 5), np.int64), 0
     for t in range(-1, teams):  # -1: over the teams
         if t >= 0:
             a, b = t * team, (t + 1) * team
             mine = in_bin(table, t)
             most_load, most_rows, aimed = cap_load[a:b], cap_rows[a:b], aim[a:b]
             parted, costly = too_large(mine, aimed), dear_to_fetch(mine, team, reads, kv, row)
-        again = True
+        again, packed = True, 0
         while again:
             share = share_of_parted(mine, parted, costly) // team
             whole, room = unparted(mine, parted), less(most_load, share, -HUGE)
             target = less(aimed, share, 1 if t >= 0 else -HUGE)
             rest = whole
             if len(whole) > 0:
-                rest, _, _ = pack(
+                rest, _, _, more = pack(
                     whole, ruler, room, most_rows, target, reads, weight, moves, fills, aims, enough, sweeps
                 )
-            again = t >= 0 and len(whole) > 0 and part_another(mine, parted, rest, room)
+                steps, packed = steps + more + len(whole), packed + len(whole)
+            again = t >= 0 and len(whole) > 0 and packed < PACKED_AGAIN and part_another(mine, parted, rest, room)
         if t < 0:
             table = rest
         if t >= 0 or team == 1:
@@ -62,7 +66,7 @@ def node(items, ruler, cap_load, cap_rows, aim, reads, weight, moves, fills, aim
             break
     kept = kept_rows(work, size, np.zeros(0, np.int64))
     over = violations(work, kept, ruler, cap_load, cap_rows)
-    return work, kept, received(work, kept, size, kv, row, reads), over
+    return work, kept, received(work, kept, size, kv, row, reads), over, steps
 
 
 @compiled

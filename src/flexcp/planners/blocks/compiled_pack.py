@@ -24,6 +24,7 @@ from flexcp.planners.blocks.compiled_shared import (
     most_slices,
     tail_within,
     total_cost,
+    tried_items,
     write_item,
 )
 
@@ -152,7 +153,7 @@ def deal(items, n, bins, cap_load, cap_rows, mean_load, mean_rows):
 
 @compiled
 def repair(items, n, bins, ruler, cap_load, cap_rows, mean_load, mean_rows, reads, weight, moves):
-    """Move, cut and swap items out of the worst bin while that lowers violation x weight + keys fetched; returns the item count."""
+    """Move, cut and swap items out of the worst bin while that lowers violation x weight + keys fetched; (item count, pairs tried)."""
     grain = ruler.grain
     load, rows = np.zeros(bins, np.int64), np.zeros(bins, np.int64)
     for i in range(n):
@@ -164,6 +165,8 @@ def repair(items, n, bins, ruler, cap_load, cap_rows, mean_load, mean_rows, read
     chain = chains(items, n, len(reads.thin))
     holds, known = np.zeros(bins, np.int64), np.zeros((5, 4), np.int64)
     over, arrives, swaps = np.zeros(bins, np.int64), np.zeros(bins, np.int64), np.zeros(len(items), np.int64)
+    tried, count = tried_items(items, n, chain, bins)
+    steps = 0
     for _ in range(moves):
         worst, worst_value = -1, 0
         for b in range(bins):
@@ -177,9 +180,11 @@ def repair(items, n, bins, ruler, cap_load, cap_rows, mean_load, mean_rows, read
         best_score, best_item, best_bin, best_lo, best_hi, best_swap = HUGE, -1, -1, 0, 0, -1
         for b in range(bins):
             holds[b] = -1
-        for i in range(n):
+        for at in range(count):
+            i = tried[at]
             if items[i, BIN] != w:
                 continue
+            steps += bins
             d, lo, hi = items[i, DOC], items[i, LO], items[i, HI]
             here = bin_cost(items, chain, w, d, -1, 0, 0, 0, 0, reads, ranges, spans)
             other = chain[0, d]
@@ -247,16 +252,19 @@ def repair(items, n, bins, ruler, cap_load, cap_rows, mean_load, mean_rows, read
                         best_score, best_item, best_bin, best_lo, best_hi, best_swap = score, i, b, x, y, -1
         # Swaps only where no single item can move: they are many. What an exchange changes is a sum over its four sides, each known once.
         pairs = best_item < 0
-        for j in range(n if pairs else 0):
-            swaps[j] = HUGE
-        for i in range(n if pairs else 0):
+        for at in range(count if pairs else 0):
+            swaps[tried[at]] = HUGE
+        for at in range(count if pairs else 0):
+            i = tried[at]
             if items[i, BIN] != w:
                 continue
+            steps += count
             d, lo, hi = items[i, DOC], items[i, LO], items[i, HI]
             leaves = cost_change(items, chain, w, d, i, 0, 0, reads, ranges, spans)
             for b in range(bins):
                 arrives[b] = HUGE
-            for j in range(n):
+            for other in range(count):
+                j = tried[other]
                 b = items[j, BIN]
                 if b == w:
                     continue
@@ -292,6 +300,7 @@ def repair(items, n, bins, ruler, cap_load, cap_rows, mean_load, mean_rows, read
             else:
                 write_item(items, n, d, best_lo, best_hi, part, b)
                 chain[1, n], chain[0, d] = chain[0, d], n
+                tried[count], count = n, count + 1
                 n += 1
                 if best_lo > lo:
                     items[i, HI] = best_lo
@@ -302,7 +311,7 @@ def repair(items, n, bins, ruler, cap_load, cap_rows, mean_load, mean_rows, read
         rows[w] -= length
         load[b] += part
         rows[b] += length
-    return n
+    return n, steps
 
 
 @compiled
@@ -325,14 +334,17 @@ def with_room(items, count):
 
 @compiled
 def pack(items, ruler, cap_load, cap_rows, aim, reads, weight, moves, fills, aims, enough, sweeps):
-    """Peel, deal and repair once for each variant, climb from the best; (table, keys it fetches, worst violation in millionths)."""
+    """Peel, deal and repair once for each variant, climb from the best.
+
+    (table, keys it fetches, worst violation in millionths, pairs of items and bins or of two items that were tried)
+    """
     bins, count = len(cap_load), len(items)
     best = np.zeros((count, 5), np.int64)
     if bins == 1:
         for i in range(count):
             d, lo, hi = items[i, DOC], items[i, LO], items[i, HI]
             write_item(best, i, d, lo, hi, load_of(ruler, d, lo, hi), 0)
-        return best, 0, 0
+        return best, 0, 0, 0
     mean_load, mean_rows = 1, 0
     for b in range(bins):
         mean_load += aim[b]
@@ -341,7 +353,7 @@ def pack(items, ruler, cap_load, cap_rows, aim, reads, weight, moves, fills, aim
     mean_load, mean_rows = max(1, mean_load // bins), max(1, mean_rows // bins)
     used, load, rows = np.zeros(bins, np.int64), np.zeros(bins, np.int64), np.zeros(bins, np.int64)
     caps, row_caps = at_least_one(cap_load), at_least_one(cap_rows)
-    best_keys, best_over, feasible = HUGE, HUGE, 0
+    best_keys, best_over, feasible, steps = HUGE, HUGE, 0, 0
     for variant in range(len(fills)):
         table = np.zeros((count + 4 * bins + moves + 16, 5), np.int64)
         for i in range(count):
@@ -352,7 +364,8 @@ def pack(items, ruler, cap_load, cap_rows, aim, reads, weight, moves, fills, aim
             load[b], rows[b] = 0, 0
         n = peel(table, count, bins, ruler, used, row_caps, reads, fills[variant])
         deal(table, n, bins, caps, row_caps, mean_load, mean_rows)
-        n = repair(table, n, bins, ruler, caps, row_caps, mean_load, mean_rows, reads, weight, moves)
+        n, more = repair(table, n, bins, ruler, caps, row_caps, mean_load, mean_rows, reads, weight, moves)
+        steps += more
         keys = total_cost(table, n, bins, reads)
         for i in range(n):
             load[table[i, BIN]] += table[i, LOAD]
@@ -369,6 +382,6 @@ def pack(items, ruler, cap_load, cap_rows, aim, reads, weight, moves, fills, aim
     if sweeps > 0 and best_keys > 0:
         n = len(best)
         best = with_room(best, 2 * n + 4 * bins + 64)
-        n = climb(best, n, bins, ruler, caps, row_caps, reads, sweeps)
-        best, best_keys = best[:n], total_cost(best, n, bins, reads)
-    return best, best_keys, best_over
+        n, more = climb(best, n, bins, ruler, caps, row_caps, reads, sweeps)
+        best, best_keys, steps = best[:n], total_cost(best, n, bins, reads), steps + more
+    return best, best_keys, best_over, steps

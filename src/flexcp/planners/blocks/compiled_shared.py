@@ -18,6 +18,10 @@ from flexcp.arrays.jit import compiled, compiled_leaf
 DOC, LO, HI, LOAD, BIN = range(5)
 MILLION = 1_000_000
 HUGE = 1 << 62
+TRIED_ITEMS = 4096
+"""Of more items than this, only some are tried one by one, so that searching takes time in proportion to documents, not to their square."""
+HEAVY_PART = 256
+"""An item of so small a part of a bin, or a larger one, is tried all the same."""
 
 
 class Ruler(NamedTuple):
@@ -145,6 +149,26 @@ def chains(items, n, documents):
         chain[1, i] = chain[0, items[i, DOC]]
         chain[0, items[i, DOC]] = i
     return chain
+
+
+@compiled
+def tried_items(items, n, chain, bins):
+    """Which items a search may move, in an array with room for all there will be, and how many: all of a few. Of many, those of cut
+    documents, the heavy ones, and of the light whole ones, which are many and much alike, every so many-th."""
+    found, count = np.empty(len(items), np.int64), 0
+    load, rows = 0, 0
+    for i in range(n):
+        load += items[i, LOAD]
+        rows += items[i, HI] - items[i, LO]
+    every = 1 if n <= TRIED_ITEMS else n // TRIED_ITEMS + 1
+    least_load, least_rows = load // (bins * HEAVY_PART), rows // (bins * HEAVY_PART)
+    for i in range(n):
+        first = chain[0, items[i, DOC]]
+        cut = chain[1, first] >= 0
+        if i % every == 0 or cut or items[i, LOAD] > least_load or items[i, HI] - items[i, LO] > least_rows:
+            found[count] = i
+            count += 1
+    return found, count
 
 
 @compiled_leaf

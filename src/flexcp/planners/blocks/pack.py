@@ -12,6 +12,9 @@ An *item* is a range of a document's rows with all their keys, so whoever takes 
 every owner of keys computes those rows against its own keys. So the load of a row is its own attention, unless it is thin, plus
 what thin rows do with its key: the thin slices, transposed. And a bin with any row of such a document pays for a part of its thin rows.
 
+*Many documents.* Every step takes time in proportion to documents. Repairing and climbing would try pairs of them: of more than a few
+thousand items they try those of cut documents, the heavy ones, and a sample of the light whole ones, which are much alike.
+
 Loads are exact integers, scaled down (by a power of two) until their products fit 64 bits.
 """
 
@@ -189,30 +192,33 @@ class BinLimits:
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Items in bins: columns of ``[items, 3]`` (document, first, last row), their bins; keys fetched; worst violation."""
+    """Items in bins: columns of ``[items, 3]`` (document, first, last row), their bins; keys fetched; worst violation; pairs tried."""
 
     items: Ints
     bins: Ints
     keys: int
     violation: int
+    steps: int
 
 
 def pack(loads: RowLoads, items: Ints, limits: BinLimits) -> Packed:
     """Items ``[n, 3]`` into bins: peel, deal, repair in a few variants, and climb from the best of them."""
     from flexcp.planners.blocks import compiled_pack
 
-    table, keys, over = compiled_pack.pack(*_arguments(loads, items, limits, loads.ruler, loads.reads))
-    return Packed(table[:, :3], table[:, compiled_pack.BIN], int(keys), int(over))
+    table, keys, over, steps = compiled_pack.pack(*_arguments(loads, items, limits, loads.ruler, loads.reads))
+    return Packed(table[:, :3], table[:, compiled_pack.BIN], int(keys), int(over), int(steps))
 
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """A node's items on its ranks, in the columns of :mod:`flexcp.planners.blocks.compiled_node`; bytes received; worst violation."""
+    """A node's items on its ranks, in the columns of :mod:`flexcp.planners.blocks.compiled_node`; bytes received; worst violation;
+    pairs tried."""
 
     work: Ints
     kept: Ints
     bytes: int
     violation: int
+    steps: int
 
 
 def place_node(
@@ -228,9 +234,9 @@ def place_node(
     arguments = _arguments(loads, items, limits, *measures)
     found = []
     for team in teams:
-        work, kept, moved, over = compiled_node.node(*arguments, team, key_bytes, row_bytes)
+        work, kept, moved, over, steps = compiled_node.node(*arguments, team, key_bytes, row_bytes)
         work[:, 2], kept[:, 1] = documents[work[:, 2]], documents[kept[:, 1]]
-        found.append(Placed(work, kept, int(moved), int(over)))
+        found.append(Placed(work, kept, int(moved), int(over), int(steps)))
     return found
 
 

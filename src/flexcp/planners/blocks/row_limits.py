@@ -37,25 +37,15 @@ def even(loads: RowLoads, work: Ints, targets: Ints, limit: Ints, key_bytes: int
 
 def level_rows(rank: Ints, start: Ints, stop: Ints, limits: Ints, nodes: Ints) -> tuple[Ints, Ints, Ints]:
     """Stream ranges moved, token by token, from ranks over their limit to ranks under it."""
+    from flexcp.planners.blocks import compiled_level
+
     counts = np.zeros(len(limits), np.int64)
     np.add.at(counts, rank, stop - start)
     room = limits - counts
     if (room >= 0).all():
         return rank, start, stop
-    ranges: list[list[tuple[int, int]]] = [[] for _ in limits]
-    for r, a, b in zip(rank.tolist(), start.tolist(), stop.tolist(), strict=True):
-        ranges[r].append((a, b))
-    wide = int(np.abs(room).max()) + 1
-    while int(room.min()) < 0:
-        donor = int(np.argmin(room))
-        taker = int(np.argmax(np.where(room > 0, room + wide * (nodes == nodes[donor]), 0)))
-        a, b = max(ranges[donor], key=lambda r: (r[1] - r[0], -r[0]))
-        amount = int(min(-room[donor], room[taker], b - a))
-        ranges[donor].remove((a, b))
-        if a + amount < b:
-            ranges[donor].append((a + amount, b))
-        ranges[taker].append((a, a + amount))
-        room[donor] += amount
-        room[taker] -= amount
-    flat = np.array([(r, a, b) for r, mine in enumerate(ranges) for a, b in mine], np.int64).reshape(-1, 3)
-    return flat[:, 0], flat[:, 1], flat[:, 2]
+    order = np.argsort(start, kind="stable")
+    kept = np.zeros((len(rank) + 2 * len(limits), 3), np.int64)
+    kept[: len(rank)] = np.stack([rank, start, stop], axis=1)[order]
+    found = kept[: compiled_level.level_rows(kept, len(rank), room, nodes)]
+    return found[:, 0], found[:, 1], found[:, 2]

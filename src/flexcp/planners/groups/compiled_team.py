@@ -57,7 +57,7 @@ def split_by_heads(items, pace, linear, exchange, slack):
         for r in range(size):
             latest = max(latest, (split_attention // size + has[r]) * PACE // pace[r])
             most = max(most, kept[r])
-        time = latest + linear * most + exchange * split_tokens // 2
+        time = latest + linear * most + exchange * split_tokens
         if time < least:
             least = time
             best = np.full(n, size, np.int64)

@@ -21,9 +21,9 @@ they wait for each other's keys in every layer: one that has less attention cann
 cut for it (less cutting is faster where links are slow); and what happens where the groups of long documents together need more units than
 there are. ``whole`` lets each have fewer and takes longer, ``poured`` lays them end to end, so that neighbours share a unit. With
 ``split=all`` a team splits every document, which moves more and leaves all its ranks with the same work. Settings that are not given are
-searched, but for the last: the one with the least predicted time is taken (:func:`flexcp.schedule.predict.predict`), teams of one rank only
-where keys have too few heads for larger ones, because the prediction flatters what moves by rows. Which size of teams is fastest events
-tell better: ``auto`` asks for each of :func:`team_sizes`. A placement takes a few milliseconds.
+searched, but for the last: the one with the least predicted time, copies included, is taken (:func:`flexcp.schedule.predict.predict`),
+teams of one rank only where keys have too few heads for larger ones, because the prediction flatters what moves by rows. Which settings are
+fastest events tell better: ``auto`` asks for :func:`all_groupings` of each of :func:`team_sizes`. A placement takes a few milliseconds.
 
 The token cap is never broken, and with equal tokens pads cost at most 1/64 of the step: :mod:`flexcp.planners.groups.rows`.
 """
@@ -44,6 +44,7 @@ from flexcp.planners.groups.rows import Pieces, place_pieces
 from flexcp.planners.request import Refused, Request, refuse_tolerances
 from flexcp.schedule.predict import predict
 from flexcp.shape import Shape
+from flexcp.simulator.least_copies import with_copies_ns
 
 Ints = NDArray[np.int64]
 SLACKS = (2, 12, 25)
@@ -67,6 +68,12 @@ class Settings:
 
 def groups(request: Request) -> Placement:
     """Place a batch in flexible groups; settings that the request does not give are those of the least predicted time."""
+    found = all_groupings(request)
+    return found[0] if len(found) == 1 else min(found, key=lambda placement: _predicted(request, placement))
+
+
+def all_groupings(request: Request) -> list[Placement]:
+    """The placements of all settings that the request leaves open, each once."""
     if request.layout is not None:
         raise Refused("groups places tokens itself, so it cannot keep a fixed layout; use blocks, or layout='free'")
     refuse_tolerances(request)
@@ -79,11 +86,12 @@ def groups(request: Request) -> Placement:
         if not any(_same(pieces, other) for other in seen):
             seen.append(pieces)
             found.append(place_pieces(request, priced, pieces, _note(pieces, each)))
-    return found[0] if len(found) == 1 else min(found, key=lambda placement: _predicted(request, placement))
+    return found
 
 
 def _predicted(request: Request, placement: Placement) -> int:
-    return predict(placement, request.shape, request.cluster, request.cost, request.keep_kv).total_ns
+    found = predict(placement, request.shape, request.cluster, request.cost, request.keep_kv)
+    return with_copies_ns(found, placement, request.shape)
 
 
 def _same(a: Pieces, b: Pieces) -> bool:

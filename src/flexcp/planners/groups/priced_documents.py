@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from flexcp.cost import TILE_ROWS
 from flexcp.planners.request import Request, refuse_over_cap
 from flexcp.shape import Kind
+from flexcp.simulator.copies import copy_mbps
 
 Ints = NDArray[np.int64]
 MILLION = 1_000_000
@@ -54,15 +55,21 @@ def price_documents(request: Request, teams: list[int]) -> PricedDocuments:
 
 
 def _exchange(request: Request, team: int) -> int:
-    """Pairs in whose time a rank of a team receives its heads of a token from another, forward and backward, and returns results."""
-    cost, shape = request.cost, request.shape
-    alone = replace(request.cluster, nodes=1, ranks_per_node=1, speeds=())
+    """Pairs in whose time a rank of a team receives its heads of a token from another, forward and backward, and returns results.
+
+    Half of what travels is taken to be hidden; what a rank copies around it never is.
+    """
+    cost, shape, cluster = request.cost, request.shape, request.cluster
+    alone = replace(cluster, nodes=1, ranks_per_node=1, speeds=())
     pairs = np.array([shape.heads * MILLION], np.int64)
     pair_ns = int(sum(cost.attention_ns(pairs, shape, alone, backward)[0] for backward in (False, True)))
-    each = shape.bytes_per_token_head()[:, 0]
+    wire, precise = shape.bytes_per_token_head().T
     queries, keys = -(-shape.heads // team), -(-shape.kv_heads // team)
-    moved = queries * int(2 * each[Kind.Q] + each[Kind.O] + each[Kind.DO] + each[Kind.DQ])
-    moved += keys * int(2 * each[Kind.KV] + each[Kind.DKV])
+    inputs = queries * int(2 * wire[Kind.Q] + wire[Kind.DO]) + 2 * keys * int(wire[Kind.KV])
+    results, summed = (queries * int(e[Kind.O] + e[Kind.DQ]) + keys * int(e[Kind.DKV]) for e in (wire, precise))
+    # Inputs are read and written at both ends; results are cleared, packed, and read twice and written where they are merged.
+    copied = 4 * inputs + 2 * results + 4 * summed
     # A million tokens, of which a rank keeps its part.
-    size = np.array([moved * MILLION * (team - 1) // team], np.int64)
-    return int(cost.link_ns(size, request.cluster.intra_mbps)[0]) // max(1, pair_ns)
+    travelling, copying = (size * MILLION * (team - 1) // team for size in (inputs + results, copied))
+    ns = int(cost.link_ns(np.array([travelling], np.int64), cluster.intra_mbps)[0]) // 2
+    return (ns + copying * 1000 // copy_mbps(cluster)) // max(1, pair_ns)

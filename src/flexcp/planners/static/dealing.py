@@ -52,33 +52,29 @@ def _loads(request: Request, parts: int) -> Ints:
 
 def deal(lengths: Ints, groups: int) -> list[Ints]:
     """Documents to groups by tokens: longest first to the one with the fewest."""
-    heap = [(0, g) for g in range(groups)]
-    found: list[list[int]] = [[] for _ in range(groups)]
-    order = np.argsort(-lengths, kind="stable")
-    for document, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
-        tokens, group = heap[0]
-        found[group].append(document)
-        heapq.heapreplace(heap, (tokens + length, group))
-    return [np.array(sorted(d), np.int64) for d in found]
+    return _deal_by_load(lengths, lengths, groups, None)
 
 
 def _deal_by_load(loads: Ints, tokens: Ints, groups: int, room: int | None) -> list[Ints]:
     """Documents to groups: the largest load first to the least loaded that has room for its tokens, or where none has to the emptiest."""
-    heap, kept = [(0, g) for g in range(groups)], [0] * groups
-    found: list[list[int]] = [[] for _ in range(groups)]
+    # A group in the heap is one integer, its load x groups + its number: there may be a million documents.
+    heap, kept = list(range(groups)), [0] * groups
+    most = int(tokens.sum()) if room is None else room
     order = np.argsort(-loads, kind="stable")
-    for document, load, more in zip(order.tolist(), loads[order].tolist(), tokens[order].tolist(), strict=True):
-        full = []
-        while heap and room is not None and kept[heap[0][1]] + more > room:
-            full.append(heapq.heappop(heap))
-        if not heap:  # where none has room, the emptiest
-            emptiest = min(full, key=lambda each: (kept[each[1]], each[1]))
-            full.remove(emptiest)
-            heapq.heappush(heap, emptiest)
-        before, group = heap[0]
-        found[group].append(document)
+    found = []
+    for load, more in zip(loads[order].tolist(), tokens[order].tolist(), strict=True):
+        group = heap[0] % groups
+        found.append(group)
+        if kept[group] + more <= most:
+            heapq.heapreplace(heap, heap[0] + load * groups)
+        else:  # rarely
+            able = [each for each in heap if kept[each % groups] + more <= most]
+            taker = min(able) if able else min(heap, key=lambda each: (kept[each % groups], each % groups))
+            group = found[-1] = taker % groups
+            heap[heap.index(taker)] += load * groups
+            heapq.heapify(heap)
         kept[group] += more
-        heapq.heapreplace(heap, (before + load, group))
-        for each in full:
-            heapq.heappush(heap, each)
-    return [np.array(sorted(d), np.int64) for d in found]
+    dealt_to = np.empty(len(loads), np.int64)
+    dealt_to[order] = found
+    by_group = np.argsort(dealt_to, kind="stable")
+    return np.split(by_group, np.searchsorted(dealt_to[by_group], np.arange(1, groups)))

@@ -1,0 +1,68 @@
+"""Lost time: what a simulated plan spends beyond perfectly divided compute, term by term.
+
+The same plan is simulated as it is, without contention, and without contention and copies. With *busy* the time in which a rank copies and
+computes, the terms are
+
+    pieces      mean busy time without contention and copies, over perfect compute: row tiles and kernels, more where documents are cut
+    copies      packing and merging of messages
+    contention  what transfers slow work down, and the margins that work leaves to them
+    imbalance   of the busiest rank, over the mean
+    exposed     the rest: waits for messages, and for ranks that are later in some layer or direction though not in all
+    sync        collectives of weights and gradients that nothing hides on any rank
+
+and add up, so a plan's time is perfect compute and these six.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.plan.plan import Plan
+from flexcp.simulator.passes import Rules
+from flexcp.simulator.training import Training, simulate
+
+Ints = NDArray[np.int64]
+FREE = Rules(contention=False, copy_mbps=0)
+
+
+@dataclass(frozen=True)
+class LostTime:
+    """Nanoseconds by where they go; see the module."""
+
+    pieces: int
+    copies: int
+    contention: int
+    imbalance: int
+    exposed: int
+    sync: int
+
+    @classmethod
+    def names(cls) -> list[str]:
+        return [field.name for field in fields(cls)]
+
+    def shares(self, of: int) -> list[float]:
+        """Every term over ``of``."""
+        return [value / of for value in astuple(self)]
+
+
+def lost_time(plan: Plan, training: Training | None, perfect: int) -> LostTime:
+    """Where a plan's time beyond ``perfect`` compute goes; of a whole step with ``training``, else of attention."""
+    total, busy, sync = _times(plan, training, Rules())
+    _, calm, _ = _times(plan, training, Rules(contention=False))
+    _, bare, _ = _times(plan, training, FREE)
+    mean, without, least = (int(each.mean()) for each in (busy, calm, bare))
+    most = int(busy.max())
+    return LostTime(least - perfect, without - least, mean - without, most - mean, total - sync - most, sync)
+
+
+def _times(plan: Plan, training: Training | None, rules: Rules) -> tuple[int, Ints, int]:
+    """(nanoseconds of all, busy ones of each rank, those of exposed sync)."""
+    found = simulate(plan, rules=rules, training=training)
+    if found.step is not None:
+        attention, _, rest, sync = found.step.ranks
+        return found.step.total_ns, attention + rest, int(sync.min())
+    busy = sum(m.layers * p.compute_ns for m, pair in zip(plan.batch.masks, found.passes, strict=True) for p in pair)
+    return found.attention_ns, np.asarray(busy), 0

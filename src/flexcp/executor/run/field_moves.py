@@ -1,0 +1,32 @@
+"""Field moves: what :class:`flexcp.executor.run.packing.FieldPacking` copies, as integers, made ahead of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexcp.executor.run.message_parts import MessagePart, message_parts
+from flexcp.executor.run.rank_program import Block, Ints, RankProgram
+from flexcp.shape import Shape
+
+Parts = tuple[tuple[MessagePart, ...], ...]
+"""The parts of each message of a stage."""
+
+
+@dataclass(frozen=True)
+class FieldMoves:
+    """By stage, the parts of the messages that leave and arrive; and the blocks whose rows are no range, with those."""
+
+    sends: tuple[Parts, ...]
+    receives: tuple[Parts, ...]
+    indexed: tuple[tuple[Block, Ints], ...]
+
+
+def field_moves(program: RankProgram, shape: Shape) -> FieldMoves:
+    """The moves of a program."""
+    sends, receives = (
+        tuple(tuple(tuple(message_parts(m, shape)) for m in messages) for messages in side)
+        for side in ([slot.send for slot in program.slots], [slot.receive for slot in program.slots])
+    )
+    blocks = [b for slot in program.slots for m in slot.send + slot.receive for b in m.blocks]
+    blocks += [block for slot in program.slots for pair in slot.own for block in pair]
+    return FieldMoves(sends, receives, tuple((b, b.rows) for b in blocks if not isinstance(b.rows, slice)))

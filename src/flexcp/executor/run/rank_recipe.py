@@ -1,0 +1,49 @@
+"""Rank recipe: everything of a plan that one rank needs to run it, derived ahead. Integers only; no tensor, no group, no torch.
+
+A rank derives its programs, calls, memory and rows from the plan, some milliseconds to a tenth of a second of work where there are many
+ranks. It depends on nothing but the plan and the rank, so a planner process does it right after planning (:mod:`flexcp.data.worker`) and
+the training process binds a step that finds it done. A step without a recipe derives the same things on first use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexcp.executor.exchange.rank_calls import Call, rank_calls
+from flexcp.executor.run.pass_recipe import PassRecipe, pass_recipe
+from flexcp.executor.run.rank_program import rank_program
+from flexcp.executor.run.rank_rows import RankRows, rank_rows
+from flexcp.plan.plan import Plan
+
+Calls = tuple[tuple[Call, ...], ...]
+
+
+@dataclass(frozen=True)
+class RankRecipe:
+    """What a plan of this hash means for a rank; by (mask, backward) its passes and calls."""
+
+    plan_hash: str
+    rank: int
+    passes: dict[tuple[int, bool], PassRecipe]
+    calls: dict[tuple[int, bool], Calls]
+    rows: RankRows
+    peers: list[int]
+    arena: int
+    """Bytes of the arena."""
+
+
+def rank_recipe(plan: Plan, rank: int, packing: str | None = None) -> RankRecipe:
+    """Derive it all; ``packing`` as of :func:`flexcp.executor.run.pass_recipe.pass_recipe`."""
+    masks = (
+        () if plan.shape.latent is not None else range(len(plan.programs))
+    )  # latent attention has a program of its own
+    which = [(mask, backward) for mask in masks for backward in (False, True)]
+    return RankRecipe(
+        plan.hash,
+        rank,
+        {key: pass_recipe(rank_program(plan, rank, *key), key[1], plan.shape, packing) for key in which},
+        {key: rank_calls(plan, rank, *key) for key in which},
+        rank_rows(plan, rank),
+        plan.peers(rank),
+        plan.memory(rank).arena,
+    )

@@ -1,0 +1,80 @@
+"""A rank recipe as bytes between a planner process and the training process that started it, and back.
+
+A pickle in which every array stands as a number, beside a table of the different arrays: forward and backward, sender and receiver share
+most of theirs. All arrays together are one column of differences, deflated, because index maps ascend one by one. Inflating runs beside
+the training thread: it holds no lock of the interpreter.
+
+Only for the pipe to a process of one's own: unlike a plan's file, reading this believes what it reads.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zlib
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.executor.run.rank_recipe import RankRecipe
+
+LEVEL = 1
+"""Of deflating: differences are so regular that more effort gains little."""
+
+
+def pack_recipe(recipe: RankRecipe) -> bytes:
+    """The recipe as bytes."""
+    buffer = io.BytesIO()
+    writer = _Writer(buffer)
+    writer.dump(recipe)
+    arrays = [array.T.reshape(-1).astype(np.int64) for array in writer.arrays]
+    steps = np.diff(np.concatenate([np.zeros(1, np.int64), *arrays]))
+    narrow = np.int32 if len(steps) == 0 or int(np.abs(steps).max()) < 1 << 31 else np.int64
+    shapes = [(array.shape, array.dtype.str) for array in writer.arrays]
+    return zlib.compress(
+        pickle.dumps((shapes, steps.astype(narrow), buffer.getvalue()), pickle.HIGHEST_PROTOCOL), LEVEL
+    )
+
+
+def unpack_recipe(data: bytes) -> RankRecipe:
+    """The recipe that :func:`pack_recipe` wrote."""
+    shapes, steps, body = pickle.loads(zlib.decompress(data))
+    column = np.cumsum(steps, dtype=np.int64)
+    reader = _Reader(io.BytesIO(body))
+    at = 0
+    for shape, dtype in shapes:
+        size = int(np.prod(shape))
+        flat = column[at : at + size].astype(dtype, copy=False)
+        reader.arrays.append(flat if len(shape) == 1 else np.ascontiguousarray(flat.reshape(shape[::-1]).T))
+        at += size
+    recipe: RankRecipe = reader.load()
+    return recipe
+
+
+class _Writer(pickle.Pickler):
+    """Keeps the different arrays apart, and writes their numbers."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self.arrays: list[NDArray[Any]] = []
+        self._numbers: dict[tuple[tuple[int, ...], str, bytes], int] = {}
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if not isinstance(obj, np.ndarray):
+            return None
+        key = (obj.shape, obj.dtype.str, obj.tobytes())
+        if key not in self._numbers:
+            self._numbers[key] = len(self.arrays)
+            self.arrays.append(obj)
+        return self._numbers[key]
+
+
+class _Reader(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.arrays: list[NDArray[Any]] = []
+
+    def persistent_load(self, pid: Any) -> NDArray[Any]:
+        found: NDArray[Any] = self.arrays[pid]
+        return found

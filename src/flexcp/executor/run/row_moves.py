@@ -1,0 +1,252 @@
+"""Row moves: what :class:`flexcp.executor.run.row_packing.RowPacking` launches, as tables of integers, made ahead of it; no tensor.
+
+The heads of a row lie side by side on a shelf and in a message, so every block is a list of *runs*: so many rows of so many numbers, at a
+step, between a pair of tensors. All messages of a stage are one allocation, so a few pairs (a field of a shelf and the messages) hold all
+that is to be moved for all peers, and one launch moves it, however many blocks there are. Outputs are reduced message by message, which
+keeps their order fixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.arrays.intervals import spread
+from flexcp.executor.run.message_parts import message_bytes, message_parts
+from flexcp.executor.run.rank_program import Block, Message, RankProgram, Rows
+from flexcp.plan.memory import aligned_starts
+from flexcp.shape import DTYPE_BYTES, FIELDS, OUTPUTS, Field, Kind, Shape
+
+Ints = NDArray[np.int64]
+PAIRS = 4
+"""Pairs of tensors that one launch moves rows between, at most: what the kernels of ``row_kernels.py`` take."""
+RUN_BYTES = 32_768
+RUN_ROWS = 16
+"""What one program moves at most, unless a single row is longer; it walks its rows one after the other."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Rows of a field, on a shelf or in the stage's messages (shelf None): row r begins at number ``start + r * step``."""
+
+    shelf: int | None
+    name: str
+    dtype: str
+    rows: Rows
+    start: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Move:
+    """Rows of ``length`` numbers from one place to another: copied, added, or merged by their LSEs (one for each of ``heads``)."""
+
+    what: str
+    source: Place
+    target: Place
+    length: int
+    heads: int = 0
+    lse: tuple[Place, Place] | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether bytes are only copied."""
+        return self.what == "copy" and self.source.dtype == self.target.dtype
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Moves of one key can be one launch."""
+        return ("bytes",) if self.plain else (self.what, self.source.dtype, self.target.dtype)
+
+    @property
+    def pair(self) -> tuple[object, ...]:
+        """Moves between the same tensors."""
+        return self.source.shelf, self.target.shelf, self.target.name, self.source.dtype
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Moves of one key: one move of each pair of tensors, and all their runs as a table."""
+
+    pairs: tuple[Move, ...]
+    table: Ints
+    word: int
+    """Bytes of what the table counts: words where bytes are copied, else 0 for numbers."""
+    longest: int
+
+
+@dataclass(frozen=True)
+class RowMoves:
+    """By stage, the launches that fill messages, that take them in, and that move what stays on the rank."""
+
+    packs: list[list[Launch]]
+    unpacks: list[list[Launch]]
+    moves: list[list[Launch]]
+
+
+def row_moves(program: RankProgram, shape: Shape) -> RowMoves:
+    """The launches of a program."""
+    made = _Builder(program, shape)
+    return RowMoves(
+        [made.launches(made.leaving(slot.send)) for slot in program.slots],
+        [made.arrivals(slot.receive) for slot in program.slots],
+        [
+            [launch for here, there in slot.own for launch in made.launches(made.inside(here, there))]
+            for slot in program.slots
+        ],
+    )
+
+
+class _Builder:
+    def __init__(self, program: RankProgram, shape: Shape) -> None:
+        self.program, self.shape = program, shape
+        self.accumulator = "float64" if shape.dtype == "float64" else "float32"
+
+    def leaving(self, messages: list[Message]) -> Iterator[Move]:
+        for blocks in self._in_messages(messages):
+            for block, places in blocks:
+                for field in FIELDS[block.kind]:
+                    there = places[field.name]
+                    yield Move("copy", self._on_shelf(block, field), there, self._length(block, field))
+
+    def arrivals(self, messages: list[Message]) -> list[Launch]:
+        """Inputs of all messages together, then outputs message by message."""
+        laid: list[Move] = []
+        summed: list[Launch] = []
+        for blocks in self._in_messages(messages):
+            taken = [list(self._taken_in(block, places)) for block, places in blocks]
+            laid += [move for moves in taken for move in moves if move.what == "copy"]
+            outputs = [moves for moves in taken if moves and moves[0].what != "copy"]
+            # Rows that appear twice in a message must not meet in one launch.
+            if _disjoint([block for block, _ in blocks if block.kind in OUTPUTS]):
+                outputs = [[move for moves in outputs for move in moves]]
+            summed += [launch for moves in outputs for launch in self.launches(moves)]
+        return self.launches(laid) + summed
+
+    def inside(self, here: Block, there: Block) -> Iterator[Move]:
+        return self._taken_in(there, {field.name: self._on_shelf(here, field) for field in FIELDS[here.kind]})
+
+    def _taken_in(self, block: Block, places: dict[str, Place]) -> Iterator[Move]:
+        """What happens to the fields of a block that came: inputs are copied, gradients added, outputs merged."""
+        fields = {field.name: field for field in FIELDS[block.kind]}
+        if block.kind == Kind.O:
+            lse = (places["lse"], self._on_shelf(block, fields["lse"]))
+            target, length = self._on_shelf(block, fields["out"]), self._length(block, fields["out"])
+            yield Move("merge", places["out"], target, length, block.h1 - block.h0, lse)
+            return
+        what = "add" if block.kind in OUTPUTS else "copy"
+        for name, field in fields.items():
+            yield Move(what, places[name], self._on_shelf(block, field), self._length(block, field))
+
+    def _length(self, block: Block, field: Field) -> int:
+        return (block.h1 - block.h0) * field.numbers(self.shape)
+
+    def _on_shelf(self, block: Block, field: Field) -> Place:
+        shelf, numbers = self.program.shelves[block.shelf], field.numbers(self.shape)
+        dtype = self.shape.dtype if field.precise is False else self.accumulator
+        step = (shelf.h1 - shelf.h0) * numbers
+        return Place(block.shelf, field.name, dtype, block.rows, block.h0 * numbers, step)
+
+    def _in_messages(self, messages: list[Message]) -> Iterator[list[tuple[Block, dict[str, Place]]]]:
+        """For each message its blocks with the places of their fields."""
+        starts = aligned_starts([message_bytes(message, self.shape) for message in messages])
+        for message, begin in zip(messages, starts, strict=False):
+            found: dict[int, dict[str, Place]] = {id(block): {} for block in message.blocks}
+            for part in message_parts(message, self.shape):
+                dtype = self.accumulator if part.precise else self.shape.dtype
+                start = (begin + part.offset) // DTYPE_BYTES[dtype]
+                rows, step = slice(0, part.block.count), self._length(part.block, part.field)
+                found[id(part.block)][part.field.name] = Place(None, part.field.name, dtype, rows, start, step)
+            yield [(block, found[id(block)]) for block in message.blocks]
+
+    def launches(self, moves: Iterable[Move]) -> list[Launch]:
+        groups: dict[tuple[object, ...], dict[tuple[object, ...], list[Move]]] = {}
+        for move in moves:
+            groups.setdefault(move.key, {}).setdefault(move.pair, []).append(move)
+        found = []
+        for pairs in groups.values():
+            lists = list(pairs.values())
+            most = 1 if lists[0][0].what == "merge" else PAIRS
+            found += [self._launch(lists[at : at + most]) for at in range(0, len(lists), most)]
+        return found
+
+    def _launch(self, pairs: list[list[Move]]) -> Launch:
+        examples = tuple(moves[0] for moves in pairs)
+        word = 0
+        if examples[0].what == "merge":
+            table = np.concatenate([_merged_runs(move) for move in pairs[0]], axis=1)
+            longest = max(move.heads for move in pairs[0])
+        else:
+            parts = [_runs(move, number) for number, moves in enumerate(pairs) for move in moves]
+            table = np.concatenate(parts, axis=1)
+            word = _count_in_words(table) if examples[0].plain else 0
+            longest = int(table[3].max(initial=1))
+        return Launch(examples, table, word, longest)
+
+
+def _stretches(source: Rows, target: Rows, most: int) -> tuple[Ints, Ints, Ints]:
+    """(first row here, first row there, rows) of stretches in which both ascend one by one, of at most ``most`` rows."""
+    if isinstance(source, slice) and isinstance(target, slice):
+        first = np.array([[source.start], [target.start]])
+        count = np.array([source.stop - source.start])
+    else:
+        rows = np.stack([np.arange(r.start, r.stop) if isinstance(r, slice) else r for r in (source, target)])
+        begins = np.flatnonzero(np.any(np.diff(rows, axis=1, prepend=rows[:, :1] - 2) != 1, axis=0))
+        first, count = rows[:, begins], np.diff(begins, append=rows.shape[1])
+    index, part = spread(-(-count // most))
+    skipped = part * most
+    return first[0, index] + skipped, first[1, index] + skipped, np.minimum(most, count[index] - skipped)
+
+
+def _runs(move: Move, pair: int) -> Ints:
+    """Columns ``pair, from, to, length, rows, step from, step to``, in bytes if plain, else in numbers."""
+    unit = DTYPE_BYTES[move.source.dtype] if move.plain else 1
+    gapless = move.source.step == move.target.step == move.length
+    most = max(1, RUN_BYTES // (move.length * DTYPE_BYTES[move.source.dtype]))
+    here, there, rows = _stretches(move.source.rows, move.target.rows, most if gapless else min(most, RUN_ROWS))
+    begin = (move.source.start + here * move.source.step) * unit
+    to = (move.target.start + there * move.target.step) * unit
+    steps = (move.source.step * unit, move.target.step * unit)
+    length = np.full(len(rows), move.length * unit)
+    if gapless:  # one long row
+        length, rows = length * rows, np.ones_like(rows)
+    return np.stack(np.broadcast_arrays(pair, begin, to, length, rows, *steps))
+
+
+def _merged_runs(move: Move) -> Ints:
+    """Columns ``rows, heads``, then first number and step of: from, to, LSE from, LSE to."""
+    assert move.lse is not None
+    most = max(1, RUN_BYTES // (move.length * DTYPE_BYTES[move.target.dtype]))
+    here, there, rows = _stretches(move.source.rows, move.target.rows, min(most, RUN_ROWS))
+    columns: list[Any] = [rows, move.heads]
+    for place, first in ((move.source, here), (move.target, there), (move.lse[0], here), (move.lse[1], there)):
+        columns += [place.start + first * place.step, place.step]
+    return np.stack(np.broadcast_arrays(*columns))
+
+
+def _count_in_words(runs: Ints) -> int:
+    """Change runs of bytes to the longest words (up to 16 bytes) that divide all of them; the bytes of a word."""
+    counted = (1, 2, 3, 5, 6)
+    common = int(np.bitwise_or.reduce([np.bitwise_or.reduce(runs[column]) for column in counted], initial=16))
+    word = common & -common
+    for column in counted:
+        runs[column] >>= word.bit_length() - 1
+    return word
+
+
+def _disjoint(blocks: list[Block]) -> bool:
+    """Whether no two blocks of a kind can touch the same rows and heads of a shelf."""
+    if len(blocks) < 2:
+        return True
+    ends = [
+        (b.rows.start, b.rows.stop) if isinstance(b.rows, slice) else (b.rows.min(), b.rows.max() + 1) for b in blocks
+    ]
+    spot = np.array([(b.kind, b.shelf, *rows, b.h0, b.h1) for b, rows in zip(blocks, ends, strict=True)])
+    kind, shelf, first, last, h0, h1 = spot.T
+    meet = (kind[:, None] == kind) & (shelf[:, None] == shelf)
+    meet &= (first[:, None] < last) & (first < last[:, None]) & (h0[:, None] < h1) & (h0 < h1[:, None])
+    return int(meet.sum()) == len(blocks)

@@ -1,0 +1,108 @@
+"""A step over the planner's caps comes in several parts, as many on every rank, and nothing is lost between them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from made import LENGTHS, Numbered, batches_by_hand
+
+import flexcp
+from flexcp.data import Loader
+from flexcp.measure.ranks import RankPool
+
+BUDGET = 150
+CAP = 40
+
+
+def capped(ranks: int, **options: Any) -> flexcp.Planner:
+    caps = options or {"max_tokens_per_rank": CAP}
+    machine = flexcp.cluster("cpu", 1, ranks)
+    return flexcp.Planner(4, 2, 32, dtype="float32", cluster=machine, strategy="zigzag", **caps)
+
+
+def given_out(group: Any, known: bool, workers: int) -> list[dict[str, Any]]:
+    found = []
+    options = {"budget": BUDGET, "group": group, "micro_batches": True, "workers": workers}
+    with Loader(Numbered(known=known), capped(group.size()), document_fields=["images"], **options) as loader:
+        for batch in loader:
+            kept = batch.documents >= 0
+            found.append(
+                {
+                    "part": (batch.number, batch.micro_batch, batch.micro_batches),
+                    "samples": batch.samples.tolist(),
+                    "tokens": batch.tokens[kept].tolist(),
+                    "rows": len(batch.tokens),
+                    "weight": batch.weight,
+                    "valid": int(batch.valid),
+                    "place": loader.place,
+                }
+            )
+    return found
+
+
+@pytest.mark.parametrize(("known", "workers"), [(True, 1), (False, 0)])
+def test_micro_batches_are_as_many_on_every_rank_and_hold_the_step(known: bool, workers: int, pool: RankPool) -> None:
+    by_rank = pool.run(given_out, known, workers, ranks=3)
+    for name in ("part", "samples", "weight", "valid", "place"):
+        assert len({str([batch[name] for batch in got]) for got in by_rank}) == 1, name
+    steps = batches_by_hand(list(range(len(LENGTHS))), LENGTHS, BUDGET)
+    several = 0
+    for number, documents in enumerate(steps):
+        at = [i for i, batch in enumerate(by_rank[0]) if batch["part"][0] == number]
+        parts = [by_rank[0][i] for i in at]
+        assert [p["part"] for p in parts] == [(number, i, len(parts)) for i in range(len(parts))]
+        assert sorted(n for p in parts for n in p["samples"]) == sorted(documents)
+        assert sum(p["weight"] for p in parts) == pytest.approx(1.0)
+        assert [p["weight"] for p in parts] == [p["valid"] / sum(p["valid"] for p in parts) for p in parts]
+        tokens = sorted(t for got in by_rank for i in at for t in got[i]["tokens"])
+        assert len(tokens) == sum(LENGTHS[n] for n in documents) == len(set(tokens))
+        assert all(got[i]["rows"] <= CAP for got in by_rank for i in at)
+        places = [p["place"] for p in parts]
+        assert len(set(places[:-1])) <= 1 and all(place < places[-1] for place in places[:-1])
+        several += len(parts) > 1
+    assert several
+
+
+def test_a_step_left_between_its_parts_is_done_again_as_a_whole() -> None:
+    options: dict[str, Any] = {"budget": BUDGET, "micro_batches": True, "workers": 0, "document_fields": ["images"]}
+    with Loader(Numbered(known=True), capped(1, max_tokens_per_rank=100), **options) as loader:
+        all_parts = [batch.samples.tolist() for batch in loader]
+        steps = iter(loader)
+        first = next(steps)
+        assert first.micro_batches > 1
+        state = loader.state_dict()
+        assert (state["place"], state["step"]) == (0, 0) and state["epoch"] == 1
+    with Loader(Numbered(known=True), capped(1, max_tokens_per_rank=100), **options) as loader:
+        loader.load_state_dict(state)
+        assert [batch.samples.tolist() for batch in loader] == all_parts
+
+
+def test_a_loss_of_parts_by_their_weights_is_the_steps() -> None:
+    options: dict[str, Any] = {"budget": BUDGET, "workers": 0, "document_fields": ["images"]}
+
+    def mean(loader: Loader, number: int) -> float:
+        batches = [b for b in loader if b.number == number]
+        logits = [torch.sin(torch.outer(b.tokens.float() + 1, torch.arange(1.0, 8.0))) for b in batches]
+        labels = [torch.where(b.labels >= 0, b.labels % 7, b.labels) for b in batches]
+        losses = [
+            b.step.loss(x, y, without_attention=True) * b.weight
+            for b, x, y in zip(batches, logits, labels, strict=True)
+        ]
+        return float(sum(losses))
+
+    with Loader(Numbered(known=True), capped(1, max_tokens_per_rank=BUDGET), **options) as whole:
+        wanted = mean(whole, 1)
+    with Loader(Numbered(known=True), capped(1, max_tokens_per_rank=100), micro_batches=True, **options) as cut:
+        assert mean(cut, 1) == pytest.approx(wanted, rel=1e-6)
+
+
+def test_what_cannot_be_cut_is_refused() -> None:
+    with pytest.raises(ValueError, match="micro_batches=True needs a cap"):
+        Loader(Numbered(), capped(1, max_peers=0), budget=BUDGET, micro_batches=True, workers=0)
+    with pytest.raises(ValueError, match=r"'layout': \.\.\.} does not go with micro_batches=True"):
+        Loader(Numbered(), capped(1), budget=BUDGET, micro_batches=True, workers=0, plan_options={"layout": "zigzag"})
+    with pytest.raises(ValueError, match="needs a planner with a method micro_batches"):
+        Loader(Numbered(), lambda lengths: np.zeros(1), budget=BUDGET, micro_batches=True, workers=0)  # type: ignore[arg-type,return-value]

@@ -1,0 +1,122 @@
+"""Speeds that telemetry measures reach the planner as numbered corrections: the same on all ranks, after the look-ahead, replayable."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from made import Numbered
+from misbehaving import planner
+
+import flexcp
+from flexcp.data import Loader
+from flexcp.data.speeds.corrections import Correction, agreed_speeds, read_corrections, speeds_at
+from flexcp.executor.kernels import cpu
+from flexcp.masks import area
+from flexcp.measure.ranks import RankPool
+
+LENGTHS = [300, 20, 260, 40, 180, 120] * 20
+LOOKAHEAD, EVERY = 2, 3
+
+
+def test_speeds_are_relative_rounded_and_near_ones_are_left_alone() -> None:
+    assert agreed_speeds([(700, 1000), (1000, 1000), (1000, 1000)], [1000] * 3) == (700, 1000, 1000)
+    assert agreed_speeds([(70, 1000), (100, 1000), (100, 1000)], [1000] * 3) == (
+        700,
+        1000,
+        1000,
+    )  # the model's own error
+    assert agreed_speeds([(1000, 1000), (980, 1000), (1000, 1000)], [1000] * 3) is None
+    assert agreed_speeds([(704, 1000), (1000, 1000), (1000, 1000)], [700, 1000, 1000]) is None
+    assert agreed_speeds([(1000, 1000), (1000, 1000), (1000, 1000)], [700, 1000, 1000]) == (1000, 1000, 1000)
+    assert agreed_speeds([(0, 0), (1000, 1000), (500, 1000), (1000, 1000)], [900, 1000, 1000, 1000]) == (
+        900,
+        1000,
+        500,
+        1000,
+    )
+    assert agreed_speeds([(0, 0), (1000, 1000)], [1000, 1000]) is None
+    assert agreed_speeds([(1, 10**9), (1000, 1000), (1000, 1000)], [1000] * 3) == (100, 1000, 1000)
+
+
+def test_a_correction_is_in_force_from_its_step_on() -> None:
+    told = [Correction(0, 7, (900, 1000)), Correction(1, 2, (800, 1000))]
+    at = [(0, 6), (0, 7), (0, 99), (1, 0), (1, 2), (2, 0)]
+    assert [speeds_at(told, *place) for place in at] == [None, *[(900, 1000)] * 3, (800, 1000), (800, 1000)]
+    assert read_corrections([each.plain() for each in told], 2) == told
+    assert read_corrections([each.plain() for each in told], 3) == []
+
+
+def slowed(rank: int, slow: int) -> Any:
+    """Kernels that take the time of their pairs, on one rank a third longer than on others."""
+
+    def wait(products: int, slices: Any, heads: int) -> None:
+        time.sleep(products * int(area(slices).sum()) * heads * (130e-9 if rank == slow else 91e-9))
+
+    def forward(q: Any, k: Any, v: Any, slices: Any, *_: Any) -> None:
+        wait(2, slices, q.shape[1])
+
+    def backward(q: Any, k: Any, v: Any, do: Any, lse: Any, delta: Any, slices: Any, *_: Any) -> None:
+        wait(5, slices, q.shape[1])
+
+    return patch.multiple(cpu, forward=forward, backward=backward)
+
+
+def trained(group: Any, state: dict[str, Any] | None, steps: int, every: int, slow: int | None) -> dict[str, Any]:
+    """Hashes and work of the steps, and states before the first and after the last."""
+    rank, ranks = group.rank(), group.size()
+    telemetry = flexcp.Telemetry() if every else None
+    options: dict[str, Any] = {"budget": 500, "lookahead": LOOKAHEAD, "workers": 1, "telemetry": telemetry}
+    hashes, work = [], []
+    data = Numbered(LENGTHS, known=True)
+    fields = {"document_fields": ["images"], "group": group}
+    with Loader(data, planner(ranks, "groups"), **options, **fields, follow_speeds=every) as loader:  # type: ignore[arg-type]
+        if state is not None:
+            loader.load_state_dict(state)
+        before = loader.state_dict()
+        for batch in loader:
+            hashes.append(batch.step.plan.hash)
+            work.append(batch.step.plan.work().tolist())
+            if slow is not None:
+                with slowed(rank, slow):
+                    q = torch.zeros(len(batch.tokens), 4, 32, requires_grad=True)
+                    k, v = (torch.zeros(len(batch.tokens), 2, 32) for _ in range(2))
+                    flexcp.attention(q, k, v, batch.step).sum().backward()
+            if len(hashes) == steps:
+                break
+        return {"hashes": hashes, "work": work, "before": before, "after": loader.state_dict()}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_slow_rank_gets_less_after_the_look_ahead_and_a_replay_plans_the_same(ranks: int, pool: RankPool) -> None:
+    slow, steps = ranks - 1, EVERY + LOOKAHEAD + 2
+    found = pool.run(trained, None, steps, EVERY, slow, ranks=ranks)
+    told = found[0]["after"]["speeds"]
+    assert all(each["after"]["speeds"] == told and each["hashes"] == found[0]["hashes"] for each in found)
+    epoch, first, speeds = told[0]
+    assert (epoch, first) == (0, EVERY + LOOKAHEAD)  # the first step that nobody had asked for
+    assert speeds[slow] < min(speed for rank, speed in enumerate(speeds) if rank != slow)
+
+    plain = pool.run(trained, None, steps, 0, None, ranks=ranks)[0]
+    less, usual = (sum(work[slow] / sum(work) for work in each["work"][first:]) for each in (found[0], plain))
+    assert less < 0.95 * usual
+    assert plain["hashes"][:first] == found[0]["hashes"][:first] and plain["hashes"][first] != found[0]["hashes"][first]
+    assert plain["after"]["speeds"] == []
+    replayed = pool.run(trained, found[0]["before"] | {"speeds": told}, steps, 0, None, ranks=ranks)
+    assert all(each["hashes"] == found[0]["hashes"] for each in replayed)
+    resumed = pool.run(trained, found[0]["after"], 2, 0, None, ranks=ranks)[0]
+    whole = pool.run(trained, found[0]["before"] | {"speeds": told}, steps + 2, 0, None, ranks=ranks)[0]
+    assert resumed["hashes"] == whole["hashes"][steps:] and resumed["after"]["speeds"] == told
+
+
+def test_following_needs_something_that_measures_and_a_planner_that_can() -> None:
+    options: dict[str, Any] = {"budget": 500, "workers": 0}
+    with pytest.raises(ValueError, match=r"follow_speeds=5 needs telemetry=flexcp\.Telemetry"):
+        Loader(Numbered(LENGTHS), planner(1), follow_speeds=5, **options)
+    with pytest.raises(ValueError, match=r"follow_speeds is a count of steps .*got -1"):
+        Loader(Numbered(LENGTHS), planner(1), follow_speeds=-1, telemetry=flexcp.Telemetry(), **options)
+    with pytest.raises(ValueError, match="follow_speeds=5 needs a planner with a cluster and with_speeds"):
+        Loader(Numbered(LENGTHS), lambda lengths: None, follow_speeds=5, telemetry=flexcp.Telemetry(), **options)  # type: ignore[arg-type,return-value]

@@ -1,0 +1,80 @@
+"""Proves that planning many short documents takes work in proportion to their number, counted in pairs that a search tries."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import flexcp
+from flexcp.batch import make_batch
+from flexcp.planners.blocks.pack import BinLimits, RowLoads, make_row_loads, pack, place_node
+from flexcp.planners.blocks.row_limits import level_rows
+
+Ints = NDArray[np.int64]
+BINS = 8
+
+
+def short_documents(count: int) -> tuple[RowLoads, Ints]:
+    """The loads of so many short documents, and all of them as items."""
+    lengths = np.random.default_rng(0).integers(1, 400, count)
+    loads = make_row_loads(make_batch(lengths, flexcp.causal()), 64, 0, None)
+    return loads, np.stack([np.arange(count), np.zeros(count, np.int64), lengths], axis=1)
+
+
+def limits_of(loads: RowLoads, load_percent: int) -> BinLimits:
+    """Limits at which every bin is over: so much of the mean load, and not all of the rows."""
+    load = np.full(BINS, loads.total * load_percent // 100 // BINS)
+    return BinLimits(load, np.full(BINS, loads.batch.tokens * 99 // 100 // BINS), load)
+
+
+def steps_of_packing(count: int) -> int:
+    loads, items = short_documents(count)
+    return pack(loads, items, limits_of(loads, 100)).steps
+
+
+def steps_of_a_node(count: int) -> int:
+    loads, items = short_documents(count)
+    return place_node(loads, items, limits_of(loads, 50), [BINS], 4096, 20_000)[0].steps
+
+
+@pytest.mark.parametrize("steps_of", [steps_of_packing, steps_of_a_node])
+def test_twice_the_documents_take_at_most_twice_the_steps(steps_of: object) -> None:
+    assert callable(steps_of)
+    few, many = steps_of(10_000), steps_of(20_000)
+    assert 0 < many <= 2 * few
+
+
+def level_rows_one_by_one(
+    ranges: list[tuple[int, int, int]], room: list[int], nodes: list[int]
+) -> set[tuple[int, int, int]]:
+    """The same, looked up anew for every range that moves."""
+    kept = set(ranges)
+    while min(room) < 0:
+        donor = room.index(min(room))
+        taker = max((r for r in range(len(room)) if room[r] > 0), key=lambda r: (nodes[r] == nodes[donor], room[r], -r))
+        rank, a, b = max((each for each in kept if each[0] == donor), key=lambda each: (each[2] - each[1], -each[1]))
+        amount = min(-room[donor], room[taker], b - a)
+        kept.remove((rank, a, b))
+        kept.add((taker, a, a + amount))
+        if a + amount < b:
+            kept.add((donor, a + amount, b))
+        room[donor] += amount
+        room[taker] -= amount
+    return kept
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tokens_over_a_limit_go_to_the_emptiest_rank_of_the_node_first(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    ranks = int(random.integers(2, 9))
+    lengths = random.integers(1, (5, 300)[seed % 2], 60)
+    rank, stop = random.integers(0, ranks, 60), np.cumsum(lengths)
+    order = random.permutation(60)
+    rank, start, stop = rank[order], (stop - lengths)[order], stop[order]
+    limits, nodes = np.full(ranks, -(-int(lengths.sum()) // ranks) + seed % 3), np.arange(ranks) // 2
+    counts = np.bincount(rank, weights=stop - start, minlength=ranks).astype(np.int64)
+    found = level_rows(rank, start, stop, limits, nodes)
+    rows = list(zip(rank.tolist(), start.tolist(), stop.tolist(), strict=True))
+    expected = level_rows_one_by_one(rows, (limits - counts).tolist(), nodes.tolist())
+    assert set(zip(*(column.tolist() for column in found), strict=True)) == expected
