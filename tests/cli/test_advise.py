@@ -215,6 +215,31 @@ def test_why_static_follows_from_what_was_simulated(rank: list[int], way_out: st
         assert max(lost, key=lambda part: lost[part]) == {900: "uneven"}.get(rank[0], "waiting" if rank[1] else "sync")
 
 
+@pytest.mark.parametrize(
+    ("swap_ns", "free_ns", "verdict", "says"),
+    [
+        (1050, 1010, "static", "Neither the loader"),
+        (1050, 1000, "free", "Of the two the loader (1.09 times the speed of zigzag) pays, not the swap (1.04 times)."),
+        (1000, 1050, "swap", "Of the two the swap (1.09 times) pays; the loader"),
+        (900, 880, "swap", "Both pay"),
+        (1000, 880, "free", "Both pay"),
+        (None, 1000, "free", "The swap does not fit"),
+        (None, 1050, "static", "The swap does not fit"),
+    ],
+)
+def test_the_verdict_is_what_the_sentence_says_pays(swap_ns: int | None, free_ns: int, verdict: str, says: str) -> None:
+    """Here a gain must exceed 8 %; a swap that gains less is not advised, however near it is to the loader."""
+
+    def taking(name: str, ns: int) -> Answer:
+        return answer_of(name, [[ns // 2, 0, ns - ns // 2, 0]] * 4, [1] * 4)
+
+    free, swap = taking("auto", free_ns), None if swap_ns is None else taking("auto contiguous", swap_ns)
+    found = replace(advice_on(taking("zigzag", 1090), free, 800), swap=swap)
+    assert found.margin == 0.08, "a test of other cases"
+    assert (found.verdict, found.pays[: len(says)]) == (verdict, says)
+    assert found.chosen is {"static": found.static, "swap": swap, "free": free}[verdict]
+
+
 def test_equal_documents_that_divide_unevenly_are_not_called_equal_work() -> None:
     static = answer_of("dp", [[800, 0, 100, 0], [400, 0, 50, 0], [400, 0, 50, 0], [400, 0, 50, 0]], [2, 1, 1, 1])
     why = why_static(advice_on(static, static, 500, (7, 7, 7, 7, 7)))

@@ -217,9 +217,7 @@ def _report(path: Path, advice: Advice, code: list[tuple[str, str]]) -> None:
         sections.append(code_section("Lines of code", code))
     sections.append(_first_pass(advice.static, "Static"))
     if advice.verdict != "static":
-        chosen = advice.swap if advice.verdict == "swap" else advice.free
-        assert chosen is not None
-        sections.append(_first_pass(chosen, "flexcp"))
+        sections.append(_first_pass(advice.chosen, "flexcp"))
     question = advice.question
     write(
         path, sections, f"Advice for {question.preset.model.name} on {question.cluster}", advice_words(advice)[0][1][0]
