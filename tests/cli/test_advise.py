@@ -240,6 +240,18 @@ def test_the_verdict_is_what_the_sentence_says_pays(swap_ns: int | None, free_ns
     assert found.chosen is {"static": found.static, "swap": swap, "free": free}[verdict]
 
 
+@pytest.mark.parametrize("below", [1, 60])
+def test_no_share_of_what_is_lost_is_negative(below: int) -> None:
+    """The slowest rank computes less than the mean, by a little or by much, and waits for the others."""
+    static = answer_of("zigzag", [[400 - below, 400, 300, 0], *[[400, 390 - below, 300, 0]] * 3], [1] * 4)
+    advice, lost = advice_on(static, static, 700), losses(static, 700)
+    assert static.uneven < 0, "a test of nothing"
+    assert min(lost.values()) >= 0 and sum(lost.values()) == pytest.approx(1 - 700 / static.total_ns)
+    assert "-" not in why_static(advice) and "of its pass 0 % is compute of the slowest rank" in why_static(advice)
+    fast = answer_of("zigzag", [[399, 0, 300, 0]] * 4, [1] * 4)
+    assert why_static(advice_on(fast, fast, 700)).startswith("zigzag takes only 0 % longer")
+
+
 def test_equal_documents_that_divide_unevenly_are_not_called_equal_work() -> None:
     static = answer_of("dp", [[800, 0, 100, 0], [400, 0, 50, 0], [400, 0, 50, 0], [400, 0, 50, 0]], [2, 1, 1, 1])
     why = why_static(advice_on(static, static, 500, (7, 7, 7, 7, 7)))
