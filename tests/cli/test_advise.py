@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+import flexcp
+import flexcp.compare.advice as advice_module
+from flexcp.calibration import Calibration
 from flexcp.cli.main import app
 from flexcp.cli.shared.document_lengths import document_lengths
 from flexcp.clusters import cluster
@@ -276,7 +281,54 @@ def test_a_config_brings_its_masks_and_the_lines_explain_themselves(tmp_path: Pa
         "advise", *setting, "--heads", "8", "--hidden", "1024", "--layers", "2", "--mask", "window:4096"
     ).stdout
     assert "a model of 2 layers of 1024 with window:4095,0" in " ".join(by_numbers.split())
-    assert "mask=flexcp.window(4095, 0)" in by_numbers
+    assert 'masks={"mask": (flexcp.window(4095, 0), 2)}' in by_numbers
+
+
+@pytest.mark.parametrize("more", [[], ["--tp", "2"], ["--max-tokens-per-rank", "8k"], ["--cost"]])
+def test_the_lines_make_the_planner_that_was_simulated(
+    more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Executed, those of PyTorch and of Hugging Face plan the same; of the others the cap is looked at."""
+    kept: list[Advice] = []
+    real = advice_module.advise
+    monkeypatch.setattr(advice_module, "advise", lambda *given: kept.append(real(*given)) or kept[0])
+    if more == ["--cost"]:
+        file = tmp_path / "cost.json"
+        file.write_text(
+            json.dumps(Calibration(CostModel("mine", forward_efficiency=300), "", {"gflops": 7777}).to_json())
+        )
+        more = ["--cost", str(file)]
+    sizes = ["--heads", "8", "--kv-heads", "4", "--head-dim", "64", "--hidden", "768", "--layers", "3"]
+    code = advice("12000,20x500", "--cluster", "h100:1x4", "--today", "ring", "--framework", "all", *sizes, *more)[
+        "code"
+    ]
+    (found,) = kept
+    plan, cap = found.chosen.plans[0], found.question.max_tokens_per_rank
+    swap = {"layout": "contiguous"} if found.verdict == "swap" else {}
+    config = SimpleNamespace(num_attention_heads=8, num_key_value_heads=4, head_dim=64, dtype="bfloat16")
+    for title, text in code.items():
+        if "FSDP2" not in title and title != "torchtitan":
+            assert f"max_tokens_per_rank={cap}" in text, title
+        if title == "PyTorch, your own loop" or "Hugging Face" in title:
+            planner = executed(text, model=config)["planner"]
+            assert planner.max_tokens_per_rank == cap
+            assert planner(plan.batch.lengths, masks=found.question.masks, **swap).hash == plan.hash, title
+    masks = re.search(r"masks=(\{.*?\})", code["PyTorch, your own loop"])
+    assert masks is not None and eval(masks[1], {"flexcp": flexcp}) == found.question.masks
+
+
+def executed(code: str, **known: Any) -> dict[str, Any]:
+    """What is known after the imports and the assignments that make the planner."""
+    for line in ast.parse(code).body:
+        names = (
+            [target.id for target in line.targets if isinstance(target, ast.Name)]
+            if isinstance(line, ast.Assign)
+            else []
+        )
+        wanted = isinstance(line, ast.Import | ast.ImportFrom) and "huggingface_trainer" not in ast.unparse(line)
+        if wanted or names in (["planner"], ["calibration"]):
+            exec(ast.unparse(line), known)
+    return known
 
 
 def test_the_budget_is_explained() -> None:
@@ -284,6 +336,7 @@ def test_the_budget_is_explained() -> None:
         masks = {"mask": (causal(), 4)}
         filled = Lines(
             find_model("llama3-8b").shape,
+            find_model("llama3-8b").model,
             cluster("h100:4x8"),
             "blocks",
             32_768,
