@@ -214,11 +214,18 @@ def test_a_calibrated_cost_changes_times_and_names_its_error(tmp_path: Path) -> 
         (["compare", *SMALL, "--overlap", "2"], "--overlap is a share between 0 and 1; got 2"),
         (["simulate", *SMALL, "--cost", "/nowhere.json"], "cannot read a cost model from /nowhere.json"),
         (["simulate", *SMALL, "--strategy", "ulysses:3"], "refused"),
+        (["compare", *SMALL, "--strategies", "ulysses:3"], "ulysses:3 refused: "),
+        (["compare", *SMALL, "--strategies", "ulysses:3,zigzag:3", "--json"], "; zigzag:3 refused: "),
     ],
 )
 def test_mistakes_are_one_line(words: list[str], said: str) -> None:
     result = run(*words)
     assert isinstance(result.exception, ValueError) and said in str(result.exception)
+
+
+def test_one_refusal_among_others_is_told_below_the_table() -> None:
+    result = run("compare", *SMALL, "--strategies", "ulysses:3,zigzag")
+    assert result.exit_code == 0 and "ulysses:3 refused: " in result.output and "x static: against" in result.output
 
 
 def test_plans_take_a_cost_model(tmp_path: Path) -> None:

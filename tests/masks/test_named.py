@@ -7,6 +7,7 @@ import pytest
 import flexcp
 from flexcp.cli.shared.batches import MASKS
 from flexcp.clusters import cluster
+from flexcp.cost import Model
 from flexcp.masks import MASK_SIGNATURES, Mask, parse_mask
 from flexcp.masks.named import NAMED, named_mask
 from flexcp.report.code_lines import Lines, code_lines
@@ -70,11 +71,19 @@ def test_the_command_line_shows_all_text_forms() -> None:
 @pytest.mark.parametrize("name", NAMED)
 def test_a_line_of_code_makes_the_mask(name: str) -> None:
     lines = Lines(
-        Shape(8, 2, 64, 64), cluster("h100", 1, 2), "blocks", 100, 100, 1, {"mask": (SOME[name], 1)}, swap=True
+        Shape(8, 2, 64, 64),
+        Model("some", 512, 3, 99),
+        cluster("h100", 1, 2),
+        "blocks",
+        100,
+        100,
+        1,
+        {"mask": (SOME[name], 3)},
+        swap=True,
     )
-    (line,) = (line for line in code_lines("pytorch", lines)[1].splitlines() if "mask=" in line)
-    call = line.split("mask=")[1].split(", layout=")[0]
-    assert eval(call, {"flexcp": flexcp}) == SOME[name]
+    (line,) = (line for line in code_lines("pytorch", lines)[1].splitlines() if "masks=" in line)
+    call = line.split("masks=")[1].split(", layout=")[0]
+    assert eval(call, {"flexcp": flexcp}) == {"mask": (SOME[name], 3)}
 
 
 def test_a_name_that_is_not_in_the_table_is_an_error() -> None:

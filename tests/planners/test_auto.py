@@ -155,6 +155,22 @@ def test_a_long_document_among_short_ones_is_worth_leaving_static() -> None:
     assert step_ns(plan) < min(events for _, events in times)
 
 
+@pytest.mark.parametrize("effort", [None, 2])
+def test_of_what_was_not_simulated_the_note_knows_a_bound_and_no_best(effort: int | None) -> None:
+    """Of methods that were passed over the one with the least bound need not be the fastest, so none is named."""
+    asked = request([30_000, *[200] * 200], effort=effort)
+    told = auto(asked).note.split("; ")
+    checked = 0
+    for dealing in ("tokens", "load"):
+        start = f"no static one by {dealing} takes less than "
+        for words in (words for words in told if words.startswith(start)):
+            static = [c for c in find_candidates(asked, 16) if c.dealing == dealing]
+            least = min(events for candidate in static for _, events in simulated(asked, candidate))
+            assert float(words.removeprefix(start).removesuffix(" ms")) * 1e6 <= least + 500, "rounded to microseconds"
+            checked += 1
+    assert checked and "takes at least" not in "".join(told)
+
+
 def test_a_static_method_dealt_by_load_may_win() -> None:
     """Web documents on one node, whole and dealt by load, are the fastest there is."""
     lengths = draw_lengths("web", 8192 * 8, 0)

@@ -156,12 +156,18 @@ class Advice:
 
     @property
     def verdict(self) -> str:
-        """``free``, ``swap`` or ``static``: what to use. The loader only where it gives more than the swap, beyond the margin."""
-        if not self.sure(self.free) and not (self.swap and self.sure(self.swap)):
-            return "static"
-        if self.swap is not None and self.swap.total_ns <= self.free.total_ns * (1 + self.margin):
+        """``free``, ``swap`` or ``static``: what to use. Only what is sure to gain; the loader only where it adds to a sure swap."""
+        swap, free = self.swap, self.free
+        if swap is not None and self.sure(swap) and swap.total_ns <= free.total_ns * (1 + self.margin):
             return "swap"
-        return "free"
+        return "free" if self.sure(free) else "static"
+
+    @property
+    def chosen(self) -> Answer:
+        """The answer that the verdict names."""
+        answer = {"free": self.free, "swap": self.swap, "static": self.static}[self.verdict]
+        assert answer is not None
+        return answer
 
     @property
     def pays(self) -> str:
@@ -171,13 +177,13 @@ class Advice:
         if swap is None:
             return f"The swap does not fit, {loader} does."
         swapped = f"the swap ({self.gain(swap):.2f} times)"
+        if self.verdict == "static":
+            return f"Neither {loader} nor {swapped} pays beyond the model's error."
         if self.sure(free) and self.sure(swap):
             return f"Both pay: {loader} and {swapped}."
-        if self.sure(free):
+        if self.verdict == "free":
             return f"Of the two {loader} pays, not {swapped}."
-        if self.sure(swap):
-            return f"Of the two {swapped} pays; {loader} is within the model's error."
-        return f"Neither {loader} nor {swapped} pays beyond the model's error."
+        return f"Of the two {swapped} pays; {loader} is within the model's error."
 
 
 def advise(question: Question, lengths: Sequence[int], tell: Callable[[str], None] = lambda _: None) -> Advice:

@@ -34,7 +34,7 @@ def why_static(advice: Advice) -> str:
         )
     times = static.total_ns / bound
     if times <= 1 + advice.margin:
-        longer = f"{100 * (times - 1):.0f} % longer"
+        longer = f"{100 * max(0.0, times - 1):.0f} % longer"
         return f"{static.name} takes only {longer} on these documents than all compute divided perfectly over the ranks"
     attention = static.share("attention") + static.share("wait")
     if attention < SMALL_SHARE:
@@ -56,10 +56,14 @@ def why_static(advice: Advice) -> str:
 
 
 def losses(answer: Answer, bound_ns: int) -> dict[str, float]:
-    """What an answer takes beyond perfectly divided compute, as shares of its time; they add up to all of it."""
-    uneven, waiting, sync = answer.uneven, answer.share("wait"), answer.share("sync")
-    overhead = 1 - bound_ns / max(answer.total_ns, 1) - uneven - waiting - sync
-    return {"uneven": uneven, "waiting": waiting, "sync": sync, "overhead": overhead}
+    """What an answer takes beyond perfectly divided compute, as shares of its time; none is negative, and they add up to all of it."""
+    beyond = max(0.0, 1 - bound_ns / max(answer.total_ns, 1))
+    found = {"uneven": answer.uneven, "waiting": answer.share("wait"), "sync": answer.share("sync")}
+    found["overhead"] = beyond - sum(found.values())
+    # A slowest rank that computes less than the mean waits for the others: what it saves by that, others of its parts are less by.
+    lost = {part: max(0.0, share) for part, share in found.items()}
+    scale = beyond / (sum(lost.values()) or 1)
+    return {part: share * scale for part, share in lost.items()}
 
 
 def _words(advice: Advice, answer: Answer) -> str:

@@ -143,8 +143,7 @@ def _todo(advice: Advice) -> list[str]:
             how_sure(advice),
             "Ask again when lengths, ranks or the mask change, or with --cost and your own calibration (flexcp calibrate).",
         ]
-    q, answer = advice.question, advice.swap if advice.verdict == "swap" else advice.free
-    assert answer is not None
+    q, answer = advice.question, advice.chosen
     what = (
         f'Swap attention, with layout="contiguous"; the loader would not add {100 * advice.margin:g} %.'
         if advice.verdict == "swap"

@@ -1,20 +1,29 @@
-"""Lines to copy: what turning flexcp on takes in each framework, with the user's own numbers filled in."""
+"""Lines to copy: what turning flexcp on takes in each framework, with the user's own numbers filled in.
+
+A planner that is made of them plans what was simulated: it has the same heads, cluster, model, cost model and cap, and batches the same
+masks with their layers. The frameworks' own planners take from the framework what it knows itself.
+"""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 
 from flexcp.clusters import Cluster
+from flexcp.cost import Model
 from flexcp.data.lengths import batch_tokens
 from flexcp.masks import Mask, named_mask
 from flexcp.shape import Shape
 
 PLANNER = """import flexcp
-
-planner = flexcp.Planner(heads={heads}, kv_heads={kv_heads}, head_dim={head_dim}, strategy="{strategy}",
-                         max_tokens_per_rank={cap}, cluster=flexcp.cluster("{cluster}", nodes={nodes}, ranks_per_node={each}))
+{calibration}
+planner = flexcp.Planner(
+    heads={heads}, kv_heads={kv_heads}, head_dim={head_dim}{sizes}, strategy="{strategy}", max_tokens_per_rank={cap},
+    cluster={cluster},
+    model={model}{cost},
+)
 """
 SWAP = (
     PLANNER
@@ -36,17 +45,23 @@ with flexcp.data.Loader(dataset, planner, budget={budget}, {masks}, group=mesh["
 )
 HUGGINGFACE = """import flexcp
 from flexcp.frameworks import huggingface
-
+{calibration}
 huggingface.turn_on(model)                          # once
-planner = huggingface.planner(model, flexcp.cluster("{cluster}", nodes={nodes}, ranks_per_node={each}), strategy="{strategy}"{tp})
+planner = huggingface.planner(
+    model, {cluster}, strategy="{strategy}"{tp}, max_tokens_per_rank={cap},
+    cost={whole_cost},
+)
 step = flexcp.bind(planner(lengths, masks=huggingface.masks(model.config){layout}), mesh["cp"])
 loss = model(**huggingface.inputs(tokens, step, gradients="averaged")).loss    # under DDP; "summed" where gradients are summed
 """
 TRAINER = """import flexcp
 from flexcp.frameworks import huggingface
 from flexcp.frameworks.huggingface_trainer import FlexcpTrainer
-
-planner = huggingface.planner(model, flexcp.cluster("{cluster}", nodes={nodes}, ranks_per_node={each}), strategy="{strategy}"{tp})
+{calibration}
+planner = huggingface.planner(
+    model, {cluster}, strategy="{strategy}"{tp}, max_tokens_per_rank={cap},
+    cost={whole_cost},
+)
 trainer = FlexcpTrainer(model, args, train_dataset=dataset, data_collator=collator, planner=planner)
 trainer.train()
 """
@@ -60,16 +75,16 @@ fsdp.sum_gradients(model)                           # for gradients="summed": ra
 """
 TORCHTITAN = """import flexcp
 from flexcp.frameworks import torchtitan
-
-config = torchtitan.turn_on(config, cluster=flexcp.cluster("{cluster}", nodes={nodes}, ranks_per_node={each}))
+{calibration}
+config = torchtitan.turn_on(config, cluster={cluster})
 config.build().train()
 """
 MEGATRON = """import flexcp
 from flexcp.frameworks import megatron as flex
-
+{calibration}
 spec = flex.planned_spec(spec)                      # of GPT layers; TransformerConfig(calculate_per_token_loss=True)
 model = flex.adapt(GPTModel(config, spec, ...))
-planner = flex.planner(config, flexcp.cluster("{cluster}", nodes={nodes}, ranks_per_node={pool}))
+planner = flex.planner(config, {pool_cluster}, max_tokens_per_rank={cap}{cost})
 iterator = flex.data_iterator(batches, planner, config, device="cuda")
 forward_backward(forward_step_func=flex.forward_step, data_iterator=iterator, model=model, ...)
 """
@@ -87,13 +102,14 @@ FRAMEWORKS = {
 class Lines:
     """What the lines are filled in with; ``swap`` keeps tokens where a contiguous split has them.
 
-    ``shape`` and ``cluster`` are what tensor parallelism over ``tp`` leaves.
+    ``shape``, ``model`` and ``cluster`` are what tensor parallelism over ``tp`` leaves. ``cost_file`` is the calibration that was used.
 
     ``step_tokens`` are those of a training step, which ``micro_batches`` passes take; ``longest`` is the longest document, which a batch
     must hold.
     """
 
     shape: Shape
+    model: Model
     cluster: Cluster
     strategy: str
     max_tokens_per_rank: int
@@ -103,6 +119,7 @@ class Lines:
     swap: bool
     longest: int = 1
     tp: int = 1
+    cost_file: Path | None = None
 
     @property
     def budget(self) -> int:
@@ -131,30 +148,62 @@ def code_lines(framework: str, lines: Lines) -> tuple[str, str]:
     title, text = FRAMEWORKS[framework]
     if framework == "pytorch" and lines.swap:
         text = SWAP
+    # Megatron users who gave no --tp still have one; a cluster that was divided is the pool itself.
+    each = lines.cluster.ranks_per_node
+    pool = each if lines.tp > 1 else f"{each} // tp"
+    model, calibrated = _model(lines.model), lines.cost_file is not None
     return title, text.format(
         heads=lines.shape.heads,
         kv_heads=lines.shape.kv_heads,
         head_dim=lines.shape.head_dim,
+        sizes=_sizes(lines.shape),
         strategy=lines.strategy,
         cap=lines.max_tokens_per_rank,
+        model=model,
+        calibration=_calibration(lines.cost_file, replaced="{whole_cost}" in text),
+        cost=", cost=calibration.cost" if calibrated else "",
+        whole_cost=f"replace(calibration.cost, model={model})" if calibrated else f"flexcp.CostModel(model={model})",
         budget=lines.budget,
         why_budget=lines.why_budget,
         masks=_masks(lines.masks),
         which="" if len(lines.masks) == 1 else ", mask=name_of_the_layers_mask",
-        cluster=lines.cluster.name,
-        nodes=lines.cluster.nodes,
-        each=lines.cluster.ranks_per_node,
-        # Megatron users who gave no --tp still have one; a cluster that was divided is the pool itself.
-        pool=lines.cluster.ranks_per_node if lines.tp > 1 else f"{lines.cluster.ranks_per_node} // tp",
+        cluster=_cluster(lines, each),
+        pool_cluster=_cluster(lines, pool),
         tp=f", tp={lines.tp}" if lines.tp > 1 else "",
         layout=', layout="contiguous"' if lines.swap else "",
     )
 
 
+def _cluster(lines: Lines, ranks_per_node: int | str) -> str:
+    """The call that makes the cluster, with the measured speeds where there are any."""
+    made = f'flexcp.cluster("{lines.cluster.name}", nodes={lines.cluster.nodes}, ranks_per_node={ranks_per_node})'
+    return made if lines.cost_file is None else f"calibration.on({made})"
+
+
+def _calibration(file: Path | None, replaced: bool) -> str:
+    """Lines that read the cost model of ``--cost``, whose model is ``replaced`` or not; none without one."""
+    if file is None:
+        return ""
+    return ("from dataclasses import replace\n" if replaced else "") + (
+        "from pathlib import Path\nfrom flexcp.calibration import read_calibration\n\n"
+        f"calibration = read_calibration(Path({str(file)!r}))"
+    )
+
+
+def _model(model: Model) -> str:
+    """The call that makes the model."""
+    values = ", ".join(f"{field.name}={getattr(model, field.name)!r}" for field in fields(model))
+    return f"flexcp.Model({values})"
+
+
+def _sizes(shape: Shape) -> str:
+    """Arguments of a planner for what of a shape is not as it is by default."""
+    usual = {"v_head_dim": shape.head_dim, "dtype": "bfloat16", "latent": None}
+    return "".join(f", {name}={getattr(shape, name)!r}" for name in usual if getattr(shape, name) != usual[name])
+
+
 def _masks(masks: Mapping[str, tuple[Mask, int]]) -> str:
-    """The keyword argument that gives a planner or a loader these masks."""
-    if len(masks) == 1:
-        return "".join(f"mask={_call(mask)}" for mask, _ in masks.values())
+    """The keyword argument that gives a planner or a loader these masks, with the layers that have each."""
     inside = ", ".join(f'"{name}": ({_call(mask)}, {layers})' for name, (mask, layers) in masks.items())
     return f"masks={{{inside}}}"
 

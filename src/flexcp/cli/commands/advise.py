@@ -118,7 +118,9 @@ def advise(
     strategy = "auto" if found.verdict == "swap" else found.free.name
     swap = found.verdict == "swap"
     sizes = (max_tokens_per_rank, whole, asked.micro_batches)
-    lines = Lines(preset.shape, where, strategy, *sizes, asked.masks, swap, max(numbers), parallel.tp)
+    lines = Lines(
+        preset.shape, preset.model, where, strategy, *sizes, asked.masks, swap, max(numbers), parallel.tp, cost
+    )
     code = [code_lines(name, lines) for name in names] if found.verdict != "static" else []
     if html is not None:
         _report(html, found, code)
@@ -217,9 +219,7 @@ def _report(path: Path, advice: Advice, code: list[tuple[str, str]]) -> None:
         sections.append(code_section("Lines of code", code))
     sections.append(_first_pass(advice.static, "Static"))
     if advice.verdict != "static":
-        chosen = advice.swap if advice.verdict == "swap" else advice.free
-        assert chosen is not None
-        sections.append(_first_pass(chosen, "flexcp"))
+        sections.append(_first_pass(advice.chosen, "flexcp"))
     question = advice.question
     write(
         path, sections, f"Advice for {question.preset.model.name} on {question.cluster}", advice_words(advice)[0][1][0]

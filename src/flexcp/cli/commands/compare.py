@@ -28,7 +28,8 @@ def compare(
 
     Speed-ups are over the best static method of this batch, which a run that keeps one method does not have: once over those that deal
     documents to groups by tokens (as Megatron, DeepSpeed and torchtitan do), once by load (zigzag@load). All static methods are looked at
-    for that, also those that --strategies leaves out. `flexcp advise` compares with one method fixed for the run.
+    for that, also those that --strategies leaves out. `flexcp advise` compares with one method fixed for the run. What a strategy
+    refuses is told below the table; where all refuse there is no table, and the exit code is 2.
 
     Example: `flexcp compare --lengths web:262144:0 --cluster h100:4x8 --model llama3-8b`
     """
@@ -40,13 +41,13 @@ def compare(
         asked = (scenario.request, names, scenario.rules, scenario.training)
         static = (*STATIC, *STATIC_BY_LOAD)
         found = run(*asked, lambda n: progress.update(f"simulating {n}"), scenario.compute, baselines=static)
+    if not as_json:
+        typer.echo(scenario.title)
+    if not found.ran:
+        raise ValueError("; ".join(_refusals(found)))
     if html is not None:
         _report(html, found, scenario)
-    if as_json:
-        typer.echo(json.dumps(as_data(found, scenario), indent=2))
-        return
-    typer.echo(scenario.title)
-    typer.echo(table(found))
+    typer.echo(json.dumps(as_data(found, scenario), indent=2) if as_json else table(found))
 
 
 def as_data(found: Comparison, scenario: s.Scenario) -> dict[str, Any]:
@@ -111,8 +112,13 @@ def table(found: Comparison) -> str:
         lines.append(
             f"x @load: against {by_load.name}, the best of all static methods for this batch, documents dealt by load."
         )
-    lines += [f"{row.name} refused: {row.refused}" for row in found.rows if row.refused is not None]
+    lines += _refusals(found)
     return "\n".join(lines)
+
+
+def _refusals(found: Comparison) -> list[str]:
+    """A line for each strategy that was asked for and refused."""
+    return [f"{row.name} refused: {row.refused}" for row in found.rows if row.refused is not None]
 
 
 def _units(row: Row) -> str:

@@ -115,7 +115,7 @@ class _Search:
         self.accepted = 0
         self.simulated: list[_Simulated] = []
         self.best: _Simulated | None = None
-        self.passed_over: dict[str, tuple[int, str]] = {}
+        self.passed_over: dict[str, int] = {}
         self.refusals: list[str] = []
 
     def run(self, candidates: Sequence[Candidate]) -> None:
@@ -127,11 +127,14 @@ class _Search:
         while queue:
             price, order, number, item = heapq.heappop(queue)
             if not self._can_matter(price):
-                self._pass_over([(price, order, number, item), *queue])
+                for left in sorted([(price, order, number, item), *queue], key=lambda each: each[:3]):
+                    self._pass_over(left[0], left[3])
                 return
             if isinstance(item, _Placed):
                 if self._may_simulate(item.candidate):
                     self._simulate(item, order)
+                else:
+                    self._pass_over(price, item)
             elif (self.placed < self.effort or not self.accepted) and self._may_simulate(item):
                 if item.closer_ns is not None:
                     closer = max(item.least_ns, item.closer_ns())
@@ -141,6 +144,8 @@ class _Search:
                 for found in self._place(item):
                     self.accepted += 1
                     heapq.heappush(queue, (found.ns, order, self.accepted, found))
+            else:
+                self._pass_over(price, item)
 
     def _can_matter(self, price: int) -> bool:
         if self.best is None:
@@ -200,11 +205,10 @@ class _Search:
         self.simulated.append(_Simulated(placed.candidate, plan, ns, order))
         self.best = min(self.simulated, key=lambda found: (found.ns, found.order))
 
-    def _pass_over(self, queue: Sequence[tuple[int, int, int, Candidate | _Placed]]) -> None:
-        """Keep the least price of what is left, for each way of dealing documents and for all others."""
-        for price, _, _, item in sorted(queue, key=lambda each: each[:3]):
-            candidate = item if isinstance(item, Candidate) else item.candidate
-            self.passed_over.setdefault(candidate.dealing, (price, candidate.name))
+    def _pass_over(self, price: int, item: Candidate | _Placed) -> None:
+        """Keep the least price of what is not simulated, for each way of dealing documents and for all others; prices come in order."""
+        candidate = item if isinstance(item, Candidate) else item.candidate
+        self.passed_over.setdefault(candidate.dealing, price)
 
     def words(self) -> str:
         """What was taken, over what, by how much."""
@@ -215,13 +219,15 @@ class _Search:
         for dealing in ("", "tokens", "load"):
             found = next((s for s in others if s.candidate.dealing == dealing), None)
             alike = best.candidate.dealing == dealing
-            what = f"the {'next' if alike else 'best'} {f'static one by {dealing}' if dealing else 'dynamic one'}"
+            kind = f"static one by {dealing}" if dealing else "dynamic one"
             if found is not None:
                 times = f"{found.ns / best.ns:.3f} times as fast as {found.name}"
-                said.append((found.ns, f"{times} ({milliseconds(found.ns)} ms), {what}"))
-            elif dealing in self.passed_over and not alike:
-                price, name = self.passed_over[dealing]
-                said.append((price, f"{what}, {name}, takes at least {milliseconds(price)} ms"))
+                said.append(
+                    (found.ns, f"{times} ({milliseconds(found.ns)} ms), the {'next' if alike else 'best'} {kind}")
+                )
+            elif dealing in self.passed_over and not alike:  # which of them is the best nobody knows
+                price = self.passed_over[dealing]
+                said.append((price, f"no {kind} takes less than {milliseconds(price)} ms"))
         why = "; ".join(text for _, text in sorted(said)) or "the only one that can run here"
         return f"{best.name}{f' ({own})' if own else ''}: {milliseconds(best.ns)} ms a step simulated; {why}"
 
