@@ -225,13 +225,21 @@ def run_huggingface(group: dist.ProcessGroup, gradients: Gradients, wrapper: str
         fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
         if wrapper == "FSDP2 summed":
             fsdp.sum_gradients(model)
+    if wrapper == "DDP, compiled":
+        model.module.compile(backend="eager", fullgraph=True)
     step = flexcp.bind(plan, group)
+    more = {"DDP, another count": {"num_items_in_batch": 99}, "DDP, as a tuple": {"return_dict": False}}
     try:
-        given = huggingface.inputs(RUN.tokens(0), step, gradients=gradients)
-        loss = model(**(given | ({"num_items_in_batch": 99} if wrapper == "DDP, another count" else {}))).loss
-        if wrapper == "FSDP2 summed late":
-            fsdp.sum_gradients(model)
-        loss.backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            given = huggingface.inputs(RUN.tokens(0), step, gradients=gradients)
+            output = model(**(given | more.get(wrapper, {})))
+            loss = output[0]
+            if wrapper == "DDP, own loss":
+                loss = nn.functional.cross_entropy(output.logits[0], given["shift_labels"][0])
+            if wrapper == "FSDP2 summed late":
+                fsdp.sum_gradients(model)
+            loss.backward()
     except ValueError as error:
         return {"refused": str(error)}
     total = loss.detach().clone()
@@ -240,4 +248,5 @@ def run_huggingface(group: dist.ProcessGroup, gradients: Gradients, wrapper: str
         total /= step.cp_size
     inner = getattr(model, "module", model)
     gradient = inner.lm_head.weight.grad
-    return {"loss": float(total), "gradient": getattr(gradient, "full_tensor", lambda: gradient)()}
+    whole_gradient = getattr(gradient, "full_tensor", lambda: gradient)()
+    return {"loss": float(total), "gradient": whole_gradient, "warnings": loss_warnings(caught)}

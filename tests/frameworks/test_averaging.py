@@ -10,7 +10,6 @@ from averaging_runs import RUN, run_huggingface, run_small, warned, warned_of_tw
 
 import flexcp
 from flexcp.executor.averaging import Gradients
-from flexcp.frameworks import huggingface
 from flexcp.frameworks.pipeline import PlannedMicroBatches
 from flexcp.measure.ranks import RankPool
 from lib.model_runs import train_alone
@@ -148,10 +147,13 @@ def test_a_model_of_two_steps_has_one_loss(two: RankPool, reentrant: bool) -> No
         assert len(found) == 2, "of both steps"
 
 
+@pytest.mark.parametrize("wrapper", ["DDP", "DDP, registered", "DDP, compiled", "DDP, as a tuple", "DDP, own loss"])
+def test_a_hugging_face_loss_is_said_where_it_is_trained_on(two: RankPool, wrapper: str) -> None:
+    """The keywords alone say nothing: a mean of one's own over the logits beside them is still one."""
+    for found in two.run(run_huggingface, "averaged", wrapper):
+        assert len(found["warnings"]) == (1 if wrapper == "DDP, own loss" else 0)
+
+
 def test_frameworks_that_know_their_loss_say_so_before_a_backward() -> None:
     plan = flexcp.Planner(2, 2, 8, cluster=flexcp.cluster("cpu", 1, 1))([3, 4])
-    step = flexcp.bind(plan)
-    assert not step.loss_said
-    huggingface.inputs(torch.arange(7), step, gradients="averaged")
-    assert step.loss_said
     assert all(step.loss_said for step in PlannedMicroBatches([([0, 1], plan)]).steps)

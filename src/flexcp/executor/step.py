@@ -102,6 +102,8 @@ class Step:
         self._fsdp_modules: list[FsdpModule] = []
         self._shares_for: Gradients | None = None
         """The modules of FSDP2 that attention ran in, and what the loss was made for until a backward has looked whether they do it."""
+        self.stream_compared = False
+        """Whether the ranks have told each other the stream they give this step, where a framework has them do so."""
         self.asked_for_rows = False
         """Whether somebody asked which rows of the stream are here, and did not cut them without asking."""
         self.seen = SeenTokens()

@@ -146,8 +146,9 @@ def _refuse_other_streams(step: Step, tokens: Tensor) -> None:
     Documents of equal lengths have equal plans on all ranks, so binding cannot see it.
     """
     notes = step.collectives.notes
-    if notes is None or step.collectives.step != 1 or step.loss_said:
+    if notes is None or step.collectives.step != 1 or step.stream_compared:
         return
+    step.stream_compared = True
     digest = hashlib.sha256(tokens.cpu().to(torch.int64).numpy().tobytes()).hexdigest()
     digests = said_by_all("token ids", digest, notes, step.timeout)
     for rank, other in enumerate(digests):
@@ -162,7 +163,6 @@ def _refuse_other_streams(step: Step, tokens: Tensor) -> None:
 def keywords_of(rows: Rows, valid: int | Tensor, gradients: Gradients) -> dict[str, Any]:
     """Keywords of a model's forward for this rank's rows of a batch with so many ``valid`` labels on all ranks."""
     divisor = ValidLabels(valid, rows.step, gradients)
-    rows.step.loss_said = True
     return {
         "input_ids": rows.tokens[None],
         "position_ids": rows.positions[None],
