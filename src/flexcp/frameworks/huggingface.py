@@ -132,12 +132,24 @@ def inputs(tokens: Tensor, step: Step, labels: Tensor | None = None, gradients: 
         check_ids(tokens, "tokens", "huggingface.inputs", batch.tokens, step.local_tokens)
         if labels is not None:
             check_ids(labels, "labels", "huggingface.inputs", batch.tokens, step.local_tokens)
+            _refuse_other_marks(labels)
         shifted = next_tokens(tokens if labels is None else labels, batch, IGNORE)
         if labels is not None:
             refuse_shifted(tokens, labels, next_tokens(tokens, batch, IGNORE), IGNORE, "huggingface.inputs")
     _refuse_other_streams(step, tokens)
     valid = batch.tokens - batch.documents if labels is None else int((shifted != IGNORE).sum())
     return keywords_of(rows_of(step, tokens, shifted), max(1, valid), gradients)
+
+
+def _refuse_other_marks(labels: Tensor) -> None:
+    """Raise for labels below 0 that Transformers' loss would not ignore."""
+    odd = ((labels < 0) & (labels != IGNORE)).nonzero()
+    if len(odd):
+        at, label = int(odd[0]), int(labels[odd[0]])
+        raise ValueError(
+            f"the label of token {at} is {label}, which is neither a token id nor {IGNORE}, the one label that Transformers' loss ignores; "
+            f"where {label} marks tokens without a label pass labels.masked_fill(labels == {label}, {IGNORE})"
+        )
 
 
 def _refuse_other_streams(step: Step, tokens: Tensor) -> None:
