@@ -5,9 +5,10 @@ of 128, lengths of LongAlign and LongDataCollections scaled by 0.5, 1, 2, 4, fou
 
 Differs: lengths are drawn from our own ``longalign`` and ``longtail`` (theirs are not public as numbers), so batches are not theirs;
 links, latencies and kernel efficiency are the a100 preset and the analytic cost model; two ranks share a network card. Its static
-baselines are ring, zig-zag, LoongTrain and TransformerEngine over all 32 ranks: here ``ring``, ``zigzag``, ``usp:2,16`` (heads by two, as
-LoongTrain could with two KV heads) and ``allgather``; TransformerEngine's ring is ``zigzag``'s. Where "any degree" is said, a static
-method may also run in several groups (data parallelism outside), which theirs did not. End to end: tensor parallelism 4 is folded into a
+baselines are ring, zig-zag, LoongTrain and TransformerEngine: here ``ring``, ``zigzag``, ``usp:2,16`` (heads by two, as LoongTrain could
+with two KV heads) and ``allgather``; TransformerEngine's ring is ``zigzag``'s. The artifact runs them in groups (data parallelism
+outside), as many as the largest power of two not above 131,072 // longest document, and its files do not hold that length; here they
+run over all 32 ranks, and in any number of groups only where "any degree" is said. End to end: tensor parallelism 4 is folded into a
 rank four times as fast (its own collectives are left out), 16 ranks on 8 nodes, gradients by all-reduce.
 """
 

@@ -25,10 +25,13 @@ from flexcp.data.lengths import parse_lengths
 from flexcp.masks import Mask
 from flexcp.masks.text import parse_mask
 from flexcp.models.find import find_model
+from flexcp.simulator.copies import copy_mbps
 from flexcp.simulator.training import Simulation, Training
+from flexcp.simulator.training import simulate as run_plan
 from lib.published_fields import RATES, distribution
 from lib.published_figures import Figure, FiguresError, read_figures
 from lib.published_judging import Result
+from published_merges import with_merges
 from published_parameters import place
 from simulated import Experiment, cut_lengths, mean, scaled_lengths
 
@@ -70,8 +73,14 @@ class Setting:
             row = self.experiment.compare(lengths, [method], mask).rows[0]
             if row.simulation is None:
                 raise ValueError(f"{method} refuses: {row.refused}")
-            found.append(row.simulation)
+            found.append(row.simulation if self.figure.executor is None else self._with_merges(row.simulation, method))
         return found
+
+    def _with_merges(self, ran: Simulation, method: str) -> Simulation:
+        """The same plan, run by the figure's own executor: it sends keys from where they lie and merges after every step."""
+        speed = copy_mbps(ran.plan.cluster) if ran.rules.copy_mbps is None else ran.rules.copy_mbps
+        measured = with_merges(ran.plan, ran.cost, method, speed)
+        return run_plan(ran.plan, ran.cost, replace(ran.rules, copy_mbps=0), self.experiment.training, measured)
 
 
 def simulate(line: int, figure: Figure) -> Result:

@@ -21,6 +21,8 @@ Kernels: FlashAttention-2 on one H800 and one A100 are the columns "theoretic fl
 tokens, without context parallelism). FlashAttention-3 and FFA on varlen lengths are MagiAttention's kernel charts (H100, 32K tokens).
 FlashAttention-3 on an H20 is Dao-AILab/flash-attention issue 1310. torchtitan's attention is FlashAttention-2 as measured on one H200
 here; its linear layers are what its table 2 leaves for them without context parallelism (FSDP 8, CP 1), a row that is not counted.
+
+What ring-flash-attention does between its kernels is counted from its code, in ``published_merges.py``.
 """
 
 from __future__ import annotations

@@ -2,12 +2,14 @@
 
 One line for each plan of a batch with 32K tokens a rank: attention forward and backward of one layer, :func:`simulate` alone with the plan
 at hand, compiled loops warm. Strategies take turns. Beside the clock's time, of which each has the median of its turns, is the least that
-the processor spent: simulating is one thread, so on a machine with other work that is the nearer to what it takes.
+the processor spent: simulating is one thread, so on a machine with other work that is the nearer to what it takes. The page says how
+many processes wanted the machine's cores meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import statistics
 import time
@@ -33,6 +35,8 @@ PLANS = (
     ("auto", 64),
 )
 TURNS = 15
+IDLE_BELOW = 1.5
+"""The load with which a machine counts as idle: this process is 1 of it."""
 
 
 def planned(strategy: str, ranks: int, lengths: str = "libra256k") -> Plan:
@@ -55,18 +59,21 @@ def measured(plans: list[Plan], turns: int) -> list[list[tuple[float, float]]]:
 
 def page(turns: int) -> str:
     plans = [planned(*one) for one in PLANS]
+    found = measured(plans, turns)
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    state = "idle but for this" if load < IDLE_BELOW else "not idle"
     lines = [
         "# How long simulating takes",
         "",
         f"**Measured** on {date.today()} by `make simulator-speed` ({platform.machine()}, {turns} turns): milliseconds of",
         "`simulate(plan)`, one layer forward and backward, 32K tokens a rank of `libra256k`, 32 / 8 heads of 128, H100 nodes of 8.",
         "The plan is there and loops are compiled. Simulating is one thread: where the clock shows more than the processor spent,",
-        "the machine had other work.",
+        f"the machine had other work. It was {state}: a load of {load:.1f} on {cores} cores over the last minute of it.",
         "",
         "| strategy | ranks | documents | regions | processor ms, least | clock ms, median |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for (strategy, ranks), plan, times in zip(PLANS, plans, measured(plans, turns), strict=True):
+    for (strategy, ranks), plan, times in zip(PLANS, plans, found, strict=True):
         regions = len(plan.placement.regions[0])
         cells = (strategy, ranks, plan.batch.documents, f"{regions:,}")
         lines.append(

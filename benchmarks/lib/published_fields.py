@@ -23,6 +23,8 @@ DIRECTIONS = ("forward", "backward", "both", "step")
 RATES = ("iter/s", "tokens/s", "TFLOP/s", "MFU", "efficiency", "ratio")
 """Units of which more is faster."""
 UNITS = ("ms", "s", *RATES)
+EXECUTORS = ("ring-flash-attention",)
+"""Libraries whose work between kernels is priced (:mod:`published_merges`)."""
 SYNCS = ("fsdp", "allreduce", "none")
 MOST_SEEDS = 100
 MOST_TOKENS = 1 << 28
@@ -181,6 +183,7 @@ PARSERS: dict[str, Callable[[Any], Any]] = {
     "unit": _one_of(UNITS),
     "over": _methods,
     "kernel": _text,
+    "executor": _one_of(EXECUTORS),
     "seeds": _count(MOST_SEEDS),
     "scale": _number,
     "longest": _count(MOST_TOKENS),

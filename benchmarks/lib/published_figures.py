@@ -15,6 +15,7 @@ field             what it holds
 ``unit``          ``ms``, ``s``, ``iter/s``, ``tokens/s`` or ``TFLOP/s`` (of a GPU), ``MFU`` and ``efficiency`` (from 0 to 1), ``ratio``
 ``over``          of a ratio: the method (or the fastest of a list) whose time is divided by ``method``'s
 ``kernel``        a measured kernel; without one the analytic cost model
+``executor``      ``ring-flash-attention``: what that library does between its kernels is simulated; without one only copies of messages are
 ``seeds``         how many batches are drawn of a distribution that is named without its seed (1 unless given)
 ``scale``         a factor on every document's length; batches keep their tokens
 ``longest``       documents longer than this are cut
@@ -40,6 +41,7 @@ from flexcp.io.json_files import json_line
 from flexcp.models.find import find_model
 from flexcp.shape import Shape
 from lib.published_fields import PARSERS, WORDS, Batches, distribution, short
+from published_merges import METHODS, is_step_by_step
 from published_parameters import place
 
 ATTENTION_ONLY = ("TFLOP/s", "MFU", "efficiency")
@@ -61,6 +63,7 @@ class Figure:
     unit: str
     over: tuple[str, ...] = ()
     kernel: str | None = None
+    executor: str | None = None
     seeds: int = 1
     scale: float = 1.0
     longest: int | None = None
@@ -156,6 +159,10 @@ def _check_together(figure: Figure) -> None:
         (
             figure.direction == "both" and figure.unit == "TFLOP/s",
             "field 'unit': TFLOP/s are of one direction; give forward or backward, or both in ms or iter/s",
+        ),
+        (
+            figure.executor is not None and any(not is_step_by_step(m) for m in (*figure.method, *figure.over)),
+            f"field 'executor': {figure.executor} is simulated with {' or '.join(METHODS)} and a degree, as in zigzag:8; drop it",
         ),
         (figure.unit == "ratio" and not figure.over, "field 'over' is missing: a ratio needs the method it is over"),
         (figure.unit != "ratio" and bool(figure.over), "field 'over' is of a ratio; drop it, or say unit ratio"),

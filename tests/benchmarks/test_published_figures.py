@@ -264,6 +264,16 @@ def test_the_page_has_every_figure_and_its_misses() -> None:
     assert "| 5 | the network |" in text and "| all | 2 of 3 | 52% | 100% | 100% |" in text
 
 
+def test_ratios_are_judged_by_source_with_a_reason_where_one_misses() -> None:
+    ours = [result(10, 20), result(20, 22, method="ring:4")]
+    theirs = [result(v, 31, method=m, source="DCP, a chart", lengths=[4096]) for v, m in ((30, "dp"), (40, "ring:4"))]
+    near = [result(v, v, method=m, source="FCP", lengths=[512]) for v, m in ((30, "dp"), (40, "ring:4"))]
+    lines = published_page.ratios_by_source([*ours, *theirs, *near])
+    assert "| a table | 1 | 1 (100%) | 45% | 1 | not known |" in lines
+    assert any(line.startswith("| DCP | 1 | 0 (0%) | 25% | 1 | the artifact runs its baselines in ") for line in lines)
+    assert "| FCP | 1 | 1 (100%) | 0% | 0 |  |" in lines
+
+
 def test_the_written_page_is_of_the_files_figures() -> None:
     text = (ROOT / "docs/results/published.md").read_text()
     for line, each in read_figures(published.FIGURES):

@@ -11,7 +11,7 @@ TEXT = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(5))
 def test_an_example_runs(number: int) -> None:
-    assert len(EXAMPLES) == 3
+    assert len(EXAMPLES) == 5
     exec(compile(EXAMPLES[number], f"docs/data.md example {number}", "exec"), {})

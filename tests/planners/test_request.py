@@ -142,7 +142,7 @@ def test_auto_goes_on_after_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("max() arg is an empty sequence"), IndexError("7"), AssertionError()])
-@pytest.mark.parametrize("where", ["blocks", "groups"])
+@pytest.mark.parametrize("where", ["blocks", "all_groupings"])
 def test_auto_hides_no_bug(where: str, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AUTO, where, failing(error))
     with pytest.raises(type(error)) as caught:

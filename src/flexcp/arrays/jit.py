@@ -58,6 +58,14 @@ def compiled_leaf(function: Loop) -> Loop:
     return _compiled(function, _nrt=False, forceinline=True)
 
 
+def compiled_fused(function: Loop) -> Loop:
+    """Like :func:`compiled`, with a product and a sum in one instruction where the processor has that.
+
+    It rounds once instead of twice: for floating point that holds integers, where nothing is rounded.
+    """
+    return _compiled(function, fastmath={"contract"})
+
+
 def _compiled(function: Loop, **options: Any) -> Loop:
     if not KNOWN[0] <= numba.version_info.short <= KNOWN[1]:
         _warn_of_version()

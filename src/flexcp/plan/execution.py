@@ -74,16 +74,17 @@ def one_call_ahead(stages: int) -> Execution:
 def under_way(program: Program, ranks: int) -> NDArray[np.bool_]:
     """``[rank, slot]``: whether transfers of a rank may be under way while it computes."""
     t, how = program.transfers, program.execution
-    busy = np.zeros((ranks, program.stages), bool)
-    moves = t.source != t.target
+    size = program.stages + 1
+    busy = np.zeros(ranks * size, bool)
+    moves = np.flatnonzero(t.source != t.target)
+    stage = t.stage[moves]
     for end in (t.source, t.target):
-        busy[end[moves], t.stage[moves]] = True
+        busy[end[moves] * size + stage] = True
     # Stage s is under way from the slot that posts it to slot s - 1: a step up there, a step down in slot s, which may be the same.
-    steps = np.zeros((ranks, program.stages + 1), np.int64)
-    rank, stage = np.nonzero(busy)
-    np.add.at(steps, (rank, how.posted[stage]), 1)
-    np.add.at(steps, (rank, stage), -1)
-    found: NDArray[np.bool_] = np.cumsum(steps, axis=1)[:, :-1] > 0
+    place = np.flatnonzero(busy)
+    stage = place % size
+    steps = np.bincount(place - stage + how.posted[stage], minlength=len(busy)) - busy
+    found: NDArray[np.bool_] = np.cumsum(steps.reshape(ranks, size), axis=1)[:, :-1] > 0
     return found
 
 

@@ -136,9 +136,12 @@ def find_messages(program: Program, shape: Shape, cluster: Cluster) -> tuple[Mes
     """
     transfers, size = program.transfers, program.transfers.bytes(shape)
     node, ranks = cluster.ranks_per_node, cluster.ranks
-    transfers, size = transfers.take(size > 0), size[size > 0]
-    level = 2 * transfers.stage + (transfers.source // node != transfers.target // node)
-    key = (level * ranks + (transfers.target - transfers.source) % ranks) * ranks + transfers.source
+    moves = np.flatnonzero(size)
+    stage, source, target, size = (
+        column[moves] for column in (transfers.stage, transfers.source, transfers.target, size)
+    )
+    level = 2 * stage + (source // node != target // node)
+    key = (level * ranks + (target - source) % ranks) * ranks + source
     order = np.argsort(key, kind="stable")
     key = key[order]
     first = np.flatnonzero(np.diff(key, prepend=-1))
@@ -147,7 +150,7 @@ def find_messages(program: Program, shape: Shape, cluster: Cluster) -> tuple[Mes
     begins = np.diff(levels, prepend=-1) > 0
     found, exchange = levels[begins], np.cumsum(begins) - 1
     total = np.add.reduceat(size[order], first) if len(first) else size
-    return Messages(exchange, transfers.source[one], transfers.target[one], total), found // 2, found % 2
+    return Messages(exchange, source[one], target[one], total), found // 2, found % 2
 
 
 def _busiest_ports(messages: Messages, exchanges: int, ranks: int) -> Ints:

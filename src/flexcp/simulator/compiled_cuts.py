@@ -36,6 +36,7 @@ def sum_parts(
     launches, count = np.empty(1 << 10, np.int64), 0
     remembered = np.full(REMEMBERED, -1, np.int64)
     passed = np.full((slots, 2, heads), -1, np.int64)  # the region that was last counted there
+    held = np.empty(len(query_heads), np.int64)  # the head ranges of queries that a region's rank has for it
     at = 0
     while at < len(index):
         region = index[at]
@@ -43,16 +44,22 @@ def sum_parts(
         while end < len(index) and index[end] == region:
             end += 1
         rank = regions[RANK, region]
+        some = 0
+        for f in range(len(query_heads)):
+            apart = query_heads[f, 0] >= regions[LAST_HEAD, region] or query_heads[f, 1] <= regions[FIRST_HEAD, region]
+            if not apart and first_query[f * ranks + rank] < first_query[f * ranks + rank + 1]:
+                held[some] = f
+                some += 1
         for g in range(len(key_heads)):
             k_begin, k_end = first_key[g * ranks + rank], first_key[g * ranks + rank + 1]
             apart = key_heads[g, 0] >= regions[LAST_HEAD, region] or key_heads[g, 1] <= regions[FIRST_HEAD, region]
             if k_begin == k_end or apart:
                 continue
-            for f in range(len(query_heads)):
+            for f in held[:some]:
                 q_begin, q_end = first_query[f * ranks + rank], first_query[f * ranks + rank + 1]
                 low = max(regions[FIRST_HEAD, region], query_heads[f, 0], key_heads[g, 0])
                 high = min(regions[LAST_HEAD, region], query_heads[f, 1], key_heads[g, 1])
-                if q_begin == q_end or low >= high:
+                if low >= high:
                     continue
                 for s in range(at, end):
                     q0, q1, k0, k1 = slices[s, 0], slices[s, 1], slices[s, 2], slices[s, 3]

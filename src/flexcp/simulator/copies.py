@@ -48,11 +48,12 @@ class Copies(NamedTuple):
 
 
 def find_copies(
-    plan: Plan, mask: int, backward: bool, mbps: int, launch_ns: int, messages_only: bool = False
-) -> Copies:
+    plan: Plan, mask: int, backward: bool, mbps: int, launch_ns: int, messages_only: bool = False, inputs: Transfers | None = None
+) -> Copies:  # fmt: skip
     """The copies of a pass through memory that reads or writes so many megabytes a second, and what starting each takes.
 
-    ``messages_only``: nothing but messages is copied, as they travel, in one launch at either end.
+    ``messages_only``: nothing but messages is copied, as they travel, in one launch at either end. ``inputs`` are the pass's, where they
+    are at hand.
     """
     from flexcp.simulator.compiled_copies import sum_copies  # compiled: only who simulates loads Numba
 
@@ -65,7 +66,8 @@ def find_copies(
     kinds = np.column_stack([shape.bytes_per_token_head(), _precise_bytes(shape), IS_OUTPUT])
     columns = (getattr(t, name) for name in t.names())
     pack, take_in, launches = sum_copies(*columns, kinds, np.array([ranks, stages]))
-    take_in += _cleared(pass_inputs(plan, mask, backward), ranks, stages, backward, shape)
+    inputs = pass_inputs(plan, mask, backward) if inputs is None else inputs
+    take_in += _cleared(inputs, ranks, stages, backward, shape)
     if stages > 1:
         final, precise = own_bytes(shape, backward)
         take_in[:, 0] += plan.placement.tokens * precise

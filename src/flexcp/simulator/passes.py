@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from flexcp.cost import CostModel, row_for
 from flexcp.plan.execution import Execution, margins
 from flexcp.plan.plan import Plan
-from flexcp.plan.program import Program
+from flexcp.plan.program import Program, Transfers
+from flexcp.plan.slots import pass_inputs
 from flexcp.simulator.copies import Copies, copy_mbps, find_copies
 from flexcp.simulator.messages import TimedChunks, find_chunks
-from flexcp.simulator.ring_counts import RingCounts
-from flexcp.simulator.slot_work import SlotWork, slot_ns, slot_work
+from flexcp.simulator.slot_work import MaskWork, SlotWork, slot_ns, slot_work
 
 Ints = NDArray[np.int64]
 TRACKS = ("compute", "wait", "send inside", "send across", "receive inside", "receive across")
@@ -136,14 +136,15 @@ class Pass:
 
 
 def pass_model(
-    plan: Plan, mask: int, backward: bool, cost: CostModel, rules: Rules, ns: Ints | None = None, ring: RingCounts | None = None
+    plan: Plan, mask: int, backward: bool, cost: CostModel, rules: Rules, ns: Ints | None = None, shared: MaskWork | None = None
 ) -> PassModel:  # fmt: skip
     """Work and messages of a mask's program in one direction; ``ns[rank, slot]`` replaces modelled by measured compute.
 
-    ``ring`` is what :func:`flexcp.simulator.ring_counts.count_ring` found for the mask, which is the same in both directions.
+    ``shared`` is what both directions of the mask count with, where it is at hand.
     """
     program = rules.applied(plan.programs[mask][backward])
-    found = slot_work(plan, mask, backward, ring)
+    inputs = pass_inputs(plan, mask, backward)
+    found = slot_work(plan, mask, backward, shared, inputs)
     if ns is None:
         ns = slot_ns(found, plan, cost, backward)
     elif ns.shape != found.work.shape:
@@ -155,17 +156,17 @@ def pass_model(
     alone, slow, link = _contention(program, chunks, plan.ranks, cost, rules, backward)
     ns = -(-ns * alone // 1000)
     name = f"{plan.batch.masks[mask].name} {'backward' if backward else 'forward'}"
-    copies = _copies(plan, mask, backward, cost, rules)
+    copies = _copies(plan, mask, backward, cost, rules, inputs)
     return PassModel(
         name, plan.ranks, backward, found, ns, chunks, rules, plan.cluster.latency_ns, how, slow, link, copies
     )
 
 
-def _copies(plan: Plan, mask: int, backward: bool, cost: CostModel, rules: Rules) -> Copies:
+def _copies(plan: Plan, mask: int, backward: bool, cost: CostModel, rules: Rules, inputs: Transfers) -> Copies:
     if rules.copy_mbps == 0:
         return Copies(*np.zeros((2, plan.ranks, plan.programs[mask][backward].stages), np.int64))
     mbps = copy_mbps(plan.cluster) if rules.copy_mbps is None else rules.copy_mbps
-    return find_copies(plan, mask, backward, mbps, cost.kernel_ns, rules.copies_messages_only)
+    return find_copies(plan, mask, backward, mbps, cost.kernel_ns, rules.copies_messages_only, inputs)
 
 
 def _contention(
@@ -190,7 +191,7 @@ def _contention(
             row = row_for(rows, left)
             beside, undisturbed = row.compute(backward)
             at_margin[:, level, left] = undisturbed, -(-beside * 1000 // undisturbed), row.link
-    alone, slow, link = at_margin[:, across[:, 1:], margin]
+    alone, slow, link = at_margin.reshape(3, -1)[:, across[:, 1:] * at_margin.shape[2] + margin]
     return alone, slow, link
 
 

@@ -29,41 +29,26 @@ class RingSlots(NamedTuple):
     home: Ints
 
 
-def find_slots(plan: Plan, mask: int, backward: bool, seats: Seats) -> RingSlots | None:
-    """The slots of a ring's keys; None where transfers are not those of a ring.
+def find_slots(
+    plan: Plan, mask: int, backward: bool, seats: Seats, inputs: Transfers | None = None
+) -> RingSlots | None:
+    """The slots of a ring's keys; None where transfers are not those of a ring. ``inputs`` are the pass's, where they are at hand.
 
     In a ring every rank gets the queries and keys of the others of its position, all in one slot, then the keys of one more position a
     slot, all of a rank's tokens at a time.
     """
+    from flexcp.simulator.compiled_ring_slots import find_ring_slots  # compiled: only who simulates loads Numba
+
     program = plan.programs[mask][backward]
     if program.held or program.keys_kept or program.own_stage != 0:
         return None
-    number, leader = seats.number, seats.leader
-    inputs = pass_inputs(plan, mask, backward)
-    tokens, ranks = plan.placement.tokens, plan.ranks
-    keeps = (tokens > 0) & ~np.eye(ranks, dtype=bool)
-    queries, keys = (inputs.take(inputs.kind == kind) for kind in (Kind.Q, Kind.KV))
-    heads = seats.first_head, seats.last_head
-    expected = ((queries, leader, *heads), (keys, seats.group, *plan.shape.kv_range(*heads)))
-    for t, label, low, high in expected:
-        whole = (t.start == 0) & (t.stop == tokens[t.owner]) & (t.h0 == low[t.target]) & (t.h1 == high[t.target])
-        there = np.bincount(t.target * ranks + t.owner, minlength=ranks * ranks).reshape(ranks, ranks)
-        if not whole.all() or not np.array_equal(there, keeps & (label[:, None] == label)):
-            return None
-    home = np.zeros(ranks, np.int64)
-    hop = np.full((ranks, int(number.max()) + 1), -1, np.int64)
-    near = leader[keys.target] == leader[keys.owner]
-    home[queries.target] = queries.stage
-    far = keys.take(~near)
-    hop[far.target, number[far.owner]] = far.stage
-    mates = Transfers.join([queries, keys.take(near)])
-    together = (home[mates.target] == mates.stage).all() and (hop[far.target, number[far.owner]] == far.stage).all()
-    # One slot for what is at home, one for the rest of the position, one for each hop.
-    slots = np.sort(
-        np.concatenate([np.where(hop < 0, -1 - np.arange(hop.shape[1]), hop), home[:, None]], axis=1), axis=1
-    )
-    apart = (np.diff(slots, axis=1) > 0).all() and ((hop < 0) | (hop > home[:, None])).all()
-    return RingSlots(hop, home) if together and apart else None
+    inputs = pass_inputs(plan, mask, backward) if inputs is None else inputs
+    own = seats.first_head, seats.last_head
+    pieces = (inputs.stage, inputs.target, inputs.owner, inputs.start, inputs.stop, inputs.h0, inputs.h1)
+    is_keys = (inputs.kind == Kind.KV).astype(np.int64)
+    heads = np.stack([own, plan.shape.kv_range(*own)])
+    hop, home, fits = find_ring_slots(*pieces, is_keys, plan.placement.tokens, np.stack(seats), heads, program.stages)
+    return RingSlots(hop, home) if fits else None
 
 
 def ring_slot_work(counts: RingCounts, slots: RingSlots, stages: int) -> tuple[Ints, Ints, Ints]:
@@ -73,8 +58,7 @@ def ring_slot_work(counts: RingCounts, slots: RingSlots, stages: int) -> tuple[I
     pairs, tiles, kernels = np.zeros((3, len(leader), stages), np.int64)
     # A kernel takes queries that a rank keeps or those it was sent, and keys of one slot, of which own and sent ones are apart.
     at, position = np.nonzero(slots.hop >= 0)
-    of_position = np.zeros_like(counts.pairs)
-    np.add.at(of_position, leader, counts.pairs)
+    of_position = _sum_by_position(counts.pairs, counts.seats)
     both, slot = of_position[leader[at], position], slots.hop[at, position]
     pairs[at, slot], tiles[at, slot] = both, counts.tiles[leader[at], position]
     kept = counts.pairs[at, position]
@@ -82,8 +66,7 @@ def ring_slot_work(counts: RingCounts, slots: RingSlots, stages: int) -> tuple[I
     # At home: what a rank keeps of rows and keys, then the rest.
     own = counts.home_pairs[np.arange(len(leader)), member]
     rows = counts.home_pairs.sum(axis=1)
-    columns = np.zeros_like(counts.home_pairs)
-    np.add.at(columns, leader, counts.home_pairs)
+    columns = _sum_by_position(counts.home_pairs, counts.seats)
     whole, column = columns.sum(axis=1)[leader], columns[leader, member]
     pairs[:, 0], tiles[:, 0], kernels[:, 0] = own, counts.own_tiles, own > 0
     several = np.flatnonzero(slots.home > 0)
@@ -91,3 +74,12 @@ def ring_slot_work(counts: RingCounts, slots: RingSlots, stages: int) -> tuple[I
     sent = (rows > own) * 1 + (column > own) + (whole - rows - column + own > 0)
     pairs[here], tiles[here], kernels[here] = (whole - own)[several], counts.other_tiles[several], sent[several]
     return (pairs + tiles) * heads, pairs * heads, kernels
+
+
+def _sum_by_position(values: Ints, seats: Seats) -> Ints:
+    """The sums over the ranks of each position, in the row of its leader."""
+    found = np.zeros_like(values)
+    for member in range(int(seats.members.max())):
+        of = np.flatnonzero(seats.member == member)
+        found[seats.leader[of]] += values[of]
+    return found

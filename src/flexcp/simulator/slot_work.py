@@ -10,6 +10,8 @@ That takes as many parts as regions see pieces. A ring has very many of both, an
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -51,34 +53,60 @@ class _Held(NamedTuple):
     heads: Ints
 
 
-def slot_work(plan: Plan, mask: int, backward: bool, ring: RingCounts | None = None) -> SlotWork:
-    """The work of a mask's program in one direction; ``ring`` is :func:`count_ring` of that mask, where it is at hand."""
+@dataclass(frozen=True, eq=False)
+class MaskWork:
+    """What both directions of a mask count with, found when it is first asked for: its ring, or its regions cut by their slices."""
+
+    plan: Plan
+    mask: int
+
+    @cached_property
+    def ring(self) -> RingCounts | None:
+        """What the positions of a ring see of each other; None where the placement is not that of a ring."""
+        return count_ring(self.plan, self.mask)
+
+    @cached_property
+    def cuts(self) -> tuple[Ints, Ints, Ints]:
+        """(region and slice of each non-empty cut, in stream coordinates; the table of regions that compiled loops read)."""
+        placement = self.plan.placement
+        regions = placement.regions[self.mask]
+        layer = placement.batch.masks[self.mask]
+        index, slices = layer.cuts(regions.document, regions.q0, regions.q1, regions.k0, regions.k1)
+        begin = placement.batch.starts[regions.document[index]]
+        tiles = self.plan.cost.row_tiles_work(regions.q1 - regions.q0)
+        return index, shift(slices, begin, begin), np.stack([regions.rank, regions.h0, regions.h1, tiles])
+
+
+def slot_work(
+    plan: Plan, mask: int, backward: bool, shared: MaskWork | None = None, inputs: Transfers | None = None
+) -> SlotWork:
+    """The work of a mask's program in one direction; ``shared`` by both and :func:`pass_inputs` where they are at hand."""
     program, placement = plan.programs[mask][backward], plan.placement
-    ring = ring or count_ring(plan, mask)
-    slots = find_slots(plan, mask, backward, ring.seats) if ring else None
-    if ring and slots:
-        return SlotWork(*ring_slot_work(ring, slots, program.stages))
+    shared = shared or MaskWork(plan, mask)
+    slots = find_slots(plan, mask, backward, shared.ring.seats, inputs) if shared.ring else None
+    if shared.ring and slots:
+        return SlotWork(*ring_slot_work(shared.ring, slots, program.stages))
     if placement.traffic.kind == "gather" and not placement.assemble_own:
         return _gathered(plan, mask, program)
-    return cut_work(plan, mask, program)
+    return cut_work(plan, mask, program, shared, inputs)
 
 
-def cut_work(plan: Plan, mask: int, program: Program) -> SlotWork:
+def cut_work(
+    plan: Plan, mask: int, program: Program, shared: MaskWork | None = None, inputs: Transfers | None = None
+) -> SlotWork:
     """The work of any program, with every region cut along what arrives."""
     from flexcp.simulator import compiled_cuts as loops  # compiled: only who simulates loads Numba
 
-    placement, shape, ranks, slots = plan.placement, plan.shape, plan.ranks, program.stages
-    regions = placement.regions[mask]
-    index, slices = placement.batch.masks[mask].cuts(regions.document, regions.q0, regions.q1, regions.k0, regions.k1)
-    begin = placement.batch.starts[regions.document[index]]
-    inputs = pass_inputs(plan, mask, program is plan.programs[mask][1])
+    shape, ranks, slots = plan.shape, plan.ranks, program.stages
+    index, slices, table = (shared or MaskWork(plan, mask)).cuts
+    if inputs is None:
+        inputs = pass_inputs(plan, mask, program is plan.programs[mask][1])
     queries, keys = (_held(plan, program, inputs, kind) for kind in (Kind.Q, Kind.KV))
-    table = np.stack([regions.rank, regions.h0, regions.h1, plan.cost.row_tiles_work(regions.q1 - regions.q0)])
     shelves = 1 + max(int(held.segments[loops.SHELF].max(initial=0)) for held in (queries, keys))
     sizes = np.array([ranks, slots, shape.heads, shelves], np.int64)
     # Compiled for one layout in memory.
     held = [np.ascontiguousarray(x) for x in (*queries, *keys)]
-    found, launches = loops.sum_parts(index, shift(slices, begin, begin), table, *held, sizes)
+    found, launches = loops.sum_parts(index, slices, table, *held, sizes)
     pairs, tiles, own_pairs, own_tiles = found
     launched = distinct(launches) // (shelves * shelves * shape.heads * (shape.heads + 1))
     kernels = np.bincount(launched, minlength=ranks * slots).reshape(ranks, slots)
@@ -107,14 +135,15 @@ def _held(plan: Plan, program: Program, inputs: Transfers, kind: Kind) -> _Held:
     from flexcp.simulator.compiled_held import lay_segments  # compiled: only who simulates loads Numba
 
     placement = plan.placement
-    t = inputs.take(inputs.kind == kind)
+    which = np.flatnonzero(inputs.kind == kind)
+    columns = (inputs.target, inputs.owner, inputs.start, inputs.stop, inputs.stage, inputs.h0, inputs.h1)
+    *pieces, stage, h0, h1 = (column[which] for column in columns)
     heads, share = (plan.shape.heads, 1) if kind == Kind.Q else (plan.shape.kv_heads, plan.shape.queries_per_key)
-    ranges, of = _numbered(np.append(t.h0 * (heads + 1) + t.h1, heads))
-    shelves = _numbered(t.stage * len(ranges) + of[:-1])[1] + 1
+    ranges, of = _numbered(np.append(h0 * (heads + 1) + h1, heads))
+    shelves = _numbered(stage * len(ranges) + of[:-1])[1] + 1
     own_slot = -1 if placement.assemble_own else program.own_stage
     sizes = np.array([plan.ranks, len(ranges), of[-1], own_slot], np.int64)
-    pieces = (t.target, t.owner, t.start, t.stop, t.stage, shelves, of[:-1])
-    segments, first = lay_segments(*placement.kept, *pieces, sizes)
+    segments, first = lay_segments(*placement.kept, *pieces, stage, shelves, of[:-1], sizes)
     return _Held(segments, first, share * np.stack([ranges // (heads + 1), ranges % (heads + 1)], axis=1))
 
 

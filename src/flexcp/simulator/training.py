@@ -36,7 +36,7 @@ from flexcp.plan.plan import Plan
 from flexcp.plan.program import Transfers
 from flexcp.simulator.bounds import Bounds, pass_bounds
 from flexcp.simulator.passes import Event, Pass, PassModel, Rules, pass_model, run_pass
-from flexcp.simulator.ring_counts import count_ring
+from flexcp.simulator.slot_work import MaskWork
 
 Ints = NDArray[np.int64]
 Sync = Literal["fsdp", "allreduce", "none"]
@@ -176,9 +176,9 @@ def simulated_step(plan: Plan, training: Training, rules: Rules = Rules()) -> St
 def _pass_models(
     plan: Plan, mask: int, cost: CostModel, rules: Rules, measured: Callable[[int, bool], Ints] | None
 ) -> tuple[PassModel, PassModel]:
-    ring = count_ring(plan, mask)
+    shared = MaskWork(plan, mask)
     ways = ((way, None if measured is None else measured(mask, way)) for way in (False, True))
-    forward, backward = (pass_model(plan, mask, way, cost, rules, ns, ring) for way, ns in ways)
+    forward, backward = (pass_model(plan, mask, way, cost, rules, ns, shared) for way, ns in ways)
     return forward, backward
 
 

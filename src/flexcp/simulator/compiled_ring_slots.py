@@ -1,0 +1,59 @@
+"""Loops of ring work: in which slot the keys of every ring position are there, from transfers; compiled.
+
+``seat`` are the rows of :class:`flexcp.simulator.ring_counts.Seats`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.arrays.jit import compiled
+from flexcp.simulator.compiled_rings import GROUP, LEADER, NUMBER
+
+Ints = NDArray[np.int64]
+QUERIES, KEYS = range(2)
+
+
+@compiled
+def find_ring_slots(
+    stage: Ints, target: Ints, owner: Ints, start: Ints, stop: Ints, h0: Ints, h1: Ints, is_keys: Ints,
+    tokens: Ints, seat: Ints, heads: Ints, stages: int,
+) -> tuple[Ints, Ints, bool]:  # fmt: skip
+    """(``hop[rank, position]``, -1 where no keys come; ``home[rank]``; whether these inputs are a ring's).
+
+    The columns up to ``is_keys`` are inputs. ``heads[QUERIES or KEYS, 0 or 1, rank]`` are the heads that each rank must get, from the
+    others of its position and of its group. What comes together must have one stage; hops are one a stage, behind the position's own.
+    """
+    ranks = seat.shape[1]
+    hop, home = np.full((ranks, seat[NUMBER].max() + 1), -1, np.int64), np.zeros(ranks, np.int64)
+    there = np.zeros((2, ranks, ranks), np.uint8)
+    for i in range(len(stage)):
+        side, to, of = is_keys[i], target[i], owner[i]
+        whole = start[i] == 0 and stop[i] == tokens[of] and h0[i] == heads[side, 0, to] and h1[i] == heads[side, 1, to]
+        if not whole or there[side, to, of] == 1:
+            return hop, home, False
+        there[side, to, of] = 1
+        if side == QUERIES:
+            home[to] = stage[i]
+        elif seat[LEADER, to] != seat[LEADER, of]:
+            hop[to, seat[NUMBER, of]] = stage[i]
+    for i in range(len(stage)):
+        side, to, of = is_keys[i], target[i], owner[i]
+        near = side == QUERIES or seat[LEADER, to] == seat[LEADER, of]
+        if stage[i] != (home[to] if near else hop[to, seat[NUMBER, of]]):
+            return hop, home, False
+    used = np.full(stages, -1, np.int64)  # the last rank with a hop there
+    for to in range(ranks):
+        for of in range(ranks):
+            keeps = tokens[of] > 0 and to != of
+            queries, keys = seat[LEADER, to] == seat[LEADER, of], seat[GROUP, to] == seat[GROUP, of]
+            if there[QUERIES, to, of] != (keeps and queries) or there[KEYS, to, of] != (keeps and keys):
+                return hop, home, False
+        for position in range(hop.shape[1]):
+            slot = hop[to, position]
+            if slot >= 0:
+                if slot <= home[to] or used[slot] == to:
+                    return hop, home, False
+                used[slot] = to
+    return hop, home, True

@@ -1,0 +1,40 @@
+"""Proves the loops of copies: bytes and launches of drawn transfers are those of the table in flexcp.simulator.copies, row by row."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flexcp.simulator.compiled_copies import sum_copies
+
+RANKS, STAGES = 3, 4
+# Bytes of a token and head: as it travels whole, in part, in the accumulator's dtype; whether it is a result.
+KINDS = np.array([[2, 3, 5, 0], [7, 11, 13, 0], [17, 19, 23, 1]])
+
+
+@pytest.mark.parametrize("count", [0, 1, 200])
+def test_sums_are_those_of_the_table(count: int) -> None:
+    draw = np.random.default_rng(count)
+    stage, source = draw.integers(0, STAGES, count), draw.integers(0, RANKS, count)
+    order = np.lexsort([source, stage])
+    stage, source = stage[order], source[order]
+    target, owner = draw.integers(0, RANKS, (2, count))
+    kind, partial = draw.integers(0, len(KINDS), count), draw.integers(0, 2, count)
+    start, h0 = draw.integers(0, 50, (2, count))
+    stop, h1 = start + draw.integers(1, 50, count), h0 + draw.integers(1, 5, count)
+
+    columns = (stage, source, target, kind, owner, start, stop, h0, h1, partial)
+    pack, take_in, launches = sum_copies(*columns, KINDS, np.array([RANKS, STAGES]))
+
+    tokens, is_result, own = (stop - start) * (h1 - h0), KINDS[kind, 3] == 1, source == target
+    wire = tokens * KINDS[kind, partial]
+    lies = np.where(is_result, tokens * KINDS[kind, 2], wire)
+    # An input is read as it came and written; a result is read as it came, and read and written where it is summed.
+    taken = np.where(own, lies, wire) + np.where(is_result, 2, 1) * lies
+    for rank in range(RANKS):
+        for s in range(STAGES):
+            sent, came = (source == rank) & (stage == s), (target == rank) & (stage == s)
+            assert pack[rank, s] == (lies + wire)[sent & ~own].sum()
+            assert take_in[rank, s] == taken[came].sum()
+            messages = came & ~own
+            assert launches[rank, s] == (messages & ~is_result).any() + len(np.unique(source[messages & is_result]))
