@@ -16,7 +16,7 @@ import pytest
 import torch
 from made import LENGTHS, ROWS, Numbered, StatefulStream, Stream, batches_by_hand
 from misbehaving import Misbehaving, planner
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import flexcp
 from flexcp.data import Loader, PlanningError
@@ -415,6 +415,51 @@ def test_bare_token_ids_and_torch_loaders_are_samples() -> None:
 def test_mistakes_name_the_value_and_the_way_out(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         local(Stream([9, 12, 30]), **options)
+
+
+@pytest.mark.parametrize("data", [[[1, 2], [3, 4]], Stream([9, 12])])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mask": flexcp.causal}, r"^mask= is .*got the function causal: call it, mask=flexcp\.causal\(\.\.\.\)"),
+        ({"mask": 16}, r"^mask= is .*got 16: .*write mask=flexcp\.window\(16\)"),
+        ({"mask": "causal"}, r"^mask= is .*got 'causal': write mask=flexcp\.causal\(\)"),
+        ({"mask_fn": flexcp.causal()}, r"^mask_fn= is a function of a sample"),
+        ({"masks": {"a": flexcp.causal()}}, r"^masks= is .*got Mask.* for 'a': write 'a': \(flexcp\.causal\(\), 2\)"),
+        ({"masks": {"a": ("causal", 2)}}, r"^masks= is .*got 'causal': write 'a': \(flexcp\.causal\(\), 2\)"),
+        ({"masks": {"a": (flexcp.causal, 2)}}, r"^masks= is .*got the function causal: call it"),
+        ({"masks": {"a": (flexcp.causal(), "2")}}, r"^masks= is .*got '2' layers for 'a'"),
+        ({"masks": flexcp.causal()}, r"^masks= is \{'name': \(mask, layers\)\}"),
+        (
+            {"spans": "pictures"},
+            r"^spans='pictures' names a field of every sample, and sample 0 .*'pictures': \[\(start, end\)\]",
+        ),
+    ],
+)
+def test_a_mask_that_is_none_is_named(data: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        local(data, **options)
+
+
+def test_masks_for_each_document_are_looked_at_when_they_come() -> None:
+    with pytest.raises(ValueError, match=r"^mask= holds 'causal' for document 1, which is no mask"):
+        local([[1, 2], [3, 4]], mask=[flexcp.causal(), "causal"])
+    with pytest.raises(ValueError, match=r"^masks= for 'a' holds 3 for document 0, which is no mask"):
+        local([[1, 2], [3, 4]], masks={"a": ([3, flexcp.causal()], 1)})
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"input_ids": [[1, 2], [3]]}, r"dataset is a mapping with the keys \['input_ids'\].*pass a list of samples"),
+        (TensorDataset(torch.arange(8).view(2, 4)), r"sample 0 is a tuple of 1 \(Tensor\).*'input_ids': ids"),
+        ([([1, 2], [1, 2])], r"sample 0 is a tuple of 2 \(list, list\).*labels='labels'"),
+        ([[[1, 2], [1, 2]]], r"sample 0 is a list of 2 \(list, list\)"),
+    ],
+)
+def test_samples_of_another_kind_are_named(data: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        local(data)
 
 
 def test_an_option_of_a_wrong_value_is_one_line_from_a_planner_process_too() -> None:

@@ -120,6 +120,16 @@ def test_a_label_outside_of_the_vocabulary_is_named(step: flexcp.Step, label: in
     assert (f"pass ignore={label}" in str(found.value)) == (label < 0)
 
 
+def test_two_marks_of_rows_without_a_label_lead_to_one(step: flexcp.Step) -> None:
+    """Labels of one's own mark rows by -1, and step.labels ends of documents by -100: neither ignore= is enough."""
+    given = torch.arange(TOKENS)
+    given[2:4] = -1
+    for ignore in (-100, -1):
+        with pytest.raises(ValueError, match=r"make the labels with step\.labels\(tokens, ignore=-1\)"):
+            step.loss(logits(), step.labels(given), ignore=ignore)
+    step.loss(logits(), step.labels(given, ignore=-1), ignore=-1)
+
+
 def test_a_label_that_is_ignored_is_not_looked_up(step: flexcp.Step) -> None:
     rows = logits()
     found = step.loss(rows, labels(row3=-1), ignore=-1)

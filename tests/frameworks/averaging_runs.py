@@ -123,8 +123,8 @@ def run_small(group: dist.ProcessGroup | None, gradients: Gradients, wrapping: s
 
 def warned(group: dist.ProcessGroup, taken: str) -> dict[str, Any]:
     """What is warned of in training steps under DDP whose loss is ``taken`` so, and the gradients of the last one."""
-    gc.collect()  # steps of earlier runs
     model = DistributedDataParallel(Small(), process_group=group)
+    kept = evaluated(model, group) if taken == "own, beside an evaluation" else None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for number in range(2):
@@ -144,16 +144,66 @@ def warned(group: dist.ProcessGroup, taken: str) -> dict[str, Any]:
                 loss = step.share(own, (labels >= 0).sum(), gradients="averaged")
             elif taken == "gathered":
                 loss = nn.functional.cross_entropy(step.gather(logits), next_tokens(stream, step.plan.batch, -100))
-            elif taken == "another step":
+            elif taken == "two batches":
                 other = bound(group, UNEVEN)
-                loss = own + 0 * other.loss(logits.detach(), labels, gradients="averaged", without_attention=True)
+                loss = step.loss(logits, labels, gradients="averaged")
+                loss = loss + other.loss(model(rows, other), labels, gradients="averaged")
             else:
                 loss = own / (labels >= 0).sum()
             model.zero_grad()
             loss.backward()
             del logits, own, loss, step
+    del kept
     found = {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
-    return {"warnings": [str(w.message) for w in caught if "loss" in str(w.message)], "gradients": found}
+    return {"warnings": loss_warnings(caught), "gradients": found}
+
+
+def loss_warnings(caught: list[warnings.WarningMessage]) -> list[str]:
+    return [str(w.message) for w in caught if "loss was divided by" in " ".join(str(w.message).split())]
+
+
+def evaluated(model: nn.Module, group: dist.ProcessGroup) -> tuple[Step, ...]:
+    """Steps that a loss was said of, which nobody trains on: of an evaluation, of a forward that is only looked at, of gathered logits."""
+    steps = tuple(bound(group, UNEVEN) for _ in range(3))
+    stream = tokens()
+    with torch.no_grad():
+        steps[0].loss(model(steps[0].shard(stream), steps[0]), steps[0].labels(stream))
+    steps[1].loss(model(steps[1].shard(stream), steps[1]), steps[1].labels(stream), gradients="averaged")
+    steps[2].gather(model(steps[2].shard(stream), steps[2]))
+    return steps
+
+
+class TwoSteps(nn.Module):
+    """An encoder and a decoder, each with the step of its own stream; both read the same tokens."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.encoder, self.decoder, self.reentrant = Small(), Small(), reentrant
+
+    def forward(self, rows: Tensor, encoder: Step, decoder: Step) -> Tensor:
+        q, k, v = self.encoder.project(self.encoder.embed(rows)).unflatten(1, (3, HEADS, SIZE)).unbind(1)
+        seen = self._attend(q, k, v, encoder).flatten(1)
+        q, k, v = self.decoder.project(self.decoder.embed(rows) + seen).unflatten(1, (3, HEADS, SIZE)).unbind(1)
+        found: Tensor = self.decoder.head(self._attend(q, k, v, decoder).flatten(1)) + self.encoder.head(seen)
+        return found
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        found: Tensor = torch.utils.checkpoint.checkpoint(flexcp.attention, q, k, v, step, use_reentrant=self.reentrant)
+        return found
+
+
+def warned_of_two_steps(group: dist.ProcessGroup, said: bool, reentrant: bool) -> list[str]:
+    """What is warned of where one loss, by the decoder's step or one's own, reaches the attention of two steps."""
+    model = DistributedDataParallel(TwoSteps(reentrant), process_group=group)
+    encoder, decoder = bound(group, UNEVEN), bound(group, UNEVEN)
+    rows, labels = encoder.shard(tokens()), decoder.labels(tokens())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        logits = model(rows, encoder, decoder)
+        own = nn.functional.cross_entropy(logits, labels)
+        (decoder.loss(logits, labels, gradients="averaged") if said else own).backward()
+    assert not decoder.loss_in_backward, "it ended with its backward"
+    return loss_warnings(caught)
 
 
 def run_huggingface(group: dist.ProcessGroup, gradients: Gradients, wrapper: str) -> dict[str, Any]:
@@ -175,13 +225,21 @@ def run_huggingface(group: dist.ProcessGroup, gradients: Gradients, wrapper: str
         fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
         if wrapper == "FSDP2 summed":
             fsdp.sum_gradients(model)
+    if wrapper == "DDP, compiled":
+        model.module.compile(backend="eager", fullgraph=True)
     step = flexcp.bind(plan, group)
+    more = {"DDP, another count": {"num_items_in_batch": 99}, "DDP, as a tuple": {"return_dict": False}}
     try:
-        given = huggingface.inputs(RUN.tokens(0), step, gradients=gradients)
-        loss = model(**(given | ({"num_items_in_batch": 99} if wrapper == "DDP, another count" else {}))).loss
-        if wrapper == "FSDP2 summed late":
-            fsdp.sum_gradients(model)
-        loss.backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            given = huggingface.inputs(RUN.tokens(0), step, gradients=gradients)
+            output = model(**(given | more.get(wrapper, {})))
+            loss = output[0]
+            if wrapper == "DDP, own loss":
+                loss = nn.functional.cross_entropy(output.logits[0], given["shift_labels"][0])
+            if wrapper == "FSDP2 summed late":
+                fsdp.sum_gradients(model)
+            loss.backward()
     except ValueError as error:
         return {"refused": str(error)}
     total = loss.detach().clone()
@@ -190,4 +248,5 @@ def run_huggingface(group: dist.ProcessGroup, gradients: Gradients, wrapper: str
         total /= step.cp_size
     inner = getattr(model, "module", model)
     gradient = inner.lm_head.weight.grad
-    return {"loss": float(total), "gradient": getattr(gradient, "full_tensor", lambda: gradient)()}
+    whole_gradient = getattr(gradient, "full_tensor", lambda: gradient)()
+    return {"loss": float(total), "gradient": whole_gradient, "warnings": loss_warnings(caught)}

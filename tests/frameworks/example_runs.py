@@ -10,6 +10,7 @@ from types import ModuleType
 from unittest.mock import patch
 
 import torch.distributed as dist
+from loss_warning import refusing_the_loss_warning
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -32,6 +33,7 @@ def printed(group: dist.ProcessGroup, name: str, arguments: list[str]) -> str:
         patch.object(dist, "init_process_group"),
         patch.object(dist, "destroy_process_group"),
         contextlib.redirect_stdout(text),
+        refusing_the_loss_warning(),
     ):
         loaded(name).main()
     return text.getvalue()

@@ -6,11 +6,10 @@ import re
 
 import pytest
 import torch
-from averaging_runs import RUN, run_huggingface, run_small, warned
+from averaging_runs import RUN, run_huggingface, run_small, warned, warned_of_two_steps
 
 import flexcp
 from flexcp.executor.averaging import Gradients
-from flexcp.frameworks import huggingface
 from flexcp.frameworks.pipeline import PlannedMicroBatches
 from flexcp.measure.ranks import RankPool
 from lib.model_runs import train_alone
@@ -105,8 +104,9 @@ def test_a_hugging_face_loss_that_is_reduced_otherwise_is_refused(
         assert re.match(words, found["refused"])
 
 
-def test_a_loss_of_ones_own_under_ddp_is_warned_of_where_ranks_hold_different_counts(two: RankPool) -> None:
-    for found in two.run(warned, "own"):
+@pytest.mark.parametrize("taken", ["own", "own, beside an evaluation"])
+def test_a_loss_of_ones_own_under_ddp_is_warned_of_where_ranks_hold_different_counts(two: RankPool, taken: str) -> None:
+    for found in two.run(warned, taken):
         assert found["warnings"], "python's own filter shows one of them"
         assert re.match(
             r"DistributedDataParallel averages gradients over ranks that hold \d+ to \d+ tokens", found["warnings"][0]
@@ -133,16 +133,27 @@ def test_whoever_says_how_the_loss_is_divided_is_not_warned_and_is_right(two: Ra
             torch.testing.assert_close(found["gradients"][name], gradient, atol=1e-12, rtol=1e-10)
 
 
-@pytest.mark.parametrize("taken", ["another step", "equal counts"])
+@pytest.mark.parametrize("taken", ["two batches", "equal counts"])
 def test_what_may_be_right_is_not_warned_of(two: RankPool, taken: str) -> None:
-    """A model of two steps has one loss, and the mean over a rank's rows is right where all ranks hold as many."""
+    """One backward of two batches' shares, and the mean over a rank's rows where all ranks hold as many."""
     assert [found["warnings"] for found in two.run(warned, taken)] == [[], []]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_model_of_two_steps_has_one_loss(two: RankPool, reentrant: bool) -> None:
+    """Also where checkpointing runs backwards of its own inside the loss's."""
+    assert two.run(warned_of_two_steps, True, reentrant) == [[], []]
+    for found in two.run(warned_of_two_steps, False, reentrant):
+        assert len(found) == 2, "of both steps"
+
+
+@pytest.mark.parametrize("wrapper", ["DDP", "DDP, registered", "DDP, compiled", "DDP, as a tuple", "DDP, own loss"])
+def test_a_hugging_face_loss_is_said_where_it_is_trained_on(two: RankPool, wrapper: str) -> None:
+    """The keywords alone say nothing: a mean of one's own over the logits beside them is still one."""
+    for found in two.run(run_huggingface, "averaged", wrapper):
+        assert len(found["warnings"]) == (1 if wrapper == "DDP, own loss" else 0)
 
 
 def test_frameworks_that_know_their_loss_say_so_before_a_backward() -> None:
     plan = flexcp.Planner(2, 2, 8, cluster=flexcp.cluster("cpu", 1, 1))([3, 4])
-    step = flexcp.bind(plan)
-    assert not step.loss_said
-    huggingface.inputs(torch.arange(7), step, gradients="averaged")
-    assert step.loss_said
     assert all(step.loss_said for step in PlannedMicroBatches([([0, 1], plan)]).steps)

@@ -134,6 +134,14 @@ def test_labels_that_are_already_shifted_are_refused() -> None:
     huggingface.inputs(TOKENS, step, torch.full_like(TOKENS, -100))
 
 
+def test_a_mark_that_transformers_does_not_ignore_is_named() -> None:
+    step = bound()
+    labels = torch.where(torch.arange(len(TOKENS)) == 2, -1, TOKENS)
+    with pytest.raises(ValueError, match=r"label of token 2 is -1, .*labels\.masked_fill\(labels == -1, -100\)"):
+        huggingface.inputs(TOKENS, step, labels)
+    huggingface.inputs(TOKENS, step, labels.masked_fill(labels == -1, -100))
+
+
 @pytest.mark.filterwarnings("ignore:mkldnn")
 def test_autocast_reaches_queries_keys_and_values() -> None:
     """RoPE in float32 leaves queries and keys there, and values in autocast's dtype."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from loss_warning import refusing_the_loss_warning
 from torch import Tensor
 
 import flexcp
@@ -62,7 +63,8 @@ def trained(
     )
     if ignoring:
         model.set_attn_implementation("eager")
-    trainer.train()
+    with refusing_the_loss_warning():
+        trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     weights = {n: p.detach().clone() for n, p in model.named_parameters()}
     evaluated = None if collator == "unlabelled" else trainer.evaluate()["eval_loss"]
@@ -149,7 +151,8 @@ def with_accelerate(group: dist.ProcessGroup) -> list[float]:
         mine = documents()[12 * number + rank : 12 * (number + 1) : ranks]
         batch = Padding()([{"input_ids": d} for d in mine])
         loss = model(**prepared(batch, planner, gradients="averaged")).loss
-        accelerator.backward(loss)
+        with refusing_the_loss_warning():
+            accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(accelerator.reduce(loss.detach(), "mean")))

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from flexcp.data.documents import BatchLimits, BatchSpec, next_batch
 from flexcp.data.lengths import parse_lengths
 from flexcp.data.loader_agreement import check_same, sampler_share
+from flexcp.data.loader_arguments import check_dataset, masks_of
 from flexcp.data.loader_group import check_group, group_of
 from flexcp.data.local_batch import LocalBatch, local_batch
 from flexcp.data.order import count_batches
@@ -40,7 +41,7 @@ from flexcp.data.plan_sharing import SharedPlans
 from flexcp.data.planning.plan_orders import PlannedPart, PlannerLike, PlanOrder, RecipeWish
 from flexcp.data.planning_pool import Pool
 from flexcp.data.row_sharing import Peers, local_columns, segments, shared
-from flexcp.data.samples import LABELS, TOKENS, Fields, MaskChoice, Masks, Sample
+from flexcp.data.samples import LABELS, TOKENS, Fields, MaskChoice, Sample
 from flexcp.data.sources import Known, Read, Reading, is_map_style
 from flexcp.data.speeds.corrections import read_corrections
 from flexcp.data.speeds.follow import SpeedFollower
@@ -49,7 +50,7 @@ from flexcp.executor.arguments import named_kind
 from flexcp.executor.bind import bind
 from flexcp.executor.run.prepared import packs_by_rows
 from flexcp.executor.step_watcher import Watcher
-from flexcp.masks import Mask, causal
+from flexcp.masks import Mask
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -153,7 +154,7 @@ class Loader:
         field = spans if isinstance(spans, str) else None
         fields = Fields(tokens, labels, field, frozenset(document_fields), ignore)
         self.pads = {TOKENS: pad_token, LABELS: ignore, **({field: -1} if field else {})}
-        self.reading = Reading(fields, _masks(mask, masks, mask_fn, spans), limits, shuffle, seed, self.stats)
+        self.reading = Reading(fields, masks_of(mask, masks, mask_fn, spans), limits, shuffle, seed, self.stats)
         self.dataset = dataset
         self.source = _source(dataset, lengths, self.reading, self.peers)
         wish = RecipeWish(self.peers.rank, "rows" if packs_by_rows(torch.device(device or "cpu").type) else "fields")
@@ -359,24 +360,8 @@ class Loader:
         self.close()
 
 
-def _masks(mask: Any, masks: Any, mask_fn: Any, spans: Any) -> Masks:
-    given = [n for n, v in (("mask", mask), ("masks", masks), ("mask_fn", mask_fn), ("spans", spans)) if v is not None]
-    if len(given) > 1 and given != ["mask_fn", "spans"]:
-        raise ValueError(f"give one of mask, masks, mask_fn and spans; got {' and '.join(given)}")
-    if mask_fn is not None:
-        return Masks(function=mask_fn)
-    if isinstance(spans, str):
-        return Masks(spans_field=spans)
-    if spans is not None:
-        return Masks(spans_by_number=spans)
-    if masks is not None:
-        return Masks(named=masks)
-    return Masks(one=mask or causal()) if mask is None or isinstance(mask, Mask) else Masks(by_number=mask)
-
-
 def _source(dataset: Any, lengths: Any, reading: Reading, peers: Peers) -> Known | Read:
-    if isinstance(dataset, str):
-        raise ValueError(f"a dataset holds samples of token ids, and {dataset!r} is a text; read and tokenize it first")
+    check_dataset(dataset)
     by_number = [s for s in (reading.masks.by_number, reading.masks.spans_by_number) if s is not None]
     by_number += [m for m, _ in (reading.masks.named or {}).values() if not isinstance(m, Mask)]
     if not is_map_style(dataset):

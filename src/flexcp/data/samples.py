@@ -111,6 +111,13 @@ def _tokens(sample: Any, fields: Fields, where: str) -> tuple[str, Tensor]:
         name, value = names[0], sample[names[0]]
     if isinstance(value, str):
         raise ValueError(f"{where}: token ids are wanted, and {value[:40]!r} is a text; tokenize the dataset first")
+    if value is sample and isinstance(value, tuple | list) and len(value) and _holds_several(value[0]):
+        kinds = ", ".join(type(x).__name__ for x in value[:4])
+        raise ValueError(
+            f"{where} is a {type(value).__name__} of {len(value)} ({kinds}), and a sample is its token ids alone or a mapping of fields: "
+            "give {'input_ids': ids, 'labels': labels} with labels='labels', or ids (a DataLoader should have batch_size=None, or "
+            "collate_fn=list of mappings)"
+        )
     tokens = _tensor(value, name, where)
     if tokens.numel() == 0:
         raise ValueError(f"{where} has no tokens; drop it: documents have at least 1 token")
@@ -120,6 +127,10 @@ def _tokens(sample: Any, fields: Fields, where: str) -> tuple[str, Tensor]:
             "(a DataLoader should have batch_size=None, or collate_fn=list)"
         )
     return name, tokens.long()
+
+
+def _holds_several(value: Any) -> bool:
+    return isinstance(value, list | tuple | Mapping) or (isinstance(value, Tensor | np.ndarray) and value.ndim > 0)
 
 
 def _labels(given: Mapping[str, Any], fields: Fields, rows: int, where: str) -> Tensor:
@@ -232,15 +243,34 @@ class Masks:
         if self.function is not None:
             return _checked_choice(self.function(sample))
         if self.spans_field is not None:
-            return modality(_spans(sample[self.spans_field]))
+            return modality(_spans(_spans_of(sample, self.spans_field, number)))
         if self.spans_by_number is not None:
             return modality(_spans(self.spans_by_number[number]))
         if self.by_number is not None:
-            return self.by_number[number]
+            return _checked_mask(self.by_number[number], "mask=", number)
         if self.named is not None:
-            return {name: (m if isinstance(m, Mask) else m[number], k) for name, (m, k) in self.named.items()}
+            found = {name: (m if isinstance(m, Mask) else m[number], k) for name, (m, k) in self.named.items()}
+            return {name: (_checked_mask(m, f"masks= for {name!r}", number), k) for name, (m, k) in found.items()}
         assert self.one is not None
         return self.one
+
+
+def _spans_of(sample: Any, field: str, number: int) -> Any:
+    if isinstance(sample, Mapping) and field in sample:
+        return sample[field]
+    has = f"has fields {sorted(map(str, sample))}" if isinstance(sample, Mapping) else "is its token ids alone"
+    raise ValueError(
+        f"spans={field!r} names a field of every sample, and sample {number} {has}: give it {{'input_ids': ids, "
+        f"{field!r}: [(start, end)]}}, or pass spans= a list of such spans for each document"
+    )
+
+
+def _checked_mask(found: Any, place: str, number: int) -> Mask:
+    if isinstance(found, Mask):
+        return found
+    raise ValueError(
+        f"{place} holds {found!r} for document {number}, which is no mask; write flexcp.causal() or another of flexcp's masks"
+    )
 
 
 def _checked_choice(found: Any) -> MaskChoice:

@@ -22,6 +22,8 @@ from flexcp.plan.placement import Placement
 from flexcp.plan.positions import refuse_branches
 
 Ints = NDArray[np.int64]
+DEFAULT_IGNORE = -100
+"""The label of rows that have none, as torch's cross entropy has it."""
 
 
 def shard(full: Tensor, indices: Tensor, pad: float | int) -> Tensor:
@@ -138,7 +140,14 @@ def _wrong_label(labels: Tensor, vocabulary: int, ignore: int) -> str:
     outside = ((labels < 0) | (labels >= vocabulary)) & (labels != ignore)
     row = int(outside.nonzero()[0])
     label = int(labels[row])
-    way = f"; where {label} marks rows without a label pass ignore={label}" if label < 0 else ""
+    way = ""
+    if label == DEFAULT_IGNORE:
+        way = f"; step.labels writes {label} at the ends of documents: make the labels with step.labels(tokens, ignore={ignore})"
+    elif label < 0:
+        way = (
+            f"; where {label} marks rows without a label make the labels with step.labels(tokens, ignore={label}), which marks the ends "
+            f"of documents so too, and pass ignore={label} here"
+        )
     return (
         f"the label of row {row} is {label}, outside of the vocabulary 0..{vocabulary - 1} and not ignore={ignore}{way}"
     )

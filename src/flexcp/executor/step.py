@@ -96,10 +96,14 @@ class Step:
         self.summed_by: str | None = None
         """Who averages or sums gradients over this step's ranks, where a call saw it: see :mod:`flexcp.executor.averaging`."""
         self.loss_said = False
-        """Whether somebody said how the loss of this step is divided and reduced: its own loss, a share, or a framework's."""
+        """Whether somebody says how the loss that this step's gradients come from is divided and reduced: see :meth:`say_loss`."""
+        self.loss_in_backward = False
+        """Whether the backward that is running began at a loss that was said of this step."""
         self._fsdp_modules: list[FsdpModule] = []
         self._shares_for: Gradients | None = None
         """The modules of FSDP2 that attention ran in, and what the loss was made for until a backward has looked whether they do it."""
+        self.stream_compared = False
+        """Whether the ranks have told each other the stream they give this step, where a framework has them do so."""
         self.asked_for_rows = False
         """Whether somebody asked which rows of the stream are here, and did not cut them without asking."""
         self.seen = SeenTokens()
@@ -202,8 +206,7 @@ class Step:
         """The stream tensor ``[tokens, ...]`` on every rank, from every rank's local rows. Differentiable."""
         self._check_rows(local, "step.gather")
         # A loss of the gathered rows is the whole batch's on every rank, and its gradients are right where they are averaged.
-        self.loss_said = self.loss_said or local.requires_grad
-        return local_rows.gather(local, self.plan.placement, self.collectives)
+        return self.say_loss(local_rows.gather(local, self.plan.placement, self.collectives))
 
     def roll(self, local: Tensor, shift: int = -1, fill: float | int = 0) -> Tensor:
         """Local rows moved by ``shift`` inside their documents, across ranks: ``roll(x, -1)`` is each token's successor.
@@ -289,12 +292,11 @@ class Step:
             local_rows.check_logits(logits, labels, self.local_tokens)
         self._check_rows(logits, "step.loss")
         self._check_attended(without_attention)
-        self.loss_said = True
         if logits.requires_grad:
             self.check_reduction(gradients)
         labels = local_rows.without_pads(labels, self.row_tokens, ignore)
         self._warn_of_copied_labels(labels, ignore)
-        return local_rows.token_mean_loss(logits, labels, self.collectives, ignore) * factor
+        return self.say_loss(local_rows.token_mean_loss(logits, labels, self.collectives, ignore) * factor)
 
     def share(
         self,
@@ -326,10 +328,9 @@ class Step:
         with self.collectives.checking("step.share"):
             self._check_count(count)
         self._check_attended(without_attention)
-        self.loss_said = True
         if total.requires_grad:
             self.check_reduction(gradients)
-        return local_rows.mean_over_ranks(total, here, self.collectives, "step.share") * factor
+        return self.say_loss(local_rows.mean_over_ranks(total, here, self.collectives, "step.share") * factor)
 
     def _check_count(self, count: Tensor | float) -> None:
         """Raise for a count that cannot be this rank's: one known to be the batch's, or above this rank's rows."""
@@ -365,7 +366,7 @@ class Step:
 
     def check_reduction(self, gradients: Gradients) -> None:
         """Raise for shares made for one treatment of gradients where this step's attention saw the other."""
-        self.loss_said, self._shares_for = True, gradients
+        self._shares_for = gradients
         self._refuse_reduction(gradients, self.averaged_by, self.summed_by)
 
     def _refuse_reduction(
@@ -374,6 +375,25 @@ class Step:
         who = averaged_by if gradients == "summed" else summed_by
         if who is not None:
             raise ValueError(wrong_factor(who, gradients, self.plan.ranks, late))
+
+    def say_loss(self, loss: Tensor) -> Tensor:
+        """Note that ``loss``, or a loss of this tensor, is divided and reduced as it should be, once gradients come from it.
+
+        A loss that is only looked at says nothing of the one that is trained on. What is compiled takes no hook, and is believed at once.
+        """
+        if loss.requires_grad and torch.compiler.is_compiling():
+            self.loss_said = True
+        elif loss.requires_grad:
+            loss.register_hook(self._enter_loss)
+        return loss
+
+    def _enter_loss(self, gradient: Tensor) -> None:
+        self.loss_said = self.loss_in_backward = True
+        # A backward that checkpointing runs inside this one is another to autograd, so the end of this one is what counts.
+        torch.autograd.Variable._execution_engine.queue_callback(self._leave_loss)
+
+    def _leave_loss(self) -> None:
+        self.loss_in_backward = False
 
     def note_call(self) -> None:
         """Count an attention call, and see inside which module it runs."""
@@ -403,12 +423,12 @@ class Step:
         """Raise where FSDP2 was told after the loss to reduce gradients otherwise than the loss was made for: once a loss.
 
         Warn where gradients are averaged over uneven ranks, and nobody said of this loss how it was divided: once a step. One of several
-        steps of a model (an encoder's) has no loss of its own, so another step's is enough.
+        steps of a model (an encoder's) has no loss of its own, so that of another step in the same backward is enough.
         """
         if self._shares_for is not None:
             made_for, self._shares_for = self._shares_for, None
             self._refuse_reduction(made_for, *reduction_of(self._fsdp_modules, self.group), late=True)
-        if self.averaged_by is None or any(step.loss_said for step in live_steps()):
+        if self.averaged_by is None or self.loss_said or any(step.loss_in_backward for step in live_steps()):
             return
         self.loss_said = True
         counts = uneven(self.plan.placement)

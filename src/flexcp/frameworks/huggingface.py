@@ -132,6 +132,7 @@ def inputs(tokens: Tensor, step: Step, labels: Tensor | None = None, gradients: 
         check_ids(tokens, "tokens", "huggingface.inputs", batch.tokens, step.local_tokens)
         if labels is not None:
             check_ids(labels, "labels", "huggingface.inputs", batch.tokens, step.local_tokens)
+            _refuse_other_marks(labels)
         shifted = next_tokens(tokens if labels is None else labels, batch, IGNORE)
         if labels is not None:
             refuse_shifted(tokens, labels, next_tokens(tokens, batch, IGNORE), IGNORE, "huggingface.inputs")
@@ -140,14 +141,26 @@ def inputs(tokens: Tensor, step: Step, labels: Tensor | None = None, gradients: 
     return keywords_of(rows_of(step, tokens, shifted), max(1, valid), gradients)
 
 
+def _refuse_other_marks(labels: Tensor) -> None:
+    """Raise for labels below 0 that Transformers' loss would not ignore."""
+    odd = ((labels < 0) & (labels != IGNORE)).nonzero()
+    if len(odd):
+        at, label = int(odd[0]), int(labels[odd[0]])
+        raise ValueError(
+            f"the label of token {at} is {label}, which is neither a token id nor {IGNORE}, the one label that Transformers' loss ignores; "
+            f"where {label} marks tokens without a label pass labels.masked_fill(labels == {label}, {IGNORE})"
+        )
+
+
 def _refuse_other_streams(step: Step, tokens: Tensor) -> None:
     """Raise on every rank where ranks gave other token ids to the group's first step, as samplers do that deal documents over ranks.
 
     Documents of equal lengths have equal plans on all ranks, so binding cannot see it.
     """
     notes = step.collectives.notes
-    if notes is None or step.collectives.step != 1 or step.loss_said:
+    if notes is None or step.collectives.step != 1 or step.stream_compared:
         return
+    step.stream_compared = True
     digest = hashlib.sha256(tokens.cpu().to(torch.int64).numpy().tobytes()).hexdigest()
     digests = said_by_all("token ids", digest, notes, step.timeout)
     for rank, other in enumerate(digests):
@@ -162,7 +175,6 @@ def _refuse_other_streams(step: Step, tokens: Tensor) -> None:
 def keywords_of(rows: Rows, valid: int | Tensor, gradients: Gradients) -> dict[str, Any]:
     """Keywords of a model's forward for this rank's rows of a batch with so many ``valid`` labels on all ranks."""
     divisor = ValidLabels(valid, rows.step, gradients)
-    rows.step.loss_said = True
     return {
         "input_ids": rows.tokens[None],
         "position_ids": rows.positions[None],

@@ -58,7 +58,7 @@ class ValidLabels:
             raise RuntimeError(not_used(self.step))
         if total.requires_grad:
             self.step.check_reduction(self.gradients)
-        return total / self.count
+        return self.step.say_loss(total / self.count)
 
     def __int__(self) -> int:
         return int(self.valid)
@@ -194,15 +194,29 @@ def _note_calls(module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> 
 
 def _check_calls(module: nn.Module, arguments: Any, keywords: dict[str, Any], output: Any) -> Any:
     step = keywords.get("step")
-    if not isinstance(step, Step) or torch.compiler.is_compiling():
+    if not isinstance(step, Step):
+        return None
+    loss = _loss_of(output, keywords)
+    if torch.compiler.is_compiling():
+        if loss is not None:
+            step.say_loss(loss)
         return None
     if step.calls == getattr(module, _CALLS):
         raise RuntimeError(not_used(step))
     fsdp.note_reduction(module, step)
-    loss = getattr(output, "loss", None)
     if loss is not None and loss.requires_grad and "gradients" in keywords:
         step.check_reduction(keywords["gradients"])
+    if loss is not None:
+        step.say_loss(loss)
     return _without_the_row(module, output)
+
+
+def _loss_of(output: Any, keywords: Mapping[str, Any]) -> Tensor | None:
+    """The loss of a model that was given shifted labels and what to divide by, if its output, which may be a tuple, has one."""
+    if keywords.get("shift_labels") is None or keywords.get("num_items_in_batch") is None:
+        return None
+    loss = output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
+    return loss if isinstance(loss, Tensor) and loss.dim() == 0 else None
 
 
 def _without_the_row(module: nn.Module, output: Any) -> Any:

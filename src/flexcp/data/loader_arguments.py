@@ -1,0 +1,77 @@
+"""What a Loader is given for its masks and its dataset, looked at before anything is read: one line names the argument and what to pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from flexcp.data.samples import Masks
+from flexcp.executor.arguments import named_kind
+from flexcp.masks import Mask, causal
+
+
+def check_dataset(dataset: Any) -> None:
+    """Raise for what holds no samples: a text, or columns."""
+    if isinstance(dataset, str):
+        raise ValueError(f"a dataset holds samples of token ids, and {dataset!r} is a text; read and tokenize it first")
+    if isinstance(dataset, Mapping) and 0 not in dataset:
+        raise ValueError(
+            f"dataset is a mapping with the keys {sorted(map(str, dataset))[:8]}, and samples are read by their number: pass a list of "
+            "samples, such as [{'input_ids': ids} for ids in columns['input_ids']], or datasets.Dataset.from_dict(columns)"
+        )
+
+
+def masks_of(mask: Any, masks: Any, mask_fn: Any, spans: Any) -> Masks:
+    """How documents get their masks, from the Loader's arguments."""
+    given = [n for n, v in (("mask", mask), ("masks", masks), ("mask_fn", mask_fn), ("spans", spans)) if v is not None]
+    if len(given) > 1 and given != ["mask_fn", "spans"]:
+        raise ValueError(f"give one of mask, masks, mask_fn and spans; got {' and '.join(given)}")
+    if mask_fn is not None:
+        if not callable(mask_fn):
+            raise ValueError(f"mask_fn= is a function of a sample that returns its mask; got {named_kind(mask_fn)}")
+        return Masks(function=mask_fn)
+    if isinstance(spans, str):
+        return Masks(spans_field=spans)
+    if spans is not None:
+        return Masks(spans_by_number=spans)
+    if masks is not None:
+        _check_masks(masks)
+        return Masks(named=masks)
+    if mask is None or isinstance(mask, Mask):
+        return Masks(one=mask or causal())
+    if not _may_be_masks(mask):
+        raise ValueError(f"mask= is a mask for all documents, or a list of one for each; {_instead('mask=', mask)}")
+    return Masks(by_number=mask)
+
+
+def _check_masks(masks: Any) -> None:
+    wanted = "masks= is {'name': (mask, layers)}, with how many layers use each mask"
+    if not isinstance(masks, Mapping):
+        raise ValueError(f"{wanted}; got {named_kind(masks)}")
+    for name, value in masks.items():
+        if not isinstance(value, tuple | list) or len(value) != 2:
+            raise ValueError(f"{wanted}; got {value!r} for {name!r}: write {name!r}: (flexcp.causal(), 2) for 2 layers")
+        mask, layers = value
+        if not isinstance(layers, int | np.integer) or isinstance(layers, bool) or layers < 1:
+            raise ValueError(f"{wanted}; got {layers!r} layers for {name!r}: pass a whole number of 1 or more")
+        if not isinstance(mask, Mask) and not _may_be_masks(mask):
+            raise ValueError(f"{wanted}; {_instead(f'{name!r}: (', mask, f', {layers})')}")
+
+
+def _may_be_masks(given: Any) -> bool:
+    """Whether ``given`` may hold a mask for each document, which are looked at one by one when their documents come."""
+    return hasattr(given, "__getitem__") and hasattr(given, "__len__") and not isinstance(given, str | Mapping)
+
+
+def _instead(before: str, given: Any, after: str = "") -> str:
+    """What was given in the place of a mask, and what to write there, between what stands around it."""
+    if isinstance(given, int):
+        return (
+            f"got {given!r}: for a window of {given} keys before each token write {before}flexcp.window({given}){after}"
+        )
+    if callable(given):
+        called = getattr(given, "__name__", "causal")
+        return f"got the function {called}: call it, {before}flexcp.{called}(...){after}, or pass a function of the sample as mask_fn="
+    return f"got {given!r}: write {before}flexcp.causal(){after}, or another of flexcp's masks"
