@@ -112,3 +112,10 @@ def test_own_numbers_need_no_preset() -> None:
     assert own.rank_speeds == (900, 1100)
     with pytest.raises(ValueError, match="per mille"):
         replace(own, speeds=(0, 1000))
+
+
+def test_a_slow_device_under_another_name_has_a_computers_memory() -> None:
+    slow = Cluster("paced", 2, 2, 4, 50_000, 12_000, 0)
+    assert slow.memory_mbps == cluster("cpu", 1, 1).memory_mbps
+    fast = Cluster("new", 1, 8, 2 * 989_000, 450_000, 50_000, 0)
+    assert fast.memory_mbps == 2 * cluster("h100", 1, 8).memory_mbps

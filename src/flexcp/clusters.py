@@ -69,14 +69,15 @@ class Cluster:
 
     @property
     def memory_mbps(self) -> int:
-        """Megabytes a second that a rank's memory reads or writes: the preset's; under another name, as much to a FLOP as an H100's.
+        """Megabytes a second that a rank's memory reads or writes: the preset's; under another name, as much to a FLOP as an H100's, and no
+        less than a CPU rank's.
 
-        No field, because no plan depends on it: the simulator alone prices copies.
+        No field: the simulator alone prices copies.
         """
         preset = _PRESETS.get(self.name)
         if preset is None:
             preset = _PRESETS["h100"]
-            return max(1, round(self.gflops * preset.memory / preset.tflops))
+            return max(round(_PRESETS["cpu"].memory * 1000), round(self.gflops * preset.memory / preset.tflops))
         return round(preset.memory * 1000)
 
     @property
