@@ -36,10 +36,10 @@ from flexcp.data.loader_arguments import check_dataset, check_planner, masks_of
 from flexcp.data.loader_group import check_group, group_of
 from flexcp.data.local_batch import LocalBatch, local_batch
 from flexcp.data.order import count_batches
-from flexcp.data.plan_options import check_micro_batches, check_options
-from flexcp.data.plan_sharing import SharedPlans
+from flexcp.data.planning.plan_options import check_micro_batches, check_options
 from flexcp.data.planning.plan_orders import PlannedPart, PlannerLike, PlanOrder, RecipeWish
-from flexcp.data.planning_pool import Pool
+from flexcp.data.planning.plan_sharing import SharedPlans
+from flexcp.data.planning.planning_pool import Pool
 from flexcp.data.row_sharing import Peers, local_columns, segments, shared
 from flexcp.data.samples import LABELS, TOKENS, Fields, MaskChoice, Sample
 from flexcp.data.sources import Known, Read, Reading, is_map_style
