@@ -109,14 +109,13 @@ class Planner:
     ) -> Plan:
         """The plan of one batch.
 
-        ``mask`` is one for all documents or one per document (causal when neither it nor ``masks`` is given); ``masks`` names several with
-        their layer counts. ``layout`` keeps tokens where the user has them (``"contiguous"``, ``"zigzag"``, or an index array per rank).
-        ``tokens="equal"`` gives every rank the same count, rounded up to a multiple of ``pad_to`` with pads; ``"balanced"`` leaves the
-        strategy a little room; ``"priced"`` lets ``blocks`` balance attention and the rest of the layer as one sum.
+        ``mask`` is one for all documents or one per document (causal when neither it nor ``masks`` is given), in every layer of the
+        ``model``, or in one layer where the planner has none; ``masks`` names several with their layer counts. ``layout`` keeps tokens
+        where the user has them (``"contiguous"``, ``"zigzag"``, or an index array per rank). ``tokens="equal"`` gives every rank the same
+        count, rounded up to a multiple of ``pad_to`` with pads; ``"balanced"`` leaves the strategy a little room; ``"priced"`` lets
+        ``blocks`` balance attention and the rest of the layer as one sum.
         """
-        if mask is None and masks is None:
-            mask = causal()
-        batch = make_batch(lengths, mask, masks)
+        batch = self._batch(lengths, mask, masks)
         return self._planned(batch, layout, tokens, pad_to)
 
     def micro_batches(
@@ -137,9 +136,7 @@ class Planner:
             raise ValueError(
                 "micro_batches needs a cap: make the Planner with max_tokens_per_rank=... or max_memory_per_rank=..."
             )
-        if mask is None and masks is None:
-            mask = causal()
-        batch = make_batch(lengths, mask, masks)
+        batch = self._batch(lengths, mask, masks)
         _checked_tokens(tokens, pad_to, fixed=False)
         cap = batch.tokens
         if self.max_tokens_per_rank is not None:
@@ -154,6 +151,15 @@ class Planner:
                 if self.max_memory_per_rank is None or len(parts) == batch.documents:
                     raise
             least = len(parts) + 1
+
+    def _batch(
+        self, lengths: Sequence[int] | Any, mask: MaskLike | None, masks: Mapping[str, tuple[MaskLike, int]] | None
+    ) -> Batch:
+        """The batch; one mask is that of all layers of the model, and of one layer where no model is known."""
+        if masks is None:
+            layers = 1 if self.cost.model is None else self.cost.model.layers
+            return make_batch(lengths, masks={"mask": (causal() if mask is None else mask, layers)})
+        return make_batch(lengths, mask, masks)
 
     def with_speeds(self, speeds: Sequence[int]) -> Planner:
         """This planner for ranks of other compute speeds, each in per mille of the cluster's ``gflops``."""

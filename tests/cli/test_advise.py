@@ -21,7 +21,7 @@ from flexcp.calibration import Calibration
 from flexcp.cli.main import app
 from flexcp.cli.shared.document_lengths import document_lengths
 from flexcp.clusters import cluster
-from flexcp.compare.advice import Advice, Answer, Question, _answers, _request, deal
+from flexcp.compare.advice import Advice, Answer, Question, _answers, _request, advise, deal
 from flexcp.compare.static_choice import spread_over
 from flexcp.compare.why_static import losses, why_static
 from flexcp.cost import CostModel
@@ -157,11 +157,23 @@ def test_a_static_method_keeps_one_degree_over_all_passes() -> None:
 def test_the_advice_says_whether_the_longest_document_was_simulated() -> None:
     question = Question(find_model("llama3-8b"), cluster("h100:1x4"), None, CostModel(), 100, 100)
     answer = Answer("zigzag", (), (StepTime(9, 4, 2, 0, 1, np.zeros((4, 4), np.int64)),) * 3)
-    seen = Advice(question, (5, 6), 12, answer, None, answer, 8)
-    assert "in one of these, which weighs 1/3 here and 1/12 in the data" in _setting(seen)
-    none = _setting(replace(seen, longest_seen=False))
-    assert none.endswith("were simulated (0 tokens). The longest document, of 6 tokens, is in none of these.")
+    seen = Advice(question, (5, 6), 12, answer, None, answer, 8, (1, 2), left_out="the last 3 are left out")
+    assert _setting(seen).endswith(
+        "were simulated (0 tokens). A document of the greatest length, 6 tokens, is in 1 of the 3 simulated passes and in 2 of all 12. "
+        "The last 3 are left out."
+    )
+    assert "in none of the 3 simulated passes and in 1 of all 12." in _setting(replace(seen, longest_in=(0, 1)))
     assert "simulated" not in _setting(replace(seen, passes=3))
+
+
+def test_passes_with_a_document_of_the_greatest_length_are_counted() -> None:
+    """Data cut at a length has many documents of it."""
+    question = Question(find_model("llama3-8b"), cluster("h100:1x4"), None, CostModel(), 128, 512)
+    given = [400, 100] * 7 + [300, 200]
+    passes = deal(given, question)
+    found = advise(question, given)
+    assert found.longest_in == (sum(400 in each for each in spread_over(passes, len(found.static.steps))), 7)
+    assert sum(400 in each for each in passes) == 7 < len(passes), "a test of nothing"
 
 
 def answer_of(name: str, parts: list[list[int]], work: list[int]) -> Answer:

@@ -166,7 +166,7 @@ def test_the_cap_that_a_batch_was_cut_by_holds_for_its_plan(tmp_path: Path, comm
 def test_times_by_which_auto_chose_are_told_from_those_of_steps(tmp_path: Path) -> None:
     """The layers of a plan and a step with vocabulary and sync are two numbers; whoever reads both is told why."""
     words = ["--lengths", "9000,800,31", "--ranks", "4", "--model", "llama3-8b", "--strategy"]
-    says = "(times of all layers, without vocabulary, gradient sync and all-reduces of tensor parallelism)"
+    says = "(times of 32 layers, without vocabulary, gradient sync and all-reduces of tensor parallelism)"
     page = tmp_path / "plan.html"
     for command in ("plan", "simulate"):
         told = run(command, *words, "auto", "--html", str(page)).output

@@ -10,7 +10,7 @@ import torch
 from made import LENGTHS, Numbered, batches_by_hand
 
 import flexcp
-from flexcp.data import Loader
+from flexcp.data import Loader, PlanningError
 from flexcp.measure.ranks import RankPool
 
 BUDGET = 150
@@ -106,3 +106,17 @@ def test_what_cannot_be_cut_is_refused() -> None:
         Loader(Numbered(), capped(1), budget=BUDGET, micro_batches=True, workers=0, plan_options={"layout": "zigzag"})
     with pytest.raises(ValueError, match="needs a planner with a method micro_batches"):
         Loader(Numbered(), lambda lengths: np.zeros(1), budget=BUDGET, micro_batches=True, workers=0)  # type: ignore[arg-type,return-value]
+
+
+def test_a_document_that_cannot_be_planned_is_named_by_its_sample() -> None:
+    planner = flexcp.Planner(
+        4, 2, 16, dtype="float32", cluster=flexcp.cluster("cpu", ranks_per_node=1), max_tokens_per_rank=300
+    )
+    data = [list(range(n)) for n in (41, 30, 12, 90, 310)]
+    with (
+        Loader(data, planner, budget=320, micro_batches=True, workers=0) as loader,
+        pytest.raises(
+            PlanningError, match=r"document 0 has 310 tokens.*numbered within a step: document 0 is sample 4\)"
+        ),
+    ):
+        list(loader)

@@ -264,3 +264,16 @@ def test_a_time_limit_is_seconds_or_a_timedelta() -> None:
 def test_a_planner_names_what_it_cannot_take(name: str, wrong: Any) -> None:
     with pytest.raises(ValueError, match=f"(^{name}=|a {name} is given).*; got "):
         flexcp.Planner(4, **{name: wrong})
+
+
+@pytest.mark.parametrize(
+    ("documents", "way"),
+    [
+        ([1, 2, 3], r"pass torch\.tensor\(tokens\)$"),
+        ([torch.arange(3), torch.arange(5)], r"pass the documents end to end, torch\.cat\(tokens\)$"),
+        ([[1, 2, 3], [4]], r"end to end, torch\.tensor\(\[token for document in tokens for token in document\]\)$"),
+    ],
+)
+def test_a_list_is_told_how_it_becomes_a_stream(step: flexcp.Step, documents: Any, way: str) -> None:
+    with pytest.raises(ValueError, match=way):
+        step.labels(documents)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -409,3 +410,14 @@ def test_first_fit_uses_bytes_again() -> None:
 def test_the_layout_is_the_same_every_time() -> None:
     plan = planned("usp", 2, 2, [77, 300], flexcp.causal())
     assert arena_layout(plan, 1, 0, True) == arena_layout(plan, 1, 0, True)
+
+
+def test_one_mask_is_that_of_every_layer_of_the_model() -> None:
+    model = flexcp.Model("m", 512, 6, 1024)
+    options: Any = {"cluster": WHERE, "strategy": "zigzag"}
+    alone, whole = flexcp.Planner(8, 2, 64, **options), flexcp.Planner(8, 2, 64, **options, model=model)
+    assert [mask.layers for mask in alone(LENGTHS).batch.masks] == [1]
+    assert [mask.layers for mask in whole(LENGTHS).batch.masks] == [6]
+    named = whole(LENGTHS, masks={"mask": (flexcp.causal(), 6)})
+    assert named.hash == whole(LENGTHS).hash and named.memory(0).total == whole(LENGTHS).memory(0).total
+    assert whole(LENGTHS).memory(0).total > alone(LENGTHS).memory(0).total

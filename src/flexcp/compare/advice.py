@@ -112,9 +112,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Advice:
-    """The answers. ``passes`` is how many passes the data makes in all, of which ``len(static.steps)`` were simulated; ``longest_seen``
-    says whether the longest document is in one of these. ``by_load`` is static by load, ``in_layout`` static in the layout of the swap;
-    None where none fits. ``left_out`` says which documents at the end are in no pass, in words; it is empty where all are."""
+    """The answers. ``passes`` is how many passes the data makes in all, of which ``len(static.steps)`` were simulated; ``longest_in``
+    counts the passes with a document of the greatest length, among those simulated and among all. ``by_load`` is static by load,
+    ``in_layout`` static in the layout of the swap; None where none fits. ``left_out`` says which documents at the end are in no pass, in
+    words; it is empty where all are."""
 
     question: Question
     lengths: tuple[int, ...]
@@ -123,7 +124,7 @@ class Advice:
     swap: Answer | None
     free: Answer
     bound_ns: int
-    longest_seen: bool = True
+    longest_in: tuple[int, int] = (0, 0)
     by_load: Answer | None = None
     in_layout: Answer | None = None
     left_out: str = ""
@@ -215,8 +216,8 @@ def advise(question: Question, lengths: Sequence[int], tell: Callable[[str], Non
         in_layout = replace(in_layout, name=f'{in_layout.name}, layout="contiguous"')
     head = question.preset.head_flops_per_token
     bound = sum(lower_bound(r.batch, r.shape, r.cluster, r.cost, head) for r in requests)
-    longest_seen = max(max(found) for found in looked_at) == max(lengths)
-    answers = (static, swap, free, bound, longest_seen, by_load, in_layout, left_out_words(lengths, passes, "pass"))
+    seen, in_all = (sum(max(found) == max(lengths) for found in some) for some in (looked_at, passes))
+    answers = (static, swap, free, bound, (seen, in_all), by_load, in_layout, left_out_words(lengths, passes, "pass"))
     return Advice(question, tuple(lengths), len(passes), *answers)
 
 

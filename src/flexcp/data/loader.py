@@ -16,6 +16,7 @@ process but waiting for planner processes.
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -39,7 +40,7 @@ from flexcp.data.order import count_batches
 from flexcp.data.planning.plan_options import check_micro_batches, check_options
 from flexcp.data.planning.plan_orders import PlannedPart, PlannerLike, PlanOrder, RecipeWish
 from flexcp.data.planning.plan_sharing import SharedPlans
-from flexcp.data.planning.planning_pool import Pool
+from flexcp.data.planning.planning_pool import PlanningError, Pool
 from flexcp.data.row_sharing import Peers, local_columns, segments, shared
 from flexcp.data.samples import LABELS, TOKENS, Fields, MaskChoice, Sample
 from flexcp.data.sources import Known, Read, Reading, is_map_style
@@ -194,7 +195,7 @@ class Loader:
                     break
                 spec = ahead.popleft()
                 with nullcontext() if self.telemetry is None else self.telemetry.planning():
-                    parts = self.plans.take(spec.step)
+                    parts = self._planned(spec)
                 batches = self._local_parts(spec, parts)
                 place, step = self._look_ahead(ahead, place, step)
                 self.stats.dropped += spec.dropped
@@ -344,6 +345,19 @@ class Loader:
 
     def _samples(self) -> int | None:
         return len(self.source.lengths) if isinstance(self.source, Known) else self.source.samples
+
+    def _planned(self, spec: BatchSpec) -> list[PlannedPart]:
+        """The plans of a step; an error that names documents says which samples they are."""
+        try:
+            return self.plans.take(spec.step)
+        except PlanningError as error:
+            named = {int(number) for number in re.findall(r"document (\d+)", str(error))}
+            samples = [
+                f"document {n} is sample {spec.documents[n].number}" for n in sorted(named) if n < len(spec.documents)
+            ]
+            if not samples:
+                raise
+            raise PlanningError(f"{error} (documents are numbered within a step: {', '.join(samples)})") from error
 
     # --- life ---------------------------------------------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ def single(name: str, shape: Sequence[int], rows: int) -> str | None:
 def check_stream(x: object, name: str, place: str, tokens: int, local: int) -> None:
     """Raise for what is no tensor with a row for each of the batch's ``tokens``, of which ``local`` are this rank's."""
     if not isinstance(x, Tensor) or not x.dim():
-        way = f"; pass torch.tensor({name})" if isinstance(x, list | tuple) else ""
+        way = f"; pass {_as_stream(name, x)}" if isinstance(x, list | tuple) and x else ""
         raise ValueError(
             f"{place} takes {name} as a tensor with a row for each token of the batch; got {named_kind(x)}{way}"
         )
@@ -55,6 +55,15 @@ def check_stream(x: object, name: str, place: str, tokens: int, local: int) -> N
         elif len(x) == local:
             way = f"they are as many as this rank's rows: {way}, not yet sharded"
         raise ValueError(f"{place}: {name} has shape {tuple(x.shape)}, but the plan's batch has {tokens} tokens; {way}")
+
+
+def _as_stream(name: str, x: Sequence[object]) -> str:
+    """What makes a tensor of the stream of a list: of numbers, or of documents, which lie end to end."""
+    if isinstance(x[0], Tensor) and x[0].dim():
+        return f"the documents end to end, torch.cat({name})"
+    if isinstance(x[0], list | tuple):
+        return f"the documents end to end, torch.tensor([token for document in {name} for token in document])"
+    return f"torch.tensor({name})"
 
 
 def check_ids(x: object, name: str, place: str, tokens: int, local: int) -> None:

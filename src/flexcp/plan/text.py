@@ -35,7 +35,8 @@ def explanation(plan: Plan) -> str:
     if plan.requested == "auto":
         # Simulated steps have more in them: whoever reads both times must be told.
         left_out = "without vocabulary, gradient sync and all-reduces of tensor parallelism"
-        return f"auto took {plan.placement.note} (times of all layers, {left_out})"
+        layers = sum(mask.layers for mask in plan.batch.masks)
+        return f"auto took {plan.placement.note} (times of {layers} layer{'s' if layers > 1 else ''}, {left_out})"
     return f"{plan.requested}: {plan.placement.note}"
 
 

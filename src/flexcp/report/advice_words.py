@@ -54,18 +54,17 @@ def _setting(advice: Advice) -> str:
     simulated = len(advice.static.steps)
     looked = longest = ""
     if simulated < advice.passes:
-        where = (
-            f"in one of these, which weighs 1/{simulated} here and 1/{advice.passes} in the data"
-            if advice.longest_seen
-            else "in none of these"
-        )
+        seen, of_all = advice.longest_in
         looked = f", of which {simulated}, evenly spread, were simulated"
-        longest = f" The longest document, of {max(advice.lengths):,} tokens, is {where}."
+        longest = (
+            f" A document of the greatest length, {max(advice.lengths):,} tokens, is in {seen or 'none'} of the {simulated} simulated "
+            f"passes and in {of_all or 'none'} of all {advice.passes}."
+        )
     left, divided = _sentence(advice.left_out), _sentence(q.divided)
     return (
         f"{q.preset.model.name} with {_attention(q.masks)} attention on {q.cluster} ({q.cluster.ranks} ranks), at most "
         f"{q.max_tokens_per_rank:,} tokens a rank: "
-        f"the documents make {passes}{looked} ({tokens:,} tokens).{left}{longest}{divided}"
+        f"the documents make {passes}{looked} ({tokens:,} tokens).{longest}{left}{divided}"
     )
 
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+import flexcp
 from flexcp.batch import MaskLike, make_batch
 from flexcp.clusters import Cluster, cluster
 from flexcp.cost import CostModel, Model
@@ -415,3 +416,42 @@ def test_a_tight_cap_is_met_exactly() -> None:
 def test_refusals(more: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         groups(asked([10, 50], cluster("h100", 1, 2), **more))
+
+
+def test_the_note_counts_documents_that_a_cap_cut() -> None:
+    """Rows that move to keep ``max_tokens_per_rank`` are in it."""
+    lengths = [
+        867,
+        2250,
+        1712,
+        147,
+        181,
+        482,
+        425,
+        2056,
+        5423,
+        524,
+        101,
+        207,
+        2616,
+        1687,
+        355,
+        3330,
+        466,
+        1246,
+        18336,
+        315,
+        2488,
+        3392,
+    ]
+    lengths += [621, 256, 7291]
+    model = flexcp.Model("m", 3072, 28, 4096)
+    options: Any = {"cluster": flexcp.cluster("a100:2x2"), "strategy": "groups:team=1", "model": model}
+    plan = flexcp.Planner(12, 3, 128, **options, max_tokens_per_rank=16_384)(lengths)
+    runs, starts = plan.placement.runs, plan.batch.starts
+    owners = [
+        len(np.unique(runs.rank[(runs.start < start + n) & (runs.stop > start)]))
+        for start, n in zip(starts, lengths, strict=False)
+    ]
+    assert f"{owners.count(1)} of {len(lengths)} documents on one rank" in plan.placement.note
+    assert owners.count(1) < len(lengths) - 1, "a test of nothing"

@@ -37,7 +37,6 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcp.arrays.intervals import spread
 from flexcp.plan.placement import Placement
 from flexcp.planners.groups.priced_documents import PricedDocuments, price_documents
 from flexcp.planners.groups.rows import Pieces, place_pieces
@@ -85,7 +84,8 @@ def all_groupings(request: Request) -> list[Placement]:
         pieces = _pieces(request, priced, each)
         if not any(_same(pieces, other) for other in seen):
             seen.append(pieces)
-            found.append(place_pieces(request, priced, pieces, _note(pieces, each)))
+            placement = place_pieces(request, priced, pieces)
+            found.append(replace(placement, note=_note(placement, each)))
     return found
 
 
@@ -225,12 +225,11 @@ def _joined(pieces: Pieces) -> Pieces:
     return replace(pieces.take(apart), hi=pieces.hi[np.append(np.flatnonzero(apart)[1:], len(pieces)) - 1])
 
 
-def _note(pieces: Pieces, settings: Settings) -> str:
+def _note(placement: Placement, settings: Settings) -> str:
     """How many ranks documents have."""
-    index, member = spread(pieces.size)
-    ranks = np.zeros(int(pieces.document.max()) + 1, np.int64)
-    pairs = np.unique(np.stack([pieces.document[index], pieces.first[index] + member], axis=1), axis=0)
-    np.add.at(ranks, pairs[:, 0], 1)
+    regions = placement.regions[0]
+    computed = np.unique(regions.document * placement.ranks + regions.rank)
+    ranks = np.bincount(computed // placement.ranks, minlength=placement.batch.documents)
     degrees = Counter(int(n) for n in ranks if n > 1)
     whole = f"{int((ranks == 1).sum())} of {len(ranks)} documents on one rank"
     if not degrees:

@@ -51,7 +51,7 @@ class Ranges(Table):
     stop: Ints
 
 
-def place_pieces(request: Request, priced: PricedDocuments, pieces: Pieces, note: str) -> Placement:
+def place_pieces(request: Request, priced: PricedDocuments, pieces: Pieces) -> Placement:
     """The placement of pieces in which every document is once."""
     batch, ranks = request.batch, request.ranks
     ranges = _rows(batch, priced, pieces)
@@ -67,7 +67,7 @@ def place_pieces(request: Request, priced: PricedDocuments, pieces: Pieces, note
         size, first = pieces.size[ranges.piece[index]], pieces.first[ranges.piece[index]]
         h0, h1 = member * heads // size, (member + 1) * heads // size
         regions = head_regions(batch, first + member, ranges.start[index], ranges.stop[index], h0, h1)
-    return Placement(batch, ranks, pads, runs, (regions,) * len(batch.masks), note=note)
+    return Placement(batch, ranks, pads, runs, (regions,) * len(batch.masks))
 
 
 # --- which rows --------------------------------------------------------------------------------------------------------
