@@ -28,10 +28,10 @@ CLUSTERS = ((1, 1), (1, 2), (1, 3), (1, 4), (1, 5), (1, 6), (1, 7), (1, 8), (2, 
 OURS = (
     "auto", "dp", "ring", "zigzag", "allgather", "ulysses", "usp", "blocks", "grouped", "tolerant", "groups", "hypergraph"
 )  # fmt: skip
-RIVALS = ("minheap", "pow2", "hdp", "wlb")
+RIVALS = ("dhp", "fcp", "dcp", "minheap", "pow2", "hdp", "wlb")
 STRATEGIES = OURS + RIVALS
-PLACE_TOKENS = ("dp", "grouped", "groups", *RIVALS)
-ANY_LAYOUT = ("auto", "blocks", "tolerant")
+PLACE_TOKENS = ("dp", "grouped", "groups", *(rival for rival in RIVALS if rival != "fcp"))
+ANY_LAYOUT = ("auto", "blocks", "tolerant", "fcp")
 HEADS = ("MHA", "GQA", "MQA")
 LAYOUTS = ("free", "equal", "contiguous", "zigzag", "index map")
 LOW_PRECISION = ("bfloat16", "float32", "float16")

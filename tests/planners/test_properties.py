@@ -46,14 +46,15 @@ NAMED = [
     prefix(9),
 ]
 HEADS = [(4, 2), (6, 3), (4, 4), (4, 1), (10, 5)]
-OWN_RULE = {"dp", "ring", "zigzag", "allgather", "ulysses", "usp", "groups", "minheap", "pow2", "hdp", "wlb"}
+PUBLISHED = {"dhp", "fcp", "minheap", "pow2", "hdp", "wlb"}
+OWN_RULE = {"dp", "ring", "zigzag", "allgather", "ulysses", "usp", "groups", *PUBLISHED}
 """Strategies that take no tolerances."""
 SEARCHING = ["auto", "hypergraph"]
 HIGH_EFFORT = DEFAULT_EFFORT + 1
 """What ``auto`` takes for high effort here: hypergraph runs as many rounds, and with the real number they are most of the test's time."""
 OFTEN = settings().max_examples if settings().max_examples > 100 else 40
 """How often a strategy is tried: as the profile says, where it asks for more than hypothesis' own hundred."""
-SPANNING = {"auto", "ring", "zigzag", "allgather", "ulysses", "usp", "blocks", "hypergraph"}
+SPANNING = {"auto", "ring", "zigzag", "allgather", "ulysses", "usp", "blocks", "hypergraph", "fcp"}
 """Strategies that can leave tokens where they are."""
 
 
@@ -96,6 +97,8 @@ def arguments(draw: st.DrawFn, name: str, machine: Cluster) -> str:
         **{static: ["", str(degree)] for static in ("ring", "zigzag", "allgather", "ulysses")},
         "usp": ["", f"{degree},{machine.ranks // degree}", f"1,{degree}"],
         "minheap": ["1", "5", "16", ""],
+        "dhp": ["", "40"],
+        "fcp": ["8", "16", ""],
         "pow2": ["", "40"],
         "hdp": ["", "40"],
         "hypergraph": ["8", "16", ""],

@@ -70,8 +70,8 @@ def make_plan(
         ]
     programs = []
     for (forward, backward), (there, back) in zip(pairs, work, strict=True):
-        first = with_execution(forward, there, *how, False, most_ahead)
-        programs.append((first, with_execution(backward, back, *how, True, most_ahead)))
+        first = with_execution(forward, there, *how, False, most_ahead, placement.wishes)
+        programs.append((first, with_execution(backward, back, *how, True, most_ahead, placement.wishes)))
     return Plan(shape, cluster, cost, strategy, placement, tuple(programs))
 
 
