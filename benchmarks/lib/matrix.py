@@ -180,6 +180,8 @@ def _planner(strategy: str, where: Cluster, heads: str, dtype: str, number: int)
     if strategy == "grouped":
         degree = max(d for d in range(1, ranks + 1) if ranks % d == 0 and (d < ranks or ranks < 3))
         name = f"{('ring', 'zigzag', 'allgather', 'ulysses')[drawn(number, 'method')]}:{degree}"
+    if strategy in ("fcp", "dcp"):
+        name = f"{strategy}:16"  # documents here are shorter than their blocks
     if strategy == "tolerant":
         name, tolerance = "blocks", 0.05
     planner = Planner(

@@ -97,7 +97,9 @@ def test_refusals_of_a_layout(strategy: Strategy) -> None:
 
 @pytest.mark.parametrize("strategy", RIVALS)
 def test_refusals_of_a_cap(strategy: Strategy) -> None:
-    with pytest.raises(ValueError, match=r"(keeps \d+ tokens on rank \d, over|need \d ranks with) max_tokens_per_rank=20"):
+    with pytest.raises(
+        ValueError, match=r"(keeps \d+ tokens on rank \d, over|need \d ranks with) max_tokens_per_rank=20"
+    ):
         strategy(asked([10, 50], 2, max_tokens_per_rank=20))
 
 

@@ -46,7 +46,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     # Layouts.
     **{
         f"{name} in a layout": ({"strategy": name, "layout": HALVES}, "fixed layout")
-        for name in ("dp", "ring:2", "groups", "dhp", "minheap", "pow2", "hdp", "wlb")
+        for name in ("dp", "ring:2", "groups", "dhp", "dcp", "minheap", "pow2", "hdp", "wlb")
     },
     **{
         f"{name} scattered": ({"strategy": name, "layout": SCATTERED}, "scatters tokens")
@@ -67,7 +67,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSALS)
 def test_what_does_not_suit_a_strategy_is_refused(name: str) -> None:
     options, words = REFUSALS[name]
-    if options["strategy"].startswith("hypergraph"):
+    if options["strategy"] in ("hypergraph", "dcp"):
         pytest.importorskip("mtkahypar")
     with pytest.raises(Refused) as caught:
         place(**options)
@@ -75,7 +75,7 @@ def test_what_does_not_suit_a_strategy_is_refused(name: str) -> None:
 
 
 WRONG_ARGUMENTS = ["dp:2", "ring:two", "zigzag:x", "usp:4", "usp:a,b", "blocks:2", "groups:2", "hypergraph:0", "auto:2"]
-WRONG_ARGUMENTS += ["dhp:0", "fcp:x", "minheap:0", "pow2:x", "hdp:-1", "wlb:2"]
+WRONG_ARGUMENTS += ["dhp:0", "fcp:x", "dcp:0", "minheap:0", "pow2:x", "hdp:-1", "wlb:2"]
 
 
 @pytest.mark.parametrize("strategy", WRONG_ARGUMENTS)

@@ -27,6 +27,13 @@ def _hypergraph(request: Request) -> Placement:
     return hypergraph(request)
 
 
+def _dcp(request: Request) -> Placement:
+    """Loaded when asked for, as ``hypergraph``."""
+    from flexcp.planners.published.dcp import dcp
+
+    return dcp(request)
+
+
 STRATEGIES: dict[str, Callable[[Request], Placement]] = {
     "auto": auto,
     "dp": static.dp,
@@ -40,11 +47,15 @@ STRATEGIES: dict[str, Callable[[Request], Placement]] = {
     "hypergraph": _hypergraph,
     "dhp": dhp,
     "fcp": fcp,
+    "dcp": _dcp,
     "minheap": minheap,
     "pow2": pow2,
     "hdp": hdp,
     "wlb": wlb,
 }
+
+SLOW = ("hypergraph", "dcp")
+"""Strategies that take seconds, and a package of their own."""
 
 
 def split_names(text: str) -> list[str]:

@@ -14,8 +14,8 @@ A group's time is ``computation + communication - min(attention, communication)`
 group inside a node has the node's bandwidth. Alone, a rank communicates nothing.
 
 Memory is tokens: `dhp:8192` says how many a rank holds. Else it is ``max_tokens_per_rank``, or, without a cap, what is fastest by this cost
-model from the least with which groups fit the ranks up to three times the mean. Groups are rings of neighbours, the largest first, so that few
-of them cross nodes. Its pool of communicators has no counterpart, because a group here is a part of the plan.
+model from the least with which groups fit the ranks up to three times the mean. Groups are rings of neighbours, the largest first, so that
+few of them cross nodes. Its pool of communicators has no counterpart, because a group here is a part of the plan.
 """
 
 from __future__ import annotations
