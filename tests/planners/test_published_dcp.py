@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from flexcp.arrays.totals import imbalance
+from flexcp.batch import make_batch
 from flexcp.clusters import cluster
+from flexcp.cost import CostModel
 from flexcp.data.lengths import draw_lengths
 from flexcp.data.loader import may_differ
 from flexcp.masks import Mask, causal, lambda_, shared_question
+from flexcp.plan.placement import Divisions, Traffic, Wishes
 from flexcp.plan.plan import Plan
 from flexcp.planner import Planner
 from flexcp.planners.hypergraph.model import make_tiling
 from flexcp.planners.hypergraph.mt_kahypar import initialised
 from flexcp.planners.hypergraph.partition import Partition
-from flexcp.planners.strategies import STRATEGIES
+from flexcp.planners.request import Request
+from flexcp.planners.strategies import STRATEGIES, find_strategy
+from flexcp.schedule.transfers import make_plan
+from flexcp.shape import Kind, Shape
 
 pytest.importorskip("mtkahypar")
+Ints = NDArray[np.int64]
 LENGTHS = [9_000, 2_500, 1_200, 800, 500, 300, 60, 24]
 
 
@@ -66,6 +75,48 @@ def test_nodes_are_cut_first() -> None:
     moved, order = plan.bytes(), np.random.default_rng(0).permutation(8)
     across = np.arange(8)[:, None] // 4 != np.arange(8) // 4
     assert moved[across].sum() < moved[order][:, order][across].sum()
+
+
+def test_divisions_share_what_nodes_send() -> None:
+    """Keys that cross nodes arrive in three stages, and no rank sends more in one than an even part and a block; inside, at once."""
+    plan = planned(nodes=2, lengths=[9_000, 500])
+    t = plan.programs[0][0].transfers
+    across = t.source // 4 != t.target // 4
+    keys = t.take((t.kind == Kind.KV) & across & (t.source == t.owner))
+    assert set(keys.stage.tolist()) == {1, 2, 3}
+    sent = np.zeros((8, 4), np.int64)
+    np.add.at(sent, (keys.source, keys.stage), keys.stop - keys.start)
+    # Relays let a node take tokens once that its ranks asked for in several divisions, so only an upper limit holds.
+    asked = _asked_across(plan)
+    assert (sent[:, 1:3] <= -(-asked // 3)[:, None] + 256).all()
+    inside = planned(lengths=[9_000, 500]).programs[0][0].transfers
+    assert set(inside.stage[inside.kind == Kind.KV].tolist()) == {1}
+
+
+def _asked_across(plan: Plan) -> Ints:
+    """Tokens that ranks of the other node read of each rank, both KV heads as one."""
+    wanted: set[tuple[int, int, int]] = set()
+    t = plan.programs[0][0].transfers
+    for source, target, owner, start, stop, kind in zip(
+        t.source, t.target, t.owner, t.start, t.stop, t.kind, strict=True
+    ):
+        if kind == Kind.KV and owner // 4 != target // 4:
+            wanted |= {(int(target), int(owner), token) for token in range(start, stop)}
+        assert source != target
+    return np.bincount([owner for _, owner, _ in wanted], minlength=8)
+
+
+def test_a_division_is_the_stage_in_which_keys_travel() -> None:
+    """Of a wish made by hand: the second half of a document in stage 2."""
+    request = Request(make_batch([512], causal()), Shape(8, 2, 64, 64), cluster("h100", 1, 2), CostModel())
+    placement = find_strategy("ring")[0](request)
+    stage = np.array([[1, 2, 1, 2], [1, 2, 1, 2]])
+    divisions = Divisions(np.array([0, 128, 256, 384, 512]), stage)
+    wished = replace(placement, traffic=Traffic(), wishes=Wishes(divisions=divisions))
+    plan = make_plan(wished, request.shape, request.cluster, request.cost, "by hand")
+    plan.check()
+    keys = plan.programs[0][0].transfers
+    assert list(zip(keys.stage, keys.start, keys.stop, strict=True)) == [(1, 0, 128), (2, 128, 256)]
 
 
 def test_is_seeded() -> None:

@@ -12,7 +12,8 @@ The paper's steps, and where each is:
    within the tolerance, but Mt-KaHyPar has one weight for a vertex. DCP's code lets tokens outweigh all work, and work is then up to nine
    times the mean on ragged lengths. Here both are tried, tokens over work and equal shares of either, and the partition is taken whose
    rank furthest over a mean is least so.
-4. *Divisions*: stages of the schedule (:mod:`flexcp.schedule.stages`). What several ranks of a node need crosses to it once.
+4. *Divisions* by its greedy rule (:mod:`~flexcp.planners.published.dcp_divisions`).
+5. *Two levels*: what several ranks of a node need crosses to it once and is passed on inside.
 
 Partitioning is seeded and runs on one thread with a deterministic preset, but it is compiled C++ with floating point inside: plans are made
 once and shared. Seconds, and the package of `hypergraph`.
@@ -20,16 +21,18 @@ once and shared. Seconds, and the package of `hypergraph`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flexcp.arrays.totals import imbalance
-from flexcp.plan.placement import Placement, Regions, Runs
+from flexcp.plan.placement import Placement, Regions, Runs, Wishes
 from flexcp.planners.hypergraph.model import Tiling, make_tiling
 from flexcp.planners.hypergraph.mt_kahypar import SCALE, net_lists, partitioner
 from flexcp.planners.hypergraph.partition import Partition, placement_of
+from flexcp.planners.published.dcp_divisions import divisions_of
 from flexcp.planners.published.ranges import refuse_layout, whole_number
 from flexcp.planners.request import Request, refuse_tolerances
 from flexcp.planners.token_runs import check_cap
@@ -51,9 +54,10 @@ def dcp(request: Request) -> Placement:
     partition = Partition(make_tiling(request, start, size), start)
     found = [_cut(request, partition, share) for share in TOKEN_SHARES]
     partition = min(found, key=lambda one: max(imbalance(one.loads), imbalance(one.tokens)))
+    each = request.cluster.ranks_per_node
     placement = placement_of(request, start, partition)
     check_cap(placement.runs, request.max_tokens_per_rank)
-    return placement
+    return replace(placement, wishes=Wishes(divisions=divisions_of(partition, each)))
 
 
 def _cut(request: Request, start: Partition, share: int) -> Partition:
