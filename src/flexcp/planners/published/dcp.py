@@ -46,30 +46,35 @@ SEED = 0
 
 def dcp(request: Request) -> Placement:
     """DCP: token blocks and computation blocks on nodes, then on ranks, with the fewest bytes between them."""
+    return placed_within(request, NODE_TOLERANCE, RANK_TOLERANCE)
+
+
+def placed_within(request: Request, node_tolerance: float, rank_tolerance: float) -> Placement:
+    """The placement of :func:`dcp` with other tolerances."""
     size = whole_number(request.argument, "dcp", "tokens in a block", 1024)
     refuse_layout(request, "dcp")
     refuse_tolerances(request)
     partitioner("dcp")
     start = _on_one_rank(request)
-    partition = Partition(make_tiling(request, start, size), start)
-    found = [_cut(request, partition, share) for share in TOKEN_SHARES]
+    whole = Partition(make_tiling(request, start, size), start)
+    found = [_cut(request, whole, share, node_tolerance, rank_tolerance) for share in TOKEN_SHARES]
     partition = min(found, key=lambda one: max(imbalance(one.loads), imbalance(one.tokens)))
-    each = request.cluster.ranks_per_node
     placement = placement_of(request, start, partition)
     check_cap(placement.runs, request.max_tokens_per_rank)
-    return replace(placement, wishes=Wishes(divisions=divisions_of(partition, each)))
+    divisions = divisions_of(partition, request.cluster.ranks_per_node)
+    return replace(placement, wishes=Wishes(divisions=divisions))
 
 
-def _cut(request: Request, start: Partition, share: int) -> Partition:
+def _cut(request: Request, start: Partition, share: int, node_tolerance: float, rank_tolerance: float) -> Partition:
     """Over nodes, then over the ranks of each; all tokens weigh ``share`` times as much as all work."""
     found, tiling, each = start.copy(), start.tiling, request.cluster.ranks_per_node
     count = len(tiling.blocks)
     everything = np.ones(count + len(tiling.tiles), bool)
-    node = _divided(tiling, everything, request.cluster.nodes, NODE_TOLERANCE, share)
+    node = _divided(tiling, everything, request.cluster.nodes, node_tolerance, share)
     rank = node * each
     for number in range(request.cluster.nodes):
         mine = node == number
-        rank[mine] += _divided(tiling, mine, each, RANK_TOLERANCE, share)[mine]
+        rank[mine] += _divided(tiling, mine, each, rank_tolerance, share)[mine]
     found.owner, found.worker = rank[:count], rank[count:]
     found.count()
     return found
