@@ -82,7 +82,7 @@ experiments: .venv/ready
 published: .venv/ready
 	$(BIN)/python benchmarks/published.py --write docs/results/published.md
 
-# The three papers figure by figure, with their planners and with auto; writes docs/results/papers.md. Half an hour; QUICK=1: two minutes.
+# The three papers figure by figure, with their planners and with auto; writes docs/results/papers.md. QUICK=1: fewer batches and sizes.
 papers: .venv/ready
 	$(BIN)/python benchmarks/papers.py --write docs/results/papers.md $(if $(QUICK),--quick)
 

@@ -216,7 +216,7 @@ def _megabytes(plan: flexcp.Plan) -> float:
 
 def rows(quick: bool) -> list[Row]:
     """All of DCP's."""
-    seeds, scales = (1, (1.0,)) if quick else (2, setting.SCALES)
+    seeds, scales = 1 if quick else 3, setting.SCALES
     sparse = ("lambda", "shared question", "causal blockwise")
     first = micro(seeds, scales, ("causal",)) + micro(1, (1.0,) if quick else scales, sparse)
     return [

@@ -125,5 +125,5 @@ def rest() -> list[Row]:
 
 def rows(quick: bool) -> list[Row]:
     """All of DHP's."""
-    counts = (8, 16) if quick else setting.RANKS
-    return [*speed_ups(1 if quick else 2, counts), *solver(SOLVER[:1] if quick else SOLVER), *degrees(), *rest()]
+    counts = (8, 64) if quick else setting.RANKS
+    return [*speed_ups(1 if quick else 2, counts), *solver(), *degrees(), *rest()]

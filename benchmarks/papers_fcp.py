@@ -162,13 +162,12 @@ def rest() -> list[Row]:
 
 def rows(quick: bool) -> list[Row]:
     """All of FCP's."""
-    counts = (16,) if quick else (16, 32, 64, 128, 256)
-    most = counts[-1] if quick else 128
+    counts = (16, 128) if quick else (16, 32, 64, 128, 256)
     return [
         *speed_ups(counts),
         *efficiency(counts),
-        *ladder(most),
-        *blocks(counts[-1] if quick else 64),
+        *ladder(128),
+        *blocks(16 if quick else 64),
         *planning(counts),
         *rest(),
     ]
