@@ -37,7 +37,8 @@ PAPERS: dict[str, tuple[str, Callable[[bool], list[Row]]]] = {
     "DHP, flexible groups (arXiv 2602.21788)": (
         "By subject. `dhp` has its packing and its dynamic program. Devices are like an Ascend 910B. The baseline is the best of rings, "
         "Ulysses, USP and data parallelism, one for all batches, documents dealt by tokens; the paper compares with Megatron-LM and "
-        "DeepSpeed, whose degrees it does not give in full.",
+        "DeepSpeed, whose degrees it does not give in full. Tokens a second fall with more devices also because longer documents then "
+        "fit a batch, whose work grows with their square.",
         papers_dhp.rows,
     ),
 }
