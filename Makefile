@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start hundreds of Python processes: bytecode is kept whatever the environment says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test tests loops kernels lint docs screenshots verify-all planning simulator-speed training-thread auto groups regimes memory multimodal models experiments published box kernel-fit hypergraph properties data fuzz-plans clean
+.PHONY: demo test tests loops kernels lint docs screenshots verify-all planning simulator-speed training-thread auto groups regimes memory multimodal models experiments papers published box kernel-fit hypergraph properties data fuzz-plans clean
 
 demo: .venv/ready
 	$(BIN)/flexcp demo
@@ -81,6 +81,10 @@ experiments: .venv/ready
 # Published figures beside simulated ones, with errors; writes docs/results/published.md. Ten minutes.
 published: .venv/ready
 	$(BIN)/python benchmarks/published.py --write docs/results/published.md
+
+# The three papers figure by figure, with their planners and with auto; writes docs/results/papers.md. QUICK=1: fewer batches and sizes.
+papers: .venv/ready
+	$(BIN)/python benchmarks/papers.py --write docs/results/papers.md $(if $(QUICK),--quick)
 
 # Predicted beside measured steps on ranks with slow ports; writes docs/results/box.md. Root, two idle cores, a quarter of an hour.
 box: .venv/ready

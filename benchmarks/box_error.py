@@ -30,7 +30,7 @@ from lib.step_time import slowest_ms, time_steps
 
 STRATEGIES = (
     "auto", "dp", "ring", "zigzag", "allgather", "ulysses", "usp:2,2", "ring:2", "zigzag:2", "allgather:2", "ulysses:2", "zigzag:2@load",
-    "blocks", "groups", "hypergraph", "minheap", "pow2", "hdp", "wlb",
+    "blocks", "groups", "hypergraph", "dhp", "fcp:256", "dcp", "minheap", "pow2", "hdp", "wlb",
 )  # fmt: skip
 LOADS = (0.1, 0.5, 1.0)
 MAKE = "make box"

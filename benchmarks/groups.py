@@ -2,7 +2,7 @@
 
 ``make groups`` writes docs/results/groups.md.
 
-What DHP (arXiv 2602.21788) published (``1.46`` for a language model, ``2.24`` for a multimodal one, against Megatron's and DeepSpeed's
+What DHP (arXiv 2602.21788) published (``1.46`` on average, ``2.24`` on extremely unbalanced batches, against Megatron's and DeepSpeed's
 fixed degrees) was measured on 8 to 64 NPUs; here stands the same comparison in simulation.
 
 A *fixed grid* has one degree for all batches of a distribution,
@@ -142,8 +142,8 @@ def main() -> None:
             f"**Simulated**, by `make groups` on {date.today().isoformat()} ({platform.machine()}); only planning times, in the last "
             f"table, are measured. Predicted whole-step time (cost model `{COST.name}`, [errors](errors.md)), sum "
             f"over {SEEDS} batches, 32 / 8 heads of 128, causal, at most twice the mean of tokens on a rank. A fixed grid has one degree "
-            "for all batches of a distribution. DHP (arXiv 2602.21788) published 1.46 (language model) and 2.24 (multimodal) over fixed "
-            "degrees, measured on its own machines. *Bound* is all compute divided perfectly.",
+            "for all batches of a distribution. DHP (arXiv 2602.21788) published 1.46 (average) and 2.24 (extremely unbalanced batches) "
+            "over fixed degrees, measured on its own machines. *Bound* is all compute divided perfectly.",
             "",
             *comparison(),
             "",

@@ -64,6 +64,8 @@ def golden_plans() -> dict[str, Plan]:
             parse_lengths("web:65536:0"), flexcp.shared_question(4, 0.2)
         ),
         "groups, web:65536:1": planner(cluster=two_nodes, strategy="groups")(parse_lengths("web:65536:1")),
+        "dhp": planner(6, strategy="dhp")(LENGTHS, masks=window_and_full),
+        "fcp, two nodes, contiguous": planner(cluster=two_nodes, strategy="fcp:64")(LENGTHS, layout="contiguous"),
         "minheap": planner(4, strategy="minheap:64")(LENGTHS),
         "auto, web:65536:2": planner(cluster=two_nodes)(parse_lengths("web:65536:2")),
     }

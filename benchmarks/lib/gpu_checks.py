@@ -51,7 +51,7 @@ from lib.nccl_ranks import on_nccl_ranks
 
 Leaves = tuple[Tensor, Tensor, Tensor]
 LENGTHS = [700, 1, 260, 63, 128, 2]
-STRATEGIES = tuple(n for n in planners.STRATEGIES if n != "hypergraph" or find_spec("mtkahypar") is not None)
+STRATEGIES = tuple(n for n in planners.STRATEGIES if n not in planners.SLOW or find_spec("mtkahypar") is not None)
 """Those that can plan on this machine."""
 RANKS = (1, 2, 4)
 MASKS: dict[str, Callable[[int], Mask]] = {

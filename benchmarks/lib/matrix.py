@@ -28,10 +28,10 @@ CLUSTERS = ((1, 1), (1, 2), (1, 3), (1, 4), (1, 5), (1, 6), (1, 7), (1, 8), (2, 
 OURS = (
     "auto", "dp", "ring", "zigzag", "allgather", "ulysses", "usp", "blocks", "grouped", "tolerant", "groups", "hypergraph"
 )  # fmt: skip
-RIVALS = ("minheap", "pow2", "hdp", "wlb")
+RIVALS = ("dhp", "fcp", "dcp", "minheap", "pow2", "hdp", "wlb")
 STRATEGIES = OURS + RIVALS
-PLACE_TOKENS = ("dp", "grouped", "groups", *RIVALS)
-ANY_LAYOUT = ("auto", "blocks", "tolerant")
+PLACE_TOKENS = ("dp", "grouped", "groups", *(rival for rival in RIVALS if rival != "fcp"))
+ANY_LAYOUT = ("auto", "blocks", "tolerant", "fcp")
 HEADS = ("MHA", "GQA", "MQA")
 LAYOUTS = ("free", "equal", "contiguous", "zigzag", "index map")
 LOW_PRECISION = ("bfloat16", "float32", "float16")
@@ -180,6 +180,8 @@ def _planner(strategy: str, where: Cluster, heads: str, dtype: str, number: int)
     if strategy == "grouped":
         degree = max(d for d in range(1, ranks + 1) if ranks % d == 0 and (d < ranks or ranks < 3))
         name = f"{('ring', 'zigzag', 'allgather', 'ulysses')[drawn(number, 'method')]}:{degree}"
+    if strategy in ("fcp", "dcp"):
+        name = f"{strategy}:16"  # documents here are shorter than their blocks
     if strategy == "tolerant":
         name, tolerance = "blocks", 0.05
     planner = Planner(

@@ -12,7 +12,7 @@ from collections import Counter
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_properties import OFTEN, cases, planned
+from test_properties import OFTEN, PARTITIONED, cases, planned
 
 from flexcp.executor.exchange.rank_calls import AS_PLANNED, CallSettings, rank_calls
 from flexcp.plan.plan import Plan
@@ -81,7 +81,7 @@ def check_crossings(plan: Plan, mask: int, backward: bool) -> None:
 @settings(max_examples=SOME, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_rounds_calls_and_relays_of_any_plan(name: str, data: st.DataObject) -> None:
-    if name == "hypergraph":
+    if name in PARTITIONED:
         pytest.importorskip("mtkahypar")
     planner, call = data.draw(cases(name))
     plan = planned(planner, call)

@@ -46,14 +46,17 @@ NAMED = [
     prefix(9),
 ]
 HEADS = [(4, 2), (6, 3), (4, 4), (4, 1), (10, 5)]
-OWN_RULE = {"dp", "ring", "zigzag", "allgather", "ulysses", "usp", "groups", "minheap", "pow2", "hdp", "wlb"}
+PUBLISHED = {"dhp", "fcp", "dcp", "minheap", "pow2", "hdp", "wlb"}
+OWN_RULE = {"dp", "ring", "zigzag", "allgather", "ulysses", "usp", "groups", *PUBLISHED}
 """Strategies that take no tolerances."""
-SEARCHING = ["auto", "hypergraph"]
+PARTITIONED = ("hypergraph", "dcp")
+"""Strategies that need Mt-KaHyPar."""
+SEARCHING = ["auto", "hypergraph", "dcp"]
 HIGH_EFFORT = DEFAULT_EFFORT + 1
 """What ``auto`` takes for high effort here: hypergraph runs as many rounds, and with the real number they are most of the test's time."""
 OFTEN = settings().max_examples if settings().max_examples > 100 else 40
 """How often a strategy is tried: as the profile says, where it asks for more than hypothesis' own hundred."""
-SPANNING = {"auto", "ring", "zigzag", "allgather", "ulysses", "usp", "blocks", "hypergraph"}
+SPANNING = {"auto", "ring", "zigzag", "allgather", "ulysses", "usp", "blocks", "hypergraph", "fcp"}
 """Strategies that can leave tokens where they are."""
 
 
@@ -96,6 +99,9 @@ def arguments(draw: st.DrawFn, name: str, machine: Cluster) -> str:
         **{static: ["", str(degree)] for static in ("ring", "zigzag", "allgather", "ulysses")},
         "usp": ["", f"{degree},{machine.ranks // degree}", f"1,{degree}"],
         "minheap": ["1", "5", "16", ""],
+        "dhp": ["", "40"],
+        "fcp": ["8", "16", ""],
+        "dcp": ["8", "16", ""],
         "pow2": ["", "40"],
         "hdp": ["", "40"],
         "hypergraph": ["8", "16", ""],
@@ -224,7 +230,7 @@ def test_so_it_is_where_plans_are_searched_for(name: str, data: st.DataObject) -
 
 
 def try_one(name: str, data: st.DataObject) -> None:
-    if name == "hypergraph":
+    if name in PARTITIONED:
         pytest.importorskip("mtkahypar")
     planner, call = data.draw(cases(name))
     plan = planned(planner, call)

@@ -23,7 +23,12 @@ from flexcp.data.lengths import draw_lengths
 from flexcp.masks import causal, causal_blockwise, full, lambda_, shared_question, window
 from flexcp.plan.placement import Placement
 from flexcp.plan.plan import Plan
-from flexcp.planners.published import hdp, minheap, pow2, wlb
+from flexcp.planners.published.dhp import dhp
+from flexcp.planners.published.fcp import fcp
+from flexcp.planners.published.hdp import hdp
+from flexcp.planners.published.minheap import minheap
+from flexcp.planners.published.pow2 import pow2
+from flexcp.planners.published.wlb import wlb
 from flexcp.planners.request import Request
 from flexcp.schedule.transfers import make_plan
 from flexcp.shape import Shape
@@ -33,7 +38,9 @@ Strategy = Callable[[Request], Placement]
 SHAPE = Shape(8, 2, 64, 64)
 KV_BYTES = 2 * 2 * (64 + 64)
 """Of one token: two KV heads, bfloat16."""
-RIVALS: list[Strategy] = [minheap, pow2, hdp, wlb]
+RIVALS: list[Strategy] = [dhp, fcp, minheap, pow2, hdp, wlb]
+DEALERS = [strategy for strategy in RIVALS if strategy is not fcp]
+"""Those that place tokens, and refuse a layout."""
 
 
 def asked(
@@ -71,7 +78,8 @@ def test_plans_are_right(strategy: Strategy, data: st.DataObject) -> None:
     masks = {"a": (data.draw(rules), 2), "b": (data.draw(rules), 1)} if data.draw(st.booleans()) else None
     equal = data.draw(st.booleans())
     pad_to = data.draw(st.sampled_from([1, 8])) if equal else 1
-    argument = data.draw(st.sampled_from(["", "7", "64", "7,relay"])) if strategy is minheap else ""
+    arguments = {minheap: ["", "7", "64", "7,relay"], fcp: ["", "7", "64"]}.get(strategy, [""])
+    argument = data.draw(st.sampled_from(arguments))
     request = asked(
         lengths, ranks, data.draw(rules), nodes, masks, equal_tokens=equal, pad_to=pad_to, argument=argument
     )
@@ -80,12 +88,18 @@ def test_plans_are_right(strategy: Strategy, data: st.DataObject) -> None:
         assert len(set(placement.tokens.tolist())) == 1 and int(placement.tokens[0]) % pad_to == 0
 
 
-@pytest.mark.parametrize("strategy", RIVALS)
-def test_refusals_of_all(strategy: Strategy) -> None:
+@pytest.mark.parametrize("strategy", DEALERS)
+def test_refusals_of_a_layout(strategy: Strategy) -> None:
     layout = (np.arange(30), np.arange(30, 60))
     with pytest.raises(ValueError, match=f"{strategy.__name__} places tokens itself.*use blocks"):
         strategy(asked([10, 50], 2, layout=layout))
-    with pytest.raises(ValueError, match=r"keeps \d+ tokens on rank \d, over max_tokens_per_rank=20"):
+
+
+@pytest.mark.parametrize("strategy", RIVALS)
+def test_refusals_of_a_cap(strategy: Strategy) -> None:
+    with pytest.raises(
+        ValueError, match=r"(keeps \d+ tokens on rank \d, over|need \d ranks with) max_tokens_per_rank=20"
+    ):
         strategy(asked([10, 50], 2, max_tokens_per_rank=20))
 
 

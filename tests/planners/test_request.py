@@ -46,7 +46,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     # Layouts.
     **{
         f"{name} in a layout": ({"strategy": name, "layout": HALVES}, "fixed layout")
-        for name in ("dp", "ring:2", "groups", "minheap", "pow2", "hdp", "wlb")
+        for name in ("dp", "ring:2", "groups", "dhp", "dcp", "minheap", "pow2", "hdp", "wlb")
     },
     **{
         f"{name} scattered": ({"strategy": name, "layout": SCATTERED}, "scatters tokens")
@@ -59,6 +59,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "KV heads": ({"strategy": "ulysses", "shape": Shape(12, 3, 16, 16)}, "3 KV heads"),
     # Budgets.
     "pow2's budget": ({"strategy": "pow2:10"}, "raise the budget"),
+    "dhp's budget": ({"strategy": "dhp:10"}, "raise it"),
     "hdp's budget": ({"strategy": "hdp:10"}, "raise the budget"),
 }
 
@@ -66,7 +67,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSALS)
 def test_what_does_not_suit_a_strategy_is_refused(name: str) -> None:
     options, words = REFUSALS[name]
-    if options["strategy"].startswith("hypergraph"):
+    if options["strategy"] in ("hypergraph", "dcp"):
         pytest.importorskip("mtkahypar")
     with pytest.raises(Refused) as caught:
         place(**options)
@@ -74,7 +75,7 @@ def test_what_does_not_suit_a_strategy_is_refused(name: str) -> None:
 
 
 WRONG_ARGUMENTS = ["dp:2", "ring:two", "zigzag:x", "usp:4", "usp:a,b", "blocks:2", "groups:2", "hypergraph:0", "auto:2"]
-WRONG_ARGUMENTS += ["minheap:0", "pow2:x", "hdp:-1", "wlb:2"]
+WRONG_ARGUMENTS += ["dhp:0", "fcp:x", "dcp:0", "minheap:0", "pow2:x", "hdp:-1", "wlb:2"]
 
 
 @pytest.mark.parametrize("strategy", WRONG_ARGUMENTS)

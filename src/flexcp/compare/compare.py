@@ -26,15 +26,15 @@ from flexcp.planners.request import Refused, Request
 from flexcp.planners.static.bounds import static_methods
 from flexcp.planners.static.dealing import BY_LOAD, deals_by_load
 from flexcp.planners.static.static import STATIC as STATIC
-from flexcp.planners.strategies import STRATEGIES, find_strategy
+from flexcp.planners.strategies import SLOW, STRATEGIES, find_strategy
 from flexcp.schedule.predict import Prediction, predict
 from flexcp.schedule.transfers import make_plan
 from flexcp.simulator.passes import Rules
 from flexcp.simulator.training import Ints, Simulation, Training, simulate
 
 STATIC_BY_LOAD = tuple(name + BY_LOAD for name in STATIC)
-NAMES = tuple(name for name in STRATEGIES if name != "hypergraph")
-"""What is compared unless told; hypergraph takes seconds and a package of its own."""
+NAMES = tuple(name for name in STRATEGIES if name not in SLOW)
+"""What is compared unless told."""
 Compute = Callable[[Plan, int, bool], Ints]
 ATTENTION_ONLY = Model("attention only", hidden=1, layers=1, feed_forward=1)
 """A token costs nothing besides attention."""

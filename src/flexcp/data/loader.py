@@ -83,7 +83,7 @@ class Loader:
     it, or dropped, as ``too_long`` says. ``drop_last`` leaves out the last batch of an epoch unless it is full.
 
     ``lookahead`` steps are planned ahead by ``workers`` processes (0: in this process, when needed). ``share_plans`` plans each step on
-    one rank for all; by default every rank plans for itself, but for ``hypergraph``, which does not find the same plan twice.
+    one rank for all; by default every rank plans for itself, but for ``hypergraph`` and ``dcp``, which do not promise the same plan twice.
     ``patience`` is how many seconds the loop waits for a planner process before it plans by itself, ``timeout`` how long for other ranks.
     ``plan_options`` go to the planner's call (``tokens="equal"``, ``pad_to=128``, ``layout=...``). With ``micro_batches`` a batch that is
     over the planner's caps (``max_tokens_per_rank``, ``max_memory_per_rank``) is given out in several parts, as many on every rank, each
@@ -163,7 +163,7 @@ class Loader:
         wish = RecipeWish(self.peers.rank, "rows" if packs_by_rows(torch.device(device or "cpu").type) else "fields")
         pool = Pool(planner, workers if lookahead else 0, patience, self.stats, wish)
         if share_plans is None:
-            share_plans = str(getattr(planner, "strategy", "")).startswith("hypergraph")
+            share_plans = may_differ(str(getattr(planner, "strategy", "")))
         self.plans: Pool | SharedPlans = pool
         if share_plans and self.group is not None and self.peers.size > 1:
             self.plans = SharedPlans(pool, self.group, self.timeout)
@@ -374,6 +374,11 @@ class Loader:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def may_differ(strategy: str) -> bool:
+    """Whether two machines may find different plans for one batch: a partitioner with floating point inside promises none."""
+    return strategy.partition(":")[0] in ("hypergraph", "dcp")
 
 
 def _source(dataset: Any, lengths: Any, reading: Reading, peers: Peers) -> Known | Read:

@@ -63,6 +63,26 @@ class Traffic:
     relay: bool = True
 
 
+class Divisions(NamedTuple):
+    """In which stage each rank wants the keys of each block of tokens: ``borders`` on the stream, ``stage[rank, block]`` from 1 on."""
+
+    borders: Ints
+    stage: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Wishes:
+    """How a planner wants its program scheduled, where its system has a rule for that. The transfers and the execution that come of it are
+    in the plan, wishes are not.
+
+    ``rounds_per_call``: every stage in conflict-free rounds, so many to a call (0: as the scheduler chooses). ``divisions``: which keys
+    travel in which stage (None: as the scheduler chooses).
+    """
+
+    rounds_per_call: int = 0
+    divisions: Divisions | None = None
+
+
 class Kept(NamedTuple):
     """Runs sorted by stream position; ``local`` is where each begins in its rank's kept order."""
 
@@ -89,6 +109,7 @@ class Placement:
     traffic: Traffic = Traffic()
     assemble_own: bool = False
     note: str = ""
+    wishes: Wishes = Wishes()
 
     @property
     def stream(self) -> int:

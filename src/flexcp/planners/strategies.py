@@ -6,10 +6,15 @@ import difflib
 from collections.abc import Callable
 
 from flexcp.plan.placement import Placement
-from flexcp.planners import published
 from flexcp.planners.auto.auto import auto
 from flexcp.planners.blocks.blocks import blocks
 from flexcp.planners.groups.groups import groups
+from flexcp.planners.published.dhp import dhp
+from flexcp.planners.published.fcp import fcp
+from flexcp.planners.published.hdp import hdp
+from flexcp.planners.published.minheap import RELAY, minheap
+from flexcp.planners.published.pow2 import pow2
+from flexcp.planners.published.wlb import wlb
 from flexcp.planners.request import Request
 from flexcp.planners.static import static
 from flexcp.planners.static.dealing import BY_LOAD
@@ -20,6 +25,13 @@ def _hypergraph(request: Request) -> Placement:
     from flexcp.planners.hypergraph.hypergraph import hypergraph
 
     return hypergraph(request)
+
+
+def _dcp(request: Request) -> Placement:
+    """Loaded when asked for, as ``hypergraph``."""
+    from flexcp.planners.published.dcp import dcp
+
+    return dcp(request)
 
 
 STRATEGIES: dict[str, Callable[[Request], Placement]] = {
@@ -33,18 +45,24 @@ STRATEGIES: dict[str, Callable[[Request], Placement]] = {
     "blocks": blocks,
     "groups": groups,
     "hypergraph": _hypergraph,
-    "minheap": published.minheap,
-    "pow2": published.pow2,
-    "hdp": published.hdp,
-    "wlb": published.wlb,
+    "dhp": dhp,
+    "fcp": fcp,
+    "dcp": _dcp,
+    "minheap": minheap,
+    "pow2": pow2,
+    "hdp": hdp,
+    "wlb": wlb,
 }
+
+SLOW = ("hypergraph", "dcp")
+"""Strategies that take seconds, and a package of their own."""
 
 
 def split_names(text: str) -> list[str]:
     """The strategies of a list with commas, of which those between two arguments of one strategy (``usp:8,2``) do not divide."""
     found: list[str] = []
     for part in (part.strip() for part in text.split(",")):
-        if found and ":" in found[-1] and (part[:1].isdigit() or part == published.RELAY):
+        if found and ":" in found[-1] and (part[:1].isdigit() or part == RELAY):
             found[-1] += f",{part}"
         elif part:
             found.append(part)

@@ -3,8 +3,8 @@
 Chosen by cost, stage by stage, from two tables of nanoseconds: the work of every rank in every slot (closed forms, as in
 :mod:`flexcp.schedule.stages`) and what every rank's ports carry in every stage (exact bytes). The rules, in this order:
 
-- *issue*. A stage is one call, unless the cost model says that ports lose by crowds (``crowding``): then in calls of as many rounds as take
-  least, the loss inside a call against the start of each further one.
+- *issue*. A stage is one call, unless the planner wishes for rounds, or the cost model says that ports lose by crowds (``crowding``): then
+  in calls of as many rounds as take least, the loss inside a call against the start of each further one.
 - *ahead*. A stage is posted one slot ahead. Where it takes longer than the work it would hide behind, and the slot before that has time to
   spare, it is posted two ahead, if both slots together are then clearly faster. Only inputs that their owners send can be: what is
   forwarded or computed is not there yet. Earlier than that, or beside a cap on memory, is not tried: messages that wait hold memory.
@@ -27,7 +27,7 @@ from flexcp.arrays.totals import sums
 from flexcp.clusters import Cluster
 from flexcp.cost import Contention, CostModel
 from flexcp.plan.execution import Execution
-from flexcp.plan.placement import Placement
+from flexcp.plan.placement import Placement, Wishes
 from flexcp.plan.program import Program
 from flexcp.plan.rounds import find_messages
 from flexcp.plan.slots import held_slot
@@ -42,11 +42,21 @@ ROUNDS_TRIED = (1, 2, 4, 8, 16)
 
 
 def with_execution(
-    program: Program, work: Ints, shape: Shape, cluster: Cluster, cost: CostModel, backward: bool, most_ahead: int = 2
+    program: Program,
+    work: Ints,
+    shape: Shape,
+    cluster: Cluster,
+    cost: CostModel,
+    backward: bool,
+    most_ahead: int = 2,
+    wishes: Wishes = Wishes(),  # noqa: B008 - immutable
 ) -> Program:
     """The program with its execution chosen; ``work[rank, slot]`` is in nanoseconds."""
     stages = program.stages
-    rounds = _rounds_per_call(program, shape, cluster, cost) if cost.crowding else np.zeros(stages, np.int64)
+    if wishes.rounds_per_call or not cost.crowding:
+        rounds = np.full(stages, wishes.rounds_per_call, np.int64)
+    else:
+        rounds = _rounds_per_call(program, shape, cluster, cost)
     if shape.latent is not None:
         return replace(program, execution=Execution.make(stages, rounds_per_call=0, ahead=0, margin=0))
     beside, across = np.zeros_like(work), np.zeros(work.shape, bool)

@@ -17,6 +17,8 @@ whose keys were kept is still counted rank by rank.)
 Where the forward's keys are kept for the backward, nothing but moved queries travels there: the backward works on the same parts, each one
 slot earlier, and its gradients follow. The own work then waits for the end unless queries come.
 
+A planner may wish for stages of its own (:class:`flexcp.plan.placement.Divisions`); then nothing is chosen but the share of own work.
+
 Parts are cut from a rank's pieces in the order of their owners' distance, inside and across nodes apart, so that in every stage both
 ports are busy and different ranks ask different owners: the distance inside a node counts first, or the ranks of a node that read all of
 another's tokens would all begin with its first rank. What is relayed inside a node (:mod:`flexcp.schedule.routes`) arrives one stage
@@ -32,11 +34,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexcp.arrays.distinct import distinct
-from flexcp.arrays.intervals import spread
+from flexcp.arrays.intervals import overlaps, spread
 from flexcp.arrays.totals import sums
 from flexcp.clusters import Cluster
 from flexcp.cost import CostModel
-from flexcp.plan.placement import Placement
+from flexcp.plan.placement import Divisions, Placement
 from flexcp.schedule.flows import Moves, exchange_ns, join_flows
 from flexcp.schedule.needs import Pieces
 from flexcp.schedule.routes import Needs
@@ -94,6 +96,10 @@ def choose_stages(
     if placement.assemble_own:
         # All work waits for the one stage in which tokens are put in order.
         return Stages(number, np.zeros_like(number), work.own + work.rest + times.there + times.back + times.home)
+    if placement.wishes.divisions is not None:
+        number[needs.keys.first.rank] = placement.wishes.divisions.stage.max(axis=1)[needs.keys.first.rank]
+        parts = _parts(number, work, times, cluster)
+        return Stages(parts.number, parts.held, _together_ns(parts, *_peers(moves)))
     best = _alone_ns(_parts(number, work, times, cluster))
     # More stages help only ranks that read keys and wait for something.
     reads = np.zeros(placement.ranks, bool)
@@ -215,6 +221,22 @@ def cut_into_stages(keys: Pieces, number: Ints, cluster: Cluster) -> tuple[Piece
     start, stop = (_cut_at(keys, -(-total * s // parts) - before) for s in (stage, stage + 1))
     real = start < stop
     return replace(keys, start=start, stop=stop).take(real), stage[real] + 1, order[piece[real]]
+
+
+def cut_by_divisions(keys: Pieces, divisions: Divisions, placement: Placement) -> tuple[Pieces, Ints, Ints]:
+    """The key pieces cut where a planner wants parts of them in different stages: (parts, the stage of each, its piece)."""
+    block, owner, start, stop = placement.owned_parts(divisions.borders[:-1], divisions.borders[1:])
+    span = int(placement.tokens.max()) + 1
+    order = np.argsort(owner * span + start, kind="stable")
+    block, low, high = block[order], (owner * span + start)[order], (owner * span + stop)[order]
+    piece, at = overlaps(keys.owner * span + keys.start, keys.owner * span + keys.stop, low, high)
+    stage = divisions.stage[keys.rank[piece], block[at]]
+    first = np.append(True, (piece[1:] != piece[:-1]) | (stage[1:] != stage[:-1]))[: len(piece)]
+    last = np.append(first[1:], True)[: len(piece)]
+    parts = keys.take(piece[first])
+    begin = np.maximum(parts.start, (low[at] % span)[first])
+    end = np.minimum(parts.stop, (high[at] - owner[order][at] * span)[last])
+    return replace(parts, start=begin, stop=end), stage[first], piece[first]
 
 
 def _cut_at(keys: Pieces, amount: Ints) -> Ints:

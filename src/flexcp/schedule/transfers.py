@@ -30,7 +30,7 @@ from flexcp.schedule.analysis import MaskAnalysis, analyse
 from flexcp.schedule.execution import needed_work_ns, static_work_ns, with_execution
 from flexcp.schedule.needs import Pieces
 from flexcp.schedule.routes import Needs
-from flexcp.schedule.stages import Stages, cut_into_stages
+from flexcp.schedule.stages import cut_by_divisions, cut_into_stages
 from flexcp.shape import Kind, Shape
 
 Ints = NDArray[np.int64]
@@ -56,7 +56,7 @@ def make_plan(
     if placement.traffic.kind == "needed":
         own_stage = 1 if placement.assemble_own else 0
         masks = analysis or analyse(placement, shape, cluster, cost, keep_kv)
-        pairs = [_needed_programs(found, own_stage, cluster) for found in masks]
+        pairs = [_needed_programs(found, own_stage, placement, cluster) for found in masks]
         work = [
             [needed_work_ns(p, one.work, one.stages) for p, one in zip(pair, found[2:], strict=True)]
             for pair, found in zip(pairs, masks, strict=True)
@@ -70,8 +70,8 @@ def make_plan(
         ]
     programs = []
     for (forward, backward), (there, back) in zip(pairs, work, strict=True):
-        first = with_execution(forward, there, *how, False, most_ahead)
-        programs.append((first, with_execution(backward, back, *how, True, most_ahead)))
+        first = with_execution(forward, there, *how, False, most_ahead, placement.wishes)
+        programs.append((first, with_execution(backward, back, *how, True, most_ahead, placement.wishes)))
     return Plan(shape, cluster, cost, strategy, placement, tuple(programs))
 
 
@@ -86,23 +86,31 @@ def _program(parts: list[Transfers], own_stage: int, held: tuple[int, ...] = (),
 # --- exactly what is needed -------------------------------------------------------------------------------------------
 
 
-def _needed_programs(found: MaskAnalysis, own_stage: int, cluster: Cluster) -> tuple[Program, Program]:
+def _needed_programs(
+    found: MaskAnalysis, own_stage: int, placement: Placement, cluster: Cluster
+) -> tuple[Program, Program]:
     programs = []
     for backward, one in enumerate((found.forward, found.backward)):
-        parts = _staged(found.needs, one.stages, cluster, bool(backward), found.keys_kept)
+        if placement.wishes.divisions is None:
+            cut = cut_into_stages(found.needs.keys.first, one.stages.number, cluster)
+        else:
+            cut = cut_by_divisions(found.needs.keys.first, placement.wishes.divisions, placement)
+        parts = _staged(found.needs, cut, cluster, bool(backward), found.keys_kept)
         held = tuple(one.stages.held.tolist()) if one.stages.held.any() else ()
         programs.append(_program(parts, own_stage, held, found.keys_kept and bool(backward)))
     return programs[0], programs[1]
 
 
-def _staged(needs: Needs, chosen: Stages, cluster: Cluster, backward: bool, kept: bool) -> list[Transfers]:
+def _staged(
+    needs: Needs, cut: tuple[Pieces, Ints, Ints], cluster: Cluster, backward: bool, kept: bool
+) -> list[Transfers]:
     """Queries in stage 1, keys in theirs, relays one later; what a slot completed leaves two stages later.
 
     As queries are there first, the work on a stage's keys is done in its own slot. Kept keys do not travel again: they are there one slot
     before the forward's, and the work on them is done then, or when the queries are there.
     """
     q, (first, relays) = needs.q, needs.keys
-    keys, stage, piece = cut_into_stages(first, chosen.number, cluster)
+    keys, stage, piece = cut
     there = backward and kept
     slot = stage - there
     last = np.ones(cluster.ranks, np.int64)

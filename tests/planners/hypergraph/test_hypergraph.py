@@ -17,7 +17,7 @@ from flexcp.masks import causal, causal_blockwise, from_slices, full, lambda_, p
 from flexcp.plan.plan import Plan
 from flexcp.planners.blocks.blocks import blocks
 from flexcp.planners.hypergraph.hypergraph import DEFAULT_TOLERANCE, hypergraph
-from flexcp.planners.hypergraph.mt_kahypar import partitioner
+from flexcp.planners.hypergraph.mt_kahypar import initialised
 from flexcp.planners.request import Request
 from flexcp.shape import Shape
 
@@ -182,7 +182,7 @@ def test_scattered_layout_is_refused() -> None:
 
 
 def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    partitioner.cache_clear()
+    initialised.cache_clear()
     monkeypatch.setitem(sys.modules, "mtkahypar", None)
     with pytest.raises(ValueError, match=r"pip install flexcp\[hypergraph\]"):
         hypergraph(request_for([100]))

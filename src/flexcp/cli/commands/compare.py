@@ -21,6 +21,7 @@ WIDTH = 40
 def compare(
     described: s.ScenarioOptions,
     strategies: o.Strategies = "all",
+    slow: o.Slow = False,
     html: o.Html = None,
     as_json: o.Json = False,
 ) -> None:
@@ -35,8 +36,9 @@ def compare(
     """
     from flexcp.compare.compare import STATIC, STATIC_BY_LOAD
     from flexcp.compare.compare import compare as run
+    from flexcp.planners.strategies import SLOW
 
-    scenario, names = described.scenario(), o.chosen_strategies(strategies, STATIC_BY_LOAD)
+    scenario, names = described.scenario(), o.chosen_strategies(strategies, (*STATIC_BY_LOAD, *(SLOW if slow else ())))
     with compiling(f"planning and simulating {len(names)} strategies") as progress:
         asked = (scenario.request, names, scenario.rules, scenario.training)
         static = (*STATIC, *STATIC_BY_LOAD)

@@ -44,6 +44,10 @@ Strategies = Annotated[
         "--strategies", help="Names with or without degrees, as in auto,usp:8,2,ring; all, alone or among them."
     ),
 ]
+Slow = Annotated[
+    bool,
+    typer.Option("--slow", help="All includes strategies that take seconds and flexcp[hypergraph]: hypergraph, dcp."),
+]
 Dtype = Annotated[str, typer.Option("--dtype", help="bfloat16, float16, float32 or float64.")]
 MeasuredDtype = Annotated[str, typer.Option("--dtype", help="float32 on CPUs, bfloat16 on GPUs, by default.")]
 MaxTokens = Annotated[

@@ -27,15 +27,21 @@ SCALE = 1 << 28
 """What all parts may hold together, of the partitioner's 32 bits."""
 
 
-@cache
-def partitioner() -> Any:
+def partitioner(strategy: str = "hypergraph") -> Any:
     """Mt-KaHyPar on one thread: an optional package, initialised once in a process."""
     try:
-        import mtkahypar
+        return initialised()
     except ImportError:
         raise Refused(
-            "strategy hypergraph needs the Mt-KaHyPar partitioner: pip install flexcp[hypergraph], or use blocks"
+            f"strategy {strategy} needs the Mt-KaHyPar partitioner: pip install flexcp[hypergraph], or use blocks"
         ) from None
+
+
+@cache
+def initialised() -> Any:
+    """The package itself."""
+    import mtkahypar
+
     return mtkahypar.initialize(1, False)
 
 
@@ -66,7 +72,7 @@ def _vcycle(search: Search, part_of: Ints, seed: int) -> tuple[Ints, Ints]:
     if held:
         vertex[:count], movable[:count] = part[:count], False
     vertex[movable] = held + np.arange(np.count_nonzero(movable))
-    nets, prices = _net_lists(t, vertex, parts)
+    nets, prices = net_lists(t, vertex, parts)
     if nets:
         weights, most = _weights(search, part_of, movable, (0, 1) if held else TOKEN_SHARES[seed % len(TOKEN_SHARES)])
         heavy = max(most) + 1 if held else 0
@@ -112,7 +118,7 @@ def _improved(
     return np.array(partitioned.get_partition(), np.int64)
 
 
-def _net_lists(t: Tiling, vertex: Ints, parts: int) -> tuple[list[list[int]], list[int]]:
+def net_lists(t: Tiling, vertex: Ints, parts: int) -> tuple[list[list[int]], list[int]]:
     """The nets among vertices (-1 is none) as Mt-KaHyPar takes them, and prices that fit its 32 bits.
 
     A net without its block, for the extra price, follows those with their blocks.

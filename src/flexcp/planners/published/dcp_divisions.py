@@ -1,0 +1,53 @@
+"""dcp's divisions: in which of four the keys of each token block travel to each rank, by the greedy rule of DCP (arXiv 2510.10620).
+
+The first division is local work. Then, division by division, the rank with the least work ready takes the key block that makes most of its
+work ready, while what ranks send to other nodes stays within an even part of all they send there; the last takes what is left. Inside a
+node nothing is limited, so on one node a single division holds all. DCP's rule takes computation blocks with all their inputs; moved
+queries come before the first division here, so a key block stands for all computation blocks of a rank that wait for it.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+from flexcp.arrays.totals import sums
+from flexcp.plan.placement import Divisions
+from flexcp.planners.hypergraph.partition import Partition
+
+DIVISIONS = 4
+
+
+def divisions_of(partition: Partition, ranks_per_node: int) -> Divisions:
+    """The division of each rank's missing key blocks, greedily: whoever has the least ready takes what makes most ready and fits."""
+    tiling, ranks, count = partition.tiling, partition.tiling.ranks, len(partition.owner)
+    owner, tokens = partition.owner.tolist(), (tiling.blocks.stop - tiling.blocks.start).tolist()
+    ready_by = sums(partition.worker * count + tiling.tiles.keys, tiling.tiles.load, ranks * count).reshape(
+        ranks, count
+    )
+    waiting = [
+        [b for b in np.argsort(-ready_by[r], kind="stable").tolist() if ready_by[r, b] and owner[b] != r]
+        for r in range(ranks)
+    ]
+    sent = [0] * ranks
+    for rank, blocks in enumerate(waiting):
+        for block in blocks:
+            sent[owner[block]] += tokens[block] * (owner[block] // ranks_per_node != rank // ranks_per_node)
+    stage = np.ones((ranks, count), np.int64)
+    for division in range(1, DIVISIONS):
+        last = division == DIVISIONS - 1
+        room = [-(-total // (DIVISIONS - 1)) for total in sent]
+        heap = [(0, rank) for rank in range(ranks)]
+        while heap:
+            ready, rank = heapq.heappop(heap)
+            for block in waiting[rank]:
+                near = owner[block] // ranks_per_node == rank // ranks_per_node
+                if near or last or tokens[block] <= room[owner[block]]:
+                    room[owner[block]] -= 0 if near else tokens[block]
+                    stage[rank, block] = division
+                    waiting[rank].remove(block)
+                    heapq.heappush(heap, (ready + int(ready_by[rank, block]), rank))
+                    break
+    borders = np.append(tiling.blocks.start, tiling.blocks.stop[-1])
+    return Divisions(borders, stage)

@@ -1,0 +1,134 @@
+"""dhp: flexible groups of DHP (arXiv 2602.21788), a degree of its own, any integer, for every group of documents.
+
+The paper's problem: split N ranks into disjoint groups and give every sequence a group, so that the slowest group is fastest and no group
+needs more memory than its ranks have. It is solved in its two stages, with its cost model:
+
+1. *Packing* (memory-aware, best-fit decreasing): documents in the order of their memory into atomic groups. One that fits no group opens
+   its own with as many ranks as it needs at least, ``ceil(memory / E)``; the room it leaves is filled by shorter ones, best fit first.
+2. *Degrees* (two-dimensional dynamic program): over the groups and the ranks given away so far, ``best[i][n]`` is the least time of the
+   slowest of the first i groups on at most n ranks, the minimum over degrees d of ``max(best[i - 1][n - d], T_i(d))``.
+
+A group's time is ``computation + communication - min(attention, communication)``: what attention hides is not paid twice. Computation is
+``a1 x pairs + a2 x tokens`` over d, plus a start (pairs of the mask itself, so ``eta`` of a vision span is in them), communication
+``a3 x tokens`` over the bandwidth of the group, plus a start; the coefficients are the cost model's, forward and backward together. A
+group inside a node has the node's bandwidth. Alone, a rank communicates nothing.
+
+Memory is tokens: `dhp:8192` says how many a rank holds. Else it is ``max_tokens_per_rank``, or, without a cap, what is fastest by this cost
+model from the least with which groups fit the ranks up to three times the mean. Groups are rings of neighbours, the largest first, so that
+few of them cross nodes. Its pool of communicators has no counterpart, because a group here is a part of the plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.plan.placement import Placement
+from flexcp.planners.published.ranges import (
+    NEVER,
+    best_fit,
+    document_area,
+    in_rings,
+    mean_tokens,
+    refuse_layout,
+    whole_number,
+)
+from flexcp.planners.request import Refused, Request, refuse_tolerances
+from flexcp.shape import Kind
+
+Ints = NDArray[np.int64]
+GROWTH = 32
+"""Where no memory is told, it grows from the mean of tokens by this part of itself until the groups fit."""
+MEMORY_EIGHTHS = (9, 10, 12, 16, 24)
+"""Then more is tried, in eighths of that mean."""
+
+
+def dhp(request: Request) -> Placement:
+    """DHP: documents in atomic groups, and each group the degree that makes the slowest fastest."""
+    refuse_layout(request, "dhp")
+    refuse_tolerances(request)
+    _, groups, degrees = min((_solved(request, budget) for budget in _budgets(request)), key=lambda found: found[0])
+    order = sorted(range(len(groups)), key=lambda g: -degrees[g])
+    free = request.ranks - sum(degrees)
+    note = (
+        f"{len(groups)} groups of {', '.join(str(degrees[g]) for g in order[:16])}{', ...' * (len(order) > 16)} ranks"
+    )
+    sizes, dealt = [degrees[g] for g in order] + [1] * free, [groups[g] for g in order] + [[]] * free
+    return in_rings(request, "dhp", sizes, dealt, note)
+
+
+def _budgets(request: Request) -> list[int]:
+    """Tokens a rank may hold: what is told, or several."""
+    told = whole_number(request.argument, "dhp", "tokens a rank", 8192)
+    if told is not None or request.token_cap is not None:
+        budget = told or request.token_cap or 1
+        need = sum(best_fit(request.batch.lengths, budget)[1])
+        if need > request.ranks:
+            limit = f"dhp:{told}" if told else f"max_tokens_per_rank={request.max_tokens_per_rank}"
+            raise Refused(
+                f"groups of documents need {need} ranks with {limit}, and there are {request.ranks}; raise it, "
+                "or cut the batch into micro-batches"
+            )
+        return [budget]
+    mean = mean_tokens(request)
+    least = mean
+    while sum(best_fit(request.batch.lengths, least)[1]) > request.ranks:
+        least += -(-least // GROWTH)
+    more = [mean * eighths // 8 for eighths in MEMORY_EIGHTHS if mean * eighths // 8 > least]
+    return [least, *(each for each in more if sum(best_fit(request.batch.lengths, each)[1]) <= request.ranks)]
+
+
+def _solved(request: Request, budget: int) -> tuple[int, list[list[int]], list[int]]:
+    """(time of the slowest group, documents of each group, degree of each)."""
+    groups, least = best_fit(request.batch.lengths, budget)
+    times = _times(request, groups)
+    degrees = least_slowest(times, least, request.ranks)
+    return int(times[np.arange(len(groups)), np.array(degrees) - 1].max()), groups, degrees
+
+
+# --- degrees --------------------------------------------------------------------------------------------------------------
+
+
+def least_slowest(times: Ints, least: list[int], ranks: int) -> list[int]:
+    """The degree of each group under which the slowest is fastest; ``times[group, d - 1]`` is its time on d ranks."""
+    best = np.zeros(ranks + 1, np.int64)  # of the groups so far, by the most ranks they may take
+    taken = np.zeros((len(least), ranks + 1), np.int64)
+    for group, fewest in enumerate(least):
+        found = np.full(ranks + 1, NEVER)
+        for degree in range(fewest, ranks + 1):
+            slowest = np.maximum(best[: ranks + 1 - degree], times[group, degree - 1])
+            better = slowest < found[degree:]
+            found[degree:][better] = slowest[better]
+            taken[group, degree:][better] = degree
+        best = found
+    degrees, left = [], ranks
+    for group in reversed(range(len(least))):
+        degrees.append(int(taken[group, left]))
+        left -= degrees[-1]
+    return degrees[::-1]
+
+
+def _times(request: Request, groups: list[list[int]]) -> Ints:
+    """``[group, d - 1]``: nanoseconds of each group on d ranks."""
+    batch, shape, cost = request.batch, request.shape, request.cost
+    cluster = replace(request.cluster, speeds=())
+    layers = sum(mask.layers for mask in batch.masks)
+    pairs, tokens = (
+        np.array([int(of[group].sum()) for group in groups], np.int64)
+        for of in (document_area(batch) + layers * cost.row_tiles_work(batch.lengths), batch.lengths)
+    )
+    attention, linear = (
+        sum(cost.attention_ns(pairs * shape.heads, shape, cluster, way) for way in (False, True)),
+        layers * cost.linear_ns(tokens, shape, cluster),
+    )
+    each = shape.bytes_per_token_head()
+    moved = tokens * layers * shape.kv_heads * int(2 * each[Kind.KV, 0] + each[Kind.DKV, 1])
+    degree = np.arange(1, request.ranks + 1)
+    alone, inside = degree == 1, degree <= cluster.ranks_per_node
+    links = [cost.link_ns(moved, mbps)[:, None] for mbps in (cluster.intra_mbps, cluster.inter_mbps)]
+    communication = np.where(alone, 0, np.where(inside, *links) + 2 * layers * cluster.latency_ns)
+    attention = -(-np.asarray(attention)[:, None] // degree)
+    computation = attention + -(-linear[:, None] // degree) + 2 * layers * cost.kernel_ns
+    return np.asarray(computation + communication - np.minimum(attention, communication))

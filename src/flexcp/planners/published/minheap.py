@@ -1,0 +1,55 @@
+"""minheap: how MagiAttention deals chunks to ranks, its dispatch solver's default ("min-heap").
+
+`minheap:c` deals chunks of c tokens, 1,024 unless given. Longest processing time by area among the ranks that still have room; counts
+differ by one chunk at most (MagiAttention pads the stream so that they do not). Chunks may span documents. Keys come straight from their
+owners. With `minheap:c,relay` keys that several ranks of a node read cross to it once and are passed on inside, as by MagiAttention's
+native group collectives (from version 1.1 on).
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.plan.placement import Placement, Traffic
+from flexcp.planners.published.ranges import area, placed, whole_number
+from flexcp.planners.request import Request
+
+Ints = NDArray[np.int64]
+CHUNK = 1024
+RELAY = "relay"
+
+
+def minheap(request: Request) -> Placement:
+    """MagiAttention: chunks of the stream, equally many on every rank, dealt by area."""
+    number, comma, word = request.argument.partition(",")
+    if comma and word != RELAY:
+        raise ValueError(
+            f"after a chunk's tokens minheap takes only {RELAY!r}, as in minheap:1024,{RELAY}; got 'minheap:{request.argument}'"
+        )
+    chunk = whole_number(number, "minheap", "tokens in a chunk", 512) or CHUNK
+    tokens = request.batch.tokens
+    start = np.arange(0, tokens, chunk, dtype=np.int64)
+    stop = np.minimum(start + chunk, tokens)
+    rank = _dealt_equally(area(request.batch, start, stop), request.ranks)
+    return placed(request, "minheap", (rank, start, stop), Traffic(relay=word == RELAY))
+
+
+def _dealt_equally(area: Ints, ranks: int) -> Ints:
+    """The rank of each chunk: heaviest first to the rank with the least area among those that may take one more."""
+    each, extra = divmod(len(area), ranks)
+    heap = [(0, r) for r in range(ranks)]
+    count = [0] * ranks
+    found = np.zeros(len(area), np.int64)
+    for chunk in np.argsort(-area, kind="stable"):
+        load, rank = heapq.heappop(heap)
+        while count[rank] == each and extra == 0:
+            load, rank = heapq.heappop(heap)
+        extra -= count[rank] == each
+        count[rank] += 1
+        found[chunk] = rank
+        if count[rank] <= each:
+            heapq.heappush(heap, (load + int(area[chunk]), rank))
+    return found

@@ -1,0 +1,136 @@
+"""Proves DCP's planner: a partition from nothing with the bytes its hypergraph says, over nodes first, the same twice, and shared."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from flexcp.arrays.totals import imbalance
+from flexcp.batch import make_batch
+from flexcp.clusters import cluster
+from flexcp.cost import CostModel
+from flexcp.data.lengths import draw_lengths
+from flexcp.data.loader import may_differ
+from flexcp.masks import Mask, causal, lambda_, shared_question
+from flexcp.plan.placement import Divisions, Traffic, Wishes
+from flexcp.plan.plan import Plan
+from flexcp.planner import Planner
+from flexcp.planners.hypergraph.model import make_tiling
+from flexcp.planners.hypergraph.mt_kahypar import initialised
+from flexcp.planners.hypergraph.partition import Partition
+from flexcp.planners.request import Request
+from flexcp.planners.strategies import STRATEGIES, find_strategy
+from flexcp.schedule.transfers import make_plan
+from flexcp.shape import Kind, Shape
+
+pytest.importorskip("mtkahypar")
+Ints = NDArray[np.int64]
+LENGTHS = [9_000, 2_500, 1_200, 800, 500, 300, 60, 24]
+
+
+def planned(strategy: str = "dcp:256", nodes: int = 1, mask: Mask | None = None, lengths: Any = LENGTHS) -> Plan:
+    plan = Planner(8, 2, 64, cluster=cluster("a100", nodes, 8 // nodes), strategy=strategy)(lengths, mask or causal())
+    plan.check()
+    return plan
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("mask", [causal(), lambda_(64, 512), shared_question()], ids=str)
+def test_moves_what_its_hypergraph_says(nodes: int, mask: Mask) -> None:
+    """The connectivity of the partition is the forward volume; what is relayed is in it once for each reader."""
+    plan = planned(nodes=nodes, mask=mask)
+    planner = Planner(8, 2, 64, cluster=plan.cluster)
+    request = type("Asked", (), {"batch": plan.batch, "shape": planner.shape, "ranks": plan.ranks})
+    partition = Partition(make_tiling(request, plan.placement, 256), plan.placement)  # type: ignore[arg-type]
+    assert partition.bytes() == plan.bytes().sum()
+
+
+def test_cuts_from_nothing_and_not_from_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> None:
+        raise AssertionError("blocks was asked")
+
+    monkeypatch.setattr("flexcp.planners.blocks.blocks.pack_rows", refused)
+    plan = planned()
+    assert 0 < plan.bytes().sum() < planned("zigzag").bytes().sum()
+    assert imbalance(plan.work()) < 2 and imbalance(plan.placement.tokens) < 2
+
+
+def test_tiles_may_run_away_from_their_tokens() -> None:
+    plan = planned(lengths=[9_000])
+    kept = plan.placement.kept
+    regions = plan.placement.regions[0]
+    owner = kept.rank[np.searchsorted(kept.stop, regions.q0, side="right")]
+    assert (owner != regions.rank).any()
+    assert (regions.h1 - regions.h0 < 8).any(), "a KV head by itself"
+
+
+def test_nodes_are_cut_first() -> None:
+    """Fewer bytes cross nodes than if ranks had been numbered at random."""
+    plan = planned(nodes=2, lengths=draw_lengths("longtail", 65_536, 0))
+    moved, order = plan.bytes(), np.random.default_rng(0).permutation(8)
+    across = np.arange(8)[:, None] // 4 != np.arange(8) // 4
+    assert moved[across].sum() < moved[order][:, order][across].sum()
+
+
+def test_divisions_share_what_nodes_send() -> None:
+    """Keys that cross nodes arrive in three stages, and no rank sends more in one than an even part and a block; inside, at once."""
+    plan = planned(nodes=2, lengths=[9_000, 500])
+    t = plan.programs[0][0].transfers
+    across = t.source // 4 != t.target // 4
+    keys = t.take((t.kind == Kind.KV) & across & (t.source == t.owner))
+    assert set(keys.stage.tolist()) == {1, 2, 3}
+    sent = np.zeros((8, 4), np.int64)
+    np.add.at(sent, (keys.source, keys.stage), keys.stop - keys.start)
+    # Relays let a node take tokens once that its ranks asked for in several divisions, so only an upper limit holds.
+    asked = _asked_across(plan)
+    assert (sent[:, 1:3] <= -(-asked // 3)[:, None] + 256).all()
+    inside = planned(lengths=[9_000, 500]).programs[0][0].transfers
+    assert set(inside.stage[inside.kind == Kind.KV].tolist()) == {1}
+
+
+def _asked_across(plan: Plan) -> Ints:
+    """Tokens that ranks of the other node read of each rank, both KV heads as one."""
+    wanted: set[tuple[int, int, int]] = set()
+    t = plan.programs[0][0].transfers
+    for source, target, owner, start, stop, kind in zip(
+        t.source, t.target, t.owner, t.start, t.stop, t.kind, strict=True
+    ):
+        if kind == Kind.KV and owner // 4 != target // 4:
+            wanted |= {(int(target), int(owner), token) for token in range(start, stop)}
+        assert source != target
+    return np.bincount([owner for _, owner, _ in wanted], minlength=8)
+
+
+def test_a_division_is_the_stage_in_which_keys_travel() -> None:
+    """Of a wish made by hand: the second half of a document in stage 2."""
+    request = Request(make_batch([512], causal()), Shape(8, 2, 64, 64), cluster("h100", 1, 2), CostModel())
+    placement = find_strategy("ring")[0](request)
+    stage = np.array([[1, 2, 1, 2], [1, 2, 1, 2]])
+    divisions = Divisions(np.array([0, 128, 256, 384, 512]), stage)
+    wished = replace(placement, traffic=Traffic(), wishes=Wishes(divisions=divisions))
+    plan = make_plan(wished, request.shape, request.cluster, request.cost, "by hand")
+    plan.check()
+    keys = plan.programs[0][0].transfers
+    assert list(zip(keys.stage, keys.start, keys.stop, strict=True)) == [(1, 0, 128), (2, 128, 256)]
+
+
+def test_is_seeded() -> None:
+    assert planned().hash == planned().hash
+
+
+def test_loaders_share_its_plans() -> None:
+    """Unless told, one rank plans for all where plans may differ, and only there."""
+    differing = {name for name in STRATEGIES if may_differ(name) and may_differ(f"{name}:256")}
+    assert differing == {"hypergraph", "dcp"}
+
+
+def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    initialised.cache_clear()
+    monkeypatch.setitem(sys.modules, "mtkahypar", None)
+    with pytest.raises(ValueError, match=r"strategy dcp needs .* pip install flexcp\[hypergraph\]"):
+        planned()
