@@ -31,7 +31,7 @@ GROUPS = {
     ),
     "Masks": (
         "Mask", "full", "causal", "window", "lambda_", "shared_question", "causal_blockwise", "prefix", "modality",
-        "from_slices", "from_key_ranges", "from_cu_seqlens", "from_mask_mod",
+        "tree", "tree_order", "tree_of", "from_slices", "from_key_ranges", "from_cu_seqlens", "from_mask_mod",
     ),
     "Running": (
         "bind", "Step", "attention", "slice_attention", "packed_slices", "latent_attention", "LatentForms", "choose_kernel",

@@ -41,6 +41,9 @@ _HOMES = {
     "causal_blockwise": "masks",
     "prefix": "masks",
     "modality": "masks",
+    "tree": "masks",
+    "tree_order": "masks",
+    "tree_of": "masks",
     "from_slices": "masks",
     "from_key_ranges": "masks",
     "from_cu_seqlens": "masks",
@@ -103,6 +106,9 @@ __all__ = [
     "shared_question",
     "slice_attention",
     "topology",
+    "tree",
+    "tree_of",
+    "tree_order",
     "window",
 ]
 
@@ -132,6 +138,9 @@ if TYPE_CHECKING:
         modality,
         prefix,
         shared_question,
+        tree,
+        tree_of,
+        tree_order,
         window,
     )
     from flexcp.models.topology import Topology, topology
