@@ -57,8 +57,8 @@ class ValidLabels:
         if not self.step.calls:
             raise RuntimeError(not_used(self.step))
         if total.requires_grad:
-            self.step.check_reduction(self.gradients)
-        return self.step.say_loss(total / self.count)
+            self.step.losses.check_reduction(self.gradients)
+        return self.step.losses.say(total / self.count)
 
     def __int__(self) -> int:
         return int(self.valid)
@@ -199,15 +199,15 @@ def _check_calls(module: nn.Module, arguments: Any, keywords: dict[str, Any], ou
     loss = _loss_of(output, keywords)
     if torch.compiler.is_compiling():
         if loss is not None:
-            step.say_loss(loss)
+            step.losses.say(loss)
         return None
     if step.calls == getattr(module, _CALLS):
         raise RuntimeError(not_used(step))
     fsdp.note_reduction(module, step)
     if loss is not None and loss.requires_grad and "gradients" in keywords:
-        step.check_reduction(keywords["gradients"])
+        step.losses.check_reduction(keywords["gradients"])
     if loss is not None:
-        step.say_loss(loss)
+        step.losses.say(loss)
     return _without_the_row(module, output)
 
 
