@@ -130,7 +130,6 @@ REFUSING: dict[str, Callable[[Any], Any]] = {
     "roll": lambda step: step.roll(TOKENS),
     "loss": lambda step: step.loss(torch.zeros(23, 23), TOKENS, without_attention=True),
     "next_tokens": lambda step: next_tokens(TOKENS, step.plan.batch, -100),
-    "huggingface.inputs": lambda step: huggingface.inputs(TOKENS, step),
     "huggingface.inputs with labels": lambda step: huggingface.inputs(TOKENS, step, labels=TOKENS),
     "rows of a shared batch": lambda step: shared_batch.rows_of(step, TOKENS, TOKENS),
     "pipeline labels": lambda step: batches(step).labels([TOKENS[:5], TOKENS[5:]]),

@@ -44,6 +44,7 @@ class TokenTree:
 
     @property
     def saved(self) -> int:
+        """Tokens of the sequences that the tree does without."""
         return int(self.tree.sequence_lengths.sum()) - len(self)
 
 
