@@ -68,6 +68,11 @@ class Edges:
     def lengths(self) -> Ints:
         return self.of_batch.lengths
 
+    @property
+    def documents(self) -> Ints:
+        """The document of each sequence."""
+        return self.of_batch.documents
+
     def pairs(self) -> tuple[Tensor, Tensor, Tensor]:
         """(edge, sequence, position) for every sequence that uses an edge of this rank; position is that of the next token.
 
@@ -117,10 +122,11 @@ class Edges:
         """What every position of each sequence is divided by."""
         counts = self.counted[self._flat] if flat is None else self.counted[self._flat] & (flat != 0)
         if per == "token":
-            return np.full(self.sequences, max(1, int(counts.sum())), np.float64)
+            return np.full(self.sequences, float(max(1, int(counts.sum()))))
         running = np.concatenate([[0], np.cumsum(counts)])
         each = running[self.of_batch.places[1:]] - running[self.of_batch.places[:-1]]
-        return np.maximum(each, 1).astype(np.float64) * max(1, np.count_nonzero(each))
+        having = float(max(1, int(np.count_nonzero(each))))
+        return np.asarray(np.maximum(each, 1) * having)
 
     def _checked_sequences(self, given: Sequence[float] | Tensor | None) -> Floats:
         if given is None:

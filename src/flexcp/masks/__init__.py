@@ -46,7 +46,7 @@ from flexcp.masks.slices import (
     trim,
 )
 from flexcp.masks.text import MASK_FORMS, MASK_SIGNATURES, parse_mask
-from flexcp.masks.tree import Tree, tree, tree_order, window_of_tree, windowed
+from flexcp.masks.tree import Tree, tree, tree_order, window_of, window_of_tree, windowed
 from flexcp.masks.tree_of import TokenTree, tree_of
 
 __all__ = [
@@ -94,6 +94,7 @@ __all__ = [
     "tree_under",
     "trim",
     "window",
+    "window_of",
     "window_of_tree",
     "windowed",
 ]

@@ -232,6 +232,13 @@ def window_of_tree(mask: Mask) -> int | None:
     return None if left >= UNBOUNDED else left
 
 
+def window_of(mask: Mask) -> int | None:
+    """How many tokens before its own a token sees under a window on what comes before; None for any other mask."""
+    if mask.name != "window" or mask.params[1] != 0 or int(mask.params[0]) >= UNBOUNDED:  # type: ignore[arg-type]
+        return None
+    return int(mask.params[0])  # type: ignore[arg-type]
+
+
 def windowed(mask: Mask, left: int) -> Mask:
     """The tree of a mask that :func:`tree` made, in a window."""
     parents, lengths, ends, _ = mask.params

@@ -29,8 +29,10 @@ class Sequences:
     by_end: Ints
     lengths: Ints
     """Tokens of each sequence."""
+    documents: Ints
+    """The document of each sequence."""
     starts: Ints
-    """The first token of each sequence's document."""
+    """The first token of that document."""
     trees: dict[int, tuple[int, Tree]]
     """Of each sequence in a tree its end and that tree."""
 
@@ -40,9 +42,9 @@ class Sequences:
     def path(self, sequence: int) -> Ints:
         """The stream tokens of a sequence."""
         if sequence not in self.trees:
-            return self.starts[sequence] + np.arange(self.lengths[sequence])
+            return np.arange(self.lengths[sequence]) + int(self.starts[sequence])
         end, tree = self.trees[sequence]
-        return self.starts[sequence] + tree.path(end)
+        return tree.path(end) + int(self.starts[sequence])
 
     @cached_property
     def places(self) -> Ints:
@@ -72,7 +74,8 @@ def batch_sequences(batch: Batch) -> Sequences:
     predecessors[batch.starts[:-1]] = -1
     first, count = np.repeat(numbers[:-1], batch.lengths), np.ones(batch.tokens, np.int64)
     by_end = np.arange(numbers[-1])
-    lengths, of_trees = np.repeat(batch.lengths, counts), {}
+    lengths = np.repeat(batch.lengths, counts)
+    of_trees: dict[int, tuple[int, Tree]] = {}
     for document, tree in trees.items():
         start, number = int(batch.starts[document]), int(numbers[document])
         inside, mine = slice(start, start + tree.tokens), slice(number, number + len(tree.ends))
@@ -85,5 +88,12 @@ def batch_sequences(batch: Batch) -> Sequences:
         lengths[mine] = tree.sequence_lengths
         of_trees |= {number + at: (end, tree) for at, end in enumerate(tree.ends.tolist())}
     depths = token_positions(batch, np.arange(batch.tokens))
-    starts = np.repeat(batch.starts[:-1], counts)
-    return Sequences(predecessors, depths, first, count, by_end, lengths, starts, of_trees)
+    documents = np.repeat(np.arange(batch.documents), counts)
+    starts = batch.starts[documents]
+    return Sequences(predecessors, depths, first, count, by_end, lengths, documents, starts, of_trees)
+
+
+def saved_tokens(batch: Batch) -> int:
+    """Tokens that the batch's trees do without: those of their sequences, less their own."""
+    found = (next(tree for tree in by_mask if tree is not None) for by_mask in batch.trees.values())
+    return sum(max(0, int(tree.sequence_lengths.sum()) - tree.tokens) for tree in found)
