@@ -80,3 +80,44 @@ def test_labels_beside_a_tree_are_refused_by_the_new_call() -> None:
     assert set(huggingface.inputs(tokens, step)) == {"input_ids", "position_ids", "step", "use_cache"}
     with pytest.raises(NotImplementedError, match=r"take step.edges\(tokens\)"):
         huggingface.inputs(tokens, step, labels=tokens)
+
+
+def test_layers_that_read_in_order_are_refused_by_name() -> None:
+    """LFM2 has convolutions beside attention, Granite's hybrid state space layers."""
+    from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig, Lfm2Config
+
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    kinds = ["mamba", "attention"]
+    configs = {
+        "conv": Lfm2Config(**sizes, num_hidden_layers=2, layer_types=["conv", "full_attention"]),
+        "mamba|linear_attention": GraniteMoeHybridConfig(
+            **sizes,
+            num_hidden_layers=2,
+            layer_types=kinds,
+            mamba_n_heads=4,
+            mamba_d_head=16,
+            mamba_d_state=8,
+            num_local_experts=0,
+        ),
+    }
+    tree = flexcp.tree([-1, 0, 0], [4, 2, 3])
+    for words, config in configs.items():
+        model = AutoModelForCausalLM.from_config(config)
+        huggingface.turn_on(model)
+        planner = huggingface.planner(config, flexcp.cluster("cpu", 1, 1), "float32", strategy="blocks")
+        step = flexcp.bind(planner([9], tree))
+        with pytest.raises(
+            NotImplementedError,
+            match=rf"{type(model).__name__} has layers of kind ({words}), which read tokens in the order",
+        ):
+            model(**huggingface.inputs(torch.arange(9), step))
+    with pytest.raises(
+        NotImplementedError, match=r"document 0 branches, and step.relayout is for layers that read tokens in the order"
+    ):
+        step.relayout(torch.zeros(9, 2))

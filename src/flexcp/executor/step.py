@@ -56,7 +56,7 @@ from flexcp.executor.run.rank_rows import RankRows, local_stream, rank_rows, row
 from flexcp.executor.step_handles import new_handle
 from flexcp.executor.step_watcher import Watcher
 from flexcp.plan.plan import Plan
-from flexcp.plan.positions import refuse_branches
+from flexcp.plan.positions import refuse_branches, refuse_order
 from flexcp.plan.sequences import Sequences, batch_sequences
 from flexcp.plan.user_layouts import user_layout
 
@@ -211,8 +211,9 @@ class Step:
         """Local rows in another layout of the same stream: ``"contiguous"``, ``"zigzag"``, or an index array per rank. Differentiable.
 
         What layers that read tokens in order need (state space models, convolutions): ``y = layer(step.relayout(x))``, then back with
-        :meth:`restore`. Pads stay behind.
+        :meth:`restore`. Pads stay behind. A document that branches is refused.
         """
+        refuse_order(self.plan.batch, "step.relayout")
         self._check_rows(local, "step.relayout")
         return local_rows.relayout(local, self.plan.placement, self.collectives, self._maps(to), back=False)
 

@@ -56,6 +56,15 @@ def refuse_branches(batch: Batch, what: str) -> None:
         raise several_successors(document, rule, what)
 
 
+def refuse_order(batch: Batch, what: str) -> None:
+    """Raise for a batch with a document that branches: ``what`` is for layers that read tokens in the order of the stream."""
+    for document in batch.branches:
+        raise NotImplementedError(
+            f"document {document} branches, and {what} is for layers that read tokens in the order of the stream: their state would go "
+            "from one branch into the next. Train such a model on the sequences as documents of their own"
+        )
+
+
 def several_successors(document: int, mask: Mask, what: str) -> NotImplementedError:
     """The refusal of a document that branches."""
     return NotImplementedError(
