@@ -16,9 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flexcp
+from flexcp.clusters import cluster
+from flexcp.executor.bind import bind
 from flexcp.masks import Mask
+from flexcp.plan.plan import Plan
 from flexcp.train.update import sum_gradients, total_loss
-from lib.model_runs import DENSE, VOCABULARY, Run, _no_mask, dense_attention, make_model
+from lib.model_runs import DENSE, VOCABULARY, Run, _no_mask, dense_attention, make_config, make_model
 
 Ints = np.ndarray
 
@@ -155,18 +158,22 @@ def independent_sequences(batch: TreeBatch) -> TreeResult:
     return TreeResult([float(x.detach()) for x in losses], [x.detach() for x in found], gradients)
 
 
-def tree_on_ranks(group: dist.ProcessGroup, batch: TreeBatch, strategy: str, planted: str = "") -> TreeResult:
+def tree_plan(batch: TreeBatch, strategy: str, ranks: int) -> Plan:
+    """The plan of a batch as trees. Made once, because ``hypergraph`` does not find the same one twice."""
+    from flexcp.frameworks import huggingface
+
+    config = make_config(batch.family)
+    planner = huggingface.planner(config, cluster("cpu", 1, ranks), "float64", strategy=strategy)
+    return planner(batch.lengths, masks=huggingface.masks(config, batch.mask()))
+
+
+def tree_on_ranks(group: dist.ProcessGroup, batch: TreeBatch, plan: Plan, planted: str = "") -> TreeResult:
     """This rank's share of the batch as trees; ``planted`` makes a mistake in positions, edges or weights."""
-    from flexcp.clusters import cluster
-    from flexcp.executor.bind import bind
     from flexcp.frameworks import huggingface
 
     huggingface.register()
     model = make_model(Run(batch.family), huggingface.NAME)
     huggingface.turn_on(model)
-    ranks = dist.get_world_size(group)
-    planner = huggingface.planner(model.config, cluster("cpu", 1, ranks), "float64", strategy=strategy)
-    plan = planner(batch.lengths, masks=huggingface.masks(model.config, batch.mask()))
     step = bind(plan, group)
     given: dict[str, Any] = huggingface.inputs(batch.tokens, step)
     if "labels" in given:  # no document branches

@@ -13,14 +13,22 @@ import flexcp
 from flexcp.frameworks import huggingface
 from flexcp.measure.ranks import RankPool
 from lib.model_runs import make_config
-from lib.tree_runs import TreeBatch, TreeSizes, independent_sequences, random_batch, tree_on_ranks, worst_error
+from lib.tree_runs import (
+    TreeBatch,
+    TreeSizes,
+    independent_sequences,
+    random_batch,
+    tree_on_ranks,
+    tree_plan,
+    worst_error,
+)
 
 LIMIT = 1e-9
 
 
 def error(pool: RankPool, batch: TreeBatch, strategy: str, ranks: int, planted: str = "") -> float:
     right = independent_sequences(batch)
-    answers = pool.run(tree_on_ranks, batch, strategy, planted, ranks=ranks)
+    answers = pool.run(tree_on_ranks, batch, tree_plan(batch, strategy, ranks), planted, ranks=ranks)
     assert planted or all(found.bytes_as_planned for found in answers)
     return max(max(worst_error(found, right).values()) for found in answers)
 
