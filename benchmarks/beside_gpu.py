@@ -120,7 +120,7 @@ def measured(slot: dict[str, Any]) -> dict[str, Any]:
     copied = margin.median_ms(partial(margin.timed_together, None, copy(size), beside))[1]
     rows = []
     for left in MARGINS:
-        work = partial(ready.run, Settings(128**-0.5, sm_margin=left))
+        work = partial(ready.launch, Settings(128**-0.5, sm_margin=left))
         alone = margin.median_ms(partial(margin.timed_together, work, None, beside))[0]
         together = margin.median_ms(partial(margin.timed_together, work, copy(size), beside))
         rows.append({"margin": left, "work alone ms": alone, "work ms": together[0], "copy ms": together[1]})

@@ -72,12 +72,16 @@ def turn_on(model: PreTrainedModel | DistributedDataParallel) -> None:
     check_forwards(model)
 
 
-def masks(config: PreTrainedConfig, mask: MaskLike | None = None) -> dict[str, tuple[MaskLike, int]]:
+def masks(
+    model: PreTrainedModel | PreTrainedConfig | DistributedDataParallel, mask: MaskLike | None = None
+) -> dict[str, tuple[MaskLike, int]]:
     """The masks of a model's layers, for ``planner(lengths, masks=...)``: ``full`` and ``window``, with how many layers use each.
 
-    ``mask`` says which documents are trees: a tree, or a list with a tree or ``causal()`` for each document. Layers with a window then
-    have the same trees in that window. Without it all documents are causal.
+    From the model or its configuration. ``mask`` says which documents are trees: a tree, or a list with a tree or ``causal()`` for each
+    document. Layers with a window then have the same trees in that window. Without it all documents are causal.
     """
+    model = _inside(model)
+    config: PreTrainedConfig = getattr(model, "config", model)
     layers = int(config.num_hidden_layers)
     keys = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if keys else "full_attention"] * layers

@@ -70,7 +70,7 @@ class RankLists:
     """Lists of one rank and direction with tensors of their sizes, ready to run one after the other as the executor runs them.
 
     Lists of a query shelf add to the same results, which begin with LSEs of -inf or are begun and finished by lists, or to a dq of zeros
-    that is closed after the last list that leaves it open.
+    that is closed at the end where a list leaves it open.
     """
 
     def __init__(self, kernel: str, lists: list[Listed], backward: bool) -> None:
@@ -82,20 +82,25 @@ class RankLists:
         self._calls: list[Callable[[Settings], Any]] = []
         finishes = getattr(self.module, "FINISHES", False)
         may_open = backward and hasattr(self.module, "close_dq")
-        last_open = {x.shelf: number for number, x in enumerate(lists) if x.open_dq and may_open}
-        for number, x in enumerate(lists):
+        for x in lists:
             self._add(x, finishes and not backward and x.finishes is not None, may_open)
-            if last_open.get(x.shelf) == number:
-                alone = x.shelf == QUERIES and all(y.open_dq for y in lists if y.shelf == QUERIES)
-                self._calls.append(partial(self._close_dq, x.shelf, alone and finishes))
+        own_alone = all(x.open_dq for x in lists if x.shelf == QUERIES)
+        self._opened = {x.shelf: x.shelf == QUERIES and own_alone and finishes for x in lists if x.open_dq and may_open}
 
     def run(self, settings: Settings) -> None:
-        """Run all of them."""
+        """All of them, with what a pass does before the first and after the last."""
         for number, (*_, result, lse, _) in self._shelves.items():
             if self.backward:
                 result.zero_()
             elif not self._begun[number]:
                 lse.fill_(-torch.inf)
+        self.launch(settings)
+        for shelf, finishes in self._opened.items():
+            last = {"finished_THD": self._shelves[shelf][2]} if finishes else {}
+            self.module.close_dq(self._shelves[shelf][3], settings, **last)
+
+    def launch(self, settings: Settings) -> None:
+        """The lists alone, as in a slot that is neither the first nor the last."""
         for call in self._calls:
             call(settings)
 
@@ -126,10 +131,6 @@ class RankLists:
         useful = heads.flops(int(masks.area(x.slices).sum())) * (BACKWARD if self.backward else 1.0)
         self.flops += useful
         self.computed += useful / module.useful_share(x.slices, heads.heads // heads.kv_heads, self.backward)
-
-    def _close_dq(self, shelf: int, finishes: bool, settings: Settings) -> None:
-        last = {"finished_THD": self._shelves[shelf][2]} if finishes else {}
-        self.module.close_dq(self._shelves[shelf][3], settings, **last)
 
 
 def work_rate(
