@@ -31,10 +31,10 @@ GROUPS = {
     ),
     "Masks": (
         "Mask", "full", "causal", "window", "lambda_", "shared_question", "causal_blockwise", "prefix", "modality",
-        "from_slices", "from_key_ranges", "from_cu_seqlens", "from_mask_mod",
+        "tree", "tree_order", "tree_of", "TokenTree", "from_slices", "from_key_ranges", "from_cu_seqlens", "from_mask_mod",
     ),
     "Running": (
-        "bind", "Step", "attention", "slice_attention", "packed_slices", "latent_attention", "LatentForms", "choose_kernel",
+        "bind", "Step", "Edges", "attention", "slice_attention", "packed_slices", "latent_attention", "LatentForms", "choose_kernel",
         "fastest_kernel", "ExchangeError",
     ),
     "Plans in files": ("save_plan", "load_plan", "PlanFormatError"),
@@ -44,9 +44,12 @@ PARTS = {
     "Planner": ("__call__", "micro_batches"),
     "Plan": ("hash", "check", "bytes", "inter_node_bytes", "work", "memory", "rounds", "peers"),
     "Step": (
-        "local_tokens", "indices", "positions", "shard", "gather", "labels", "loss", "share", "roll", "relayout", "restore", "prepare",
+        "local_tokens", "indices", "positions", "shard", "gather", "labels", "edges", "log_probs", "gather_sequences", "loss", "share",
+        "roll", "relayout", "restore", "prepare",
         "cp_rank", "cp_size", "calls", "sent_bytes", "kernels",
     ),
+    "Edges": ("pairs", "weights"),
+    "TokenTree": ("paths", "saved"),
     "Loader": ("state_dict", "load_state_dict", "close"),
     "LatentForms": ("planner", "fastest", "step_ns"),
     "Telemetry": ("planning", "log", "trace", "dump", "close"),
@@ -55,7 +58,7 @@ PARTS = {
     "StaticChoice": ("words",),
 }  # fmt: skip
 """What users take from a class; the rest is there for other parts of flexcp."""
-MADE = {"Plan", "Step", "LocalBatch", "Stats", "Topology", "StaticChoice"}
+MADE = {"Plan", "Step", "Edges", "TokenTree", "LocalBatch", "Stats", "Topology", "StaticChoice"}
 """Classes that users are given and do not make."""
 OTHERS = {
     "frameworks": ("used",),

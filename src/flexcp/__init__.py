@@ -41,12 +41,17 @@ _HOMES = {
     "causal_blockwise": "masks",
     "prefix": "masks",
     "modality": "masks",
+    "tree": "masks",
+    "tree_order": "masks",
+    "tree_of": "masks",
+    "TokenTree": "masks",
     "from_slices": "masks",
     "from_key_ranges": "masks",
     "from_cu_seqlens": "masks",
     "from_mask_mod": "masks",
     "bind": "executor.bind",
     "Step": "executor.step",
+    "Edges": "executor.edges",
     "ExchangeError": "executor.exchange.transports",
     "attention": "executor.attention",
     "Telemetry": "telemetry.telemetry",
@@ -67,6 +72,7 @@ _ROOMS = ("data", "frameworks", "report")
 __all__ = [
     "Cluster",
     "CostModel",
+    "Edges",
     "ExchangeError",
     "LatentForms",
     "Mask",
@@ -79,6 +85,7 @@ __all__ = [
     "StaticChoice",
     "Step",
     "Telemetry",
+    "TokenTree",
     "Topology",
     "attention",
     "bind",
@@ -103,6 +110,9 @@ __all__ = [
     "shared_question",
     "slice_attention",
     "topology",
+    "tree",
+    "tree_of",
+    "tree_order",
     "window",
 ]
 
@@ -113,6 +123,7 @@ if TYPE_CHECKING:
     from flexcp.cost import CostModel, Model
     from flexcp.executor.attention import attention
     from flexcp.executor.bind import bind
+    from flexcp.executor.edges import Edges
     from flexcp.executor.exchange.transports import ExchangeError
     from flexcp.executor.fastest_kernel import fastest_kernel
     from flexcp.executor.kernels.choose import choose_kernel
@@ -121,6 +132,7 @@ if TYPE_CHECKING:
     from flexcp.executor.step import Step
     from flexcp.masks import (
         Mask,
+        TokenTree,
         causal,
         causal_blockwise,
         from_cu_seqlens,
@@ -132,6 +144,9 @@ if TYPE_CHECKING:
         modality,
         prefix,
         shared_question,
+        tree,
+        tree_of,
+        tree_order,
         window,
     )
     from flexcp.models.topology import Topology, topology

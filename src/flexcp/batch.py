@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from flexcp import masks as mask_algebra
 from flexcp.arrays.intervals import offsets, spread
-from flexcp.masks import Mask
+from flexcp.masks import Mask, Tree
 
 Ints = NDArray[np.int64]
 MaskLike = Mask | Sequence[Mask]
@@ -84,16 +84,27 @@ class Batch:
         raise ValueError(f"no mask named {name!r} in this plan; it has {[m.name for m in self.masks]}")
 
     @cached_property
-    def branches(self) -> dict[int, tuple[Ints | None, ...]]:
-        """Documents that branch under some mask, with the depths of their tokens under each (None: they are one sequence there)."""
-        may = {rule for mask in self.masks for rule in mask.rules if rule.name in ("shared-question", "slices")}
+    def trees(self) -> dict[int, tuple[Tree | None, ...]]:
+        """Documents that are trees under some mask, with their tree under each (None: they are one sequence there)."""
+        may = {rule for mask in self.masks for rule in mask.rules if rule.name in mask_algebra.MAY_BRANCH}
+        made: dict[tuple[Mask, int], Tree | None] = {}
         found = {}
         for document, length in enumerate(self.lengths.tolist() if may else []):
-            rules = [mask.rule(document) for mask in self.masks]
-            by_mask = tuple(mask_algebra.depths(rule, length) if rule in may else None for rule in rules)
-            if any(depth is not None for depth in by_mask):
+            for key in {(mask.rule(document), length) for mask in self.masks} - made.keys():
+                made[key] = mask_algebra.tree_under(*key) if key[0] in may else None
+            by_mask = tuple(made[mask.rule(document), length] for mask in self.masks)
+            if any(tree is not None for tree in by_mask):
                 found[document] = by_mask
         return found
+
+    @cached_property
+    def branches(self) -> dict[int, tuple[Tree | None, ...]]:
+        """The :attr:`trees` in which a token does not follow the one before it."""
+        return {
+            document: by_mask
+            for document, by_mask in self.trees.items()
+            if not all(tree is None or tree.is_one_sequence for tree in by_mask)
+        }
 
     def weighted_rows_area(self, documents: Ints, q0: Ints, q1: Ints) -> Ints:
         """Pairs in the given rows, each mask counted as often as layers use it."""

@@ -334,21 +334,6 @@ def test_an_explicit_mask_is_cut_with_its_document() -> None:
     assert np.array_equal(rules_of(b)[0].dense(80), mask.dense(100)[:80, :80])
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("cut", [False, True])
-def test_documents_that_branch_are_refused_by_name(mode: str, cut: bool) -> None:
-    """Labels know one next token, and a question has one for every answer; also where the mask is explicit and the document is cut."""
-    lengths = {"max_length": 15, "too_long": "cut"} if cut else {}
-    explicit = flexcp.shared_question([4, 4, 4], 6)
-    for mask in (explicit, flexcp.shared_question(3, 0.4)):
-        rules = {9: flexcp.causal(), 18: mask}
-        options: dict[str, Any] = {"mask_fn": lambda s, rules=rules: rules[len(s["tokens"])]}
-        if mode == "known":
-            options = {"mask": [flexcp.causal(), mask]}
-        with pytest.raises(NotImplementedError, match=r"document 1 branches.*Loader's labels.*labels of your own"):
-            local(dataset(mode, [9, 18]), **options, **lengths)
-
-
 class Answers(Numbered):
     """Labels of their own: only the second half counts."""
 

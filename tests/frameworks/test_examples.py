@@ -30,6 +30,17 @@ def test_the_loader_example_trains(two: RankPool) -> None:
     assert len(losses(text)) >= 2
 
 
+@pytest.mark.parametrize("task", ["grpo", "dpo", "agent"])
+def test_trees_give_the_loss_and_gradient_of_separate_sequences(two: RankPool, task: str) -> None:
+    text, _ = two.run(printed, "tree_rollouts", ["--task", task])
+    tokens, loss, norm = (
+        re.findall(pattern, text) for pattern in (r"(\d+) tokens", r"loss (-?[\d.]+)", r"gradient ([\d.]+)")
+    )
+    assert int(tokens[1]) < 0.6 * int(tokens[0])
+    assert float(loss[1]) == pytest.approx(float(loss[0]), abs=1e-7)
+    assert float(norm[1]) == pytest.approx(float(norm[0]), abs=1e-7)
+
+
 def test_the_swap_trains_as_one_process(two: RankPool) -> None:
     """The example's own model, alone and with plain attention: the same losses, and gradients of the same size under DDP."""
     example = loaded("attention_swap")

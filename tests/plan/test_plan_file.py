@@ -80,6 +80,8 @@ def test_every_kind_of_plan_comes_back() -> None:
         flexcp.causal_blockwise(16, 1),
         flexcp.prefix(7),
         [flexcp.modality([(1, 3)], self_only=True), flexcp.causal(), flexcp.modality([]), flexcp.prefix(5)],
+        [flexcp.tree([-1, 0, 1, 0, -1], [100, 0, 50, 50, 100], ends=[3, 2, 0, 3]), *[flexcp.causal()] * 3],
+        [flexcp.tree([-1, 0, 0], [100, 50, 150], left=7), *[flexcp.window(7)] * 3],
         [flexcp.shared_question([100, 100], 100), flexcp.from_key_ranges([[(0, 1)]] * 7), *[flexcp.causal()] * 2],
     ],
 )
@@ -102,6 +104,36 @@ def test_a_file_of_version_1_means_what_was_done_then() -> None:
         assert not how.rounds_per_call.any() and (how.ahead == 1).all() and not how.margin.any()
     plan.check()
     assert load_plan(save_plan(plan)) == plan != again
+
+
+def test_a_file_of_version_2_is_the_plan_it_was() -> None:
+    data = (Path(__file__).parent / "version_2.flexcp").read_bytes()
+    plan = load_plan(data)
+    assert plan.hash == "1ced00331bff6269d0670e667a802a5f"  # as it was printed when the file was written
+    plan.check()
+    again = save_plan(plan)
+    assert load_plan(again) == plan and again[8] == 3 and data[8] == 2
+
+
+def test_a_tree_of_version_2_is_refused() -> None:
+    """There were none: a file that says otherwise is another's."""
+    plan = small(mask=[flexcp.tree([-1, 0, 0], [100, 100, 100]), *[flexcp.causal()] * 3])
+    data = save_plan(plan)
+    head = wire._PREFIX.pack(wire.MAGIC, 2, *wire._PREFIX.unpack_from(data)[2:])
+    with pytest.raises(PlanFormatError):
+        load_plan(wire._sealed(head, data[wire._PREFIX.size :]))
+
+
+def test_a_tree_comes_back_with_its_sequences() -> None:
+    tree = flexcp.tree([-1, 0, 1, 0, -1], [100, 0, 50, 50, 100], ends=[3, 2, 0, 3])
+    plan = small(mask=[tree, *[flexcp.causal()] * 3])
+    again = load_plan(save_plan(plan))
+    assert again.batch.masks[0].rules[0] == tree and again.hash == plan.hash
+    others = [
+        flexcp.tree([-1, 0, 1, 0, -1], [100, 0, 50, 50, 100]),
+        flexcp.tree([-1, 0, 1, 0, -1], [100, 0, 50, 50, 100], left=299),
+    ]
+    assert len({plan.hash, *(small(mask=[other, *[flexcp.causal()] * 3]).hash for other in others)}) == 3
 
 
 def test_execution_adds_at_most_a_quarter_to_a_file() -> None:
@@ -145,7 +177,7 @@ def test_messages_say_what_is_wrong() -> None:
         (b"", "does not begin as one"),
         (b"PK\x03\x04" + data, "does not begin as one"),
         (data[:5], "cut off after 5 bytes"),
-        (data[:8] + struct.pack("<I", 7) + data[12:], r"format version 7, and this flexcp reads versions 1 to 2"),
+        (data[:8] + struct.pack("<I", 7) + data[12:], r"format version 7, and this flexcp reads versions 1 to 3"),
         (data[:-1], "copy it again"),
         (data[:-1] + bytes([data[-1] ^ 1]), "checksum is wrong"),
     ):

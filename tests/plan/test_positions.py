@@ -130,7 +130,6 @@ REFUSING: dict[str, Callable[[Any], Any]] = {
     "roll": lambda step: step.roll(TOKENS),
     "loss": lambda step: step.loss(torch.zeros(23, 23), TOKENS, without_attention=True),
     "next_tokens": lambda step: next_tokens(TOKENS, step.plan.batch, -100),
-    "huggingface.inputs": lambda step: huggingface.inputs(TOKENS, step),
     "huggingface.inputs with labels": lambda step: huggingface.inputs(TOKENS, step, labels=TOKENS),
     "rows of a shared batch": lambda step: shared_batch.rows_of(step, TOKENS, TOKENS),
     "pipeline labels": lambda step: batches(step).labels([TOKENS[:5], TOKENS[5:]]),
@@ -149,7 +148,7 @@ def test_who_knows_one_next_token_refuses(name: str, mask: Mask) -> None:
     with pytest.raises(NotImplementedError) as raised:
         REFUSING[name](step)
     words = str(raised.value)
-    assert f"document 1 branches under its mask {mask}" in words and "labels of your own" in words and "\n" not in words
+    assert f"document 1 branches under its mask {mask}" in words and "step.edges(tokens)" in words and "\n" not in words
 
 
 @pytest.mark.parametrize("name", REFUSING)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from flexcp.arrays.totals import imbalance
-from flexcp.batch import make_batch
+from flexcp.batch import Batch, make_batch
 from flexcp.clusters import Cluster
 from flexcp.compare.compare import STATIC, STATIC_BY_LOAD, Row, compare_batches, planned
 from flexcp.compare.static_choice import first_of_fastest, spread_over
@@ -192,10 +192,10 @@ def advise(question: Question, lengths: Sequence[int], tell: Callable[[str], Non
     refuse_too_long(question, lengths)
     passes = deal(lengths, question)
     looked_at = spread_over(passes, MOST_PASSES)
-    requests = [_request(question, found) for found in looked_at]
-    static = fastest(_answers(question, requests, (question.today,) if question.today else STATIC, tell))
-    by_load = fastest(_answers(question, requests, STATIC_BY_LOAD, tell))
-    free = fastest(_answers(question, requests, ("auto",), tell))
+    requests = [request_of(question, make_batch(found, masks=question.masks)) for found in looked_at]
+    static = fastest(answers_of(question, requests, (question.today,) if question.today else STATIC, tell))
+    by_load = fastest(answers_of(question, requests, STATIC_BY_LOAD, tell))
+    free = fastest(answers_of(question, requests, ("auto",), tell))
     if static is None or free is None:
         why = ""
         if static is None and question.today:
@@ -208,8 +208,8 @@ def advise(question: Question, lengths: Sequence[int], tell: Callable[[str], Non
             "--max-tokens-per-rank, use more ranks, or ask for fewer --tokens-per-step"
         )
     fixed = [replace(r, layout=user_layout("contiguous", r.batch.tokens, r.ranks)) for r in requests]
-    swap = fastest(_answers(question, fixed, ("auto",), tell))
-    in_layout = fastest(_answers(question, fixed, STATIC, tell))
+    swap = fastest(answers_of(question, fixed, ("auto",), tell))
+    in_layout = fastest(answers_of(question, fixed, STATIC, tell))
     if swap is not None:
         swap = replace(swap, name='auto, layout="contiguous"')
     if in_layout is not None:
@@ -249,7 +249,7 @@ def fastest(answers: Sequence[Answer]) -> Answer | None:
     return next(answer for answer in answers if answer.name == name)
 
 
-def _answers(
+def answers_of(
     question: Question, requests: Sequence[Request], names: Sequence[str], tell: Callable[[str], None]
 ) -> list[Answer]:
     """An answer for each strategy that takes all requests, a static one with the one degree that serves all of them best."""
@@ -277,9 +277,9 @@ def _answer(name: str, rows: Sequence[Row]) -> Answer:
     return Answer(name, tuple(plans), tuple(steps))
 
 
-def _request(question: Question, lengths: Sequence[int]) -> Request:
+def request_of(question: Question, batch: Batch) -> Request:
+    """What a planner is asked about a pass."""
     cost = replace(question.cost, model=question.preset.model)
-    batch = make_batch(lengths, masks=question.masks)
     return Request(
         batch, question.preset.shape, question.cluster, cost, max_tokens_per_rank=question.max_tokens_per_rank
     )

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from flexcp.data.documents import BatchLimits, BatchSpec, next_batch
+from flexcp.data.grouped_samples import grouped, masks_of_trees
 from flexcp.data.lengths import parse_lengths
 from flexcp.data.loader_agreement import check_same, sampler_share
 from flexcp.data.loader_arguments import check_dataset, check_planner, masks_of
@@ -52,6 +53,7 @@ from flexcp.executor.bind import bind
 from flexcp.executor.run.prepared import packs_by_rows
 from flexcp.executor.step_watcher import Watcher
 from flexcp.masks import Mask
+from flexcp.plan.sequences import saved_tokens
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -73,7 +75,12 @@ class Loader:
 
     Masks: ``mask`` is one for all documents or, for a map-style dataset, one for each; ``masks={"name": (mask, layers)}`` likewise for
     several kinds of layers; ``mask_fn(sample)`` returns either; ``spans`` (a field's name, or a list for each document of the dataset)
-    stands for :func:`flexcp.modality` masks. Without any, documents are causal.
+    stands for :func:`flexcp.modality` masks. Without any, documents are causal. A sample may be a tree, by its mask.
+
+    ``tree_by`` names a field, such as a prompt's number, whose equal values make samples one tree: what they begin with alike is held
+    once. Its document has the field ``samples`` with the other fields of each, in order, and ``stats.tokens_saved`` counts what trees do
+    without. Of a stream, samples of one tree come one after the other. ``mask`` or ``masks`` are then causal or windows, which are
+    measured on the path; ``least_shared`` is that of :func:`flexcp.tree_of`.
 
     ``lengths`` (numbers, or a text such as ``"@lengths.txt"``) makes a map-style dataset's lengths known without reading it; its own
     attribute ``lengths`` is used where it has one. With known lengths and masks a rank reads only documents it keeps tokens of (a rank
@@ -108,6 +115,8 @@ class Loader:
         masks: Mapping[str, tuple[Mask | Sequence[Mask], int]] | None = None,
         mask_fn: Callable[[Any], MaskChoice] | None = None,
         spans: str | Sequence[Any] | None = None,
+        tree_by: str | None = None,
+        least_shared: int = 1,
         tokens: str | None = None,
         labels: str | None = None,
         document_fields: Sequence[str] = (),
@@ -157,7 +166,11 @@ class Loader:
         field = spans if isinstance(spans, str) else None
         fields = Fields(tokens, labels, field, frozenset(document_fields), ignore)
         self.pads = {TOKENS: pad_token, LABELS: ignore, **({field: -1} if field else {})}
-        self.reading = Reading(fields, masks_of(mask, masks, mask_fn, spans), limits, shuffle, seed, self.stats)
+        found = masks_of(mask, masks, mask_fn, spans)
+        if tree_by is not None:
+            check_dataset(dataset)
+            dataset, found = grouped(dataset, tree_by, fields, least_shared), masks_of_trees(found)
+        self.reading = Reading(fields, found, limits, shuffle, seed, self.stats)
         self.dataset = dataset
         self.source = _source(dataset, lengths, self.reading, self.peers)
         wish = RecipeWish(self.peers.rank, "rows" if packs_by_rows(torch.device(device or "cpu").type) else "fields")
@@ -285,7 +298,9 @@ class Loader:
         valid = sum(known)
         if len(known) < len(spec.documents):
             valid = self.peers.total(int((columns[LABELS] != self.reading.fields.ignore).sum()))
-        return local_batch(step, spec, kept, columns, values, max(1, valid), self.epoch, self.device)
+        self.stats.tokens_saved += saved_tokens(part.plan.batch)
+        ignore = self.reading.fields.ignore
+        return local_batch(step, spec, kept, columns, values, max(1, valid), self.epoch, self.device, ignore)
 
     def _read(self, source: Known, spec: BatchSpec, kept: Ints) -> dict[int, Sample]:
         """The documents of a batch this rank keeps tokens of."""

@@ -9,8 +9,8 @@ happen to be:
                    the span a token is in, -1 for text
 
 Labels are made here, before anything is cut to ranks: the next token of the document (or the next entry of the field ``labels``), and
-``ignore`` at its end. A document over the maximum is cut before that, so its new end has no label either. A document that branches
-(a shared question) has no single next token, and is refused where its mask is found.
+``ignore`` at its end. A document over the maximum is cut before that, so its new end has no label either. Of a tree labels stay beside
+their own tokens, because a token may have several next ones: the Loader makes edges of them. A tree over the maximum is not cut.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from torch import Tensor
 from flexcp import masks as mask_algebra
 from flexcp.executor.arguments import check_whole_numbers, single
 from flexcp.executor.local_rows import refuse_shifted
-from flexcp.masks import Mask, from_slices, modality
-from flexcp.plan.positions import several_successors
+from flexcp.masks import Mask, Tree, from_slices, modality
 
 TOKENS, LABELS = "tokens", "labels"
 NAMES_OF_TOKENS = ("tokens", "input_ids")
 PADDING_MASK = "attention_mask"
+TREE_FIELD = "flexcp tree"
+"""The field in which samples of one group, made one document, bring their mask."""
 MaskChoice = Mask | Mapping[str, tuple[Mask, int]]
 """A document's mask, or its masks by name with how many layers use each."""
 
@@ -67,9 +68,9 @@ class Sample:
         return tuple((name, c.dtype, tuple(c.shape[1:])) for name, c in self.columns.items())
 
 
-def opened(sample: Any, fields: Fields, limit: int, where: str) -> Sample:
-    """A sample as columns, cut to ``limit`` tokens. ``where`` names it in messages."""
-    name, tokens = _tokens(sample, fields, where)
+def opened(sample: Any, fields: Fields, limit: int, where: str, tree: Tree | None = None) -> Sample:
+    """A sample as columns, cut to ``limit`` tokens; of a tree labels are not shifted. ``where`` names it in messages."""
+    name, tokens = token_ids(sample, fields, where)
     whole = len(tokens)
     given: Mapping[str, Any] = sample if isinstance(sample, Mapping) else {}
     if LABELS in given and fields.labels is None:
@@ -77,12 +78,17 @@ def opened(sample: Any, fields: Fields, limit: int, where: str) -> Sample:
             f"{where} has a field 'labels'; make the Loader with labels='labels' to have it shifted, or leave the field out"
         )
     aligned = tokens if fields.labels is None else _labels(given, fields, whole, where)
-    if fields.labels is not None:
+    if tree is not None and tree.tokens != whole:
+        raise ValueError(
+            f"{where} has {whole} tokens, but its tree has {tree.tokens}; a tree's tokens are its segments end to end"
+        )
+    if fields.labels is not None and tree is None:
         who = f"the Loader, for {where}, field {fields.labels!r},"
         refuse_shifted(tokens, aligned, _shifted(tokens, fields.ignore), fields.ignore, who)
-    columns = {TOKENS: tokens[:limit], LABELS: _shifted(aligned[:limit].long(), fields.ignore)}
+    labels = aligned[:limit].long() if tree is not None else _shifted(aligned[:limit].long(), fields.ignore)
+    columns = {TOKENS: tokens[:limit], LABELS: labels}
     values: dict[str, Any] = {}
-    for key in sorted(k for k in given if k not in (name, fields.labels)):
+    for key in sorted(k for k in given if k not in (name, fields.labels, TREE_FIELD)):
         if key in columns:
             raise ValueError(f"{where} has a field {key!r} besides {name!r}; rename it")
         if key == fields.spans:
@@ -99,7 +105,7 @@ def opened(sample: Any, fields: Fields, limit: int, where: str) -> Sample:
     return Sample(columns, values, whole)
 
 
-def _tokens(sample: Any, fields: Fields, where: str) -> tuple[str, Tensor]:
+def token_ids(sample: Any, fields: Fields, where: str) -> tuple[str, Tensor]:
     """(name of the field, token ids)."""
     name, value = TOKENS, sample
     if isinstance(sample, Mapping):
@@ -229,12 +235,15 @@ class Masks:
         """Whether masks are known without reading samples."""
         return self.function is None and self.spans_field is None
 
-    def choose(self, number: int, sample: Any, limit: int) -> MaskChoice:
-        """The mask of document ``number``, fit for its first ``limit`` tokens; ``sample`` is looked at where masks are not known."""
+    def choose(self, number: int, sample: Any, limit: int, whole: int) -> MaskChoice:
+        """The mask of document ``number`` of ``whole`` tokens, fit for its first ``limit``; ``sample`` is looked at where masks are not
+        known."""
         found = self._whole(number, sample)
-        for mask in [found] if isinstance(found, Mask) else [m for m, _ in found.values()]:
-            if mask_algebra.depths(mask, mask.length or limit) is not None:
-                raise several_successors(number, mask, "the Loader's labels know")
+        if limit < whole and tree_in(found, whole) is not None:
+            raise ValueError(
+                f"document {number} is a tree of {whole} tokens, and a tree is not cut to {limit}: its sequences would lose their ends; "
+                "raise the budget or max_length, or choose too_long='drop'"
+            )
         if isinstance(found, Mask):
             return cut_mask(found, limit)
         return {name: (cut_mask(mask, limit), layers) for name, (mask, layers) in found.items()}
@@ -253,6 +262,24 @@ class Masks:
             return {name: (_checked_mask(m, f"masks= for {name!r}", number), k) for name, (m, k) in found.items()}
         assert self.one is not None
         return self.one
+
+
+def masks_in(choice: MaskChoice) -> list[Mask]:
+    """All masks of a document."""
+    return [choice] if isinstance(choice, Mask) else [mask for mask, _ in choice.values()]
+
+
+def tree_in(choice: MaskChoice, length: int) -> Tree | None:
+    """The tree of a document of so many tokens under its masks; None where it is one sequence."""
+    found = (mask_algebra.tree_under(mask, length) for mask in masks_in(choice))
+    return next((tree for tree in found if tree is not None), None)
+
+
+def counted(tree: Tree, labels: Tensor | None, ignore: int) -> int:
+    """Positions of all sequences of a tree that are predicted and count, by labels beside their own tokens; all without any."""
+    begin, stop = tree.sequences_through()
+    each = np.repeat(stop - begin, tree.lengths) * (tree.predecessors() >= 0)
+    return int(each.sum() if labels is None else each[(labels != ignore).numpy()].sum())
 
 
 def _spans_of(sample: Any, field: str, number: int) -> Any:

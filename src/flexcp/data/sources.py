@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from flexcp.data.documents import BatchLimits, Document
 from flexcp.data.order import epoch_order
 from flexcp.data.row_sharing import Peers
-from flexcp.data.samples import Fields, Masks, Sample, Schema, opened
+from flexcp.data.samples import Fields, Masks, Sample, Schema, counted, opened, token_ids, tree_in
 from flexcp.data.stats import Stats
 
 Ints = NDArray[np.int64]
@@ -85,8 +85,11 @@ class Known:
         length = min(whole, longest)
         if length < whole and self.reading.limits.too_long == "drop":
             return Document(number, 0, whole, None, dropped=True)
-        valid = length - 1 if self.reading.fields.labels is None else None
-        return Document(number, length, whole, self.reading.masks.choose(number, None, length), valid=valid)
+        mask, valid = self.reading.masks.choose(number, None, length, whole), None
+        if self.reading.fields.labels is None:
+            tree = tree_in(mask, length)
+            valid = length - 1 if tree is None else counted(tree, None, self.reading.fields.ignore)
+        return Document(number, length, whole, mask, valid=valid)
 
     def read(self, document: Document) -> Sample:
         """The sample of a document, cut to its length."""
@@ -94,7 +97,8 @@ class Known:
         where = f"document {document.number}"
         raw = self.dataset[document.number]
         fields, stats = self.reading.fields, self.reading.stats
-        sample = opened(raw, fields, document.length, where)
+        assert document.mask is not None
+        sample = opened(raw, fields, document.length, where, tree_in(document.mask, document.length))
         if sample.whole != document.whole:
             raise ValueError(f"{where} has {sample.whole} tokens, but its length was given as {document.whole}")
         self.schema = checked_schema(self.schema, sample.schema, where)
@@ -128,7 +132,7 @@ class Read:
         self._next = 0
         self._ended = False
         self._epoch: int | None = None
-        self._stream: _Flat | None = None
+        self._stream: FlatStream | None = None
         self._restored: Any = None
         """The stream's own state as it was loaded, until it is read from again."""
 
@@ -153,7 +157,7 @@ class Read:
         elif self.peers.rank == 0:
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(epoch)
-            self._stream = _Flat(self.dataset)
+            self._stream = FlatStream(self.dataset)
             for number in range(place):
                 if next(self._stream, None) is None:
                     raise ValueError(
@@ -181,7 +185,7 @@ class Read:
             for place, number, raw in self._share():
                 document, sample = self._opened(number, raw)
                 found[place] = document
-                if not document.dropped:
+                if sample is not None:
                     schema = checked_schema(schema, sample.schema, f"sample {number}")
                     self.held[place] = sample
                     if self.is_stream:
@@ -226,19 +230,23 @@ class Read:
                     return
                 yield place, place, raw
 
-    def _opened(self, number: int, raw: Any) -> tuple[Document, Sample]:
+    def _opened(self, number: int, raw: Any) -> tuple[Document, Sample | None]:
+        """What planning knows of a sample, and its columns unless it is dropped."""
         where = f"sample {number}"
         reading = self.reading
-        sample = opened(raw, reading.fields, reading.limits.longest, where)
-        whole, length = sample.whole, len(sample)
+        whole = len(token_ids(raw, reading.fields, where)[1])
+        length = min(whole, reading.limits.longest)
         reading.stats.documents_read += 1
         if length < whole and reading.limits.too_long != "cut":
             if reading.limits.too_long == "refuse":
                 raise ValueError(reading.limits.refusal(whole, where))
-            return Document(number, 0, whole, None, dropped=True), sample
-        valid = int((sample.columns["labels"] != reading.fields.ignore).sum())
+            return Document(number, 0, whole, None, dropped=True), None
+        mask = reading.masks.choose(number, raw, length, whole)
+        tree, ignore = tree_in(mask, length), reading.fields.ignore
+        sample = opened(raw, reading.fields, length, where, tree)
+        labels = sample.columns["labels"]
+        valid = int((labels != ignore).sum()) if tree is None else counted(tree, labels, ignore)
         size = len(pickle.dumps(sample.values)) if sample.values else 0
-        mask = reading.masks.choose(number, raw, length)
         return Document(number, length, whole, mask, self.peers.rank, valid, size), sample
 
     # --- state --------------------------------------------------------------------------------------------------------
@@ -277,7 +285,7 @@ class Read:
             self._restored = state["stream"]
             self.dataset.load_state_dict(state["stream"])
             if state["begun"]:
-                self._stream = _Flat(self.dataset, state["rest"])
+                self._stream = FlatStream(self.dataset, state["rest"])
                 known, ahead = self._reopened(state["pending"]), (int(state["next"]), bool(state["ended"]))
         (known, ahead, schema, problem), *_ = self.peers.all_gather((known, ahead, self.schema, problem))
         if problem is not None:
@@ -292,9 +300,10 @@ class Read:
             if raw is None:
                 known[place] = Document(place, 0, 0, None, dropped=True)
                 continue
-            known[place], self.held[place] = self._opened(place, raw)
-            self._raw[place] = raw
-            self.schema = checked_schema(self.schema, self.held[place].schema, f"sample {place}")
+            known[place], sample = self._opened(place, raw)
+            if sample is not None:
+                self.held[place], self._raw[place] = sample, raw
+                self.schema = checked_schema(self.schema, sample.schema, f"sample {place}")
         return known
 
 
@@ -308,7 +317,7 @@ def checked_schema(known: Schema | None, found: Schema, where: str) -> Schema:
     )
 
 
-class _Flat:
+class FlatStream:
     """Samples of a stream one by one, also of a loader that gives lists of them; ``rest`` is what is left of the last list."""
 
     def __init__(self, stream: Any, rest: Iterable[Any] = ()) -> None:

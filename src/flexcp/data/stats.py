@@ -33,6 +33,9 @@ class Stats:
     cut: int = 0
     """Documents over the maximum that were cut."""
 
+    tokens_saved: int = 0
+    """Tokens of sequences that trees held once for several."""
+
     def waited(self, seconds: float) -> None:
         """The loop took a plan after so many seconds."""
         if self.steps == 0:

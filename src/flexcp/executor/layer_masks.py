@@ -8,8 +8,10 @@ another model without a word. A layer that says neither can only be of a plan wi
 from __future__ import annotations
 
 from flexcp.batch import Batch, LayerMask
-from flexcp.masks import NO_LIMIT, causal
+from flexcp.masks import NO_LIMIT, Mask, causal
 from flexcp.masks import window as window_mask
+from flexcp.masks import window_of_tree as _left_of_tree
+from flexcp.masks.tree import NAME as TREE
 
 
 def mask_number(batch: Batch, name: str | None, window: int | None) -> int:
@@ -52,11 +54,18 @@ def passable(window: int | None) -> int | None:
 def _has_window(mask: LayerMask, window: int, batch: Batch) -> bool:
     """Whether a mask is what a layer of that window means. A layer without one takes any mask that is not a window of its own."""
     if window == 0:
-        return not all(rule.name == "window" and rule != causal() for rule in mask.rules)
-    if all(rule == window_mask(window - 1) for rule in mask.rules):
+        return not all(_is_window(rule) for rule in mask.rules)
+    if all(
+        _left_of_tree(rule) == window - 1 if rule.name == TREE else rule == window_mask(window - 1)
+        for rule in mask.rules
+    ):
         return True
     # Documents that fit the window see the same under a causal mask, where the plan has no other for this layer.
     return len(batch.masks) == 1 and int(batch.lengths.max()) <= window and all(r == causal() for r in mask.rules)
+
+
+def _is_window(rule: Mask) -> bool:
+    return _left_of_tree(rule) is not None if rule.name == TREE else rule.name == "window" and rule != causal()
 
 
 def _called(window: int) -> str:
@@ -73,5 +82,5 @@ def _missing(batch: Batch, window: int) -> str:
     wanted = f"flexcp.window({window - 1})" if window else "flexcp.causal()"
     return (
         f"{_called(window)} has no mask in this plan, which has {_listed(batch)}; plan with masks={{'full': (flexcp.causal(), layers), "
-        f"'window': (flexcp.window(keys - 1), layers)}}, here {wanted}"
+        f"'window': (flexcp.window(keys - 1), layers)}}, here {wanted}; a tree takes its window by flexcp.tree(..., left=keys - 1)"
     )

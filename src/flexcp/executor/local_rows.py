@@ -35,10 +35,16 @@ def shard(full: Tensor, indices: Tensor, pad: float | int) -> Tensor:
 
 def gather(local: Tensor, placement: Placement, collectives: Collectives) -> Tensor:
     """All ranks' rows in stream order, without pads, on every rank."""
-    everyone: Tensor = _AllGather.apply(local, placement.tokens.tolist(), collectives)
+    everyone = all_gathered(local, placement.tokens.tolist(), collectives, "step.gather")
     source = np.concatenate([local_stream(placement, r) for r in range(placement.ranks)])
     order = np.argsort(source, kind="stable")[: placement.batch.tokens]
     return everyone[uploaded(order, local.device)]
+
+
+def all_gathered(local: Tensor, counts: list[int], collectives: Collectives, place: str) -> Tensor:
+    """All ranks' rows, rank after rank, on every rank; ``counts`` says how many each has. Backward sums the gradients of all ranks."""
+    found: Tensor = _AllGather.apply(local, counts, collectives, place)
+    return found
 
 
 def roll(local: Tensor, placement: Placement, collectives: Collectives, shift: int, fill: float | int) -> Tensor:
@@ -217,17 +223,17 @@ class _AllGather(torch.autograd.Function):
     """Rows of all ranks, rank after rank; backward sums the gradients of all ranks."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, counts: list[int], collectives: Collectives) -> Tensor:
-        ctx.counts, ctx.collectives = counts, collectives
+    def forward(ctx: Any, local: Tensor, counts: list[int], collectives: Collectives, place: str) -> Tensor:
+        ctx.counts, ctx.collectives, ctx.place = counts, collectives, place
         if collectives.size == 1:
             return local.clone()
         padded = local.new_zeros((max(counts), *local.shape[1:]))
         padded[: len(local)] = local.detach()
-        parts = collectives.gathered("step.gather", padded)
+        parts = collectives.gathered(place, padded)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        grad = ctx.collectives.summed("the backward of step.gather", grads[0].contiguous())
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        grad = ctx.collectives.summed(f"the backward of {ctx.place}", grads[0].contiguous())
         before = sum(ctx.counts[: ctx.collectives.rank])
-        return grad[before : before + ctx.counts[ctx.collectives.rank]], None, None
+        return grad[before : before + ctx.counts[ctx.collectives.rank]], None, None, None

@@ -30,6 +30,15 @@ from flexcp.executor.arguments import (
 from flexcp.executor.averaging import CountOfAllRanks, Gradients, share_factor, wrong_count
 from flexcp.executor.copied_labels import WARNING as COPIED_LABELS
 from flexcp.executor.copied_labels import SeenTokens
+from flexcp.executor.edges import (
+    Edges,
+    check_edge_logits,
+    edge_log_probs,
+    edges_of,
+    gathered,
+    predictions,
+    weighed_loss,
+)
 from flexcp.executor.exchange.arena import Arena
 from flexcp.executor.exchange.pass_exchanges import Passes
 from flexcp.executor.exchange.rank_calls import Call
@@ -47,7 +56,8 @@ from flexcp.executor.run.rank_rows import RankRows, local_stream, rank_rows, row
 from flexcp.executor.step_handles import new_handle
 from flexcp.executor.step_watcher import Watcher
 from flexcp.plan.plan import Plan
-from flexcp.plan.positions import refuse_branches
+from flexcp.plan.positions import refuse_branches, refuse_order
+from flexcp.plan.sequences import Sequences, batch_sequences
 from flexcp.plan.user_layouts import user_layout
 
 
@@ -58,6 +68,7 @@ class Step:
 
     - rows of this rank: ``local_tokens``, ``indices`` (tokens of the stream), ``positions`` (what RoPE wants);
     - between the stream and this rank: ``shard``, ``gather``, ``labels``, ``roll``, ``relayout``, ``restore``;
+    - of documents that branch: ``edges``, ``log_probs``, ``gather_sequences``;
     - ``loss``, and ``share`` for a loss of one's own; ``prepare`` to set up ahead of the first layer;
     - what it is and did: ``plan``, ``group``, ``cp_rank``, ``cp_size``, ``calls``, ``sent_bytes``, ``kernels``, ``arena``.
     """
@@ -119,7 +130,7 @@ class Step:
     def positions(self) -> Tensor:
         """The position of each local row in its document, int64; 0 for a pad. What RoPE wants.
 
-        Every answer of a shared question goes on from the question: see :mod:`flexcp.plan.positions`.
+        In a tree it is the depth on the path from the root: every answer of a shared question goes on from the question.
         """
         self.asked_for_rows = True
         return self.row_positions
@@ -200,8 +211,9 @@ class Step:
         """Local rows in another layout of the same stream: ``"contiguous"``, ``"zigzag"``, or an index array per rank. Differentiable.
 
         What layers that read tokens in order need (state space models, convolutions): ``y = layer(step.relayout(x))``, then back with
-        :meth:`restore`. Pads stay behind.
+        :meth:`restore`. Pads stay behind. A document that branches is refused.
         """
+        refuse_order(self.plan.batch, "step.relayout")
         self._check_rows(local, "step.relayout")
         return local_rows.relayout(local, self.plan.placement, self.collectives, self._maps(to), back=False)
 
@@ -237,12 +249,63 @@ class Step:
         # Labels say nothing of where the model's input came from, so this is no asking for rows.
         return local_rows.shard(successors, self.row_tokens, ignore)
 
+    def edges(self, tokens: Tensor, ignore: int = -100) -> Edges:
+        """Every token of this rank with each of its next tokens, from the stream's token ids: for documents that branch, and any others.
+
+        See :class:`Edges` for what it holds. Next tokens whose id is ``ignore`` do not count, so ``tokens`` may also be labels that stand
+        beside their own tokens.
+        """
+        check_whole("ignore", ignore)
+        check_stream(tokens, "tokens", "step.edges", self.plan.batch.tokens, self.local_tokens)
+        check_whole_numbers(tokens, "tokens", "step.edges")
+        if tokens.dim() != 1:
+            raise ValueError(f"tokens has shape {tuple(tokens.shape)}, but step.edges takes one id a token")
+        return edges_of(self._sequences, self.row_tokens.numpy(), tokens, ignore)
+
+    def log_probs(self, logits: Tensor, tokens: Tensor | Edges, ignore: int = -100) -> Tensor:
+        """The log-probability of the next token of each edge of this rank, ``[edges]``, float32 at least; 0 where it does not count.
+
+        ``tokens`` are the stream's ids, or ``step.edges(tokens)``: whose ``pairs()`` say which (sequence, position) a value is of.
+        :meth:`gather_sequences` brings values of all ranks together. Logits are read in chunks, and not copied whole.
+        """
+        edges = tokens if isinstance(tokens, Edges) else self.edges(tokens, ignore)
+        with self.collectives.checking("step.log_probs"):
+            self._check_edges(edges, "step.log_probs")
+            check_edge_logits(logits, self.local_tokens, "step.log_probs")
+            return edge_log_probs(logits, edges)
+
+    def gather_sequences(self, values: Tensor, edges: Edges) -> list[Tensor]:
+        """Values of all ranks' edges by sequence, on every rank: for each sequence of the batch one for each of its tokens.
+
+        The first token of a sequence is nobody's next and has 0. Sequences come document by document, those of a tree in the order of its
+        ends. Differentiable, as :meth:`gather` is.
+        """
+        with self.collectives.checking("step.gather_sequences"):
+            self._check_edges(edges, "step.gather_sequences")
+            if values.shape != (len(edges),):
+                raise ValueError(
+                    f"values have shape {tuple(values.shape)}, but these are {len(edges)} edges; give one for each"
+                )
+        found = gathered(values, edges, self.plan.placement, self.collectives)
+        return [self.losses.say(x) for x in found]
+
+    @cached_property
+    def _sequences(self) -> Sequences:
+        return batch_sequences(self.plan.batch)
+
+    def _check_edges(self, edges: Edges, place: str) -> None:
+        if edges.of_batch is not self._sequences:
+            raise ValueError(
+                f"{place} got the edges of another step; take them by edges = step.edges(tokens) of this one"
+            )
+
     def loss(
         self,
         logits: Tensor,
-        labels: Tensor,
+        labels: Tensor | Edges,
         ignore: int = -100,
         *,
+        weights: Tensor | None = None,
         gradients: Gradients = "summed",
         without_attention: bool = False,
     ) -> Tensor:
@@ -252,6 +315,10 @@ class Step:
         documents before they are sharded. Rows with the label ``ignore``, and pads whatever their label, do not count. Labels that are
         the tokens themselves are warned of where the step has seen those.
 
+        A document that branches has more next tokens than rows: there give ``step.edges(tokens)`` in the place of labels. The loss is then
+        this rank's sum of edges by their ``weights``, which are ``edges.weights()`` unless given: a share of the mean over all positions of
+        all sequences, as if each were a document of its own.
+
         ``gradients`` says what happens to gradients over the ranks of this step. ``"summed"``: the batch's loss is the sum of the ranks'
         values. ``"averaged"``, for DDP and whatever else averages: the share is multiplied by the number of ranks, so that the averaged
         gradient is the batch's, and the batch's loss is the mean of the ranks' values. Nothing can see that nobody averages: gradients
@@ -259,11 +326,21 @@ class Step:
 
         The result depends on ``logits`` even on a rank without a valid token, so that every rank takes part in backward. Logits of a model
         that ran no attention of this step are refused, unless ``without_attention`` says that this is meant; shares made for one
-        treatment of gradients are refused where attention ran inside a DDP or FSDP2 module that does the other. So is a document that
-        branches, because it has more next tokens than rows.
+        treatment of gradients are refused where attention ran inside a DDP or FSDP2 module that does the other.
         """
-        refuse_branches(self.plan.batch, "step.loss knows")
         factor = share_factor(gradients, self.plan.ranks)
+        if isinstance(labels, Edges):
+            values = self.log_probs(logits, labels)
+            self._check_attended(without_attention)
+            if logits.requires_grad:
+                self.losses.check_reduction(gradients)
+            with self.collectives.checking("step.loss"):
+                return self.losses.say(weighed_loss(values, labels, weights) * factor)
+        refuse_branches(self.plan.batch, "labels hold")
+        if weights is not None:
+            raise ValueError(
+                "weights are of edges: pass step.edges(tokens) in the place of labels, or leave weights out"
+            )
         check_whole("ignore", ignore)
         with self.collectives.checking("step.loss"):
             local_rows.check_logits(logits, labels, self.local_tokens)
@@ -314,6 +391,8 @@ class Step:
         if self.plan.ranks == 1 or (isinstance(count, Tensor) and not self._may_look_at(count)):
             return
         rows = int((self.row_tokens >= 0).sum())
+        if self.plan.batch.trees:  # a token counts once for each sequence that follows it
+            rows = predictions(self._sequences, self.row_tokens.numpy())
         if isinstance(count, CountOfAllRanks) or float(count) > max(1, rows):
             raise ValueError(wrong_count(float(count), rows, self.plan.ranks))
 

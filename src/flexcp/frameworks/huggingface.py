@@ -35,7 +35,9 @@ from flexcp.executor.step import Step, check_bound
 from flexcp.frameworks.huggingface_attention import flexcp_attention, flexcp_mask
 from flexcp.frameworks.huggingface_checks import ValidLabels, check_forwards
 from flexcp.frameworks.shared_batch import IGNORE, Rows, rows_of
-from flexcp.masks import causal, window
+from flexcp.masks import Mask, causal, window, windowed
+from flexcp.masks.tree import NAME as TREE
+from flexcp.plan.positions import refuse_branches
 from flexcp.planner import Planner
 
 if TYPE_CHECKING:
@@ -70,10 +72,13 @@ def turn_on(model: PreTrainedModel | DistributedDataParallel) -> None:
     check_forwards(model)
 
 
-def masks(model: PreTrainedModel | PreTrainedConfig | DistributedDataParallel) -> dict[str, tuple[MaskLike, int]]:
+def masks(
+    model: PreTrainedModel | PreTrainedConfig | DistributedDataParallel, mask: MaskLike | None = None
+) -> dict[str, tuple[MaskLike, int]]:
     """The masks of a model's layers, for ``planner(lengths, masks=...)``: ``full`` and ``window``, with how many layers use each.
 
-    From the model or its configuration.
+    From the model or its configuration. ``mask`` says which documents are trees: a tree, or a list with a tree or ``causal()`` for each
+    document. Layers with a window then have the same trees in that window. Without it all documents are causal.
     """
     model = _inside(model)
     config: PreTrainedConfig = getattr(model, "config", model)
@@ -89,12 +94,25 @@ def masks(model: PreTrainedModel | PreTrainedConfig | DistributedDataParallel) -
     windows = sum(kind == "sliding_attention" for kind in kinds)
     found: dict[str, tuple[MaskLike, int]] = {}
     if windows < layers:
-        found["full"] = (causal(), layers - windows)
+        found["full"] = (causal() if mask is None else mask, layers - windows)
     if windows:
         if not keys:
             raise ValueError(f"{config.model_type} has {windows} window layers but sliding_window={keys!r}")
-        found["window"] = (window(int(keys) - 1), windows)
+        found["window"] = (_in_window(causal() if mask is None else mask, int(keys) - 1), windows)
     return found
+
+
+def _in_window(mask: MaskLike, left: int) -> MaskLike:
+    if not isinstance(mask, Mask):
+        return [_in_window(each, left) for each in mask]  # type: ignore[misc]
+    if mask.name == TREE:
+        return windowed(mask, left)
+    if mask != causal():
+        raise NotImplementedError(
+            f"this model has window layers, and the mask {mask} has no window on its paths; give causal() or flexcp.tree(parents, lengths) "
+            "for each document (a shared question is the tree of a question and its answers)"
+        )
+    return window(left)
 
 
 def planner(
@@ -130,6 +148,9 @@ def inputs(tokens: Tensor, step: Step, labels: Tensor | None = None, gradients: 
     and the batch's loss is their mean. A rank that keeps no token gets one that nobody sees, because models are not written for none.
     The stream is the same on every rank. That of a group's first step is compared, so there every rank of the group calls this, and waits
     for the others no longer than the ``timeout`` of ``bind``.
+
+    Of a batch with a document that branches there are no labels, because a row may have several: ``model(**inputs).logits[0]`` is for
+    ``step.loss(logits, step.edges(tokens))`` and ``step.log_probs``.
     """
     check_bound(step)
     batch = step.plan.batch
@@ -138,12 +159,26 @@ def inputs(tokens: Tensor, step: Step, labels: Tensor | None = None, gradients: 
         if labels is not None:
             check_ids(labels, "labels", "huggingface.inputs", batch.tokens, step.local_tokens)
             _refuse_other_marks(labels)
+        if labels is not None:
+            refuse_branches(batch, "labels hold")
+        if batch.branches:
+            _refuse_other_streams(step, tokens)
+            return _without_labels(step, tokens)
         shifted = next_tokens(tokens if labels is None else labels, batch, IGNORE)
         if labels is not None:
             refuse_shifted(tokens, labels, next_tokens(tokens, batch, IGNORE), IGNORE, "huggingface.inputs")
     _refuse_other_streams(step, tokens)
     valid = batch.tokens - batch.documents if labels is None else int((shifted != IGNORE).sum())
     return keywords_of(rows_of(step, tokens, shifted), max(1, valid), gradients)
+
+
+def _without_labels(step: Step, tokens: Tensor) -> dict[str, Any]:
+    """Keywords of a forward that gives logits alone."""
+    if step.local_tokens == 0:  # models are not written for none
+        ids = positions = tokens.new_zeros(1)
+    else:
+        ids, positions = step.shard(tokens), step.positions.to(tokens.device)
+    return {"input_ids": ids[None], "position_ids": positions[None], "step": step, "use_cache": False}
 
 
 def _refuse_other_marks(labels: Tensor) -> None:

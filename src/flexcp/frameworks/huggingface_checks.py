@@ -103,6 +103,8 @@ def _refuse_wrong_use(module: nn.Module, arguments: tuple[Any, ...], keywords: d
         raise ValueError(f"input_ids has shape {tuple(ids.shape)}, but a model takes [1, tokens]: pass input_ids[None]")
     if isinstance(ids, Tensor) and len(ids) == 1:
         step.seen.given(ids[0])
+    if step.plan.batch.branches:
+        _refuse_hybrid(module, step)
     if keywords.get("labels") is not None and keywords.get("shift_labels") is None:
         raise ValueError(
             "labels beside a step would be shifted over this rank's rows, across documents, and averaged over this rank alone: take the "
@@ -118,6 +120,22 @@ def _refuse_wrong_use(module: nn.Module, arguments: tuple[Any, ...], keywords: d
             f"{type(module).__name__} is causal, but this plan's mask is full: every token would see the one it predicts; plan with "
             "masks=flexcp.frameworks.huggingface.masks(model.config)"
         )
+
+
+def _refuse_hybrid(module: nn.Module, step: Step) -> None:
+    """Raise for a model with layers that read tokens in order: along the stream their state would go from one branch into the next."""
+    config = getattr(module, "config", None)
+    config = getattr(config, "text_config", config)
+    kinds = set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
+    odd = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
+    if not odd and not getattr(module, "_is_stateful", False):
+        return
+    document = next(iter(step.plan.batch.branches))
+    what = f"layers of kind {', '.join(odd)}" if odd else "layers with a state"
+    raise NotImplementedError(
+        f"{type(module).__name__} has {what}, which read tokens in the order of the stream, and document {document} branches: their state "
+        "would go from one branch into the next. Train such a model on the sequences as documents of their own"
+    )
 
 
 def _refuse_other_count(count: Any, step: Step, gradients: Gradients) -> None:

@@ -2,11 +2,12 @@
 
 A mask is a disjoint union of *slices* (:mod:`flexcp.masks.slices`), found for a document by the mask's rule (:mod:`flexcp.masks.mask`).
 Users make one by name (:mod:`flexcp.masks.named`, which holds all that is known of each), from another description
-(:mod:`flexcp.masks.conversions`) or from text (:mod:`flexcp.masks.text`); where a document branches, :mod:`flexcp.masks.branches` knows.
+(:mod:`flexcp.masks.conversions`) or from text (:mod:`flexcp.masks.text`). Documents whose sequences share their beginnings are trees
+(:mod:`flexcp.masks.tree`, made of token ids by :mod:`flexcp.masks.tree_of`); :mod:`flexcp.masks.branches` knows the tree of any mask.
 All names are importable from here.
 """
 
-from flexcp.masks.branches import depths
+from flexcp.masks.branches import MAY_BRANCH, depths, tree_under
 from flexcp.masks.conversions import (
     MASK_MOD_MAX_LENGTH,
     MASK_MOD_MAX_SLICES,
@@ -45,6 +46,8 @@ from flexcp.masks.slices import (
     trim,
 )
 from flexcp.masks.text import MASK_FORMS, MASK_SIGNATURES, parse_mask
+from flexcp.masks.tree import Tree, tree, tree_order, window_of, window_of_tree, windowed
+from flexcp.masks.tree_of import TokenTree, tree_of
 
 __all__ = [
     "EXPLICIT",
@@ -57,11 +60,14 @@ __all__ = [
     "MASK_MOD_MAX_LENGTH",
     "MASK_MOD_MAX_SLICES",
     "MASK_SIGNATURES",
+    "MAY_BRANCH",
     "NO_LIMIT",
     "Q0",
     "Q1",
     "UNBOUNDED",
     "Mask",
+    "TokenTree",
+    "Tree",
     "area",
     "causal",
     "causal_blockwise",
@@ -82,6 +88,13 @@ __all__ = [
     "rows_area",
     "shared_question",
     "shift",
+    "tree",
+    "tree_of",
+    "tree_order",
+    "tree_under",
     "trim",
     "window",
+    "window_of",
+    "window_of_tree",
+    "windowed",
 ]

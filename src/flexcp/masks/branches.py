@@ -1,12 +1,9 @@
-"""Branches: documents whose tokens are not one sequence.
+"""Branches: the tree of a document, by its mask.
 
-Under a shared question every answer follows the question, and none follows another answer: such a document is a tree. The *depth* of a
-token, how many tokens lie before it on its path from the root, is the position that position embeddings want, and its successor is not the
-next token of the stream where an answer ends.
-
-A mask says this by what it is, so that a plan read from a file says the same: by its name, or by the slices that
-:func:`flexcp.shared_question` makes of answer lengths, in whatever order. Slices that hide parts of a document from each other but share no
-question are no branches: layers that attend inside chunks have such masks, and their tokens are one sequence.
+A mask says what a document's tokens follow by what it is, so that a plan read from a file says the same: a tree by its segments; a shared
+question by its name, or by the slices that :func:`flexcp.shared_question` makes of answer lengths, in whatever order. It is the tree of a
+question with an answer for each child. Slices that hide parts of a document from each other but share no question are no branches: layers
+that attend inside chunks have such masks, and their tokens are one sequence.
 """
 
 from __future__ import annotations
@@ -18,17 +15,29 @@ import numpy as np
 from flexcp.masks.mask import EXPLICIT, Mask
 from flexcp.masks.named import question_and_answer
 from flexcp.masks.slices import HI, K0, K1, LO, Q0, Q1, UNBOUNDED, Ints, is_empty, trim
+from flexcp.masks.tree import NAME, ROOT, Tree, tree_of_mask
+
+MAY_BRANCH = (NAME, "shared-question", EXPLICIT)
+"""Names of masks under which a document may be a tree."""
+
+
+def tree_under(mask: Mask, length: int) -> Tree | None:
+    """The tree that a document is under its mask; None for a mask that is no tree's."""
+    if mask.name == NAME:
+        return tree_of_mask(mask) if length == mask.length else None
+    borders = _answers(mask, length)
+    if borders is None or np.count_nonzero(np.diff(borders)) < 2:
+        return None
+    lengths = np.diff(borders, prepend=0)
+    answers = np.flatnonzero(lengths[1:]) + 1  # an answer without tokens is no sequence
+    parents = np.concatenate([[ROOT], np.zeros(len(answers), np.int64)])
+    return Tree(parents, lengths[[0, *answers]], np.arange(1, len(answers) + 1))
 
 
 def depths(mask: Mask, length: int) -> Ints | None:
     """The depth of each token of a document, or None where the document is one sequence and depth is the place in it."""
-    borders = _answers(mask, length)
-    if borders is None or np.count_nonzero(np.diff(borders)) < 2:
-        return None
-    found = np.arange(length)
-    question = int(borders[0])
-    found[question:] += question - np.repeat(borders[:-1], np.diff(borders))
-    return found
+    found = tree_under(mask, length)
+    return None if found is None or found.is_one_sequence else found.depths()
 
 
 def _answers(mask: Mask, length: int) -> Ints | None:

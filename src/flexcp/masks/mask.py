@@ -22,8 +22,8 @@ EXPLICIT = "slices"
 class Mask:
     """A rule that gives every document its slices.
 
-    ``name`` and ``params`` identify a named mask. An explicit mask has the name ``EXPLICIT``, the one ``length`` it fits,
-    and its ``table``. Equality is by value; use the functions of :mod:`flexcp.masks` to make one.
+    ``name`` and ``params`` identify a named mask; a tree has the one ``length`` it fits, too. An explicit mask has the name ``EXPLICIT``,
+    its ``length``, and its ``table``. Equality is by value; use the functions of :mod:`flexcp.masks` to make one.
     """
 
     name: str
@@ -46,6 +46,10 @@ class Mask:
         from flexcp.masks.named import named_mask  # which makes masks, and so imports this module
 
         columns = self.table if self.name == EXPLICIT else named_mask(self.name).rule(self, lengths)
+        if self.length is not None:
+            table = trim(np.array(columns, np.int64).reshape(-1, 6))
+            table = table[~is_empty(table)]
+            return np.repeat(np.arange(len(lengths)), len(table)), np.tile(table, (len(lengths), 1))
         parts = [np.stack(np.broadcast_arrays(*c, lengths)[:6], axis=-1) for c in columns]
         if not parts:
             return np.zeros(0, np.int64), np.zeros((0, 6), np.int64)
@@ -67,6 +71,10 @@ class Mask:
     def __str__(self) -> str:
         if self.name == EXPLICIT:
             return f"slices[{len(self.table)} for {self.length} tokens]"
+        if self.name == "tree":
+            parents, _, ends, left = self.params
+            counts = f"{len(parents)} segments, {len(ends)} sequences, {self.length} tokens"  # type: ignore[arg-type]
+            return f"tree[{counts}]" if int(left) >= UNBOUNDED else f"tree[{counts}, left {left}]"  # type: ignore[arg-type]
         return self.name + (":" + ",".join(map(str, self.params)) if self.params else "")
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from flexcp.masks.mask import EXPLICIT, Mask, document_length, reach, token_count
 from flexcp.masks.slices import UNBOUNDED, Ints
+from flexcp.masks.tree import most_slices, tree, tree_slices
 
 Columns = tuple[Any, Any, Any, Any, Any, Any]
 
@@ -230,8 +231,8 @@ class NamedMask:
 
     make: Callable[..., Mask]
     """The public function."""
-    rule: Callable[[Mask, Ints], list[Columns]]
-    """The slices of documents of these lengths."""
+    rule: Callable[[Mask, Ints], list[Columns] | Ints]
+    """The slices of documents of these lengths; the table of them, ``[slices, 6]``, for masks that fit one length."""
     most_slices: Callable[[Mask], int]
     """Slices of one document, at most: the memory that a plan file may take for them."""
     text: TextForm | None = None
@@ -269,6 +270,7 @@ NAMED: dict[str, NamedMask] = {
         lambda mask: len(mask.params[0]) + 1,  # type: ignore[arg-type]
         arguments=_pairs,
     ),
+    "tree": NamedMask(tree, lambda mask, _: tree_slices(mask), most_slices),
 }
 """All named masks, in the order in which their text forms are shown."""
 

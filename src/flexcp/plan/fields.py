@@ -13,7 +13,7 @@ value (as ``keys_kept`` does), so that old plans keep theirs. A test reads a kep
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flexcp.clusters import Cluster
@@ -67,7 +67,20 @@ def different_rules(plan: Plan) -> list[Mask]:
 
 
 def _hashed_masks(plan: Plan) -> list[dict[str, Any]]:
-    return [{"name": m.name, "layers": m.layers, "rules": [asdict(r) for r in m.rules]} for m in plan.batch.masks]
+    # Not by asdict, which copies every number of a tree by itself.
+    return [
+        {
+            "name": mask.name,
+            "layers": mask.layers,
+            "rules": [{f.name: getattr(rule, f.name) for f in fields(rule)} for rule in mask.rules],
+        }
+        for mask in plan.batch.masks
+    ]
+
+
+def _saved_rule(rule: Mask) -> list[Any]:
+    """What a file has of a rule beside its columns: a tree's segments and ends are such."""
+    return [rule.name, rule.params[3:] if rule.name == "tree" else rule.params, rule.length]
 
 
 def _hashed_programs(plan: Plan) -> list[list[list[Any]]]:
@@ -157,7 +170,7 @@ FACTS: dict[str, Fact] = {
     ),
     "rules": Fact(
         None,
-        lambda plan: [[rule.name, rule.params, rule.length] for rule in different_rules(plan)],
+        lambda plan: [_saved_rule(rule) for rule in different_rules(plan)],
         lambda given: items(given, "rules"),
     ),
     "masks": Fact(_hashed_masks, lambda plan: [[mask.name, mask.layers] for mask in plan.batch.masks], _read_masks),

@@ -3,8 +3,8 @@
     magic (8)  version (4)  length of the file (8)  length of the body (8)  checksum of all the rest (16)  body, deflated
 
     body: length of the facts (8), facts as JSON (:mod:`flexcp.plan.fields`), then blocks of integer columns (``packed_columns.py``):
-    document lengths, the rule of every document where a mask has several, explicit slices, and the plan's tables in the order of
-    ``Plan.tables()``: what moves, then how each program is executed
+    document lengths, the rule of every document where a mask has several, explicit slices and trees, and the plan's tables in the order
+    of ``Plan.tables()``: what moves, then how each program is executed
 
 Reading runs no code: JSON, numbers, and the constructors anybody calls. A file may be hostile, so nothing in it is believed. The checksum
 finds what time and disks do; everything else is for those who can compute one: lengths are checked before they are used, memory for tables
@@ -13,7 +13,7 @@ shape, cluster, cost model and masks pass through their own checks, every number
 must come out as it was. Whether such a plan also computes the right thing is what ``plan.check()`` finds.
 
 What a version's file holds never changes; another layout is another version, and a reader refuses versions it does not know. Version 1
-had no tables of execution, and its hash did not cover them: such a plan is executed as all plans were then.
+had no tables of execution, and its hash did not cover them: such a plan is executed as all plans were then. Version 2 had no trees.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ from flexcp.shape import QUERY_SIDED, Kind, Shape
 Ints = NDArray[np.int64]
 SomeTable = TypeVar("SomeTable", bound=Table)
 
+TREE = "tree"
 MAGIC = b"\x8fflexcp\n"
-VERSION, OLDEST = 2, 1
+VERSION, OLDEST = 3, 1
 _PREFIX = struct.Struct("<8sIQQ16s")
 
 ROOM = 4 << 20
@@ -54,8 +55,15 @@ FACTS_ROOM = 1 << 18
 FACTS_PER_BYTE = 4
 MAX_STAGES = 1 << 18
 MAX_COMPARISONS = 1 << 26
-PART_BYTES, SLICE_BYTES = 1024, 256
-"""Memory while slices are made: for each slice of a rule, and for each slice of a document."""
+PART_BYTES, SLICE_BYTES, TREE_BYTES = 1024, 256, 512
+"""Memory while slices are made: for each slice of a rule that fits all lengths, for each slice of a document, and for each segment or
+sequence of a tree."""
+
+
+BROKEN = (
+    ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError, NotImplementedError, struct.error,
+)  # fmt: skip
+"""What bytes that are no plan make of their reader."""
 
 
 class PlanFormatError(ValueError):
@@ -76,13 +84,13 @@ def save_plan(plan: Plan) -> bytes:
     number = {rule: i for i, rule in enumerate(rules)}
     blocks = [[plan.batch.lengths]]
     blocks += [[np.array([number[r] for r in mask.rules], np.int64)] for mask in plan.batch.masks]
-    blocks += [list(np.array(r.table, np.int64).reshape(-1, 6).T) for r in rules if r.name == m.EXPLICIT]
+    blocks += [block for rule in rules for block in _rule_blocks(rule)]
     blocks += [[getattr(table, name) for name in table.names()] for table in plan.tables()]
     facts = json.dumps(saved_facts(plan), separators=(",", ":")).encode()
     body = struct.pack("<Q", len(facts)) + facts + b"".join(packed(block) for block in blocks)
     each = [[number[r] for r in mask.rules] for mask in plan.batch.masks]
     needed = _slices_memory(rules, each, plan.batch.documents)
-    needed += sum(8 * len(block) * len(block[0]) for block in blocks) + PART_BYTES * sum(len(r.table) for r in rules)
+    needed += sum(8 * len(block) * len(block[0]) for block in blocks) + sum(map(_rule_memory, rules))
     for rule in rules:
         _check_comparisons(rule.table)
     deflated = zlib.compress(body, 6)
@@ -104,6 +112,21 @@ def _checksum(head: bytes, deflated: bytes) -> bytes:
     return hashlib.blake2b(head + deflated, digest_size=16).digest()
 
 
+def _rule_blocks(rule: Mask) -> list[list[Ints]]:
+    """What of a rule is columns and not facts: explicit slices, or a tree's segments and its sequences' ends."""
+    if rule.name == m.EXPLICIT:
+        return [list(np.array(rule.table, np.int64).reshape(-1, 6).T)]
+    if rule.name == TREE:
+        parents, lengths, ends = (np.array(column, np.int64) for column in rule.params[:3])
+        return [[parents, lengths], [ends]]
+    return []
+
+
+def _rule_memory(rule: Mask) -> int:
+    """Memory that making a rule of its blocks takes."""
+    return (TREE_BYTES if rule.name == TREE else PART_BYTES) * sum(len(block[0]) for block in _rule_blocks(rule))
+
+
 def _slice_count(rule: Mask) -> int:
     """Slices of a document under a rule, at most."""
     return len(rule.table) if rule.name == m.EXPLICIT else m.named_mask(rule.name).most_slices(rule)
@@ -113,7 +136,8 @@ def _slices_memory(rules: Sequence[Mask], chosen: Sequence[Sequence[int]], docum
     """Memory that making the slices of all masks takes; ``chosen[mask]`` is one rule for all documents or one for each."""
     counts = [_slice_count(rule) for rule in rules]
     slices = sum(sum(counts[i] for i in column) * (documents if len(column) == 1 else 1) for column in chosen)
-    return PART_BYTES * sum(counts) * len(chosen) + SLICE_BYTES * slices
+    by_parts = sum(count for count, rule in zip(counts, rules, strict=True) if rule.length is None)
+    return PART_BYTES * by_parts * len(chosen) + SLICE_BYTES * slices
 
 
 def _check_comparisons(table: Sequence[Sequence[int]]) -> None:
@@ -144,7 +168,7 @@ def load_plan(data: bytes) -> Plan:
         facts = read_facts(json.loads(text, parse_int=small_integer, parse_constant=refuse_constant))
         plan = _plan(facts, Reader(body[8 + facts_size :], room), version)
         promised, found = facts["hash"], plan.hash if version > 1 else version_1_hash(plan)
-    except (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError, struct.error) as error:
+    except BROKEN as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
         raise PlanFormatError(
             f"this is no valid flexcp plan: {what[:200]}; save it again with flexcp.save_plan"
@@ -196,7 +220,7 @@ def _inflated(deflated: bytes, size: int, room: int) -> bytes:
 
 def _plan(facts: Mapping[str, Any], reader: Reader, version: int) -> Plan:
     shape, cluster = facts["shape"], facts["cluster"]
-    batch = _batch(facts, reader)
+    batch = _batch(facts, reader, version)
     runs = _table(reader, Runs)
     regions: list[Regions] = []
     transfers: list[Transfers] = []
@@ -236,12 +260,12 @@ def _as_before(stages: int, reader: Reader) -> Execution:
     return one_call_ahead(stages)
 
 
-def _batch(facts: Mapping[str, Any], reader: Reader) -> Batch:
+def _batch(facts: Mapping[str, Any], reader: Reader, version: int) -> Batch:
     """Documents and masks; slices are made from the rules, within the reader's budget."""
     (lengths,) = reader.block(1)
     named = facts["masks"]
     numbers = [reader.block(1)[0] for _ in named]
-    rules = [_rule(entry, reader) for entry in facts["rules"]]
+    rules = [_rule(entry, reader, version) for entry in facts["rules"]]
     for (name, _), column in zip(named, numbers, strict=True):
         if len(column) == 0 or column.min() < 0 or column.max() >= len(rules):
             raise ValueError(f"mask {name[:40]!r} names a rule that is not there")
@@ -252,7 +276,7 @@ def _batch(facts: Mapping[str, Any], reader: Reader) -> Batch:
     return make_batch(lengths, masks=chosen)
 
 
-def _rule(entry: Any, reader: Reader) -> Mask:
+def _rule(entry: Any, reader: Reader, version: int) -> Mask:
     """A mask made by the function that makes such masks, and equal to what was saved."""
     name, params, length = items(entry, "a rule")
     if name == m.EXPLICIT:
@@ -262,6 +286,13 @@ def _rule(entry: Any, reader: Reader) -> Mask:
         _check_comparisons(rows)
         found = m.from_slices(integer(length, "a mask's length"), rows)
         saved = Mask(m.EXPLICIT, (), length, tuple(tuple(row) for row in rows))
+    elif name == TREE and version > 2:
+        parents, lengths = reader.block(2)
+        (ends,) = reader.block(1)
+        reader.spend(TREE_BYTES * (len(parents) + len(ends)), f"{len(parents)} segments")
+        (left,) = items(params, "a tree's window")
+        found = m.tree(parents.tolist(), lengths.tolist(), ends.tolist(), integer(left, "a tree's window"))
+        saved = Mask(TREE, (tuple(parents.tolist()), tuple(lengths.tolist()), tuple(ends.tolist()), left), length)
     else:
         kind = m.named_mask(name)
         values = tuple(tuple(p) if isinstance(p, list) else p for p in items(params, "a mask's numbers"))

@@ -10,24 +10,43 @@ from __future__ import annotations
 import numpy as np
 
 from flexcp.batch import Batch, Ints
-from flexcp.masks import Mask
+from flexcp.masks import Mask, Tree
 
 
 def token_positions(batch: Batch, tokens: Ints) -> Ints:
     """The position of each stream token in its document."""
-    documents = batch.document_of(tokens)
-    places = tokens - batch.starts[documents]
+    if not batch.branches:
+        return tokens - batch.starts[batch.document_of(tokens)]
+    places = np.arange(batch.tokens) - np.repeat(batch.starts[:-1], batch.lengths)
     for document, by_mask in batch.branches.items():
-        first, *others = (np.arange(batch.lengths[document]) if d is None else d for d in by_mask)
+        inside = slice(batch.starts[document], batch.starts[document + 1])
+        first, *others = (places[inside] if tree is None else tree.depths() for tree in dict.fromkeys(by_mask))
         if any(not np.array_equal(first, other) for other in others):
-            named = ", ".join(f"{mask.name!r} ({mask.rule(document)})" for mask in batch.masks)
-            raise ValueError(
-                f"document {document} has the masks {named}, which disagree about the positions of its tokens: some branch and some do "
-                "not, or elsewhere; give the model positions of your own"
+            raise _disagreeing(
+                batch, document, "the positions of its tokens: some branch and some do not, or elsewhere"
             )
-        inside = documents == document
-        places[inside] = first[places[inside]]
-    return places
+        places[inside] = first
+    return places[tokens]
+
+
+def agreed_tree(batch: Batch, document: int) -> Tree | None:
+    """The tree that a document is under all masks; None where it is one sequence. Raises where masks disagree."""
+    by_mask = list(dict.fromkeys(batch.trees.get(document, ())))
+    found = next((tree for tree in by_mask if tree is not None), None)
+    if found is None:
+        return None
+    for tree in by_mask:
+        if not found.same_as(tree) if tree is not None else not found.is_one_sequence:
+            raise _disagreeing(batch, document, "its sequences")
+    return found
+
+
+def _disagreeing(batch: Batch, document: int, about: str) -> ValueError:
+    named = ", ".join(f"{mask.name!r} ({mask.rule(document)})" for mask in batch.masks)
+    return ValueError(
+        f"document {document} has the masks {named}, which disagree about {about}; give all layers masks of one tree "
+        "(flexcp.tree(parents, lengths, left=...) for window layers), or the model positions of your own"
+    )
 
 
 def refuse_branches(batch: Batch, what: str) -> None:
@@ -37,9 +56,18 @@ def refuse_branches(batch: Batch, what: str) -> None:
         raise several_successors(document, rule, what)
 
 
+def refuse_order(batch: Batch, what: str) -> None:
+    """Raise for a batch with a document that branches: ``what`` is for layers that read tokens in the order of the stream."""
+    for document in batch.branches:
+        raise NotImplementedError(
+            f"document {document} branches, and {what} is for layers that read tokens in the order of the stream: their state would go "
+            "from one branch into the next. Train such a model on the sequences as documents of their own"
+        )
+
+
 def several_successors(document: int, mask: Mask, what: str) -> NotImplementedError:
     """The refusal of a document that branches."""
     return NotImplementedError(
-        f"document {document} branches under its mask {mask}: its question is followed by every answer, and {what} one next token a row; "
-        "make labels of your own and compute the loss from the logits of step.shard(tokens) at step.positions, which are right"
+        f"document {document} branches under its mask {mask}: its tokens may have several next tokens, and {what} one next token a row; "
+        "take step.edges(tokens), every token with each of its next tokens, and step.loss(logits, edges) or step.log_probs(logits, edges)"
     )

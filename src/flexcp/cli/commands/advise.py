@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,6 +18,7 @@ from flexcp.cli.shared.progress import compiling
 
 if TYPE_CHECKING:
     from flexcp.compare.advice import Advice, Answer
+    from flexcp.compare.tree_advice import TreeAdvice
     from flexcp.report.sections import Section
 
 Documents = Annotated[
@@ -76,6 +79,8 @@ def advise(
     Without a model it is llama3-8b, without a cluster h100:4x8. Gains are over the best static method fixed for the run, documents
     dealt by tokens, or over what you use --today.
 
+    A .jsonl of trees (`parents` and `lengths` in every line) is told what trees save over the same sequences as documents of their own.
+
     Everything is simulated, and how far off such simulations were is said beside it; `flexcp compare` says the same of one pass: a
     batch of the same file, for the same model and cluster.
 
@@ -83,6 +88,7 @@ def advise(
     """
     from flexcp.cli.shared.document_lengths import document_lengths
     from flexcp.compare.advice import Question, advise
+    from flexcp.compare.tree_advice import advise_trees, read_trees
     from flexcp.data.lengths import batch_tokens
     from flexcp.masks import parse_mask
     from flexcp.models.find import find_model
@@ -111,6 +117,14 @@ def advise(
     preset, where = divided.preset, divided.topology.cluster
     whole = tokens_per_step or batch_tokens(max_tokens_per_rank, where.ranks)
     asked = Question(preset, where, rule, known.cost, max_tokens_per_rank, whole, today, parallel.tp, divided.words)
+    trees = read_trees(Path(lengths.removeprefix("@")))
+    if trees is not None:
+        with compiling("planning trees") as progress:
+            saved = advise_trees(asked, trees, progress.update)
+        typer.echo(
+            json.dumps(tree_data(saved), indent=2) if as_json else "\n".join(fill(line, 110) for line in saved.words())
+        )
+        return
     with compiling("reading documents") as progress:
         numbers = document_lengths(lengths, tokenizer, field, progress.update)
         found = advise(asked, numbers, progress.update)
@@ -132,8 +146,6 @@ def advise(
 
 def text(advice: Advice, code: list[tuple[str, str]]) -> str:
     """The advice for a terminal."""
-    from textwrap import fill
-
     from flexcp.report.advice_words import advice_words
 
     parts = []
@@ -144,6 +156,12 @@ def text(advice: Advice, code: list[tuple[str, str]]) -> str:
     for title, lines in code:
         parts += [f"Lines for {title}", *(f"    {line}".rstrip() for line in lines.rstrip().split("\n")), ""]
     return "\n".join(parts).rstrip()
+
+
+def tree_data(advice: TreeAdvice) -> dict[str, Any]:
+    """The documented JSON keys of advice about trees."""
+    sides = {"trees": asdict(advice.trees), "separate": asdict(advice.separate)}
+    return {"simulated": True, **sides, "tokens_saved": advice.saved, "gain": round(advice.gain, 4)}
 
 
 def as_data(advice: Advice, code: list[tuple[str, str]]) -> dict[str, Any]:

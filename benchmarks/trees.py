@@ -1,0 +1,70 @@
+"""Trees beside independent sequences: random trees under all strategies on 1, 2, 3, 5 and 8 gloo ranks, in float64.
+
+    python benchmarks/trees.py                       # 200 batches, each under one strategy and one number of ranks after the other
+    python benchmarks/trees.py --batches 20 --small  # a sample of small ones
+
+Each batch is several trees and plain documents through a tiny Llama. Losses of both normalisations, the log-probability of every position
+of every sequence and the gradient of every parameter are compared with one forward for each sequence in one process, and bytes on the wire
+with the plan's. Prints the worst error of each, and fails above 1e-9.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from flexcp.measure.ranks import RankPool
+from flexcp.planners.request import Refused
+from flexcp.planners.strategies import STRATEGIES
+from lib.tree_runs import TreeSizes, independent_sequences, random_batch, tree_on_ranks, tree_plan, worst_error
+
+RANKS = (1, 2, 3, 5, 8)
+LIMIT = 1e-9
+LARGE = TreeSizes(depth=16, fan_out=20, segment=300, segments=14, documents=3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, default=200)
+    parser.add_argument("--small", action="store_true", help="segments of a few tokens")
+    parser.add_argument("--strategies", default=",".join(STRATEGIES))
+    parser.add_argument("--ranks", default=",".join(map(str, RANKS)))
+    options = parser.parse_args()
+    sizes = TreeSizes() if options.small else LARGE
+    names = options.strategies.split(",")
+    counts = [int(n) for n in options.ranks.split(",")]
+    worst: dict[str, float] = {}
+    runs, tokens, sequences, refused, wrong_bytes = 0, 0, 0, 0, 0
+    with RankPool(max(counts)) as pool:
+        for seed in range(options.batches):
+            batch = random_batch(seed, sizes)
+            right = independent_sequences(batch)
+            tokens += sum(batch.lengths)
+            sequences += len(right.log_probs)
+            # Every strategy meets every number of ranks, a pair or two of them for each batch.
+            for strategy in (names[seed % len(names)], names[(seed // len(counts)) % len(names)]):
+                ranks = counts[seed % len(counts)]
+                try:
+                    plan = tree_plan(batch, strategy, ranks)
+                except Refused as error:
+                    refused += 1
+                    print(f"{strategy} on {ranks} ranks is refused: {error}", file=sys.stderr)
+                    continue
+                answers = pool.run(tree_on_ranks, batch, plan, ranks=ranks)
+                runs += 1
+                print(f"batch {seed}: {strategy} on {ranks} ranks", file=sys.stderr)
+                for found in answers:
+                    wrong_bytes += not found.bytes_as_planned
+                    for name, error_of in worst_error(found, right).items():
+                        worst[name] = max(worst.get(name, 0.0), error_of)
+    print(
+        f"{options.batches} batches, {tokens:,} tokens of trees, {sequences} sequences; {runs} runs, {refused} refused"
+    )
+    print("worst errors: " + ", ".join(f"{name} {value:.1e}" for name, value in worst.items()))
+    print(f"ranks that sent other bytes than planned: {wrong_bytes}")
+    if wrong_bytes or max(worst.values()) > LIMIT:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

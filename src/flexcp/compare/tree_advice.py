@@ -1,0 +1,121 @@
+"""Tree advice: what trees save over the same sequences as documents of their own, in tokens, in attention, and in simulated time.
+
+Both sides are dealt into passes of the same size and planned by ``auto``; of each some passes are simulated, and the data's time is theirs
+by tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from flexcp.batch import make_batch
+from flexcp.compare.advice import MOST_PASSES, Answer, Question, answers_of, deal, fastest, request_of
+from flexcp.compare.static_choice import spread_over
+from flexcp.io.json_files import json_line
+from flexcp.masks import Mask, area, causal, tree, tree_under, window_of, windowed
+
+
+@dataclass(frozen=True)
+class Side:
+    """The data one way: documents, tokens, pairs of query and key in a causal layer, passes, and the simulated time of all of them."""
+
+    documents: int
+    tokens: int
+    pairs: int
+    passes: int
+    total_ns: int
+    strategy: str
+
+
+@dataclass(frozen=True)
+class TreeAdvice:
+    """Trees beside separate sequences."""
+
+    trees: Side
+    separate: Side
+
+    @property
+    def saved(self) -> int:
+        """Tokens that trees do without."""
+        return self.separate.tokens - self.trees.tokens
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast trees are, simulated."""
+        return self.separate.total_ns / self.trees.total_ns
+
+    def words(self) -> list[str]:
+        """For a terminal."""
+        a, b = self.trees, self.separate
+        return [
+            f"{a.documents:,} trees hold {b.documents:,} sequences: {a.tokens:,} tokens in the place of {b.tokens:,}, "
+            f"{100 * self.saved / b.tokens:.0f} % saved, and {100 * (1 - a.pairs / b.pairs):.0f} % of the attention.",
+            f"Simulated, with auto on both sides: {a.total_ns / 1e6:,.1f} ms in {a.passes} passes as trees ({a.strategy}), "
+            f"{b.total_ns / 1e6:,.1f} ms in {b.passes} as documents of their own ({b.strategy}): {self.gain:.2f} times the speed.",
+        ]
+
+
+def read_trees(path: Path) -> list[Mask] | None:
+    """The trees of a file of JSON lines with ``parents`` and ``lengths`` (and ``ends``); None for a file that does not begin so."""
+    if path.suffix not in (".jsonl", ".ndjson") or not path.is_file():
+        return None
+    lines = path.read_bytes().decode("utf-8", errors="replace").splitlines()
+    records = [(f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not records or not all(f'"{name}"' in records[0][1] for name in ("parents", "lengths")):
+        return None
+    found = []
+    for place, line in records:
+        record = json_line(line, place)
+        if not isinstance(record, dict) or not {"parents", "lengths"} <= record.keys():
+            raise ValueError(f"{place} is no tree: it holds {line[:60]}, not 'parents' and 'lengths'")
+        try:
+            found.append(tree(record["parents"], record["lengths"], record.get("ends")))
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from None
+    return found
+
+
+def advise_trees(question: Question, trees: Sequence[Mask], tell: Callable[[str], None] = lambda _: None) -> TreeAdvice:
+    """Simulate both."""
+    sequences = []
+    for mask in trees:
+        found = tree_under(mask, mask.length or 0)
+        assert found is not None
+        sequences += [int(n) for n in found.sequence_lengths if n]
+    return TreeAdvice(_side(question, list(trees), tell), _side(question, sequences, tell))
+
+
+def _side(question: Question, documents: Sequence[Mask | int], tell: Callable[[str], None]) -> Side:
+    """Documents are trees, or lengths of plain ones."""
+    lengths = [d if isinstance(d, int) else int(d.length or 0) for d in documents]
+    rules = [causal() if isinstance(d, int) else d for d in documents]
+    cut = deal(lengths, question)
+    first = np.cumsum([0, *map(len, cut)]).tolist()
+    looked_at = spread_over([list(range(a, b)) for a, b in pairwise(first)], MOST_PASSES)
+    requests = []
+    for members in looked_at:
+        chosen = [rules[d] for d in members]
+        masks = {name: (_in_layer(chosen, mask), layers) for name, (mask, layers) in question.masks.items()}
+        requests.append(request_of(question, make_batch([lengths[d] for d in members], masks=masks)))
+    answer: Answer | None = fastest(answers_of(question, requests, ("auto",), tell))
+    if answer is None:
+        raise ValueError(
+            f"no strategy fits these documents on {question.cluster}; raise --max-tokens-per-rank or use more ranks"
+        )
+    pairs = sum(int(area(rule.slices(n)).sum()) for rule, n in zip(rules, lengths, strict=True))
+    total = answer.total_ns * sum(lengths) // sum(lengths[d] for members in looked_at for d in members)
+    names = ", ".join(dict.fromkeys(plan.strategy for plan in answer.plans))
+    return Side(len(documents), sum(lengths), pairs, len(cut), total, names)
+
+
+def _in_layer(rules: Sequence[Mask], layer: Mask) -> list[Mask]:
+    """The documents' masks in a layer that is causal or has a window."""
+    left = window_of(layer)
+    if left is None and layer != causal():
+        raise ValueError(f"trees have causal masks and windows, and the mask {layer} is neither; leave --mask out")
+    return [rule if left is None else layer if rule == causal() else windowed(rule, left) for rule in rules]

@@ -1,0 +1,165 @@
+"""Grouped samples: samples that share their beginnings, such as the rollouts of a prompt, as one sample that is a tree.
+
+A field of every sample says which belong together. Of a map-style dataset all samples with one value are a tree, wherever they stand, in
+the order of first values; a stream's tree is a run of samples with one value. The grouped sample has the tree's token ids, its labels where
+the loader was told of any, its mask, and the remaining fields of every sample as a list: they may differ from sequence to sequence, also
+where sequences share tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from flexcp.data.samples import TOKENS, TREE_FIELD, Fields, MaskChoice, Masks, token_ids
+from flexcp.data.sources import FlatStream, is_map_style
+from flexcp.masks import Mask, causal, tree_of, window_of, windowed
+
+SAMPLES = "samples"
+"""The field of a grouped sample with the other fields of each of its samples."""
+
+
+def grouped(dataset: Any, field: str, fields: Fields, least_shared: int) -> Any:
+    """The dataset with samples of equal ``field`` made one: map-style or a stream, as it was."""
+    if is_map_style(dataset):
+        return GroupedSamples(dataset, field, fields, least_shared)
+    kind = StatefulGroupedStream if hasattr(dataset, "state_dict") else GroupedStream
+    return kind(dataset, field, fields, least_shared)
+
+
+def masks_of_trees(base: Masks) -> Masks:
+    """Masks of grouped samples: their trees, in the windows that ``base`` gives layers."""
+    named = base.named if base.named is not None else base.one
+    if (
+        base.function
+        or base.by_number is not None
+        or base.spans_by_number is not None
+        or base.spans_field
+        or named is None
+    ):
+        raise ValueError("tree_by makes the masks of documents: leave mask_fn, spans and masks for each document out")
+    choices = {"": (named, 1)} if isinstance(named, Mask) else dict(named)
+    for name, (mask, _) in choices.items():
+        if not isinstance(mask, Mask) or (mask != causal() and window_of(mask) is None):
+            what = f"the mask {mask} of {name!r}" if name else f"mask={mask}"
+            raise ValueError(f"{what} is neither causal nor a window on what comes before; trees have no other masks")
+
+    def of_sample(sample: Any) -> MaskChoice:
+        tree: Mask = sample[TREE_FIELD]
+        found: dict[str, tuple[Mask, int]] = {}
+        for name, (mask, layers) in choices.items():
+            left = window_of(mask)  # type: ignore[arg-type]
+            found[name] = (tree if left is None else windowed(tree, left), layers)
+        return found[""][0] if isinstance(named, Mask) else found
+
+    return Masks(function=of_sample)
+
+
+class GroupedSamples:
+    """A map-style dataset by groups."""
+
+    def __init__(self, dataset: Any, field: str, fields: Fields, least_shared: int) -> None:
+        self.dataset, self.fields, self.least_shared, self.field = dataset, fields, least_shared, field
+        groups: dict[Hashable, list[int]] = {}
+        for number, value in enumerate(self._values()):
+            groups.setdefault(value, []).append(number)
+        self.groups = list(groups.values())
+
+    def _values(self) -> Iterator[Hashable]:
+        if self.field in (getattr(self.dataset, "column_names", None) or ()):  # of a table, without reading the rest
+            for value in self.dataset[self.field]:
+                yield group_value({self.field: value}, self.field, "")
+            return
+        for number in range(len(self.dataset)):
+            yield group_value(self.dataset[number], self.field, f"sample {number}")
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        samples = [self.dataset[i] for i in self.groups[number]]
+        return one_sample(samples, self.field, self.fields, self.least_shared, f"sample {self.groups[number][0]}")
+
+
+class GroupedStream:
+    """A stream by runs of equal groups."""
+
+    def __init__(self, dataset: Any, field: str, fields: Fields, least_shared: int) -> None:
+        self.dataset, self.field, self.fields, self.least_shared = dataset, field, fields, least_shared
+        self.waiting: list[Any] = []
+        """Samples that were read and not given: the first of the next group, and what is left of a list of samples."""
+        self.restored: list[Any] = []
+        """Those of a loaded state, until they are read."""
+        if hasattr(dataset, "set_epoch"):
+            self.set_epoch = dataset.set_epoch
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        flat = FlatStream(self.dataset, self.restored)
+        self.restored, self.waiting = [], []
+        group: list[Any] = []
+        for count, sample in enumerate(flat):
+            value = group_value(sample, self.field, f"sample {count} of the stream")
+            if group and value != group_value(group[0], self.field, ""):
+                self.waiting = [sample, *flat.rest]
+                yield one_sample(group, self.field, self.fields, self.least_shared, f"the group before sample {count}")
+                group = []
+            group.append(sample)
+        self.waiting = []
+        if group:
+            yield one_sample(group, self.field, self.fields, self.least_shared, "the last group")
+
+
+class StatefulGroupedStream(GroupedStream):
+    """A stream with a state of its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"stream": self.dataset.state_dict(), "waiting": list(self.waiting)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.dataset.load_state_dict(state["stream"])
+        self.restored = list(state["waiting"])
+
+
+def group_value(sample: Any, field: str, where: str) -> Hashable:
+    """What a sample belongs to."""
+    if not isinstance(sample, Mapping) or field not in sample:
+        has = f"has fields {sorted(map(str, sample))}" if isinstance(sample, Mapping) else "is its token ids alone"
+        raise ValueError(f"tree_by={field!r} names a field of every sample, and {where} {has}")
+    value = sample[field]
+    value = value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
+    if not isinstance(value, Hashable):
+        raise ValueError(f"tree_by={field!r}: {where} has {value!r}, and groups are told apart by a number or a text")
+    return value
+
+
+def one_sample(samples: list[Any], field: str, fields: Fields, least_shared: int, where: str) -> dict[str, Any]:
+    """Samples of one group as a sample that is a tree."""
+    found = [token_ids(sample, fields, f"{where} of {field!r} {samples[0][field]!r}") for sample in samples]
+    tree = tree_of([ids.numpy() for _, ids in found], least_shared)
+    left_out = {found[0][0], field, fields.labels}
+    made: dict[str, Any] = {
+        fields.tokens or TOKENS: tree.tokens,
+        TREE_FIELD: tree.mask,
+        field: samples[0][field],
+        SAMPLES: [{name: x for name, x in sample.items() if name not in left_out} for sample in samples],
+    }
+    if fields.labels is not None:
+        made[fields.labels] = _shared_labels(samples, tree.paths, len(tree), fields.labels, where)
+    return made
+
+
+def _shared_labels(samples: list[Any], paths: list[Any], tokens: int, field: str, where: str) -> Any:
+    labels, known = np.zeros(tokens, np.int64), np.zeros(tokens, bool)
+    for sample, path in zip(samples, paths, strict=True):
+        given = np.asarray(sample[field])
+        if given.shape != path.shape:
+            raise ValueError(f"{where}: field {field!r} has shape {list(given.shape)} for {len(path)} tokens")
+        if np.any(known[path] & (labels[path] != given)):
+            raise ValueError(
+                f"{where}: samples of one tree have different labels in {field!r} for a token that they share; give each a mask of its "
+                "own, and weights by edges.weights(tokens=masks)"
+            )
+        labels[path], known[path] = given, True
+    return labels

@@ -1,0 +1,259 @@
+"""Edges: every token of this rank with each of its next tokens, and what a loss over sequences weighs them by.
+
+A token before a branching point has several next tokens, and a token that many sequences share stands for all of them. So losses and
+log-probabilities of trees are over edges: a value for each (token, next token) on the rank that keeps the token, and for each the
+sequences that use it. A sum over independent sequences is a sum over edges, each weighed by the sum of its sequences' weights.
+
+    edges  = step.edges(tokens)
+    loss   = step.loss(logits, edges)                                             # the mean over all positions of all sequences
+    loss   = step.loss(logits, edges, weights=edges.weights(advantages, masks, per="sequence"))
+    values = step.log_probs(logits, edges)                                        # a value for each edge
+    edge, sequence, position = edges.pairs()                                      # values[edge] is that of (sequence, position)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flexcp.executor.arguments import named_kind, single
+from flexcp.executor.exchange.collectives import Collectives
+from flexcp.executor.kernels import uploaded
+from flexcp.executor.local_rows import all_gathered
+from flexcp.executor.log_probs import log_probs
+from flexcp.executor.run.rank_rows import local_stream
+from flexcp.plan.placement import Placement
+from flexcp.plan.sequences import Sequences
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Per = Literal["token", "sequence", "sum"]
+
+
+@dataclass(frozen=True, eq=False)
+class Edges:
+    """This rank's edges, in the order of its rows; make them by ``step.edges``.
+
+    ``rows`` is the local row of the token, ``parents`` and ``children`` are both tokens in the stream, ``labels`` the id of the next token
+    and ``counts`` how many sequences use the edge: 0 where the id is ``ignore``. ``sequences`` is the number of sequences in the batch and
+    ``lengths`` their tokens, in the order of documents and, in a tree, of its ends.
+    """
+
+    rows: Tensor
+    parents: Tensor
+    children: Tensor
+    labels: Tensor
+    counts: Tensor
+    of_batch: Sequences
+    counted: NDArray[np.bool_]
+    """Of each stream token whether it is a next token that counts."""
+    here: Ints
+    """``children`` on the host."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def sequences(self) -> int:
+        return len(self.of_batch)
+
+    @property
+    def lengths(self) -> Ints:
+        return self.of_batch.lengths
+
+    @property
+    def documents(self) -> Ints:
+        """The document of each sequence."""
+        return self.of_batch.documents
+
+    def pairs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(edge, sequence, position) for every sequence that uses an edge of this rank; position is that of the next token.
+
+        All ranks together have every position but the first of every sequence once, where its id is not ``ignore``.
+        """
+        edge, sequence = self._pairs
+        return tuple(self._there(x) for x in (edge, sequence, self.of_batch.depths[self.here[edge]]))  # type: ignore[return-value]
+
+    def weights(
+        self, sequences: Sequence[float] | Tensor | None = None, tokens: Sequence[Any] | None = None, per: Per = "token"
+    ) -> Tensor:
+        """What each edge weighs in a sum over sequences, float64: the sum of its sequences' weights, divided as ``per`` says.
+
+        ``sequences`` has a weight for each sequence, such as its advantage; ``tokens`` an array for each sequence with a weight for each of
+        its tokens, such as a mask: that of a token weighs its prediction, so the first has no effect. Both are the whole batch's, the same
+        on every rank. A position counts where its id is not ``ignore`` and its token weight is not 0. ``per="token"`` divides by all
+        positions that count, ``"sequence"`` by those of each sequence and by the sequences that have any, ``"sum"`` by nothing.
+        """
+        if per not in ("token", "sequence", "sum"):
+            raise ValueError(f"per={per!r} is none of 'token', 'sequence' and 'sum': say what the sum is divided by")
+        of_sequences = self._checked_sequences(sequences)
+        flat = None if tokens is None else self._checked_tokens(tokens)
+        if per != "sum":
+            of_sequences = of_sequences / self._divisors(flat, per)
+        if flat is None:
+            found = self.of_batch.sums(self.here, of_sequences) * self.counted[self.here]
+        else:
+            edge, sequence = self._pairs
+            values = (
+                of_sequences[sequence] * flat[self.of_batch.places[sequence] + self.of_batch.depths[self.here[edge]]]
+            )
+            found = np.bincount(edge, values, minlength=len(self))
+        return self._there(found)
+
+    @cached_property
+    def _pairs(self) -> tuple[Ints, Ints]:
+        counted = np.flatnonzero(self.counted[self.here])
+        edge, sequence = self.of_batch.pairs(self.here[counted])
+        return counted[edge], sequence
+
+    @cached_property
+    def _flat(self) -> Ints:
+        """The stream tokens of all sequences, end to end."""
+        return np.concatenate([self.of_batch.path(sequence) for sequence in range(self.sequences)])
+
+    def _divisors(self, flat: Floats | None, per: Per) -> Floats:
+        """What every position of each sequence is divided by."""
+        counts = self.counted[self._flat] if flat is None else self.counted[self._flat] & (flat != 0)
+        if per == "token":
+            return np.full(self.sequences, float(max(1, int(counts.sum()))))
+        running = np.concatenate([[0], np.cumsum(counts)])
+        each = running[self.of_batch.places[1:]] - running[self.of_batch.places[:-1]]
+        having = float(max(1, int(np.count_nonzero(each))))
+        return np.asarray(np.maximum(each, 1) * having)
+
+    def _checked_sequences(self, given: Sequence[float] | Tensor | None) -> Floats:
+        if given is None:
+            return np.ones(self.sequences)
+        found = _numbers(given, "weights of sequences")
+        if found.shape != (self.sequences,):
+            raise ValueError(
+                f"{list(found.shape)} weights for the {self.sequences} sequences of this batch; give one for each"
+            )
+        return found
+
+    def _checked_tokens(self, given: Sequence[Any]) -> Floats:
+        if len(given) != self.sequences:
+            raise ValueError(
+                f"weights of tokens for {len(given)} sequences, but this batch has {self.sequences}; give an array for each"
+            )
+        parts = [_numbers(x, f"the weights of sequence {number}") for number, x in enumerate(given)]
+        for number, part in enumerate(parts):
+            if part.shape != (self.lengths[number],):
+                raise ValueError(
+                    f"sequence {number} has {self.lengths[number]} tokens, but its weights have shape {list(part.shape)}; give one for each"
+                )
+        return np.concatenate(parts)
+
+    def _there(self, x: NDArray[Any]) -> Tensor:
+        return uploaded(x, self.rows.device)
+
+
+def edges_of(sequences: Sequences, row_tokens: Ints, tokens: Tensor, ignore: int) -> Edges:
+    """The edges of the rows that keep these stream tokens (-1 for a pad), from the ids of the whole stream."""
+    kept = row_tokens >= 0
+    rows = np.full(len(sequences.predecessors) + 1, -1)
+    rows[row_tokens[kept]] = np.flatnonzero(kept)
+    children = np.flatnonzero(rows[sequences.predecessors] >= 0)  # the place behind the last token, -1, has no row
+    children = children[np.argsort(rows[sequences.predecessors[children]], kind="stable")]
+    parents = sequences.predecessors[children]
+    counted = (tokens.detach().cpu().numpy() != ignore) & (sequences.predecessors >= 0)
+
+    def there(x: NDArray[Any]) -> Tensor:
+        return uploaded(x, tokens.device)
+
+    on_device = there(children)
+    return Edges(
+        there(rows[parents]),
+        there(parents),
+        on_device,
+        tokens[on_device].to(torch.int64),
+        there(sequences.count[children] * counted[children]),
+        sequences,
+        counted,
+        children,
+    )
+
+
+def edge_log_probs(logits: Tensor, edges: Edges) -> Tensor:
+    """The log-probability of each edge's next token, 0 where that is not counted."""
+    counts = edges.counts > 0
+    labels = torch.where(counts, edges.labels, 0).to(logits.device)
+    if (
+        logits.device.type == "cpu"
+        and len(labels)
+        and not 0 <= int(labels.min()) <= int(labels.max()) < logits.shape[1]
+    ):
+        at = int(((labels < 0) | (labels >= logits.shape[1])).nonzero()[0])
+        raise ValueError(
+            f"token {int(edges.children[at])} of the stream has the id {int(labels[at])}, outside of the vocabulary "
+            f"0..{logits.shape[1] - 1}; where it marks tokens without a label make the edges by step.edges(tokens, ignore=...)"
+        )
+    found = log_probs(logits, edges.rows.to(logits.device), labels)
+    return torch.where(counts.to(logits.device), found, 0)
+
+
+def weighed_loss(values: Tensor, edges: Edges, weights: Tensor | None) -> Tensor:
+    """Minus the sum of log-probabilities by weights, those of a mean over positions unless given. What weighs nothing may be infinite."""
+    if weights is None:
+        weights = edges.weights()
+    if not isinstance(weights, Tensor) or weights.shape != values.shape:
+        raise ValueError(
+            f"weights are a tensor of one number for each of this rank's {len(edges)} edges; got {named_kind(weights)}"
+        )
+    weights = weights.to(values.device, values.dtype)
+    return -torch.where(weights == 0, 0, values * weights).sum()
+
+
+def check_edge_logits(logits: Tensor, tokens: int, place: str) -> None:
+    """Raise for what is no ``[tokens, vocabulary]`` of logits. A rank without tokens may have the row that models want there."""
+    if not isinstance(logits, Tensor) or logits.dim() != 2 or not logits.is_floating_point():
+        instead = single("logits", logits.shape, tokens) if isinstance(logits, Tensor) and logits.dim() == 3 else None
+        way = f"; pass {instead}" if instead else ""
+        got = tuple(logits.shape) if isinstance(logits, Tensor) else named_kind(logits)
+        raise ValueError(f"{place} takes the logits of this rank's rows, ({tokens}, vocabulary); got {got}{way}")
+    if len(logits) != tokens and (tokens or len(logits) > 1):
+        raise ValueError(
+            f"{place} got logits of {len(logits)} rows, but this rank keeps {tokens} tokens; run the model on step.shard(tokens)"
+        )
+
+
+def predictions(sequences: Sequences, row_tokens: Ints) -> int:
+    """Positions of sequences that are predicted from rows that keep these stream tokens (-1 for a pad)."""
+    kept = np.zeros(len(sequences.predecessors) + 1, bool)
+    kept[row_tokens[row_tokens >= 0]] = True
+    return int(sequences.count[kept[sequences.predecessors]].sum())
+
+
+def gathered(values: Tensor, edges: Edges, placement: Placement, collectives: Collectives) -> list[Tensor]:
+    """For each sequence of the batch a value for each of its tokens, 0 for the first, on every rank, from every rank's edges."""
+    sequences = edges.of_batch
+    owner, row = np.empty(placement.stream, np.int64), np.empty(placement.stream, np.int64)
+    for rank in range(placement.ranks):
+        kept = local_stream(placement, rank)
+        owner[kept], row[kept] = rank, np.arange(len(kept))
+    children = np.flatnonzero(sequences.predecessors >= 0)
+    parents = sequences.predecessors[children]
+    order = children[np.lexsort((row[parents], owner[parents]))]
+    counts = np.bincount(owner[parents], minlength=placement.ranks).tolist()
+    everyone = all_gathered(values, counts, collectives, "step.log_probs")
+    stream = everyone.new_zeros(len(sequences.predecessors)).index_copy(0, uploaded(order, values.device), everyone)
+    return [stream[uploaded(sequences.path(number), values.device)] for number in range(len(sequences))]
+
+
+def _numbers(given: Any, what: str) -> Floats:
+    try:
+        found = (
+            given.detach().cpu().to(torch.float64).numpy()
+            if isinstance(given, Tensor)
+            else np.asarray(given, np.float64)
+        )
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{what} are numbers; got {given!r} ({error})") from None
+    return found

@@ -1,0 +1,45 @@
+"""Proves what advise says of trees: tokens and pairs counted by hand, both sides simulated, and lines that are no tree named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from flexcp.cli.main import app
+
+STAR = {"parents": [-1, 0, 0, 0, 0], "lengths": [4096, 256, 256, 256, 256]}
+SETTING = ["--cluster", "h100:1x2", "--max-tokens-per-rank", "16k"]
+
+
+def test_what_trees_save(tmp_path: Path) -> None:
+    path = tmp_path / "trees.jsonl"
+    path.write_text("\n".join(json.dumps(tree) for tree in (STAR, STAR)))
+    answer = CliRunner().invoke(app, ["advise", str(path), *SETTING, "--json"])
+    assert answer.exit_code == 0, answer.output
+    found = json.loads(answer.stdout)
+    assert found["trees"]["tokens"] == 2 * 5120 and found["separate"]["tokens"] == 8 * 4352
+    assert found["tokens_saved"] == 8 * 4352 - 2 * 5120
+    assert found["separate"]["documents"] == 8 and found["separate"]["pairs"] == 8 * (4352 * 4353 // 2)
+    assert found["trees"]["pairs"] == 2 * (4096 * 4097 // 2 + 4 * (256 * 4096 + 256 * 257 // 2))
+    assert found["simulated"] and 2 < found["gain"] < 4352 * 8 / (5120 * 2) * 1.5
+    words = CliRunner().invoke(app, ["advise", str(path), *SETTING])
+    assert (
+        "2 trees hold 8 sequences: 10,240 tokens in the place of 34,816" in words.output and "Simulated" in words.output
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"parents": [-1, 5], "lengths": [1, 1]}', "line 2: segment 1 has the parent 5"),
+        ('{"length": 7}', "line 2 is no tree"),
+    ],
+)
+def test_a_line_that_is_no_tree_is_named(tmp_path: Path, line: str, words: str) -> None:
+    path = tmp_path / "trees.jsonl"
+    path.write_text(json.dumps(STAR) + "\n" + line)
+    answer = CliRunner().invoke(app, ["advise", str(path), *SETTING])
+    assert answer.exit_code != 0 and words in " ".join((answer.output + str(answer.exception)).split())
