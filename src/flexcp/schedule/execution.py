@@ -31,7 +31,7 @@ from flexcp.plan.placement import Placement
 from flexcp.plan.program import Program
 from flexcp.plan.rounds import find_messages
 from flexcp.plan.slots import held_slot
-from flexcp.schedule.stages import Stages
+from flexcp.schedule.stages import Stages, stage_work
 from flexcp.schedule.work import Work
 from flexcp.shape import Shape
 
@@ -42,9 +42,16 @@ ROUNDS_TRIED = (1, 2, 4, 8, 16)
 
 
 def with_execution(
-    program: Program, work: Ints, shape: Shape, cluster: Cluster, cost: CostModel, backward: bool, most_ahead: int = 2
+    program: Program,
+    work: Ints,
+    shape: Shape,
+    cluster: Cluster,
+    cost: CostModel,
+    backward: bool,
+    most_ahead: int = 2,
+    early: int = 0,
 ) -> Program:
-    """The program with its execution chosen; ``work[rank, slot]`` is in nanoseconds."""
+    """The program with its execution chosen; ``work[rank, slot]`` is in nanoseconds. Stage ``early``, if not 0, is posted two ahead."""
     stages = program.stages
     rounds = _rounds_per_call(program, shape, cluster, cost) if cost.crowding else np.zeros(stages, np.int64)
     if shape.latent is not None:
@@ -54,7 +61,11 @@ def with_execution(
     across[:, :-1] = crosses_only(program, shape, cluster)[:, 1:]
     rows = Rows(across, tuple(zip(cost.rows_beside(False), cost.rows_beside(True), strict=True)), backward)
     ahead = np.ones(stages, np.int64)
-    if most_ahead > 1:
+    if 0 < early < stages:
+        ahead[early] = 2
+        beside[:, early - 2] += beside[:, early - 1]
+        beside[:, early - 1] = 0
+    elif most_ahead > 1:
         ahead, beside = _posted_early(program, work, beside, rows)
     return replace(program, execution=Execution(rounds, ahead, _margins(work, beside, rows)))
 
@@ -128,10 +139,10 @@ def transfers_ns(program: Program, shape: Shape, cluster: Cluster, cost: CostMod
 def needed_work_ns(program: Program, work: Work, stages: Stages) -> Ints:
     """``[rank, slot]``: own work in front, the work of each input stage in its slot, held work behind."""
     number = stages.number
-    each = -(-(work.rest + (number - 1) * work.again) // number)
     begin = 0 if program.keys_kept else 1
-    slot = np.arange(program.stages)
-    found = np.where((slot >= begin) & (slot < begin + number[:, None]), each[:, None], 0)
+    found = np.zeros((len(number), max(program.stages, begin + stages.borders.shape[1] - 1)), np.int64)
+    found[:, begin : begin + stages.borders.shape[1] - 1] = stage_work(work, stages.number, stages.borders)
+    found = found[:, : program.stages]
     after = work.own * stages.held // 1000 if program.held else np.zeros_like(work.own)
     found[:, program.own_stage] += work.own - after
     found[np.arange(len(number)), held_slot(program, begin + number - 1)] += after

@@ -31,6 +31,7 @@ from flexcp.schedule.execution import needed_work_ns, static_work_ns, with_execu
 from flexcp.schedule.needs import Pieces
 from flexcp.schedule.routes import Needs
 from flexcp.schedule.stages import Stages, cut_into_stages
+from flexcp.schedule.thin_ends import early_stage
 from flexcp.shape import Kind, Shape
 
 Ints = NDArray[np.int64]
@@ -55,7 +56,7 @@ def make_plan(
     how = (shape, cluster, cost)
     if placement.traffic.kind == "needed":
         own_stage = 1 if placement.assemble_own else 0
-        masks = analysis or analyse(placement, shape, cluster, cost, keep_kv)
+        masks = analysis or analyse(placement, shape, cluster, cost, keep_kv, most_ahead)
         pairs = [_needed_programs(found, own_stage, cluster) for found in masks]
         work = [
             [needed_work_ns(p, one.work, one.stages) for p, one in zip(pair, found[2:], strict=True)]
@@ -68,10 +69,12 @@ def make_plan(
             list(static_work_ns(placement, mask, (forward.stages, backward.stages), *how))
             for mask, (forward, backward) in enumerate(pairs)
         ]
+        masks = []
+    early = [[early_stage(one.stages) for one in found[2:]] for found in masks] or [[0, 0]] * len(pairs)
     programs = []
-    for (forward, backward), (there, back) in zip(pairs, work, strict=True):
-        first = with_execution(forward, there, *how, False, most_ahead)
-        programs.append((first, with_execution(backward, back, *how, True, most_ahead)))
+    for (forward, backward), (there, back), (soon, late) in zip(pairs, work, early, strict=True):
+        first = with_execution(forward, there, *how, False, most_ahead, soon)
+        programs.append((first, with_execution(backward, back, *how, True, most_ahead, late)))
     return Plan(shape, cluster, cost, strategy, placement, tuple(programs))
 
 
@@ -102,7 +105,7 @@ def _staged(needs: Needs, chosen: Stages, cluster: Cluster, backward: bool, kept
     before the forward's, and the work on them is done then, or when the queries are there.
     """
     q, (first, relays) = needs.q, needs.keys
-    keys, stage, piece = cut_into_stages(first, chosen.number, cluster)
+    keys, stage, piece = cut_into_stages(first, chosen.borders, cluster)
     there = backward and kept
     slot = stage - there
     last = np.ones(cluster.ranks, np.int64)
@@ -110,6 +113,11 @@ def _staged(needs: Needs, chosen: Stages, cluster: Cluster, backward: bool, kept
     queries = np.zeros(cluster.ranks, np.int64)
     queries[q.rank] = 1
     home = np.maximum(slot, queries[keys.rank]) + 2
+    if chosen.thin_ends:
+        # Nothing travels beside the work between the ends.
+        most = int(chosen.number.max())
+        home = np.where(slot < most, most - 1, most) + 2
+        last[:] = most
     parts = [] if there else [_transfers_of(keys, Kind.KV, stage, keys.owner, keys.rank)]
     if len(relays):
         # Every relay passes on all parts of its piece.
