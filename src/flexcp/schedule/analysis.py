@@ -26,7 +26,7 @@ from flexcp.schedule.flows import Moves, needed_moves
 from flexcp.schedule.needs import needed_pieces
 from flexcp.schedule.routes import Needs, kept_bytes, route_keys
 from flexcp.schedule.stages import Stages, choose_stages, exchange_times, find_peers
-from flexcp.schedule.thin_ends import under_contention
+from flexcp.schedule.thin_ends import under_contention, worth_simulating
 from flexcp.schedule.work import Work, count_pairs, cut_regions, pass_work_ns
 from flexcp.shape import Shape
 
@@ -104,15 +104,16 @@ def _staged(
     return MaskAnalysis(needs, keys_kept, *passes)
 
 
-def in_other_stages(masks: list[MaskAnalysis]) -> list[MaskAnalysis] | None:
-    """The same with stages cut the other way in every pass in which both were looked at; None where in no pass they were."""
-
-    def other(one: PassAnalysis) -> PassAnalysis:
-        return one if one.stages.other is None else one._replace(stages=one.stages.other)
-
-    if all(one.stages.other is None for found in masks for one in (found.forward, found.backward)):
+def in_other_stages(masks: list[MaskAnalysis], backward: bool) -> list[MaskAnalysis] | None:
+    """The same with one direction's stages cut the other way where that might be faster; None where it is not for any mask."""
+    passes = [found.backward if backward else found.forward for found in masks]
+    if not any(worth_simulating(one.stages) for one in passes):
         return None
-    return [f._replace(forward=other(f.forward), backward=other(f.backward)) for f in masks]
+    found = []
+    for mask, one in zip(masks, passes, strict=True):
+        other = one._replace(stages=one.stages.other) if worth_simulating(one.stages) and one.stages.other else one
+        found.append(mask._replace(backward=other) if backward else mask._replace(forward=other))
+    return found
 
 
 def _contended_ns(found: MaskAnalysis) -> int:

@@ -15,30 +15,91 @@ SLOW, ALONE, LINK = range(3)
 
 @compiled
 def together_ns(work, beside, start, across, rows, source, target):
-    """When the last rank is done under each way to cut; ``work`` and ``beside`` are ``[way, slot, rank]``, ``start[rank]`` when it begins.
+    """When the last rank is done; ``work`` and ``beside`` are ``[slot, rank]``, ``start[rank]`` is when it begins.
 
     ``across[rank]`` is 1 where a rank exchanges with other nodes alone; ``rows[across, margin]`` are the prices of contention, per mille.
     """
-    ways, slots, ranks = work.shape
-    found = np.zeros(ways, np.int64)
-    begin, ready = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
-    for way in range(ways):
-        begin[:] = start
-        for slot in range(slots):
-            margin = best_margin(work[way, slot], beside[way, slot], across, rows)
-            ready[:] = begin
-            for i in range(len(source)):
-                ready[target[i]] = max(ready[target[i]], begin[source[i]])
-            for r in range(ranks):
-                row = rows[across[r], margin]
-                moved, computed = beside[way, slot, r], work[way, slot, r]
-                begin[r] += overlapped(computed, moved, row)
-                if moved > 0:
-                    alone = moved if computed == 0 else moved * 1000 // row[LINK]
-                    begin[r] = max(begin[r], ready[r] + alone)
+    slots, ranks = work.shape
+    begin, ready = start.copy(), np.zeros(ranks, np.int64)
+    for slot in range(slots):
+        margin = best_margin(work[slot], beside[slot], across, rows)
+        ready[:] = begin
+        for i in range(len(source)):
+            ready[target[i]] = max(ready[target[i]], begin[source[i]])
         for r in range(ranks):
-            found[way] = max(found[way], begin[r])
-    return found
+            row = rows[across[r], margin]
+            moved, computed = beside[slot, r], work[slot, r]
+            begin[r] += overlapped(computed, moved, row)
+            if moved > 0:
+                alone = moved if computed == 0 else moved * 1000 // row[LINK]
+                begin[r] = max(begin[r], ready[r] + alone)
+    return begin.max()
+
+
+@compiled
+def thinnest(own, rest, at_keys, there, back, home, reads, limits, shares, start, across, rows, source, target):
+    """The best stages with thin ends: (when the last rank is done, ``borders[rank, stage]``, per mille of own work held back).
+
+    ``rest`` is a rank's work on keys that come, ``at_keys`` that for which only queries do; ``there``, ``back`` and ``home`` are how long
+    inputs, gradients and results travel. ``limits`` are the parts of a whole, of the thinnest and of the thickest end, and the stages.
+    """
+    ranks = len(own)
+    whole, least, most, count = limits
+    first, last = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
+    held, borders = np.zeros(ranks, np.int64), np.zeros((ranks, count + 1), np.int64)
+    best, best_held, best_borders = -1, held, borders
+    for share in shares:
+        for same in range(2):
+            for r in range(ranks):
+                # What the first end has besides hides as much of what travels.
+                left = max(there[r] - at_keys[r], 0)
+                first[r] = max(least, min(most, share * whole // 1000 * left // (rest[r] + left + 1)))
+                last[r] = 0
+                if count == 3:
+                    last[r] = max(least, min(most, share * whole // 1000 * back[r] // (rest[r] + back[r] + 1)))
+            if same == 1:
+                thick_first, thick_last = 0, 0
+                for r in range(ranks):
+                    if reads[r]:
+                        thick_first, thick_last = max(thick_first, first[r]), max(thick_last, last[r])
+                first[:] = thick_first
+                last[:] = thick_last
+            for r in range(ranks):
+                borders[r, 1:] = whole
+                if reads[r]:
+                    borders[r, 1] = first[r]
+                    if count == 3:
+                        borders[r, 2] = whole - last[r]
+            for way in range(3):
+                work, beside = np.zeros((count + 2, ranks), np.int64), np.zeros((count + 2, ranks), np.int64)
+                for r in range(ranks):
+                    there_first = there[r] * borders[r, 1] // whole
+                    back_last = home[r]
+                    if count == 3:
+                        back_last += back[r] * (whole - borders[r, 2]) // whole
+                        beside[3, r] = back[r] * borders[r, 2] // whole
+                    held[r] = held_back(own[r], there_first, back_last, way)
+                    after = own[r] * held[r] // 1000
+                    work[0, r] = own[r] - after
+                    work[1, r] = at_keys[r]
+                    for s in range(count):
+                        work[s + 1, r] += rest[r] * (borders[r, s + 1] - borders[r, s]) // whole
+                    work[count + 1 if reads[r] else 2, r] += after
+                    beside[0, r], beside[1, r], beside[count + 1, r] = there_first, there[r] - there_first, back_last
+                ns = together_ns(work, beside, start, across, rows, source, target)
+                if best < 0 or ns < best:
+                    best, best_held, best_borders = ns, held.copy(), borders.copy()
+    return best, best_borders, best_held
+
+
+@compiled_leaf
+def held_back(own, first, last, way):
+    """Per mille of own work that is held back: in proportion to both ends, as much as hides the last, or all but what hides the first."""
+    if way == 0:
+        return 1000 * last // max(first + last, 1)
+    if way == 1:
+        return 1000 * min(own, last + last // 8) // max(own, 1)
+    return 1000 - 1000 * min(own, first + first // 8) // max(own, 1)
 
 
 @compiled_leaf

@@ -210,24 +210,18 @@ class _Search:
         self.best = min(self.simulated, key=lambda found: (found.ns, found.order))
 
     def try_other_stages(self) -> None:
-        """The fastest plan with its passes cut into stages the other way, forward, backward or both, where that is faster."""
-        best = self.best
-        assert best is not None
-        others = in_other_stages(best.analysis) if best.analysis is not None else None
-        if others is None or best.ns // sum(mask.layers for mask in best.plan.batch.masks) > LONGEST_NS:
-            return
-        other = self._planned(_Placed(best.candidate, best.plan.placement, best.ns, others)).programs
-        own = best.plan.programs
-        mixed = [
-            tuple((b[0], a[1]) for a, b in zip(own, other, strict=True)),
-            tuple((a[0], b[1]) for a, b in zip(own, other, strict=True)),
-        ]
-        found = [replace(best.plan, programs=programs) for programs in (*mixed, other)]
-        times = [step_ns(plan) for plan in found]
-        least = min(range(len(found)), key=times.__getitem__)
-        if times[least] < best.ns:
-            self.best = replace(best, plan=found[least], ns=times[least])
-            self.simulated[self.simulated.index(best)] = self.best
+        """The fastest plan with a pass cut into stages the other way, first the forward and then the backward, where that is faster."""
+        for backward in (False, True):
+            best = self.best
+            assert best is not None
+            others = in_other_stages(best.analysis, backward) if best.analysis is not None else None
+            if others is None or best.ns // sum(mask.layers for mask in best.plan.batch.masks) > LONGEST_NS:
+                continue
+            plan = self._planned(_Placed(best.candidate, best.plan.placement, best.ns, others))
+            ns = step_ns(plan)
+            if ns < best.ns:
+                self.best = replace(best, plan=plan, ns=ns, analysis=others)
+                self.simulated[self.simulated.index(best)] = self.best
 
     def _pass_over(self, price: int, item: Candidate | _Placed) -> None:
         """Keep the least price of what is not simulated, for each way of dealing documents and for all others; prices come in order."""
