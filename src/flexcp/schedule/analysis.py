@@ -89,8 +89,8 @@ def _staged(
 ) -> MaskAnalysis:
     """What moves along some routes, and the stages that hide it."""
     moves = needed_moves(shape, needs, keys_kept)
-    # Latents travel before all work (flexcp.schedule.execution), so there is nothing beside which a stage could be.
-    may_be_thin = most_ahead > 1 and shape.latent is None
+    # Latents travel before all work (flexcp.schedule.execution), and links inside a node are so fast that ends need not be thin.
+    may_be_thin = most_ahead > 1 and shape.latent is None and cluster.nodes > 1
     rest_of_layer = cost.linear_ns(placement.tokens, shape, cluster) // 3
     passes: list[PassAnalysis] = []
     for backward in (False, True):

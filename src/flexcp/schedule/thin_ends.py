@@ -15,7 +15,8 @@ that are tried, those of each rank or the same for all who wait for each other, 
 the two ends, as much as hides the last transfers, or all but what hides the first. Of all these and of equal stages the fastest is taken,
 with contention and over all ranks together, each beginning when the rest of the layer is done, if it is clearly faster.
 
-Not where keys are relayed, which takes slots of its own, or kept for the backward, or where nothing may be posted two slots ahead.
+Not on a single node, whose links are fast, nor where keys are relayed, which takes slots of its own, or kept for the backward, or where
+nothing may be posted two slots ahead.
 """
 
 from __future__ import annotations
