@@ -64,7 +64,7 @@ def full_slots() -> list[dict[str, Any]]:
         planner = flexcp.Planner(32, 8, 128, cluster=where, strategy=strategy)
         plan = planner(draw_lengths(data, TOKENS_PER_RANK * ranks, 0))
         for backward, program in enumerate(plan.programs[0]):
-            carried = transfers_ns(program, plan.shape, plan.cluster, plan.cost)
+            carried = transfers_ns(program, find_messages(program, plan.shape, plan.cluster), plan.cluster, plan.cost)
             messages, stages, levels = find_messages(program, plan.shape, plan.cluster)
             inside = np.zeros(carried.shape, bool)
             for end in (messages.source, messages.target):

@@ -136,7 +136,9 @@ def test_any_effort_gives_a_right_plan(asked: Request, effort: int | None) -> No
     plan = auto_plan(replace(asked, effort=effort))
     check_plan(plan)
     assert plan.strategy.partition("@")[0].partition(":")[0] in STRATEGIES
-    assert plan == make_plan(auto(replace(asked, effort=effort)), asked.shape, asked.cluster, asked.cost, "auto")
+    again = make_plan(auto(replace(asked, effort=effort)), asked.shape, asked.cluster, asked.cost, "auto")
+    # The same placement; its stages were chosen by events, which a plan made of the placement alone does not ask.
+    assert plan == replace(again, programs=plan.programs) and step_ns(plan) <= step_ns(again)
 
 
 # --- the rules ----------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from flexcp.cost import H200_CONTENTION, H200_CONTENTION_ACROSS, NO_CONTENTION, 
 from flexcp.measure.calibrate.calibrate import contention_rows
 from flexcp.plan.execution import Execution, margins, one_call_ahead
 from flexcp.plan.program import Program, Transfers
+from flexcp.plan.rounds import find_messages
 from flexcp.schedule.execution import crosses_only, overlapped_ns, transfers_ns, with_execution
 from flexcp.shape import Kind, Shape
 
@@ -59,7 +60,7 @@ def test_the_margin_is_the_one_under_which_the_slowest_rank_is_done_first() -> N
     work = ints([1000_000] * 5, [1000_000] * 5)
     for backward in (False, True):
         how = with_execution(program, work, SHAPE, MACHINE, COST, backward).execution
-        beside = transfers_ns(program, SHAPE, MACHINE, COST)
+        beside = transfers_ns(program, find_messages(program, SHAPE, MACHINE), MACHINE, COST)
         for slot in range(4):
             times = {
                 row.margin: int(
@@ -84,7 +85,8 @@ def test_transfers_that_only_cross_nodes_are_left_fewer_multiprocessors() -> Non
         with_execution(program, work, SHAPE, machine, COST, False, 1).execution.margin for machine in (MACHINE, apart)
     )
     assert inside[1] == 16 and across[1] == 4
-    assert crosses_only(program, SHAPE, apart)[:, 2].all() and not crosses_only(program, SHAPE, MACHINE)[:, 2].any()
+    sent = [find_messages(program, SHAPE, machine) for machine in (apart, MACHINE)]
+    assert crosses_only(program, sent[0], apart)[:, 2].all() and not crosses_only(program, sent[1], MACHINE)[:, 2].any()
     alike = replace(COST, contention_across=H200_CONTENTION)
     assert with_execution(program, work, SHAPE, apart, alike, False, 1).execution.margin[1] == 16
 

@@ -20,9 +20,9 @@ from flexcp.executor.run.rank_program import rank_program
 from flexcp.masks import area
 from flexcp.plan.memory import KEYS, QUERIES
 from flexcp.planners.request import Request
-from flexcp.schedule import stages
+from flexcp.schedule import analysis, stages
 from flexcp.schedule.needs import Pieces
-from flexcp.schedule.stages import CUT_TOKENS, cut_into_stages
+from flexcp.schedule.stages import CUT_TOKENS, cut_into_stages, equal_borders
 from flexcp.shape import Kind, Shape
 from flexcp.simulator.passes import Rules
 from flexcp.simulator.training import simulate
@@ -51,7 +51,7 @@ def key_pieces(draw: st.DrawFn) -> tuple[Pieces, Ints, Cluster]:
 @given(key_pieces())
 def test_parts_cover_every_piece_once_in_stages_that_exist(case: tuple[Pieces, Ints, Cluster]) -> None:
     pieces, count, machine = case
-    parts, stage, _ = cut_into_stages(pieces, count, machine)
+    parts, stage, _ = cut_into_stages(pieces, equal_borders(count), machine)
     assert np.all((stage >= 1) & (stage <= count[parts.rank]))
     tokens = {}
     for table in (pieces, parts):
@@ -67,7 +67,7 @@ def test_parts_cover_every_piece_once_in_stages_that_exist(case: tuple[Pieces, I
 def test_the_parts_of_a_large_piece_are_equal() -> None:
     machine = cluster("h100", nodes=2, ranks_per_node=1)
     pieces = Pieces(*np.array([[0, 1, 0, 4096, 0, 2, 0]]).T)
-    parts, stage, _ = cut_into_stages(pieces, np.array([4, 1]), machine)
+    parts, stage, _ = cut_into_stages(pieces, equal_borders(np.array([4, 1])), machine)
     assert parts.stop.tolist() == [1024, 2048, 3072, 4096] and stage.tolist() == [1, 2, 3, 4]
 
 
@@ -85,7 +85,10 @@ def test_a_slow_link_is_cut_into_stages_and_a_fast_one_is_not() -> None:
         assert int(t.stage[(t.kind == Kind.KV) & (t.source == t.owner)].max()) == most
 
 
-def test_relays_follow_one_stage_behind_and_gradients_leave_when_their_work_is_done() -> None:
+def test_relays_follow_one_stage_behind_and_gradients_leave_when_their_work_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(analysis, "_contended_ns", lambda found: -len(found.needs.keys.relays))
     t = plan_of(2_000).programs[0][1].transfers
     names = ["stage", "source", "target", "owner", "start", "stop", "h0", "h1"]
 
@@ -148,6 +151,7 @@ def test_stages_are_capped_where_waiting_for_each_other_costs_more(monkeypatch: 
     """On four nodes the events, which the choice does not know, agree that fewer stages than each rank would take are faster."""
     batch = make_batch(draw_lengths("libra256k", 8192 * 32, 0), flexcp.causal())
     request = attention_only(Request(batch, Shape(32, 8, 128, 128), cluster("h100", 4, 8), CostModel()))
+    monkeypatch.setattr(analysis, "_contended_ns", lambda found: -len(found.needs.keys.relays))
     _, capped = planned(request, "blocks")
     monkeypatch.setattr(stages, "TOGETHER_PERMILLE", 10**9)
     _, free = planned(request, "blocks")
@@ -160,6 +164,6 @@ def test_ranks_of_a_node_begin_with_different_owners_of_another() -> None:
     """A team of four that reads all tokens of four others, each its own head: in every stage each owner sends to one of them."""
     machine = cluster("h100", 2, 4)
     rows = [(rank, owner, 0, 512, rank - 4, rank - 3, 0) for rank in range(4, 8) for owner in range(4)]
-    parts, stage, _ = cut_into_stages(Pieces(*np.array(rows, np.int64).T), np.full(8, 4), machine)
+    parts, stage, _ = cut_into_stages(Pieces(*np.array(rows, np.int64).T), equal_borders(np.full(8, 4)), machine)
     for number in range(1, 5):
         assert sorted(parts.owner[stage == number].tolist()) == [0, 1, 2, 3]

@@ -112,7 +112,7 @@ def test_time_is_the_cost_models() -> None:
     rings = rings_of(plan.placement)
     regions = plan.placement.regions[0]
     pairs = count_static_pairs(plan.placement, plan.batch.masks[0], regions, rings)
-    own, rest, _ = rank_work(plan.placement, regions, pairs, plan.cost)
+    own, rest, *_ = rank_work(plan.placement, regions, pairs, plan.cost)
     np.testing.assert_array_equal(found.work[:, :2], np.stack([own, rest], axis=1))
     np.testing.assert_array_equal(
         ns[:, 0],

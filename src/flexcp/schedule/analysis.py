@@ -4,10 +4,13 @@ Whoever writes such a placement's transfers (:mod:`flexcp.schedule.transfers`) a
 (:mod:`flexcp.schedule.predict`) begin here, so a prediction is one of the plan that would be made. The order is that of the modules: the
 pairs of every rank (:mod:`~flexcp.schedule.work`), the pieces it reads of others (:mod:`~flexcp.schedule.needs`), the way they travel
 (:mod:`~flexcp.schedule.routes`), whether keys are kept for the backward, and for each direction the bytes (:mod:`~flexcp.schedule.flows`)
-and the stages that hide them (:mod:`~flexcp.schedule.stages`).
+and the stages that hide them, equal ones (:mod:`~flexcp.schedule.stages`) or such with thin ends (:mod:`~flexcp.schedule.thin_ends`).
 
 Keys are kept mask by mask, in order, all or nothing: only when what every rank receives in all of a mask's layers fits what is left. All
 ranks find the same answer. Tokens so scattered that they are assembled always travel again.
+
+What is relayed inside a node crosses nodes once, but waits for a stage of its own. Where a placement may relay, both ways are looked at as
+if keys travelled again, and the one that takes less time under contention is taken.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from flexcp.plan.placement import Placement
 from flexcp.schedule.flows import Moves, needed_moves
 from flexcp.schedule.needs import needed_pieces
 from flexcp.schedule.routes import Needs, kept_bytes, route_keys
-from flexcp.schedule.stages import Stages, choose_stages
+from flexcp.schedule.stages import Stages, choose_stages, exchange_times, find_peers
+from flexcp.schedule.thin_ends import under_contention, worth_simulating
 from flexcp.schedule.work import Work, count_pairs, cut_regions, pass_work_ns
 from flexcp.shape import Shape
 
@@ -45,9 +49,12 @@ class MaskAnalysis(NamedTuple):
 
 
 def analyse(
-    placement: Placement, shape: Shape, cluster: Cluster, cost: CostModel, keep_kv: int = 0
+    placement: Placement, shape: Shape, cluster: Cluster, cost: CostModel, keep_kv: int = 0, most_ahead: int = 2
 ) -> list[MaskAnalysis]:
-    """The analysis of every mask; a rank may keep ``keep_kv`` bytes of received keys for the backward, all layers together."""
+    """The analysis of every mask; a rank may keep ``keep_kv`` bytes of received keys for the backward, all layers together.
+
+    ``most_ahead`` is how many slots ahead a stage may be posted.
+    """
     relay = placement.traffic.relay and not placement.assemble_own
     left = np.full(placement.ranks, 0 if placement.assemble_own else keep_kv, np.int64)
     found = []
@@ -56,15 +63,58 @@ def analyse(
         pairs = count_pairs(placement, regions, cuts)
         work = pass_work_ns(placement, regions, pairs, shape, cluster, cost)
         q, keys = needed_pieces(placement, shape, regions, cuts, pairs)
-        needs = Needs(q, route_keys(keys, shape, cluster, relay))
-        keys_kept = False
+        known = (placement, shape, cluster, cost, most_ahead)
+        one = _staged(Needs(q, route_keys(keys, shape, cluster, relay)), work, False, *known)
+        if len(one.needs.keys.relays):
+            straight = _staged(Needs(q, route_keys(keys, shape, cluster, False)), work, False, *known)
+            one = min(one, straight, key=_contended_ns)
         if left.any():
-            spent = mask.layers * kept_bytes(needs.keys, shape, cluster)
-            keys_kept = bool(spent.any() and (spent <= left).all())
-            left = left - spent * keys_kept
-        moves = needed_moves(shape, needs, keys_kept)
-        first = choose_stages(placement, needs, work[0], moves[0], cluster, cost)
-        second = choose_stages(placement, needs, work[1], moves[1], cluster, cost, first if keys_kept else None)
-        forward, backward = PassAnalysis(work[0], moves[0], first), PassAnalysis(work[1], moves[1], second)
-        found.append(MaskAnalysis(needs, keys_kept, forward, backward))
+            spent = mask.layers * kept_bytes(one.needs.keys, shape, cluster)
+            if spent.any() and (spent <= left).all():
+                left = left - spent
+                one = _staged(one.needs, work, True, *known)
+        found.append(one)
     return found
+
+
+def _staged(
+    needs: Needs,
+    work: tuple[Work, Work],
+    keys_kept: bool,
+    placement: Placement,
+    shape: Shape,
+    cluster: Cluster,
+    cost: CostModel,
+    most_ahead: int,
+) -> MaskAnalysis:
+    """What moves along some routes, and the stages that hide it."""
+    moves = needed_moves(shape, needs, keys_kept)
+    # Latents travel before all work (flexcp.schedule.execution), and links inside a node are so fast that ends need not be thin.
+    may_be_thin = most_ahead > 1 and shape.latent is None and cluster.nodes > 1 and placement.wishes.divisions is None
+    rest_of_layer = cost.linear_ns(placement.tokens, shape, cluster) // 3
+    passes: list[PassAnalysis] = []
+    for backward in (False, True):
+        kept = passes[0].stages if keys_kept and backward else None
+        times, peers = exchange_times(moves[backward], cluster, cost), find_peers(moves[backward])
+        stages = choose_stages(placement, needs, work[backward], times, peers, cluster, kept)
+        if not keys_kept and not placement.assemble_own:
+            known = (cluster, cost, backward, rest_of_layer * (1 + backward))
+            stages = under_contention(stages, needs, work[backward], times, peers, *known, may_be_thin)
+        passes.append(PassAnalysis(work[backward], moves[backward], stages))
+    return MaskAnalysis(needs, keys_kept, *passes)
+
+
+def in_other_stages(masks: list[MaskAnalysis], backward: bool) -> list[MaskAnalysis] | None:
+    """The same with one direction's stages cut the other way where that might be faster; None where it is not for any mask."""
+    passes = [found.backward if backward else found.forward for found in masks]
+    if not any(worth_simulating(one.stages) for one in passes):
+        return None
+    found = []
+    for mask, one in zip(masks, passes, strict=True):
+        other = one._replace(stages=one.stages.other) if worth_simulating(one.stages) and one.stages.other else one
+        found.append(mask._replace(backward=other) if backward else mask._replace(forward=other))
+    return found
+
+
+def _contended_ns(found: MaskAnalysis) -> int:
+    return found.forward.stages.contended_ns + found.backward.stages.contended_ns

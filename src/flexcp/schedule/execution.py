@@ -29,13 +29,15 @@ from flexcp.cost import Contention, CostModel
 from flexcp.plan.execution import Execution
 from flexcp.plan.placement import Placement, Wishes
 from flexcp.plan.program import Program
-from flexcp.plan.rounds import find_messages
+from flexcp.plan.rounds import Messages, find_messages
 from flexcp.plan.slots import held_slot
-from flexcp.schedule.stages import Stages
+from flexcp.schedule.stages import Stages, stage_work
 from flexcp.schedule.work import Work
 from flexcp.shape import Shape
 
 Ints = NDArray[np.int64]
+Sent = tuple[Messages, Ints, Ints]
+"""What :func:`flexcp.plan.rounds.find_messages` finds."""
 WORTH_PERMILLE = 970
 """A stage is posted two slots ahead when both slots then take no longer than this."""
 ROUNDS_TRIED = (1, 2, 4, 8, 16)
@@ -49,9 +51,10 @@ def with_execution(
     cost: CostModel,
     backward: bool,
     most_ahead: int = 2,
+    early: int = 0,
     wishes: Wishes = Wishes(),  # noqa: B008 - immutable
 ) -> Program:
-    """The program with its execution chosen; ``work[rank, slot]`` is in nanoseconds."""
+    """The program with its execution chosen; ``work[rank, slot]`` is in nanoseconds. Stage ``early``, if not 0, is posted two ahead."""
     stages = program.stages
     if wishes.rounds_per_call or not cost.crowding:
         rounds = np.full(stages, wishes.rounds_per_call, np.int64)
@@ -60,11 +63,16 @@ def with_execution(
     if shape.latent is not None:
         return replace(program, execution=Execution.make(stages, rounds_per_call=0, ahead=0, margin=0))
     beside, across = np.zeros_like(work), np.zeros(work.shape, bool)
-    beside[:, :-1] = transfers_ns(program, shape, cluster, cost)[:, 1:]
-    across[:, :-1] = crosses_only(program, shape, cluster)[:, 1:]
+    sent = find_messages(program, shape, cluster)
+    beside[:, :-1] = transfers_ns(program, sent, cluster, cost)[:, 1:]
+    across[:, :-1] = crosses_only(program, sent, cluster)[:, 1:]
     rows = Rows(across, tuple(zip(cost.rows_beside(False), cost.rows_beside(True), strict=True)), backward)
     ahead = np.ones(stages, np.int64)
-    if most_ahead > 1:
+    if 0 < early < stages:
+        ahead[early] = 2
+        beside[:, early - 2] += beside[:, early - 1]
+        beside[:, early - 1] = 0
+    elif most_ahead > 1:
         ahead, beside = _posted_early(program, work, beside, rows)
     return replace(program, execution=Execution(rounds, ahead, _margins(work, beside, rows)))
 
@@ -103,9 +111,9 @@ class Rows(NamedTuple):
         return np.where(self.across, across, inside)
 
 
-def crosses_only(program: Program, shape: Shape, cluster: Cluster) -> NDArray[np.bool_]:
+def crosses_only(program: Program, sent: Sent, cluster: Cluster) -> NDArray[np.bool_]:
     """``[rank, stage]``: whether a rank's messages of a stage, if it has any, are all with ranks of other nodes."""
-    messages, stages, levels = find_messages(program, shape, cluster)
+    messages, stages, levels = sent
     stage, level = stages[messages.exchange], levels[messages.exchange]
     inside = np.zeros((cluster.ranks, program.stages), bool)
     for end in (messages.source, messages.target):
@@ -113,9 +121,9 @@ def crosses_only(program: Program, shape: Shape, cluster: Cluster) -> NDArray[np
     return ~inside
 
 
-def transfers_ns(program: Program, shape: Shape, cluster: Cluster, cost: CostModel) -> Ints:
+def transfers_ns(program: Program, sent: Sent, cluster: Cluster, cost: CostModel) -> Ints:
     """``[rank, stage]``: what the busiest port of a rank, or of one that sends to it, takes for a stage, with the start of messages."""
-    messages, stages, levels = find_messages(program, shape, cluster)
+    messages, stages, levels = sent
     stage, level = stages[messages.exchange], levels[messages.exchange]
     size = (2, cluster.ranks, program.stages)
     found = np.zeros(size[1:], np.int64)
@@ -138,10 +146,10 @@ def transfers_ns(program: Program, shape: Shape, cluster: Cluster, cost: CostMod
 def needed_work_ns(program: Program, work: Work, stages: Stages) -> Ints:
     """``[rank, slot]``: own work in front, the work of each input stage in its slot, held work behind."""
     number = stages.number
-    each = -(-(work.rest + (number - 1) * work.again) // number)
     begin = 0 if program.keys_kept else 1
-    slot = np.arange(program.stages)
-    found = np.where((slot >= begin) & (slot < begin + number[:, None]), each[:, None], 0)
+    found = np.zeros((len(number), max(program.stages, begin + stages.borders.shape[1] - 1)), np.int64)
+    found[:, begin : begin + stages.borders.shape[1] - 1] = stage_work(work, stages.number, stages.borders)
+    found = found[:, : program.stages]
     after = work.own * stages.held // 1000 if program.held else np.zeros_like(work.own)
     found[:, program.own_stage] += work.own - after
     found[np.arange(len(number)), held_slot(program, begin + number - 1)] += after

@@ -204,7 +204,7 @@ def document_work(batch: Batch, shape: Shape, cost: CostModel) -> list[Ints]:
 
 def _static_ns(work: Work, moves: Moves, rings: Rings, cluster: Cluster, cost: CostModel) -> Ints:
     """Time of each rank for one layer's attention in one direction, waiting included."""
-    own, rest, _ = work
+    own, rest = work.own, work.rest
     there = exchange_ns(moves.inputs, cluster, cost)
     home = exchange_ns(moves.outputs, cluster, cost)
     if not rings.turn:

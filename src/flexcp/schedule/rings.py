@@ -67,7 +67,8 @@ def count_static_pairs(placement: Placement, mask: LayerMask, regions: Regions, 
     """The pairs of each region."""
     first, same = _same_rows(placement, regions, rings)
     if len(first) < len(regions):
-        return Pairs(*(column[same] for column in _pairs_of_each(placement, mask, regions.take(first), rings)))
+        found = _pairs_of_each(placement, mask, regions.take(first), rings)
+        return Pairs(found.all[same], found.own[same], found.hops[same])
     return _pairs_of_each(placement, mask, regions, rings)
 
 

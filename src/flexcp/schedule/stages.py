@@ -46,6 +46,8 @@ from flexcp.schedule.work import Work
 
 Ints = NDArray[np.int64]
 MOST_STAGES = 4
+PARTS = 1200
+"""Stages are cut in parts of so many: a multiple of all numbers of stages."""
 WORTH_PERMILLE = 990
 """One more stage is taken when it cuts the time of a rank to this."""
 TOGETHER_PERMILLE = 1060
@@ -55,14 +57,30 @@ CUT_TOKENS = 128
 
 
 class Stages(NamedTuple):
-    """For each rank: input stages, per mille of its own work held until after them, predicted nanoseconds."""
+    """For each rank: input stages, per mille of its own work held until after them, predicted nanoseconds.
+
+    ``borders[rank, s]`` is how much of its inputs comes before stage ``s + 1``, in ``PARTS``. ``thin_ends`` is the other way to cut,
+    of :mod:`flexcp.schedule.thin_ends`; where that was looked at, ``contended_ns`` is what it says of the slowest rank, and ``other`` the
+    best of the way that was not taken.
+    """
 
     number: Ints
     held: Ints
     ns: Ints
+    borders: Ints
+    thin_ends: bool = False
+    contended_ns: int = 0
+    other: Stages | None = None
 
 
-class _Times(NamedTuple):
+class Peers(NamedTuple):
+    """Ranks that send and ranks that they send to."""
+
+    source: Ints
+    target: Ints
+
+
+class ExchangeTimes(NamedTuple):
     """Nanoseconds of each rank for a pass's exchanges: all inputs and the part that is relayed, all gradients likewise, outputs."""
 
     there: Ints
@@ -72,16 +90,8 @@ class _Times(NamedTuple):
     home: Ints
 
 
-def choose_stages(
-    placement: Placement,
-    needs: Needs,
-    work: Work,
-    moves: Moves,
-    cluster: Cluster,
-    cost: CostModel,
-    kept: Stages | None = None,
-) -> Stages:
-    """Each rank's number of stages, or, in a backward whose keys are ``kept``, the forward's. ``work`` is in nanoseconds."""
+def exchange_times(moves: Moves, cluster: Cluster, cost: CostModel) -> ExchangeTimes:
+    """How long what moves takes each rank, exchange by exchange."""
     exchanges = (
         join_flows([moves.inputs, moves.relays]),
         moves.relays,
@@ -89,17 +99,30 @@ def choose_stages(
         moves.relayed,
         moves.outputs,
     )
-    times = _Times(*(exchange_ns(flows, cluster, cost) for flows in exchanges))
+    return ExchangeTimes(*(exchange_ns(flows, cluster, cost) for flows in exchanges))
+
+
+def choose_stages(
+    placement: Placement,
+    needs: Needs,
+    work: Work,
+    times: ExchangeTimes,
+    peers: Peers,
+    cluster: Cluster,
+    kept: Stages | None = None,
+) -> Stages:
+    """Each rank's number of equal stages, or, in a backward whose keys are ``kept``, the forward's. ``work`` is in nanoseconds."""
     if kept is not None:
         return _timed_kept(kept.number, work, times, cluster)
     number = np.ones(placement.ranks, np.int64)
     if placement.assemble_own:
         # All work waits for the one stage in which tokens are put in order.
-        return Stages(number, np.zeros_like(number), work.own + work.rest + times.there + times.back + times.home)
+        ns = work.own + work.rest + times.there + times.back + times.home
+        return Stages(number, np.zeros_like(number), ns, equal_borders(number))
     if placement.wishes.divisions is not None:
         number[needs.keys.first.rank] = placement.wishes.divisions.stage.max(axis=1)[needs.keys.first.rank]
         parts = _parts(number, work, times, cluster)
-        return Stages(parts.number, parts.held, _together_ns(parts, *_peers(moves)))
+        return Stages(parts.number, parts.held, _together_ns(parts, *peers), equal_borders(number))
     best = _alone_ns(_parts(number, work, times, cluster))
     # More stages help only ranks that read keys and wait for something.
     reads = np.zeros(placement.ranks, bool)
@@ -109,7 +132,31 @@ def choose_stages(
         more = _alone_ns(_parts(np.full_like(number, count), work, times, cluster))
         better = reads & (more * 1000 < best * WORTH_PERMILLE)
         number, best = np.where(better, count, number), np.where(better, more, best)
-    return _capped(number, work, times, cluster, _peers(moves))
+    return _capped(number, work, times, cluster, peers)
+
+
+def equal_borders(number: Ints) -> Ints:
+    """The borders of so many equal stages on each rank."""
+    found: Ints = np.minimum(np.arange(int(number.max()) + 1) * PARTS // number[:, None], PARTS)
+    return found
+
+
+def stage_work(work: Work, number: Ints, borders: Ints) -> Ints:
+    """``[rank, stage]``: the work on each stage's keys, and in the first one that on keys at home, for which only queries come."""
+    rest = work.rest + (number - 1) * work.again - work.at_keys
+    found: Ints = -(-rest[:, None] * np.diff(borders, axis=1) // PARTS)
+    found[:, 0] += work.at_keys
+    return found
+
+
+def slots_of(number: Ints, work: Work, times: ExchangeTimes, cluster: Cluster) -> tuple[Ints, Ints]:
+    """(work, what travels beside it) of equal stages, ``[slot, rank]``."""
+    parts = _parts(number, work, times, cluster)
+    of_stages = stage_work(work, number, equal_borders(number)).T
+    inside = [np.zeros_like(number), *of_stages, np.zeros_like(number)]
+    found = [_slot(parts, slot) for slot in range(len(inside))]
+    works = [np.where((slot > 0) & (slot <= number), inside[slot], found[slot][0]) for slot in range(len(inside))]
+    return np.stack(works), np.stack([beside for _, beside in found])
 
 
 class _Parts(NamedTuple):
@@ -126,7 +173,7 @@ class _Parts(NamedTuple):
     last: Ints
 
 
-def _parts(number: Ints, work: Work, times: _Times, cluster: Cluster) -> _Parts:
+def _parts(number: Ints, work: Work, times: ExchangeTimes, cluster: Cluster) -> _Parts:
     start = cluster.latency_ns * (number > 1)
     into, again, out, returned = (-(-ns // number) + start * (ns > 0) for ns in times[:4])
     each = -(-(work.rest + (number - 1) * work.again) // number)
@@ -164,25 +211,25 @@ def _together_ns(p: _Parts, source: Ints, target: Ints) -> Ints:
     return begin
 
 
-def _peers(moves: Moves) -> tuple[Ints, Ints]:
-    """(source, target) of all that moves, each pair once."""
+def find_peers(moves: Moves) -> Peers:
+    """Who sends to whom, each pair once."""
     flows = join_flows([moves.inputs, moves.relays, moves.gradients, moves.relayed, moves.outputs])
     span = int(max(flows.source.max(initial=0), flows.target.max(initial=0))) + 1
     pairs = distinct((flows.source * span + flows.target)[flows.source != flows.target], span * span)
-    return pairs // span, pairs % span
+    return Peers(pairs // span, pairs % span)
 
 
-def _capped(number: Ints, work: Work, times: _Times, cluster: Cluster, peers: tuple[Ints, Ints]) -> Stages:
+def _capped(number: Ints, work: Work, times: ExchangeTimes, cluster: Cluster, peers: Peers) -> Stages:
     """The numbers of stages, none above the largest cap that is nearly as fast for all together as the best one."""
     tried = []
     for cap in range(int(number.max()), 0, -1):
         parts = _parts(np.minimum(number, cap), work, times, cluster)
-        tried.append(Stages(parts.number, parts.held, _together_ns(parts, *peers)))
+        tried.append(Stages(parts.number, parts.held, _together_ns(parts, *peers), equal_borders(parts.number)))
     least = min(int(found.ns.max()) for found in tried)
     return next(found for found in tried if int(found.ns.max()) * 1000 <= least * TOGETHER_PERMILLE)
 
 
-def _timed_kept(number: Ints, work: Work, times: _Times, cluster: Cluster) -> Stages:
+def _timed_kept(number: Ints, work: Work, times: ExchangeTimes, cluster: Cluster) -> Stages:
     """With keys that are there: only queries come, and gradients leave behind the work on the next part."""
     start = cluster.latency_ns * (number > 1)
     out, returned = (-(-ns // number) + start * (ns > 0) for ns in (times.back, times.relayed))
@@ -195,12 +242,12 @@ def _timed_kept(number: Ints, work: Work, times: _Times, cluster: Cluster) -> St
     slots = np.where(waits, number, number - 1)
     ns += np.where(slots > 0, np.where(waits, each, np.maximum(each, out)), 0)
     ns += np.maximum(slots - 1, 0) * np.maximum(each, out)
-    return Stages(number, held, ns + np.maximum(second, last))
+    return Stages(number, held, ns + np.maximum(second, last), equal_borders(number))
 
 
-def cut_into_stages(keys: Pieces, number: Ints, cluster: Cluster) -> tuple[Pieces, Ints, Ints]:
-    """The key pieces cut into parts, given each rank's number of stages: (parts, the stage of each, its piece)."""
-    if number.max() == 1:
+def cut_into_stages(keys: Pieces, borders: Ints, cluster: Cluster) -> tuple[Pieces, Ints, Ints]:
+    """The key pieces cut into parts, given the borders of each rank's stages: (parts, the stage of each, its piece)."""
+    if borders.shape[1] == 2:
         return keys, np.ones(len(keys), np.int64), np.arange(len(keys), dtype=np.int64)
     size = cluster.ranks_per_node
     across = (keys.owner // size != keys.rank // size).astype(np.int64)
@@ -212,13 +259,12 @@ def cut_into_stages(keys: Pieces, number: Ints, cluster: Cluster) -> tuple[Piece
     total = sums(port, amount, 2 * cluster.ranks)[port]
     before = np.cumsum(amount) - amount
     before -= before[np.searchsorted(port, port)]
-    stages = number[keys.rank]
-    first, last = before * stages // total, (before + amount - 1) * stages // total
+    cuts = -(-total[:, None] * borders[keys.rank] // PARTS)
+    first, last = ((at[:, None] >= cuts[:, 1:-1]).sum(axis=1) for at in (before, before + amount - 1))
     piece, within = spread(last - first + 1)
     stage = first[piece] + within
     keys = keys.take(piece)
-    parts, total, before = stages[piece], total[piece], before[piece]
-    start, stop = (_cut_at(keys, -(-total * s // parts) - before) for s in (stage, stage + 1))
+    start, stop = (_cut_at(keys, cuts[piece, s] - before[piece]) for s in (stage, stage + 1))
     real = start < stop
     return replace(keys, start=start, stop=stop).take(real), stage[real] + 1, order[piece[real]]
 

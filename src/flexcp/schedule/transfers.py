@@ -30,7 +30,8 @@ from flexcp.schedule.analysis import MaskAnalysis, analyse
 from flexcp.schedule.execution import needed_work_ns, static_work_ns, with_execution
 from flexcp.schedule.needs import Pieces
 from flexcp.schedule.routes import Needs
-from flexcp.schedule.stages import cut_by_divisions, cut_into_stages
+from flexcp.schedule.stages import Stages, cut_by_divisions, cut_into_stages
+from flexcp.schedule.thin_ends import early_stage
 from flexcp.shape import Kind, Shape
 
 Ints = NDArray[np.int64]
@@ -55,7 +56,7 @@ def make_plan(
     how = (shape, cluster, cost)
     if placement.traffic.kind == "needed":
         own_stage = 1 if placement.assemble_own else 0
-        masks = analysis or analyse(placement, shape, cluster, cost, keep_kv)
+        masks = analysis or analyse(placement, shape, cluster, cost, keep_kv, most_ahead)
         pairs = [_needed_programs(found, own_stage, placement, cluster) for found in masks]
         work = [
             [needed_work_ns(p, one.work, one.stages) for p, one in zip(pair, found[2:], strict=True)]
@@ -68,10 +69,12 @@ def make_plan(
             list(static_work_ns(placement, mask, (forward.stages, backward.stages), *how))
             for mask, (forward, backward) in enumerate(pairs)
         ]
+        masks = []
+    early = [[early_stage(one.stages) for one in found[2:]] for found in masks] or [[0, 0]] * len(pairs)
     programs = []
-    for (forward, backward), (there, back) in zip(pairs, work, strict=True):
-        first = with_execution(forward, there, *how, False, most_ahead, placement.wishes)
-        programs.append((first, with_execution(backward, back, *how, True, most_ahead, placement.wishes)))
+    for (forward, backward), (there, back), (soon, late) in zip(pairs, work, early, strict=True):
+        first = with_execution(forward, there, *how, False, most_ahead, soon, placement.wishes)
+        programs.append((first, with_execution(backward, back, *how, True, most_ahead, late, placement.wishes)))
     return Plan(shape, cluster, cost, strategy, placement, tuple(programs))
 
 
@@ -92,17 +95,17 @@ def _needed_programs(
     programs = []
     for backward, one in enumerate((found.forward, found.backward)):
         if placement.wishes.divisions is None:
-            cut = cut_into_stages(found.needs.keys.first, one.stages.number, cluster)
+            cut = cut_into_stages(found.needs.keys.first, one.stages.borders, cluster)
         else:
             cut = cut_by_divisions(found.needs.keys.first, placement.wishes.divisions, placement)
-        parts = _staged(found.needs, cut, cluster, bool(backward), found.keys_kept)
+        parts = _staged(found.needs, one.stages, cut, cluster, bool(backward), found.keys_kept)
         held = tuple(one.stages.held.tolist()) if one.stages.held.any() else ()
         programs.append(_program(parts, own_stage, held, found.keys_kept and bool(backward)))
     return programs[0], programs[1]
 
 
 def _staged(
-    needs: Needs, cut: tuple[Pieces, Ints, Ints], cluster: Cluster, backward: bool, kept: bool
+    needs: Needs, chosen: Stages, cut: tuple[Pieces, Ints, Ints], cluster: Cluster, backward: bool, kept: bool
 ) -> list[Transfers]:
     """Queries in stage 1, keys in theirs, relays one later; what a slot completed leaves two stages later.
 
@@ -118,6 +121,11 @@ def _staged(
     queries = np.zeros(cluster.ranks, np.int64)
     queries[q.rank] = 1
     home = np.maximum(slot, queries[keys.rank]) + 2
+    if chosen.thin_ends:
+        # Nothing travels beside the work between the ends.
+        most = int(chosen.number.max())
+        home = np.where(slot < most, most - 1, most) + 2
+        last[:] = most
     parts = [] if there else [_transfers_of(keys, Kind.KV, stage, keys.owner, keys.rank)]
     if len(relays):
         # Every relay passes on all parts of its piece.

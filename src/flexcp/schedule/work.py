@@ -38,19 +38,27 @@ def cut_regions(placement: Placement, mask: LayerMask, regions: Regions) -> Cuts
 
 
 class Pairs(NamedTuple):
-    """Pairs of each region, those whose row and key are both kept at its ring position, and how often hops bring it more keys."""
+    """Pairs of each region, those whose row and key are both kept at its ring position, and how often hops bring it more keys.
+
+    ``at_keys`` are those whose key is kept there but whose row is not, where that is counted.
+    """
 
     all: Ints
     own: Ints
     hops: Ints
+    at_keys: Ints | None = None
 
 
 class Work(NamedTuple):
-    """Pairs x query heads of each rank, row tiles included: on keys of its own position, on all others, and one more pass over those."""
+    """Pairs x query heads of each rank, row tiles included: on keys of its own position, on all others, and one more pass over those.
+
+    ``at_keys`` is the part of the others for which only queries have to come, row tiles left out.
+    """
 
     own: Ints
     rest: Ints
     again: Ints
+    at_keys: Ints
 
 
 class Homes(NamedTuple):
@@ -73,14 +81,17 @@ def homes_of(placement: Placement, position: Ints | None = None) -> Homes:
 def count_pairs(placement: Placement, regions: Regions, cuts: Cuts, homes: Homes | None = None) -> Pairs:
     """The pairs of each region; without ``homes`` every rank's tokens are at home there alone."""
     count = len(regions)
-    own = None if placement.assemble_own else _own_area(placement, regions, cuts, homes)
     pairs = sums(cuts.region, area(cuts.slices), count)
-    at_home = np.zeros_like(pairs) if own is None else sums(cuts.region, own, count)
-    return Pairs(pairs, at_home, (pairs > at_home).astype(np.int64))
+    if placement.assemble_own:
+        return Pairs(pairs, np.zeros_like(pairs), (pairs > 0).astype(np.int64))
+    own, at_keys = _own_area(placement, regions, cuts, homes)
+    at_home = sums(cuts.region, own, count)
+    keys_at_home = None if at_keys is None else sums(cuts.region, at_keys, count) - at_home
+    return Pairs(pairs, at_home, (pairs > at_home).astype(np.int64), keys_at_home)
 
 
-def _own_area(placement: Placement, regions: Regions, cuts: Cuts, homes: Homes | None) -> Ints:
-    """Pairs of each slice whose row and key are both at home."""
+def _own_area(placement: Placement, regions: Regions, cuts: Cuts, homes: Homes | None) -> tuple[Ints, Ints | None]:
+    """Pairs of each slice whose row and key are both at home; where every rank is a home and not all rows are, also whose key is."""
     position, keeper, start, stop = homes or homes_of(placement)
     span = placement.stream + 1  # one axis for all positions: those of different ones never meet
     axis_start, axis_stop = keeper * span + start, keeper * span + stop
@@ -91,7 +102,12 @@ def _own_area(placement: Placement, regions: Regions, cuts: Cuts, homes: Homes |
     at, run = overlaps(base[item] + rows[:, K0], base[item] + rows[:, K1], axis_start, axis_stop)
     item = item[at]
     both = cut(rows[at], 0, placement.stream, start[run] - begin[item], stop[run] - begin[item])
-    return sums(item, area(both), len(slices))
+    own = sums(item, area(both), len(slices))
+    if homes is not None or int((rows[:, Q1] - rows[:, Q0]).sum()) == int((slices[:, Q1] - slices[:, Q0]).sum()):
+        return own, None
+    item, run = overlaps(base + slices[:, K0], base + slices[:, K1], axis_start, axis_stop)
+    keys = cut(slices[item], 0, placement.stream, start[run] - begin[item], stop[run] - begin[item])
+    return own, sums(item, area(keys), len(slices))
 
 
 def rank_work(placement: Placement, regions: Regions, pairs: Pairs, cost: CostModel) -> Work:
@@ -101,7 +117,8 @@ def rank_work(placement: Placement, regions: Regions, pairs: Pairs, cost: CostMo
     own = (pairs.own + tiles * ((pairs.own > 0) | (pairs.all == 0))) * heads
     rest = (pairs.all - pairs.own + tiles * pairs.hops) * heads
     again = tiles * (pairs.hops > 0) * heads
-    return Work(*(sums(regions.rank, amount, placement.ranks) for amount in (own, rest, again)))
+    at_keys = np.zeros_like(own) if pairs.at_keys is None else pairs.at_keys * heads
+    return Work(*(sums(regions.rank, amount, placement.ranks) for amount in (own, rest, again, at_keys)))
 
 
 def pass_work_ns(
@@ -121,8 +138,7 @@ def pass_work_ns(
     others = np.where(work.rest > 0, 1 if kernels is None else kernels, 0)
     found = []
     for backward in (False, True):
-        own, rest, again = (cost.attention_ns(amount, shape, cluster, backward) for amount in work)
-        found.append(
-            Work(own + cost.kernel_ns * (work.own > 0), rest + cost.kernel_ns * others, again + cost.kernel_ns)
-        )
+        own, rest, again, at_keys = (cost.attention_ns(amount, shape, cluster, backward) for amount in work)
+        own, rest = own + cost.kernel_ns * (work.own > 0), rest + cost.kernel_ns * others
+        found.append(Work(own, rest, again + cost.kernel_ns, at_keys))
     return found[0], found[1]

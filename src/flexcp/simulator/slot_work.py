@@ -182,9 +182,9 @@ def _own_and_rest(plan: Plan, mask: int) -> tuple[tuple[Ints, Ints], tuple[Ints,
     pairs = count_static_pairs(placement, placement.batch.masks[mask], regions, rings_of(placement))
     # A region without a pair is no work.
     some = pairs.all > 0
-    regions, pairs = regions.take(some), Pairs(*(column[some] for column in pairs))
+    regions, pairs = regions.take(some), Pairs(*(column[some] for column in pairs[:3]))
     heads = regions.h1 - regions.h0
-    own, rest, _ = rank_work(placement, regions, pairs, plan.cost)
+    own, rest, *_ = rank_work(placement, regions, pairs, plan.cost)
     counts = pairs.own, pairs.all - pairs.own
     own_pairs, rest_pairs = (sums(regions.rank, count * heads, plan.ranks) for count in counts)
     return (own, rest), (own_pairs, rest_pairs)

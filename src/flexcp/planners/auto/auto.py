@@ -12,6 +12,8 @@ A candidate may have several placements, as ``groups`` has for each of its setti
   changes the order of plans hardly ever) and all-reduces of tensor parallelism; where nothing but attention costs time, its passes one by
   one. Times are integers of nanoseconds from integers, so all machines choose the same; of equal ones the first of the list wins, a
   static one.
+- **Stages.** In what stages a pass is cut best (:mod:`flexcp.schedule.thin_ends`) the closed form says; of the fastest plan events say
+  it again, for the forward and the backward apart.
 - **What is left out.** A candidate is passed over when its price is not under the fastest simulated time: prices are optimistic, the
   closed form with the least copies (:mod:`flexcp.simulator.least_copies`) too. It is left out for a static method of so many regions that
   events are found sooner.
@@ -38,7 +40,7 @@ from flexcp.plan.plan import Plan
 from flexcp.planners.auto.candidates import HIGH_EFFORT, LEAST_EFFORT, Candidate, find_candidates
 from flexcp.planners.request import Refused, Request, refuse_over_memory, refuse_over_peers
 from flexcp.planners.token_runs import check_tolerances
-from flexcp.schedule.analysis import MaskAnalysis, analyse
+from flexcp.schedule.analysis import MaskAnalysis, analyse, in_other_stages
 from flexcp.schedule.predict import milliseconds, predict
 from flexcp.schedule.transfers import make_plan
 from flexcp.simulator.least_copies import with_copies_ns
@@ -76,6 +78,7 @@ def auto_plan(request: Request) -> Plan:
     search.run(find_candidates(request, search.effort))
     if search.best is None:
         raise Refused(f"no strategy can place this batch: {search.refusals[0]}")
+    search.try_other_stages()
     plan = search.best.plan
     return replace(plan, requested="auto", placement=replace(plan.placement, note=search.words()))
 
@@ -99,6 +102,7 @@ class _Simulated:
     plan: Plan
     ns: int
     order: int
+    analysis: list[MaskAnalysis] | None
 
     @property
     def name(self) -> str:
@@ -178,7 +182,7 @@ class _Search:
         try:
             check_tolerances(request, placement)
             needed = placement.traffic.kind == "needed"
-            analysis = analyse(placement, *known, request.keep_kv) if needed else None
+            analysis = analyse(placement, *known, request.keep_kv, request.most_ahead) if needed else None
             placed = _Placed(candidate, placement, candidate.least_ns, analysis)
             if candidate.regions <= MANY_REGIONS:
                 found = predict(placement, *known, request.keep_kv, analysis)
@@ -202,8 +206,22 @@ class _Search:
         plan = placed.plan or self._planned(placed)
         layers = sum(mask.layers for mask in plan.batch.masks)
         ns = placed.ns if placed.ns // layers > LONGEST_NS else step_ns(plan)
-        self.simulated.append(_Simulated(placed.candidate, plan, ns, order))
+        self.simulated.append(_Simulated(placed.candidate, plan, ns, order, placed.analysis))
         self.best = min(self.simulated, key=lambda found: (found.ns, found.order))
+
+    def try_other_stages(self) -> None:
+        """The fastest plan with a pass cut into stages the other way, first the forward and then the backward, where that is faster."""
+        for backward in (False, True):
+            best = self.best
+            assert best is not None
+            others = in_other_stages(best.analysis, backward) if best.analysis is not None else None
+            if others is None or best.ns // sum(mask.layers for mask in best.plan.batch.masks) > LONGEST_NS:
+                continue
+            plan = self._planned(_Placed(best.candidate, best.plan.placement, best.ns, others))
+            ns = step_ns(plan)
+            if ns < best.ns:
+                self.best = replace(best, plan=plan, ns=ns, analysis=others)
+                self.simulated[self.simulated.index(best)] = self.best
 
     def _pass_over(self, price: int, item: Candidate | _Placed) -> None:
         """Keep the least price of what is not simulated, for each way of dealing documents and for all others; prices come in order."""

@@ -1,0 +1,130 @@
+"""Loops of stages under contention: how long slots of work take with what travels beside them, over all ranks together, compiled.
+
+In every slot the margin is taken under which the slowest rank is done first, as the plan's will be
+(:mod:`flexcp.schedule.execution`). What a slot brings starts when all who send it have begun the slot.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flexcp.arrays.jit import compiled, compiled_leaf
+
+SLOW, ALONE, LINK = range(3)
+
+
+@compiled
+def together_ns(work, beside, start, across, rows, source, target):
+    """When the last rank is done; ``work`` and ``beside`` are ``[slot, rank]``, ``start[rank]`` is when it begins.
+
+    ``across[rank]`` is 1 where a rank exchanges with other nodes alone; ``rows[across, margin]`` are the prices of contention, per mille.
+    """
+    slots, ranks = work.shape
+    begin, ready = start.copy(), np.zeros(ranks, np.int64)
+    for slot in range(slots):
+        margin = best_margin(work[slot], beside[slot], across, rows)
+        ready[:] = begin
+        for i in range(len(source)):
+            ready[target[i]] = max(ready[target[i]], begin[source[i]])
+        for r in range(ranks):
+            row = rows[across[r], margin]
+            moved, computed = beside[slot, r], work[slot, r]
+            begin[r] += overlapped(computed, moved, row)
+            if moved > 0:
+                alone = moved if computed == 0 else moved * 1000 // row[LINK]
+                begin[r] = max(begin[r], ready[r] + alone)
+    return begin.max()
+
+
+@compiled
+def thinnest(own, rest, at_keys, there, back, home, reads, limits, shares, start, across, rows, source, target):
+    """The best stages with thin ends: (when the last rank is done, ``borders[rank, stage]``, per mille of own work held back).
+
+    ``rest`` is a rank's work on keys that come, ``at_keys`` that for which only queries do; ``there``, ``back`` and ``home`` are how long
+    inputs, gradients and results travel. ``limits`` are the parts of a whole, of the thinnest and of the thickest end, and the stages.
+    """
+    ranks = len(own)
+    whole, least, most, count = limits
+    first, last = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
+    held, borders = np.zeros(ranks, np.int64), np.zeros((ranks, count + 1), np.int64)
+    best, best_held, best_borders = -1, held, borders
+    for share in shares:
+        for same in range(2):
+            for r in range(ranks):
+                # What the first end has besides hides as much of what travels.
+                left = max(there[r] - at_keys[r], 0)
+                first[r] = max(least, min(most, share * whole // 1000 * left // (rest[r] + left + 1)))
+                last[r] = 0
+                if count == 3:
+                    last[r] = max(least, min(most, share * whole // 1000 * back[r] // (rest[r] + back[r] + 1)))
+            if same == 1:
+                thick_first, thick_last = 0, 0
+                for r in range(ranks):
+                    if reads[r]:
+                        thick_first, thick_last = max(thick_first, first[r]), max(thick_last, last[r])
+                first[:] = thick_first
+                last[:] = thick_last
+            for r in range(ranks):
+                borders[r, 1:] = whole
+                if reads[r]:
+                    borders[r, 1] = first[r]
+                    if count == 3:
+                        borders[r, 2] = whole - last[r]
+            for way in range(3):
+                work, beside = np.zeros((count + 2, ranks), np.int64), np.zeros((count + 2, ranks), np.int64)
+                for r in range(ranks):
+                    there_first = there[r] * borders[r, 1] // whole
+                    back_last = home[r]
+                    if count == 3:
+                        back_last += back[r] * (whole - borders[r, 2]) // whole
+                        beside[3, r] = back[r] * borders[r, 2] // whole
+                    held[r] = held_back(own[r], there_first, back_last, way)
+                    after = own[r] * held[r] // 1000
+                    work[0, r] = own[r] - after
+                    work[1, r] = at_keys[r]
+                    for s in range(count):
+                        work[s + 1, r] += rest[r] * (borders[r, s + 1] - borders[r, s]) // whole
+                    work[count + 1 if reads[r] else 2, r] += after
+                    beside[0, r], beside[1, r], beside[count + 1, r] = there_first, there[r] - there_first, back_last
+                ns = together_ns(work, beside, start, across, rows, source, target)
+                if best < 0 or ns < best:
+                    best, best_held, best_borders = ns, held.copy(), borders.copy()
+    return best, best_borders, best_held
+
+
+@compiled_leaf
+def held_back(own, first, last, way):
+    """Per mille of own work that is held back: in proportion to both ends, as much as hides the last, or all but what hides the first."""
+    if way == 0:
+        return 1000 * last // max(first + last, 1)
+    if way == 1:
+        return 1000 * min(own, last + last // 8) // max(own, 1)
+    return 1000 - 1000 * min(own, first + first // 8) // max(own, 1)
+
+
+@compiled_leaf
+def overlapped(work, beside, row):
+    """:func:`flexcp.schedule.execution.overlapped_ns` of one rank."""
+    if beside == 0:
+        return work
+    if work == 0:
+        return beside
+    linked, computed = beside * 1000 // row[LINK], work * row[SLOW] // 1000
+    if linked >= computed:
+        return linked
+    return linked + (work - linked * 1000 // row[SLOW]) * row[ALONE] // 1000
+
+
+@compiled_leaf
+def best_margin(work, beside, across, rows):
+    """The margin under which the slowest rank is done first, and then all of them."""
+    best, least, least_sum = 0, -1, 0
+    for margin in range(rows.shape[1]):
+        most, total = 0, 0
+        for r in range(len(work)):
+            ns = overlapped(work[r], beside[r], rows[across[r], margin])
+            most = max(most, ns)
+            total += ns
+        if least < 0 or most < least or (most == least and total < least_sum):
+            best, least, least_sum = margin, most, total
+    return best

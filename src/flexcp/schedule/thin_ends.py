@@ -1,0 +1,103 @@
+"""Thin ends: a small stage, a large one beside whose work nothing travels, and in the backward a small one again.
+
+A kernel that leaves multiprocessors to transfers is slower all the time it runs, not only while they are under way; one that leaves none
+nearly stops until they are done (:class:`flexcp.cost.Contention`). So transfers that are short against the work beside them cost much more
+than they take, and with equal stages (:mod:`flexcp.schedule.stages`) there are some in every slot. Here they are beside little work:
+
+    slot 0        own work, first share          | inputs 1
+    slot 1        work on the small stage 1      | inputs 2 and 3
+    slot 2        work on the large stage 2      |
+    slot 3        work on the small stage 3      | gradients of the keys of stages 1 and 2
+    slot 4        own work, second share         | gradients of the keys of stage 3, results for moved queries
+
+The forward has no gradients, and no stage 3. How thin an end is depends on how long its transfers take against the work; shares around
+that are tried, those of each rank or the same for all who wait for each other, and own work is held back in proportion to what travels at
+the two ends, as much as hides the last transfers, or all but what hides the first. Of all these and of equal stages the fastest is taken,
+with contention and over all ranks together, each beginning when the rest of the layer is done, if it is clearly faster.
+
+Not on a single node, whose links are fast, nor where keys are relayed, which takes slots of its own, or kept for the backward, or where
+nothing may be posted two slots ahead.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexcp.clusters import Cluster
+from flexcp.cost import CostModel
+from flexcp.schedule.routes import Needs
+from flexcp.schedule.stages import PARTS, ExchangeTimes, Peers, Stages, slots_of
+from flexcp.schedule.work import Work
+
+Ints = NDArray[np.int64]
+SHARES = (700, 950, 1250, 1600)
+"""An end's share of the inputs, per mille of what travels beside it over that and the work on all inputs."""
+LEAST, MOST = PARTS // 50, PARTS // 2
+"""The thinnest and the thickest end."""
+WORTH_PERMILLE = 990
+"""Thin ends are taken when they cut the time to this."""
+NO_GAIN_PERMILLE = 1005
+"""Equal stages that take no longer than this of the busiest rank's work are not worth another try."""
+UNSURE_PERMILLE = 1050
+"""The way that was not taken is not worth simulating when it takes longer than this."""
+
+
+def worth_simulating(stages: Stages) -> bool:
+    """Whether events might prefer the other way to cut."""
+    other = stages.other
+    return other is not None and other.contended_ns * 1000 <= stages.contended_ns * UNSURE_PERMILLE
+
+
+def early_stage(stages: Stages) -> int:
+    """The stage that is posted two slots ahead, 0 for none."""
+    return 3 if stages.thin_ends and stages.borders.shape[1] == 4 else 0
+
+
+def under_contention(
+    even: Stages,
+    needs: Needs,
+    work: Work,
+    times: ExchangeTimes,
+    peers: Peers,
+    cluster: Cluster,
+    cost: CostModel,
+    backward: bool,
+    rest_of_layer: Ints,
+    may_be_thin: bool = True,
+) -> Stages:
+    """The stages with thin ends where they may be and are clearly faster, else the equal ones; with their time under contention.
+
+    ``rest_of_layer`` is what each rank computes before it begins: those with more tokens begin later.
+    """
+    if len(needs.keys.first) == 0 and len(needs.q) == 0:
+        return even._replace(contended_ns=int((rest_of_layer + work.own + work.rest).max()))
+    from flexcp.schedule.compiled_contention import (  # compiled: who moves nothing does without Numba
+        thinnest,
+        together_ns,
+    )
+
+    ways = [cost.rows_beside(across) for across in (False, True)]
+    rows = np.array([[(*row.compute(backward), row.link) for row in way] for way in ways], np.int64)
+    across = np.ones(cluster.ranks, np.int64)
+    same_node = peers.source // cluster.ranks_per_node == peers.target // cluster.ranks_per_node
+    across[peers.source[same_node]] = 0
+    across[peers.target[same_node]] = 0
+    known = (rest_of_layer, across, rows, *peers)
+    equal_ns = int(together_ns(*slots_of(even.number, work, times, cluster), *known))
+    even = even._replace(contended_ns=equal_ns)
+    well_hidden = equal_ns * 1000 <= int((rest_of_layer + work.own + work.rest).max()) * NO_GAIN_PERMILLE
+    if well_hidden or not may_be_thin or len(needs.keys.relays) or len(needs.keys.first) == 0:
+        return even
+    reads = np.zeros(cluster.ranks, bool)
+    reads[needs.keys.first.rank] = True
+    count = 3 if backward else 2
+    number = np.where(reads, count, 1)
+    rest = work.rest + (number - 1) * work.again - work.at_keys
+    limits = np.array([PARTS, LEAST, MOST, count], np.int64)
+    exchanges = (times.there, times.back, times.home)
+    found = thinnest(work.own, rest, work.at_keys, *exchanges, reads, limits, np.array(SHARES, np.int64), *known)
+    thin = Stages(number, found[2], even.ns, found[1], True, int(found[0]))
+    if thin.contended_ns * 1000 > equal_ns * WORTH_PERMILLE:
+        return even._replace(other=thin)
+    return thin._replace(other=even)

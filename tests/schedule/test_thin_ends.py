@@ -1,0 +1,98 @@
+"""Proves stages under contention: thin ends leave the middle slot alone, are taken where events agree, and relays go where they cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import flexcp
+from flexcp.batch import make_batch
+from flexcp.clusters import cluster
+from flexcp.compare.compare import attention_only
+from flexcp.cost import CostModel
+from flexcp.data.lengths import draw_lengths
+from flexcp.plan.placement import Placement, Traffic
+from flexcp.plan.plan import Plan
+from flexcp.planners.blocks.blocks import blocks
+from flexcp.planners.groups.groups import groups
+from flexcp.planners.request import Request
+from flexcp.schedule import analysis
+from flexcp.schedule.analysis import analyse, in_other_stages
+from flexcp.schedule.transfers import make_plan
+from flexcp.shape import Kind, Shape
+from flexcp.simulator.training import simulate
+
+HALF = [262_144, *draw_lengths("web", 262_144, 0)]
+"""A document of half the tokens: it is cut over nodes, and there is much work to hide what that moves."""
+
+
+def request_of(lengths: list[int], shape: Shape) -> Request:
+    batch = make_batch(lengths, flexcp.causal())
+    return attention_only(Request(batch, shape, cluster("a100", 4, 4), CostModel()))
+
+
+def planned_in_both(request: Request, placement: Placement) -> tuple[Plan, Plan]:
+    """The plan of a placement, and the same in equal stages."""
+    how = (request.shape, request.cluster, request.cost)
+    found = analyse(placement, *how)
+    equal = analyse(placement, *how, most_ahead=1)
+    return make_plan(placement, *how, "x", analysis=found), make_plan(placement, *how, "x", analysis=equal)
+
+
+def long_document() -> tuple[Request, Placement]:
+    request = request_of(HALF, Shape(32, 8, 128, 128))
+    return request, groups(replace(request, argument="team=4+slack=2+long=whole"))
+
+
+def test_thin_ends_are_faster_by_events_where_they_are_taken() -> None:
+    thin, equal = planned_in_both(*long_document())
+    thin.check()
+    equal.check()
+    assert thin.bytes().sum() == equal.bytes().sum()
+    assert simulate(thin).attention_ns < 0.95 * simulate(equal).attention_ns
+
+
+def test_nothing_travels_beside_the_large_stage() -> None:
+    thin, _ = planned_in_both(*long_document())
+    program = thin.programs[0][1]
+    t = program.transfers
+    posted = program.execution.posted[t.stage]
+    under_way = (posted <= 2) & (t.stage > 2) & (t.source != t.target)
+    # Stage 3 is posted in slot 1, before the work beside which it travels.
+    assert set(t.stage[under_way].tolist()) == {3} and set(t.kind[under_way].tolist()) == {Kind.KV}
+    assert set(t.stage[t.kind == Kind.DKV].tolist()) == {4, 5}
+    amount = (t.stop - t.start) * (t.h1 - t.h0)
+    keys = [int(amount[(t.kind == Kind.KV) & (t.stage == stage)].sum()) for stage in (1, 2, 3)]
+    assert keys[1] > keys[0] + keys[2]
+
+
+def test_without_room_to_post_early_stages_are_equal() -> None:
+    request, placement = long_document()
+    found = analyse(placement, request.shape, request.cluster, request.cost, most_ahead=1)
+    assert not found[0].forward.stages.thin_ends and not found[0].backward.stages.thin_ends
+    assert in_other_stages(found, False) is None and in_other_stages(found, True) is None
+
+
+@pytest.mark.parametrize("name, relays", [("video", False), ("bimodal", True)])
+def test_keys_are_relayed_where_events_agree(name: str, relays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = 32_768 if name == "video" else 8192
+    request = request_of(draw_lengths(name, tokens * 16, 0), Shape(8, 1, 128, 128))
+    how = (request.shape, request.cluster, request.cost)
+    placement = blocks(request)
+    chosen = analyse(placement, *how)
+    assert bool(len(chosen[0].needs.keys.relays)) == relays
+    straight = analyse(replace(placement, traffic=Traffic(relay=False)), *how)
+    monkeypatch.setattr(analysis, "_contended_ns", lambda found: -len(found.needs.keys.relays))
+    relayed = analyse(placement, *how)
+    times = [simulate(make_plan(placement, *how, "x", analysis=found)).attention_ns for found in (straight, relayed)]
+    assert (times[1] < times[0]) == relays
+    assert simulate(make_plan(placement, *how, "x", analysis=chosen)).attention_ns == min(times)
+
+
+def test_work_that_waits_for_queries_alone_is_counted() -> None:
+    """Of a document split by heads over a team of four, a quarter of the keys is at home, and most of the queries on them are not."""
+    request, placement = long_document()
+    work = analyse(placement, request.shape, request.cluster, request.cost)[0].forward.work
+    assert np.all(work.at_keys <= work.rest) and int(work.at_keys.max()) > int(work.rest.max()) // 20
