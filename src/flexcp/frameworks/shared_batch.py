@@ -8,8 +8,8 @@ everybody's work.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,6 +36,15 @@ class Rows:
     tokens: Tensor
     positions: Tensor
     labels: Tensor
+    loaded: tuple[range, ...] = ()
+    """The tokens of the stream that each rank loaded, where ranks loaded their own."""
+
+    def returned(self, values: Tensor) -> Tensor:
+        """Values of this rank's rows, ``[rows, ...]``, as values of the tokens that this rank loaded, in their order. Differentiable.
+
+        Every rank calls it, and every rank runs its backward.
+        """
+        return self.step.relayout(values[: self.step.local_tokens], self.loaded)
 
 
 def lengths_of(positions: Tensor) -> list[int]:
@@ -71,7 +80,9 @@ def share(
     parts = _gathered([torch.tensor(lengths, dtype=torch.int64, device=tokens.device), tokens, labels], process_group)
     all_lengths, stream, all_labels = (torch.cat(part) for part in parts)
     step = bind(planner(all_lengths.tolist(), **options), process_group)
-    return rows_of(step, stream, all_labels)
+    ends = list(accumulate(len(part) for part in parts[1]))
+    loaded = tuple(range(start, stop) for start, stop in pairwise([0, *ends]))
+    return replace(rows_of(step, stream, all_labels), loaded=loaded)
 
 
 def rows_of(step: Step, tokens: Tensor, labels: Tensor) -> Rows:
