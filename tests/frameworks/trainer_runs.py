@@ -66,6 +66,8 @@ def trained(group: dist.ProcessGroup, folder: str, case: Case) -> dict[str, Any]
 
         more["parallelism_config"] = ParallelismConfig(**more["parallelism_config"])
     arguments = TrainingArguments(folder, **(settings | more))
+    if arguments.fsdp:
+        take_ranks_for_devices()
     collate = {"flat": DataCollatorWithFlattening(), "padded": Padding(), "unlabelled": Padding(labels=False)}[
         case.collator
     ]
@@ -151,6 +153,14 @@ def reset_accelerate() -> None:
         del os.environ[name]
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
+
+
+def take_ranks_for_devices() -> None:
+    """Let Accelerate take CPU ranks for devices of a kind it knows: on a CPU it leaves FSDP out, and says nothing."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
 
 
 def with_accelerate(group: dist.ProcessGroup) -> list[float]:
