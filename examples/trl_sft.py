@@ -35,7 +35,7 @@ def main() -> list[dict[str, float]]:
     trainer = FlexcpTrl(
         made_text.model(),
         arguments,
-        train_dataset=made_text.chats(600),
+        train_dataset=made_text.chats(900),
         eval_dataset=made_text.chats(60, seed=1),
         processing_class=made_text.tokenizer(),
         cluster=flexcp.cluster("cpu", ranks_per_node=ranks),

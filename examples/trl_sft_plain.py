@@ -29,7 +29,7 @@ def main() -> list[dict[str, float]]:
     trainer = SFTTrainer(
         made_text.model(),
         arguments,
-        train_dataset=made_text.chats(600),
+        train_dataset=made_text.chats(900),
         eval_dataset=made_text.chats(60, seed=1),
         processing_class=made_text.tokenizer(),
     )

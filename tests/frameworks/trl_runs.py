@@ -30,3 +30,49 @@ def logged(group: dist.ProcessGroup | None, name: str, arguments: list[str]) -> 
         reset_accelerate()
         found: list[dict[str, Any]] = loaded(name).main()
     return found
+
+
+def generated(group: dist.ProcessGroup, folder: str, ours: bool) -> list[dict[str, Any]]:
+    """The log of GRPO with rollouts that the model generates itself: two steps of it, in data parallelism or shared by ranks."""
+    import torch
+    from trl import GRPOConfig, GRPOTrainer
+
+    import flexcp
+    from flexcp.frameworks.huggingface_trainer import FlexcpTrainer
+
+    rank, ranks = str(dist.get_rank()), dist.get_world_size()
+    place = dict(zip(PLACE, (rank, str(ranks), rank, "127.0.0.1", "29555"), strict=True))
+    with (
+        patch.dict(os.environ, place),
+        patch.object(sys, "path", [str(EXAMPLES), *sys.path]),
+        refusing_the_loss_warning(),
+    ):
+        import made_text
+
+        reset_accelerate()
+        arguments = GRPOConfig(
+            folder, max_steps=2, per_device_train_batch_size=4, num_generations=2, max_completion_length=8, beta=0.1, logging_steps=1,
+            learning_rate=1e-2,
+            use_cpu=True, bf16=False, report_to=[], save_strategy="no", disable_tqdm=True,
+        )  # fmt: skip
+        model = made_text.model()
+        if rank == "0":
+            model.save_pretrained(folder)  # where the reference model is loaded from
+        dist.barrier()
+        model.config._name_or_path = folder
+        data = {"train_dataset": made_text.prompts(16), "processing_class": made_text.tokenizer()}
+        if ours:
+            kind: Any = type("Ours", (FlexcpTrainer, GRPOTrainer), {})
+            data["cluster"] = flexcp.cluster("cpu", ranks_per_node=ranks)
+        else:
+            kind = GRPOTrainer
+        trainer = kind(
+            model,
+            lambda completions, **others: [float(len(set(text.split()))) for text in completions],
+            arguments,
+            **data,
+        )
+        torch.manual_seed(int(rank))
+        trainer.train()
+    found: list[dict[str, Any]] = trainer.state.log_history
+    return found

@@ -36,7 +36,7 @@ from flexcp.frameworks import huggingface, not_used
 from flexcp.frameworks.collated import BORDERS, read_batch, refuse_unknown
 from flexcp.frameworks.huggingface import keywords_of, masks
 from flexcp.frameworks.shared_batch import IGNORE, share
-from flexcp.frameworks.shared_forward import SharedForward, share_forward
+from flexcp.frameworks.shared_forward import LastPlan, share_forward
 from flexcp.frameworks.trainer_logs import SharedBatches
 from flexcp.planner import Planner
 
@@ -106,14 +106,10 @@ class FlexcpTrainer(Trainer):
         self._planner = planner
         self._options = {"masks": masks(model.config), **(options or {})}
         self._refuse()
-        self._shared = [self._share(model)]
+        last = LastPlan(self._planner, self._options)
+        share_forward(model, last).watch = self._note
         if isinstance(getattr(self, "ref_model", None), nn.Module):
-            self._shared.append(self._share(_model_inside(self, self.ref_model)))
-
-    def _share(self, model: Any) -> SharedForward:
-        shared = share_forward(model, self._planner, **self._options)
-        shared.watch = self._note
-        return shared
+            share_forward(_model_inside(self, self.ref_model), last)
 
     def _note(self, step: Step) -> None:
         if torch.is_grad_enabled():

@@ -7,7 +7,7 @@ everybody's work.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
@@ -19,8 +19,8 @@ from torch import Tensor
 from flexcp.executor.bind import DEFAULT_TIMEOUT, bind
 from flexcp.executor.exchange.collectives import Collectives
 from flexcp.executor.step import Step
+from flexcp.plan.plan import Plan
 from flexcp.plan.positions import refuse_branches
-from flexcp.planner import Planner
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -67,14 +67,15 @@ def share(
     tokens: Tensor,
     labels: Tensor,
     lengths: Sequence[int],
-    planner: Planner,
+    planner: Callable[..., Plan],
     group: dist.ProcessGroup | DeviceMesh,
     /,
     **options: Any,
 ) -> Rows:
     """This rank's rows of the batch that all ranks of ``group`` loaded together.
 
-    ``tokens`` and shifted ``labels`` are this rank's own documents end to end, ``[T]``; ``options`` go to the planner's call.
+    ``tokens`` and shifted ``labels`` are this rank's own documents end to end, ``[T]``; ``options`` go to the call of ``planner``, a
+    :class:`flexcp.Planner` or what stands in for one.
     """
     process_group = group if isinstance(group, dist.ProcessGroup) else group.get_group()
     parts = _gathered([torch.tensor(lengths, dtype=torch.int64, device=tokens.device), tokens, labels], process_group)

@@ -33,6 +33,7 @@ from flexcp.frameworks import not_used
 from flexcp.frameworks.collated import KNOWN, Collated, read_batch
 from flexcp.frameworks.huggingface import NAME, turn_on
 from flexcp.frameworks.shared_batch import IGNORE, Rows, share
+from flexcp.plan.plan import Plan
 from flexcp.planner import Planner
 
 if TYPE_CHECKING:
@@ -42,13 +43,26 @@ PASSED_ON = {"fused_lm_head", "num_items_in_batch", "output_router_logits", "ret
 """Keywords that mean the same to a model whatever rows it gets."""
 
 
+class LastPlan:
+    """A planner that keeps its last plan, for models that see the same documents one after another (a policy and its reference)."""
+
+    def __init__(self, planner: Planner, options: Mapping[str, Any]) -> None:
+        self.planner, self.options = planner, options
+        self.lengths: list[int] = []
+        self.plan: Plan | None = None
+
+    def __call__(self, lengths: list[int]) -> Plan:
+        """The plan of these documents."""
+        if self.plan is None or lengths != self.lengths:
+            self.plan, self.lengths = self.planner(lengths, **self.options), lengths
+        return self.plan
+
+
 class SharedForward:
     """What :func:`share_forward` made of a model's forward."""
 
-    def __init__(
-        self, model: PreTrainedModel, planner: Planner, group: dist.ProcessGroup | None, options: dict[str, Any]
-    ) -> None:
-        self.planner, self.group, self.options = planner, group, options
+    def __init__(self, model: PreTrainedModel, planner: LastPlan, group: dist.ProcessGroup | None) -> None:
+        self.planner, self.group = planner, group
         self.model = model
         self.own_attention = model.config._attn_implementation
         self.own_forward = model.forward
@@ -77,7 +91,7 @@ class SharedForward:
         batch = read_batch({name: value for name, value in keywords.items() if name in KNOWN})
         group = dist.group.WORLD if self.group is None else self.group
         assert group is not None
-        rows = share(batch.tokens, batch.labels, batch.lengths, self.planner, group, **self.options)
+        rows = share(batch.tokens, batch.labels, batch.lengths, self.planner, group)
         given = {name: value for name, value in keywords.items() if name in PASSED_ON}
         given |= {
             "input_ids": rows.tokens[None],
@@ -99,14 +113,16 @@ class SharedForward:
 
 
 def share_forward(
-    model: PreTrainedModel, planner: Planner, group: dist.ProcessGroup | None = None, **options: Any
+    model: PreTrainedModel, planner: Planner | LastPlan, group: dist.ProcessGroup | None = None, **options: Any
 ) -> SharedForward:
     """Let every rank of ``group`` (all by default) call ``model`` with documents of its own and run those of all ranks together.
 
     ``model`` is turned on by :func:`flexcp.frameworks.huggingface.turn_on`; DDP and FSDP2 are wrapped around it afterwards. ``options``
-    go to the planner's call (``masks=``, ``tokens=``). A forward that is given a step runs under that one.
+    go to the planner's call (``masks=``, ``tokens=``); models that see the same documents may be given one :class:`LastPlan`. A forward
+    that is given a step runs under that one.
     """
-    shared = SharedForward(model, planner, group, options)
+    given = planner if isinstance(planner, LastPlan) else LastPlan(planner, options)
+    shared = SharedForward(model, given, group)
     turn_on(model)
 
     @functools.wraps(model.forward)
