@@ -12,7 +12,7 @@ from trl_runs import generated, logged
 
 from flexcp.measure.ranks import RankPool
 
-TRAINERS = ["trainer", "trl_sft", "trl_dpo", "trl_grpo"]
+TRAINERS = ["trainer", "trl_sft", "trl_dpo", "trl_grpo", "rl_loop", "lightning_fsdp2"]
 STEPS = ["--steps", "6"]
 TIMES = ("runtime", "per_second", "time", "flos", "balance")
 """What a log says of the machine, and TRL's count of operations, which takes the padding of each rank for work."""
@@ -29,15 +29,14 @@ def assert_same_logs(ours: list[dict[str, Any]], plain: list[dict[str, Any]]) ->
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_a_trainer_logs_what_one_process_does(two: RankPool, name: str) -> None:
-    if name.startswith("trl"):
-        pytest.importorskip("trl")
+    pytest.importorskip({"trl": "trl", "lightning": "lightning"}.get(name.split("_")[0], "transformers"))
     plain = logged(None, f"{name}_plain", STEPS)
     for ours in two.run(logged, name, STEPS):
         assert_same_logs(ours, plain)
     losses = [entry["loss"] for entry in plain if "loss" in entry]
     assert len(losses) == 6
     assert len(set(losses)) == 6
-    assert name == "trl_grpo" or "eval_loss" in plain[-1]
+    assert name in ("trl_grpo", "rl_loop", "lightning_fsdp2") or "eval_loss" in plain[-1]
 
 
 @pytest.mark.parametrize("name", TRAINERS)

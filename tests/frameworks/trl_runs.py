@@ -12,15 +12,30 @@ from example_runs import EXAMPLES, loaded
 from loss_warning import refusing_the_loss_warning
 from trainer_runs import reset_accelerate
 
-PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+PLACE = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+)
+"""What torchrun sets."""
+
+
+def place_of_rank() -> dict[str, str]:
+    """The environment of this rank under torchrun."""
+    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
+    return dict(zip(PLACE, (rank, ranks, rank, "127.0.0.1", "29555", "tests", ranks, "0"), strict=True))
 
 
 def logged(group: dist.ProcessGroup | None, name: str, arguments: list[str]) -> list[dict[str, Any]]:
     """The log of a trainer's example: on all ranks of this world, or alone where there is none."""
     place: dict[str, str] = {}
     if group is not None:
-        rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
-        place = dict(zip(PLACE, (rank, ranks, rank, "127.0.0.1", "29555"), strict=True))
+        place = place_of_rank()
     with (
         patch.dict(os.environ, place),
         patch.object(sys, "argv", [name, *arguments]),

@@ -78,7 +78,7 @@ def share(
     :class:`flexcp.Planner` or what stands in for one.
     """
     process_group = group if isinstance(group, dist.ProcessGroup) else group.get_group()
-    parts = _gathered([torch.tensor(lengths, dtype=torch.int64, device=tokens.device), tokens, labels], process_group)
+    parts = gathered([torch.tensor(lengths, dtype=torch.int64, device=tokens.device), tokens, labels], process_group)
     all_lengths, stream, all_labels = (torch.cat(part) for part in parts)
     step = bind(planner(all_lengths.tolist(), **options), process_group)
     ends = list(accumulate(len(part) for part in parts[1]))
@@ -94,7 +94,7 @@ def rows_of(step: Step, tokens: Tensor, labels: Tensor) -> Rows:
     return Rows(step, step.shard(tokens), step.positions.to(tokens.device), step.shard(labels, pad=IGNORE))
 
 
-def _gathered(tensors: list[Tensor], group: dist.ProcessGroup) -> list[list[Tensor]]:
+def gathered(tensors: list[Tensor], group: dist.ProcessGroup) -> list[list[Tensor]]:
     """Every rank's 1-D tensors of integers: one exchange of sizes, one of everything."""
     collectives = Collectives(group, DEFAULT_TIMEOUT)
     sizes = torch.tensor([len(x) for x in tensors], device=tensors[0].device)
