@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from trainer_runs import Case, evaluated_shares, one_process, trained, with_accelerate
 
 from flexcp.frameworks.collated import read_batch
+from flexcp.frameworks.huggingface_trainer import FlexcpTrainer
 from flexcp.frameworks.shared_batch import lengths_of, next_in_document
 from flexcp.measure.ranks import RankError, RankPool
 
@@ -179,3 +181,16 @@ def test_a_mask_of_another_kind_is_refused() -> None:
     for mask in (torch.zeros(1, 1, 4, 4), torch.tensor([[0.0, -1.0, 0.0, 0.0]])):
         with pytest.raises(NotImplementedError, match=r"padding mask of \(1, 4\) tokens"):
             read_batch({"input_ids": torch.arange(4)[None], "attention_mask": mask})
+
+
+def test_packing_without_positions_is_one_clear_line() -> None:
+    trainer: Any = SimpleNamespace(args=SimpleNamespace(packing=True, packing_strategy="bfd"))
+    batch = {"input_ids": torch.arange(4)[None], "labels": torch.arange(4)[None]}
+    with pytest.raises(ValueError, match="nothing says where documents begin; let the collator return position_ids"):
+        FlexcpTrainer._refuse_lost_borders(trainer, batch)
+    FlexcpTrainer._refuse_lost_borders(trainer, batch | {"position_ids": torch.arange(4)[None]})
+
+
+def test_a_trainer_asks_for_a_cluster_or_a_planner() -> None:
+    with pytest.raises(ValueError, match=r"cluster=flexcp.cluster"):
+        FlexcpTrainer(None)
