@@ -20,7 +20,14 @@ from typing import Any
 
 import numpy as np
 
-PLANS = (("web", 8, "zigzag"), ("libra256k", 32, "auto"), ("web", 32, "blocks"), ("web", 32, "ring"))
+PLANS = (
+    ("web", 8, "zigzag"),
+    ("libra256k", 32, "auto"),
+    ("web", 32, "blocks"),
+    ("web", 32, "ring"),
+    ("libra256k", 8, "blocks"),
+    ("longalign", 32, "groups"),
+)
 TOKENS_PER_RANK = 8192
 MARGINS = (0, 4, 8, 16, 24)
 
@@ -47,6 +54,7 @@ def full_slots() -> list[dict[str, Any]]:
     import flexcp
     from flexcp.data.lengths import draw_lengths
     from flexcp.executor.run.rank_program import rank_program
+    from flexcp.measure.kernels.lists import program_lists
     from flexcp.plan.rounds import find_messages
     from flexcp.schedule.execution import transfers_ns
 
@@ -76,21 +84,7 @@ def full_slots() -> list[dict[str, Any]]:
             if best[1] is None:
                 continue
             rank, at = best[1]
-            whole = rank_program(plan, rank, 0, bool(backward))
-            lists = []
-            for w in whole.slots[at].work:
-                queries, keys = whole.shelves[w.q_shelf], whole.shelves[w.kv_shelf]
-                lists.append(
-                    (
-                        w.slices,
-                        queries.rows,
-                        keys.rows,
-                        w.q_shelf,
-                        queries.h1 - queries.h0,
-                        w.h0 - queries.h0,
-                        w.h1 - queries.h0,
-                    )
-                )
+            lists = program_lists(rank_program(plan, rank, 0, bool(backward)), bool(backward))[at]
             found.append(
                 {
                     "plan": f"{data}, {ranks} ranks, {plan.strategy}", "backward": bool(backward), "rank": rank, "slot": at,
@@ -107,36 +101,16 @@ def measured(slot: dict[str, Any]) -> dict[str, Any]:
 
     import torch
 
-    from flexcp.executor.kernels import Settings, find_kernel
-    from flexcp.measure.kernels import bench, margin
+    from flexcp.executor.kernels import Settings
+    from flexcp.measure.kernels import margin
+    from flexcp.measure.kernels.lists import RankLists
 
     device = torch.device("cuda", torch.cuda.current_device())
-    kernel, beside = find_kernel("cute"), torch.cuda.Stream(priority=-1)
+    beside = torch.cuda.Stream(priority=-1)
     source = torch.ones(4 * margin.BYTES, dtype=torch.int8, device=device).view(torch.float32)
     target = torch.empty_like(source)
-    shelves: dict[int, Any] = {}
-    runs = []
-    for slices, rows, keys, shelf, shelf_heads, h0, h1 in slot["lists"]:
-        heads = bench.Heads(h1 - h0, max(1, (h1 - h0) // 4), 128)
-        if shelf not in shelves:
-            both = bench.random_tensors(rows, bench.Heads(shelf_heads, 1, 128), device)
-            lse, delta = (torch.full(both.q.shape[:2], 10.0, device=device) for _ in range(2))
-            shelves[shelf] = both.q, both.do, torch.zeros(both.q.shape, device=device), lse, delta
-        q, do, result, lse, delta = (t[:, h0:h1] for t in shelves[shelf])
-        kv = bench.random_tensors(keys, heads, device)
-        work = kernel.prepare(slices, heads.heads, heads.kv_heads, 128, 128, device)
-        dk, dv = torch.zeros(kv.k.shape, device=device), torch.zeros(kv.v.shape, device=device)
-        if slot["backward"]:
-            runs.append(
-                lambda s, a=(q, kv.k, kv.v, do, lse, delta, work), b=(result, dk, dv): kernel.backward(*a, s, *b)
-            )
-        else:
-            runs.append(lambda s, a=(q, kv.k, kv.v, work), b=(result, lse): kernel.forward(*a, s, *b))
+    ready = RankLists("cute", slot["lists"], slot["backward"])
     channels = margin.CHANNELS[slot["where"]]
-
-    def attention(settings: Settings) -> None:
-        for run in runs:
-            run(settings)
 
     def copy(size: int) -> Any:
         return partial(margin.copy_by_blocks, source[:size], target[:size], channels, 1)
@@ -146,7 +120,7 @@ def measured(slot: dict[str, Any]) -> dict[str, Any]:
     copied = margin.median_ms(partial(margin.timed_together, None, copy(size), beside))[1]
     rows = []
     for left in MARGINS:
-        work = partial(attention, Settings(128**-0.5, sm_margin=left))
+        work = partial(ready.launch, Settings(128**-0.5, sm_margin=left))
         alone = margin.median_ms(partial(margin.timed_together, work, None, beside))[0]
         together = margin.median_ms(partial(margin.timed_together, work, copy(size), beside))
         rows.append({"margin": left, "work alone ms": alone, "work ms": together[0], "copy ms": together[1]})

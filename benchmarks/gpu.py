@@ -151,9 +151,8 @@ def plan_work() -> dict[str, Any]:
     """Work lists of real plans: ``data/ranks/seed/rank/direction/number`` -> slices; a second array has the rest of a ``Listed``."""
     import flexcp
     from flexcp.data.lengths import draw_lengths
-    from flexcp.executor.run.finished_rows import finished_rows
-    from flexcp.executor.run.pass_recipe import touched_dq
     from flexcp.executor.run.rank_program import rank_program
+    from flexcp.measure.kernels.lists import program_lists
 
     made: dict[str, Any] = {}
     for data, ranks in DATA:
@@ -162,18 +161,13 @@ def plan_work() -> dict[str, Any]:
             plan = planner(draw_lengths(data, TOKENS_PER_RANK * ranks, seed))
             for rank in range(0, ranks, ranks // RANKS_TIMED):
                 for direction in (0, 1):
-                    program = rank_program(plan, rank, 0, bool(direction))
-                    touched, finished = touched_dq(program), None if direction else finished_rows(program)
-                    work = [(at, i, w) for at, slot in enumerate(program.slots) for i, w in enumerate(slot.work)]
-                    for number, (at, i, w) in enumerate(work):
+                    slots = program_lists(rank_program(plan, rank, 0, bool(direction)), bool(direction))
+                    for number, x in enumerate(x for lists in slots for x in lists):
                         key = f"{data}/{ranks}/{seed}/{rank}/{direction}/{number}"
-                        queries, keys = program.shelves[w.q_shelf], program.shelves[w.kv_shelf]
-                        shelf = (w.q_shelf, queries.h1 - queries.h0, w.h0 - queries.h0, w.h1 - queries.h0)
-                        made[key] = w.slices
-                        made[key + "/shape"] = np.array([queries.rows, keys.rows, *shelf, at < touched[w.q_shelf]])
-                        if finished is not None:
-                            made[key + "/begins"] = finished[at][i].begins
-                            made[key + "/finishes"] = finished[at][i].finishes
+                        made[key] = x.slices
+                        made[key + "/shape"] = np.array([x.rows, x.keys, x.shelf, x.shelf_heads, x.h0, x.h1, x.open_dq])
+                        if x.begins is not None:
+                            made[key + "/begins"], made[key + "/finishes"] = x.begins, x.finishes
     return made
 
 
@@ -183,6 +177,7 @@ def plans(argument: Any) -> Any:
 
     from flexcp.executor.kernels.choose import choose_kernel
     from flexcp.measure.kernels import bench as b
+    from flexcp.measure.kernels.lists import work_rate
     from flexcp.measure.kernels.work import workload
 
     made = dict(np.load(argument["file"])) if argument["file"] else plan_work()
@@ -200,7 +195,7 @@ def plans(argument: Any) -> Any:
             for seed in range(PACKS):
                 for rank in range(0, ranks, ranks // RANKS_TIMED):
                     lists = rank_lists(made, f"{data}/{ranks}/{seed}/{rank}/{backward}/")
-                    rate, tiles, ms = b.work_rate(kernel, lists, bool(backward), dense, rounds=2)
+                    rate, tiles, ms = work_rate(kernel, lists, bool(backward), dense, rounds=2)
                     found.append((rate, worth / ms, tiles))
             rate, square_rate, tiles = np.mean(found, axis=0)
             row |= {"samples": len(found), way: rate, f"dense {way}": square_rate, f"tiles allow {way}": tiles}
@@ -210,8 +205,8 @@ def plans(argument: Any) -> Any:
 
 
 def rank_lists(made: dict[str, Any], prefix: str) -> list[Any]:
-    """A rank's work lists of one direction, as :class:`flexcp.measure.kernels.bench.Listed`."""
-    from flexcp.measure.kernels.bench import Listed
+    """A rank's work lists of one direction, as :class:`flexcp.measure.kernels.lists.Listed`."""
+    from flexcp.measure.kernels.lists import Listed
 
     keys = sorted(
         (k for k in made if k.startswith(prefix) and k.split("/")[-1].isdigit()), key=lambda k: int(k.split("/")[-1])

@@ -20,7 +20,7 @@ import kernel_fit
 from flexcp import masks
 from flexcp.calibration import CallPrices, TileTimes
 from flexcp.measure.calibrate.tiles import fit_tiles
-from flexcp.measure.kernels.bench import Listed
+from flexcp.measure.kernels.lists import Listed
 from flexcp.measure.kernels.work import workload
 from flexcp.measure.tile_times import Call, adding, counted
 from flexcp.shape import Shape

@@ -167,8 +167,7 @@ def page(asked: argparse.Namespace, machine: Cluster, told: list[list[Run]]) -> 
     lines += [
         "",
         f"Corrections agreed on: {words or 'none'}. With {ranks} ranks of which one computes at {speed:.0%}, work divided perfectly by "
-        f"speed wins back {best:.0%}; more than that is noise, and plans for even ranks that are not quite "
-        "level.",
+        f"speed wins back {best:.0%}.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date, timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -101,7 +102,7 @@ def _of_rank(plan: Plan, rank: int, strategy: str, lengths: str, turns: int) -> 
         answer = unpacked(parts)[0]  # fresh: a plan keeps some of what was derived of it
         alone = thread_ms(lambda: first_use(load_plan(parts[0][1]), rank, None))
         alone -= thread_ms(lambda: load_plan(parts[0][1]))
-        ready = thread_ms(lambda answer=answer: first_use(answer.plan, rank, answer.recipe))  # type: ignore[misc]
+        ready = thread_ms(partial(first_use, answer.plan, rank, answer.recipe))
         found.append(
             (alone, ready, thread_ms(lambda: packed(fulfil(chosen, order, wish))), thread_ms(lambda: unpacked(parts)))
         )

@@ -74,7 +74,9 @@ def test_a_price_is_bytes_over_speed_and_starts() -> None:
 @pytest.mark.parametrize("backward", [False, True])
 def test_merges_are_in_the_steps_that_have_them(method: str, backward: bool) -> None:
     setting = published.Setting(figure(method=method, lengths=[4096, 2048]))
-    plan = setting.experiment.compare([4096, 2048], [method]).rows[0].simulation.plan  # type: ignore[union-attr]
+    found = setting.experiment.compare([4096, 2048], [method]).rows[0].simulation
+    assert found is not None
+    plan = found.plan
     work, cost = slot_work(plan, 0, backward), plan.cost
     more = with_merges(plan, cost, method, 1_000_000)(0, backward) - slot_ns(work, plan, cost, backward)
     end = np.zeros_like(more)

@@ -515,6 +515,10 @@ def test_wrong_lengths_and_odd_samples_are_refused() -> None:
         local([{"tokens": "some words"}])
     with pytest.raises(ValueError, match=r"'a\.jsonl' is a text; read and tokenize it"):
         local("a.jsonl")
+    with pytest.raises(ValueError, match=r"takes the planner second.*got a list"):
+        Loader(Numbered([9, 12]), [[1, 2]], budget=64)
+    with pytest.raises(ValueError, match=r"takes the dataset first.*got a Planner"):
+        local(flexcp.Planner(2, 2, 8, cluster=flexcp.cluster("cpu", ranks_per_node=1)))
     with pytest.raises(ValueError, match=r"sample 0 is padded: its attention_mask is 0 at token 2.*without padding"):
         local([{"input_ids": [5, 6, 0, 0], "attention_mask": [1, 1, 0, 0]}])
     with pytest.raises(ValueError, match=r"field 'labels' holds -1, .* ignore=-100; .*make the Loader with ignore=-1"):

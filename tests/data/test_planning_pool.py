@@ -21,7 +21,7 @@ from misbehaving import Misbehaving, Unloadable, planner
 
 from flexcp.data import Loader, PlanningError
 from flexcp.data.planning.plan_orders import PlanOrder
-from flexcp.data.planning_pool import Pool
+from flexcp.data.planning.planning_pool import Pool
 from flexcp.data.stats import Stats
 
 BUDGET = 150
@@ -142,7 +142,7 @@ import sys, time
 import numpy as np
 import flexcp
 from flexcp.data.planning.plan_orders import PlanOrder
-from flexcp.data.planning_pool import Pool
+from flexcp.data.planning.planning_pool import Pool
 from flexcp.data.stats import Stats
 from lib.slow_planner import SlowPlanner
 planner = flexcp.Planner(4, 2, 32, cluster=flexcp.cluster("cpu", 1, 2), strategy="zigzag")

@@ -368,8 +368,8 @@ def counted_labels(group: dist.ProcessGroup, gradients: Gradients) -> int:
     return int(given["num_items_in_batch"])
 
 
-def whole_stream(group: dist.ProcessGroup) -> str:
-    """What a turned-on model says to the ids of all ranks."""
+def whole_stream(group: dist.ProcessGroup, positions: bool) -> str:
+    """What a turned-on model says to the ids of all ranks, beside positions of this one or none."""
     from flexcp.frameworks import huggingface
 
     run = Run("llama", ranks=2)
@@ -377,7 +377,8 @@ def whole_stream(group: dist.ProcessGroup) -> str:
     huggingface.turn_on(model)
     step = flexcp.bind(make_plan(run, model.config, 0), group)
     try:
-        model(run.tokens(0)[None], step=step, use_cache=False)
+        more = {"position_ids": step.positions[None]} if positions else {}
+        model(run.tokens(0)[None], step=step, use_cache=False, **more)
     except ValueError as error:
         return str(error)
     return "accepted"

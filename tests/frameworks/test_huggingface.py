@@ -86,6 +86,7 @@ def test_a_step_of_one_rank_gives_the_same(models: dict[str, Any], family: str) 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_positions_that_nobody_gave_are_the_steps(models: dict[str, Any], family: str) -> None:
     model, right = models[family]
+    assert huggingface.masks(model) == huggingface.masks(model.config)
     order = torch.randperm(len(TOKENS), generator=torch.Generator().manual_seed(1)).tolist()
     plan = permuting_planner(family)(LENGTHS, masks=huggingface.masks(make_config(family)), layout=[order])
     for _ in range(2):  # the second forward of a step is one like the first
@@ -122,6 +123,9 @@ def test_labels_of_ones_own_are_shifted_and_counted() -> None:
     given = huggingface.inputs(TOKENS, step, labels)
     assert given["shift_labels"][0, :7].tolist() == [int(TOKENS[1]), -100, -100, -100, -100, -100, int(TOKENS[7])]
     assert given["num_items_in_batch"] == int((given["shift_labels"] != -100).sum()) == len(TOKENS) - len(LENGTHS) - 5
+    count, valid = given["num_items_in_batch"], len(TOKENS) - len(LENGTHS) - 5
+    assert (float(count), count.item(), sum([count, count])) == (valid, valid, 2 * valid)
+    assert (count / 4, count / count, float(torch.tensor(2.0) * count)) == (valid / 4, 1, 2 * valid)
 
 
 def test_labels_that_are_already_shifted_are_refused() -> None:
@@ -310,8 +314,9 @@ def test_ids_are_those_of_the_step_and_not_the_labels(pool: RankPool, ids: str, 
         assert all(re.search(word, text) for word, text in zip(words, said, strict=True))
 
 
-def test_the_ids_of_all_ranks_are_refused(pool: RankPool) -> None:
-    for said in pool.run(whole_stream, ranks=2):
+@pytest.mark.parametrize("positions", [False, True])
+def test_the_ids_of_all_ranks_are_refused(pool: RankPool, positions: bool) -> None:
+    for said in pool.run(whole_stream, positions, ranks=2):
         assert re.match(r"input_ids has shape \(1, \d+\) \(the whole stream\), but rank \d keeps \d+ tokens", said)
         assert "step.shard(stream)[None]" in said
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from flexcp.masks import causal, full, window
+from flexcp.models.config import EVEN_HEADS, MULTI_HEAD, WINDOWED
 from flexcp.models.find import PRESETS, find_model, make_model
 from flexcp.models.preset import Preset
 from flexcp.shape import Shape
@@ -50,9 +51,9 @@ def test_a_file_and_its_folder_are_the_preset_of_the_same_sizes(tmp_path: Path) 
         (QWEN | {"use_sliding_window": True}, {"full": (causal(), 28), "window": (window(131071), 4)}),
         (LLAMA | {"model_type": "mistral", "sliding_window": 4096}, {"window": (window(4095), 32)}),
         (LLAMA | {"model_type": "mistral", "sliding_window": None}, {"mask": (causal(), 32)}),
-        (LLAMA | {"model_type": "gemma2", "sliding_window": 4096}, {"full": (causal(), 16), "window": (window(4095), 16)}),
+        (LLAMA | {"model_type": "gemma2", "head_dim": 256, "sliding_window": 4096}, {"full": (causal(), 16), "window": (window(4095), 16)}),
         (
-            {"text_config": LLAMA | {"model_type": "gemma3_text", "num_hidden_layers": 34, "sliding_window": 1024}},
+            {"text_config": LLAMA | {"model_type": "gemma3_text", "head_dim": 256, "num_hidden_layers": 34, "sliding_window": 1024}},
             {"full": (causal(), 5), "window": (window(1023), 29)},
         ),
         (
@@ -87,6 +88,37 @@ def test_experts_and_older_names(tmp_path: Path) -> None:
     gpt2 = read(tmp_path, {"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12, "vocab_size": 50257})
     assert (gpt2.shape.head_dim, gpt2.model.feed_forward) == (64, 2048)
     assert gpt2.parameters == pytest.approx(124e6 + 768 * 50257, rel=0.02), "its head and embedding are counted apart"
+
+
+def test_missing_heads_are_those_that_transformers_fills_in_or_refused(tmp_path: Path) -> None:
+    """Every family of decoders that Transformers knows and derives its heads, and some with defaults of their own."""
+    transformers = pytest.importorskip("transformers")
+    given = {
+        "num_attention_heads": 6,
+        "hidden_size": 288,
+        "num_hidden_layers": 2,
+        "vocab_size": 99,
+        "intermediate_size": 64,
+    }
+    known = set(transformers.CONFIG_MAPPING)
+    for family in sorted((EVEN_HEADS & known) - {"bloom", "dbrx", "mpt", "qwen2_vl", "qwen2_5_vl"}):
+        config = transformers.AutoConfig.for_model(family, num_attention_heads=6, hidden_size=288)
+        if family in MULTI_HEAD and family != "gpt_bigcode":
+            assert (getattr(config, "num_key_value_heads", None) or 6) == 6, family
+        assert (getattr(config, "head_dim", None) or 48) == 48, family
+    for family in sorted(WINDOWED):
+        assert transformers.AutoConfig.for_model(family).sliding_window, family
+        with pytest.raises(ValueError, match="have a window by default"):
+            read(tmp_path, given | {"model_type": family, "num_key_value_heads": 2, "head_dim": 64})
+    for family, missing in (
+        ("mistral", "num_key_value_heads"),
+        ("gemma2", "head_dim"),
+        ("qwen2", "num_key_value_heads"),
+    ):
+        whole = given | {"model_type": family, "num_key_value_heads": 2, "head_dim": 64, "sliding_window": None}
+        assert read(tmp_path, whole).shape.kv_heads == 2
+        with pytest.raises(ValueError, match=f"has no {missing}, and models of the type '{family}' may have a default"):
+            read(tmp_path, {name: value for name, value in whole.items() if name != missing})
 
 
 @pytest.mark.parametrize(

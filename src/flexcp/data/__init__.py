@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 _HOMES = {
     "Loader": "loader",
     "LocalBatch": "local_batch",
-    "PlanningError": "planning_pool",
+    "PlanningError": "planning.planning_pool",
     "Stats": "stats",
     "dataset_lengths": "arrow_lengths",
     "jsonl_lengths": "lengths",
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from flexcp.data.lengths import jsonl_lengths, parse_lengths
     from flexcp.data.loader import Loader
     from flexcp.data.local_batch import LocalBatch
-    from flexcp.data.planning_pool import PlanningError
+    from flexcp.data.planning.planning_pool import PlanningError
     from flexcp.data.stats import Stats
 
 

@@ -32,14 +32,14 @@ from numpy.typing import NDArray
 from flexcp.data.documents import BatchLimits, BatchSpec, next_batch
 from flexcp.data.lengths import parse_lengths
 from flexcp.data.loader_agreement import check_same, sampler_share
-from flexcp.data.loader_arguments import check_dataset, masks_of
+from flexcp.data.loader_arguments import check_dataset, check_planner, masks_of
 from flexcp.data.loader_group import check_group, group_of
 from flexcp.data.local_batch import LocalBatch, local_batch
 from flexcp.data.order import count_batches
-from flexcp.data.plan_options import check_micro_batches, check_options
-from flexcp.data.plan_sharing import SharedPlans
+from flexcp.data.planning.plan_options import check_micro_batches, check_options
 from flexcp.data.planning.plan_orders import PlannedPart, PlannerLike, PlanOrder, RecipeWish
-from flexcp.data.planning_pool import Pool
+from flexcp.data.planning.plan_sharing import SharedPlans
+from flexcp.data.planning.planning_pool import Pool
 from flexcp.data.row_sharing import Peers, local_columns, segments, shared
 from flexcp.data.samples import LABELS, TOKENS, Fields, MaskChoice, Sample
 from flexcp.data.sources import Known, Read, Reading, is_map_style
@@ -142,6 +142,8 @@ class Loader:
             raise ValueError(
                 f"cpu_group has {self.peers.size} ranks; make it of the same ranks as group, in the same order"
             )
+        check_planner(planner)
+        check_dataset(dataset)
         check_group(group, self.peers.size, planner, dataset)
         self.stats = Stats()
         self.drop_last, self.lookahead, self.device, self.telemetry = drop_last, lookahead, device, telemetry
@@ -361,7 +363,6 @@ class Loader:
 
 
 def _source(dataset: Any, lengths: Any, reading: Reading, peers: Peers) -> Known | Read:
-    check_dataset(dataset)
     by_number = [s for s in (reading.masks.by_number, reading.masks.spans_by_number) if s is not None]
     by_number += [m for m, _ in (reading.masks.named or {}).values() if not isinstance(m, Mask)]
     if not is_map_style(dataset):

@@ -12,8 +12,21 @@ from flexcp.executor.arguments import named_kind
 from flexcp.masks import Mask, causal
 
 
+def check_planner(planner: Any) -> None:
+    """Raise for what is no planner, such as the dataset in its place."""
+    if not callable(planner):
+        raise ValueError(
+            f"Loader(dataset, planner, ...) takes the planner second: flexcp.Planner(...); got {named_kind(planner)}"
+        )
+
+
 def check_dataset(dataset: Any) -> None:
-    """Raise for what holds no samples: a text, or columns."""
+    """Raise for what holds no samples: a text, columns, or something that is no collection."""
+    if not hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"):
+        raise ValueError(
+            f"Loader(dataset, planner, ...) takes the dataset first, samples to be read by number or one after the other; got "
+            f"{named_kind(dataset)}"
+        )
     if isinstance(dataset, str):
         raise ValueError(f"a dataset holds samples of token ids, and {dataset!r} is a text; read and tokenize it first")
     if isinstance(dataset, Mapping) and 0 not in dataset:

@@ -140,7 +140,7 @@ def _gradients(
     """dq, dk, dv, dsinks (empty without sinks)."""
     q, k, v, sinks, handle = x
     step = step_of(handle)
-    step.note_backward()
+    step.losses.note_backward()
     number = layer.number(step)
     runtime = _runtime(step, q, numbers, number, backward=True)
     prepared = step.prepared(number, True, step.choose_kernel(q.device, numbers.kernel), runtime.types)

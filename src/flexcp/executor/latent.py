@@ -108,7 +108,7 @@ class _LatentAttention(torch.autograd.Function):
         q, latent, out, lse, arena, *weights = ctx.saved_tensors
         asked, program, module, work = ctx.call
         step = asked.step
-        step.note_backward()
+        step.losses.note_backward()
         do, types = step.in_stream_order(grads[0].to(out.dtype)), types_of(q)
         messages = _open_messages(program, step, latent, backward=True)
         with messages.exchange:

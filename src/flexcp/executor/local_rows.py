@@ -132,6 +132,11 @@ def check_logits(logits: Tensor, labels: Tensor, tokens: int) -> None:
         raise ValueError(f"logits are {logits.dtype}; a cross entropy is of floating point numbers")
     if labels.dtype not in (torch.int64, torch.uint8):
         raise ValueError(f"labels are {labels.dtype}; token ids are torch.int64: pass labels.long()")
+    if len(logits) == len(labels) == tokens - 1:
+        raise ValueError(
+            f"step.loss got {len(logits)} rows of logits and labels, but this rank has {tokens}: nothing is to be cut off or shifted, "
+            "because step.labels(tokens) are next tokens already; pass step.loss(logits, step.labels(tokens))"
+        )
     if len(logits) == tokens != len(labels):
         raise ValueError(f"{len(labels)} labels for {len(logits)} rows of logits; take them by step.labels(tokens)")
 

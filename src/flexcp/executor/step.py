@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,19 +27,7 @@ from flexcp.executor.arguments import (
     named_kind,
     single,
 )
-from flexcp.executor.averaging import (
-    CountOfAllRanks,
-    FsdpModule,
-    Gradients,
-    reduction_of,
-    running_average,
-    running_fsdp_modules,
-    share_factor,
-    uneven,
-    unsaid_loss,
-    wrong_count,
-    wrong_factor,
-)
+from flexcp.executor.averaging import CountOfAllRanks, Gradients, share_factor, wrong_count
 from flexcp.executor.copied_labels import WARNING as COPIED_LABELS
 from flexcp.executor.copied_labels import SeenTokens
 from flexcp.executor.exchange.arena import Arena
@@ -49,6 +36,7 @@ from flexcp.executor.exchange.rank_calls import Call
 from flexcp.executor.exchange.transports import Exchange
 from flexcp.executor.kernels import uploaded
 from flexcp.executor.kernels.choose import choose_kernel
+from flexcp.executor.loss_watch import LossWatch
 from flexcp.executor.run.message_layout import Types, types_of
 from flexcp.executor.run.pass_recipe import PassRecipe, pass_recipe
 from flexcp.executor.run.prepared import Prepared, WorkLists
@@ -56,14 +44,11 @@ from flexcp.executor.run.prepared import prepare as prepare_program
 from flexcp.executor.run.rank_program import rank_program
 from flexcp.executor.run.rank_recipe import RankRecipe
 from flexcp.executor.run.rank_rows import RankRows, local_stream, rank_rows, row_positions
-from flexcp.executor.step_handles import live_steps, new_handle
+from flexcp.executor.step_handles import new_handle
 from flexcp.executor.step_watcher import Watcher
 from flexcp.plan.plan import Plan
 from flexcp.plan.positions import refuse_branches
 from flexcp.plan.user_layouts import user_layout
-
-if TYPE_CHECKING:
-    pass
 
 
 class Step:
@@ -92,16 +77,8 @@ class Step:
         """This step as a tensor, for operators: see :mod:`flexcp.executor.step_handles`."""
         self.calls = 0
         """Attention calls of this step so far, recomputed ones included. 0 after a model's forward: the model does not use flexcp."""
-        self.averaged_by: str | None = None
-        self.summed_by: str | None = None
-        """Who averages or sums gradients over this step's ranks, where a call saw it: see :mod:`flexcp.executor.averaging`."""
-        self.loss_said = False
-        """Whether somebody says how the loss that this step's gradients come from is divided and reduced: see :meth:`say_loss`."""
-        self.loss_in_backward = False
-        """Whether the backward that is running began at a loss that was said of this step."""
-        self._fsdp_modules: list[FsdpModule] = []
-        self._shares_for: Gradients | None = None
-        """The modules of FSDP2 that attention ran in, and what the loss was made for until a backward has looked whether they do it."""
+        self.losses = LossWatch(plan.placement, self.group)
+        """How its losses and gradients are divided and reduced, as far as it was said or seen."""
         self.stream_compared = False
         """Whether the ranks have told each other the stream they give this step, where a framework has them do so."""
         self.asked_for_rows = False
@@ -206,7 +183,7 @@ class Step:
         """The stream tensor ``[tokens, ...]`` on every rank, from every rank's local rows. Differentiable."""
         self._check_rows(local, "step.gather")
         # A loss of the gathered rows is the whole batch's on every rank, and its gradients are right where they are averaged.
-        return self.say_loss(local_rows.gather(local, self.plan.placement, self.collectives))
+        return self.losses.say(local_rows.gather(local, self.plan.placement, self.collectives))
 
     def roll(self, local: Tensor, shift: int = -1, fill: float | int = 0) -> Tensor:
         """Local rows moved by ``shift`` inside their documents, across ranks: ``roll(x, -1)`` is each token's successor.
@@ -293,10 +270,10 @@ class Step:
         self._check_rows(logits, "step.loss")
         self._check_attended(without_attention)
         if logits.requires_grad:
-            self.check_reduction(gradients)
+            self.losses.check_reduction(gradients)
         labels = local_rows.without_pads(labels, self.row_tokens, ignore)
         self._warn_of_copied_labels(labels, ignore)
-        return self.say_loss(local_rows.token_mean_loss(logits, labels, self.collectives, ignore) * factor)
+        return self.losses.say(local_rows.token_mean_loss(logits, labels, self.collectives, ignore) * factor)
 
     def share(
         self,
@@ -329,8 +306,8 @@ class Step:
             self._check_count(count)
         self._check_attended(without_attention)
         if total.requires_grad:
-            self.check_reduction(gradients)
-        return self.say_loss(local_rows.mean_over_ranks(total, here, self.collectives, "step.share") * factor)
+            self.losses.check_reduction(gradients)
+        return self.losses.say(local_rows.mean_over_ranks(total, here, self.collectives, "step.share") * factor)
 
     def _check_count(self, count: Tensor | float) -> None:
         """Raise for a count that cannot be this rank's: one known to be the batch's, or above this rank's rows."""
@@ -364,46 +341,12 @@ class Step:
                 "(docs/frameworks.md), or pass without_attention=True if the logits come from elsewhere"
             )
 
-    def check_reduction(self, gradients: Gradients) -> None:
-        """Raise for shares made for one treatment of gradients where this step's attention saw the other."""
-        self._shares_for = gradients
-        self._refuse_reduction(gradients, self.averaged_by, self.summed_by)
-
-    def _refuse_reduction(
-        self, gradients: Gradients, averaged_by: str | None, summed_by: str | None, late: bool = False
-    ) -> None:
-        who = averaged_by if gradients == "summed" else summed_by
-        if who is not None:
-            raise ValueError(wrong_factor(who, gradients, self.plan.ranks, late))
-
-    def say_loss(self, loss: Tensor) -> Tensor:
-        """Note that ``loss``, or a loss of this tensor, is divided and reduced as it should be, once gradients come from it.
-
-        A loss that is only looked at says nothing of the one that is trained on. What is compiled takes no hook, and is believed at once.
-        """
-        if loss.requires_grad and torch.compiler.is_compiling():
-            self.loss_said = True
-        elif loss.requires_grad:
-            loss.register_hook(self._enter_loss)
-        return loss
-
-    def _enter_loss(self, gradient: Tensor) -> None:
-        self.loss_said = self.loss_in_backward = True
-        # A backward that checkpointing runs inside this one is another to autograd, so the end of this one is what counts.
-        torch.autograd.Variable._execution_engine.queue_callback(self._leave_loss)
-
-    def _leave_loss(self) -> None:
-        self.loss_in_backward = False
-
     def note_call(self) -> None:
         """Count an attention call, and see inside which module it runs."""
         self.calls += 1
         if self.calls == 1:
             self._warn_of_rows_nobody_asked_for()
-            self._fsdp_modules = running_fsdp_modules()
-            averaged, summed = reduction_of(self._fsdp_modules, self.group)
-            self.averaged_by, self.summed_by = self.averaged_by or averaged, self.summed_by or summed
-        self.averaged_by = self.averaged_by or running_average(self.group)
+        self.losses.note_call(first=self.calls == 1)
 
     def _warn_of_rows_nobody_asked_for(self) -> None:
         """Warn where rows that a user cut himself would fit this rank in number, but not be the plan's: tensors do not show it."""
@@ -418,22 +361,6 @@ class Step:
                 "rank keeps the part it cut itself. Rows that follow the plan all the same: ask for step.indices once, before attention",
                 stacklevel=2,
             )
-
-    def note_backward(self) -> None:
-        """Raise where FSDP2 was told after the loss to reduce gradients otherwise than the loss was made for: once a loss.
-
-        Warn where gradients are averaged over uneven ranks, and nobody said of this loss how it was divided: once a step. One of several
-        steps of a model (an encoder's) has no loss of its own, so that of another step in the same backward is enough.
-        """
-        if self._shares_for is not None:
-            made_for, self._shares_for = self._shares_for, None
-            self._refuse_reduction(made_for, *reduction_of(self._fsdp_modules, self.group), late=True)
-        if self.averaged_by is None or self.loss_said or any(step.loss_in_backward for step in live_steps()):
-            return
-        self.loss_said = True
-        counts = uneven(self.plan.placement)
-        if counts is not None:
-            warnings.warn(unsaid_loss(self.averaged_by, *counts), stacklevel=2)
 
     def pass_recipe(self, mask: int, backward: bool) -> PassRecipe:
         """This rank's program for a mask and direction with what the plan decides about it, derived on first use unless it came along."""

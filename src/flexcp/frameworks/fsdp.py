@@ -44,4 +44,5 @@ def note_reduction(model: nn.Module, step: Step) -> None:
         return
     # Private, so a release without it only loses the check.
     averaged, summed = fsdp_reduction(getattr(model._get_fsdp_state(), "_fsdp_param_groups", ()), step.group)
-    step.averaged_by, step.summed_by = averaged or step.averaged_by, summed or step.summed_by
+    seen = step.losses
+    seen.averaged_by, seen.summed_by = averaged or seen.averaged_by, summed or seen.summed_by

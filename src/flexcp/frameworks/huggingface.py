@@ -70,8 +70,13 @@ def turn_on(model: PreTrainedModel | DistributedDataParallel) -> None:
     check_forwards(model)
 
 
-def masks(config: PreTrainedConfig) -> dict[str, tuple[MaskLike, int]]:
-    """The masks of a model's layers, for ``planner(lengths, masks=...)``: ``full`` and ``window``, with how many layers use each."""
+def masks(model: PreTrainedModel | PreTrainedConfig | DistributedDataParallel) -> dict[str, tuple[MaskLike, int]]:
+    """The masks of a model's layers, for ``planner(lengths, masks=...)``: ``full`` and ``window``, with how many layers use each.
+
+    From the model or its configuration.
+    """
+    model = _inside(model)
+    config: PreTrainedConfig = getattr(model, "config", model)
     layers = int(config.num_hidden_layers)
     keys = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if keys else "full_attention"] * layers

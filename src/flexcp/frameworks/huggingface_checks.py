@@ -45,7 +45,8 @@ class ValidLabels:
 
     A model that was not turned on takes a step among its keywords and drops it; its loss is the first thing that can tell. One that was
     turned on gets the plain number, and is checked after its forward. As an integer it is the batch's valid labels, those of all ranks, by
-    which losses of several batches are weighed; under ``gradients="averaged"`` the divisor is that / the number of ranks.
+    which losses of several batches are weighed; under ``gradients="averaged"`` the divisor is that / the number of ranks. It adds up,
+    multiplies and divides as that integer does.
     """
 
     def __init__(self, valid: int | Tensor, step: Step, gradients: Gradients) -> None:
@@ -57,11 +58,29 @@ class ValidLabels:
         if not self.step.calls:
             raise RuntimeError(not_used(self.step))
         if total.requires_grad:
-            self.step.check_reduction(self.gradients)
-        return self.step.say_loss(total / self.count)
+            self.step.losses.check_reduction(self.gradients)
+        return self.step.losses.say(total / self.count)
 
     def __int__(self) -> int:
         return int(self.valid)
+
+    def __float__(self) -> float:
+        return float(self.valid)
+
+    def __mul__(self, other: Any) -> Any:
+        return int(self) * other
+
+    def __add__(self, other: Any) -> Any:
+        return int(self) + int(other)
+
+    def __truediv__(self, other: Any) -> Any:
+        return int(self) / (int(other) if isinstance(other, ValidLabels) else other)
+
+    __rmul__, __radd__ = __mul__, __add__
+
+    def item(self) -> int:
+        """The valid labels of all ranks."""
+        return int(self)
 
     def __eq__(self, other: object) -> bool:
         return bool(self.count == other)
@@ -149,10 +168,10 @@ def _with_positions(module: nn.Module, arguments: tuple[Any, ...], keywords: dic
         if given is None:
             raise ValueError("under torch.compile give the model position_ids: step.positions[None]")
         return None
+    _refuse_other_rows(arguments, keywords, step)
     if given is not None:
         refuse_counted(given, step)
         return None
-    _refuse_other_rows(arguments, keywords, step)
     # A rank without a token gets a row that nobody sees.
     found = step.row_positions[None] if step.local_tokens else step.row_positions.new_zeros(1, 1)
     tensors = [x for x in (*arguments, *keywords.values()) if isinstance(x, Tensor)]
@@ -163,7 +182,7 @@ def _with_positions(module: nn.Module, arguments: tuple[Any, ...], keywords: dic
 
 
 def _refuse_other_rows(arguments: tuple[Any, ...], keywords: Mapping[str, Any], step: Step) -> None:
-    """Raise for ids or embeddings that are not as many as this rank's rows: positions filled in beside them would not fit."""
+    """Raise for ids or embeddings that are not as many as this rank's rows."""
     for name in ("input_ids", "inputs_embeds"):
         given = arguments[0] if arguments and name == "input_ids" else keywords.get(name)
         if isinstance(given, Tensor) and given.shape[1] != max(1, step.local_tokens):
@@ -199,15 +218,15 @@ def _check_calls(module: nn.Module, arguments: Any, keywords: dict[str, Any], ou
     loss = _loss_of(output, keywords)
     if torch.compiler.is_compiling():
         if loss is not None:
-            step.say_loss(loss)
+            step.losses.say(loss)
         return None
     if step.calls == getattr(module, _CALLS):
         raise RuntimeError(not_used(step))
     fsdp.note_reduction(module, step)
     if loss is not None and loss.requires_grad and "gradients" in keywords:
-        step.check_reduction(keywords["gradients"])
+        step.losses.check_reduction(keywords["gradients"])
     if loss is not None:
-        step.say_loss(loss)
+        step.losses.say(loss)
     return _without_the_row(module, output)
 
 

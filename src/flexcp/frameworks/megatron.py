@@ -304,7 +304,7 @@ def micro_batch(
     masks = layer_masks(config, mask)
     plan = planner(lengths, masks=masks, tokens=tokens, pad_to=multiple if multiple > 1 else None)
     step = bind(plan, group)
-    step.loss_said = True  # by forward_step
+    step.losses.said = True  # by forward_step
     stream = torch.cat(list(documents))
     labels = step.labels(stream, IGNORE)
     count = step.local_tokens

@@ -55,7 +55,7 @@ class PlannedMicroBatches:
         self.documents = [list(documents) for documents, _ in parts]
         self.steps = [bind(plan, group) for _, plan in parts]
         for step in self.steps:
-            step.loss_said = True  # by the last stage: see :meth:`loss`
+            step.losses.said = True  # by the last stage: see :meth:`loss`
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -85,7 +85,7 @@ class PlannedMicroBatches:
 
         def loss(logits: Tensor, labels: Tensor) -> Tensor:
             for step in self.steps:
-                step.check_reduction(gradients)
+                step.losses.check_reduction(gradients)
             flat = logits.flatten(0, -2)
             wide = flat.float() if flat.dtype.itemsize < 4 else flat
             total = nn.functional.cross_entropy(wide, labels.flatten(), ignore_index=ignore, reduction="sum")

@@ -199,7 +199,7 @@ class FlexcpTrainer(Trainer):
         rows = share(input_dict["input"].flatten(), labels.flatten(), lengths, self._planner, group, **planning)
         self.ntokens_seen += rows.step.local_tokens
         self._step = rows.step
-        self._step.loss_said = True  # by torchtitan's own loss
+        self._step.losses.said = True  # by torchtitan's own loss
         return rows.tokens[None], rows.labels[None], {"positions": rows.positions[None], "attention_masks": rows.step}
 
     def _rows_for_loss(self) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 The file is read as plain JSON, so nothing of Transformers or torch is loaded and no code of a model runs. What is read is what the families
 share (Llama, Qwen, Mistral, Mixtral, Gemma, gpt-oss, and GPT-2's older names); a field that the file leaves to its family's defaults is
-missing here and named. Models with images or sound around them are read by their ``text_config``.
+missing here and named. KV heads and head size follow from the heads in families that make them so, and in a file that names no family.
+Models with images or sound around them are read by their ``text_config``.
 
 A layer is priced as one kind: in models with experts as a layer of experts, the shared ones counted among the active. A plain feed-forward
 (two matrices) is written as a gated one of the same FLOPs. Attention that is neither causal nor a causal window is refused.
@@ -27,6 +28,23 @@ PLAIN = frozenset({"gpt2", "gpt_neox", "gptj", "gpt_bigcode", "opt", "bloom", "f
 KINDS = ("full_attention", "sliding_attention")
 ALTERNATING = {"gemma2": 2, "gemma3_text": 6}
 """Families in which every so-many-th layer sees all keys and the others a window, where the file does not say which."""
+MULTI_HEAD = frozenset(
+    {
+        "", "apertus", "arcee", "bloom", "codegen", "cohere", "cohere2", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj",
+        "granite", "granitemoe", "llama", "mpt", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi", "phi3",
+    }
+)  # fmt: skip
+"""Families in which a missing number of KV heads is that of the query heads, or 1 where ``multi_query`` says so."""
+EVEN_HEADS = MULTI_HEAD | frozenset(
+    {
+        "bitnet", "dbrx", "dots1", "ernie4_5_moe", "exaone4", "glm4_moe", "ministral", "mistral", "mixtral", "phi4_multimodal", "phimoe",
+        "qwen2", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl", "qwen2_vl_text", "qwen3_moe", "qwen3_vl_moe_text", "smollm3",
+        "stablelm", "starcoder2",
+    }
+)  # fmt: skip
+"""Families in which a missing head size is hidden size / heads."""
+WINDOWED = frozenset({"cohere2", "exaone4", "gemma2", "gemma3_text", "gpt_oss", "ministral", "mistral", "olmo3"})
+"""Families with a window where the file says nothing of one; ``null`` says that there is none."""
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -72,8 +90,12 @@ class _Reader:
         self._refuse()
         heads, hidden = self._need("num_attention_heads", "n_head"), self._need("hidden_size", "n_embd")
         all_heads = 1 if self.config.get("multi_query") is True else heads
-        kv_heads = self._count("num_key_value_heads") or self._count("num_kv_heads") or all_heads
-        head_dim = self._count("head_dim") or hidden // heads
+        kv_heads = self._count("num_key_value_heads") or self._count("num_kv_heads")
+        head_dim = self._count("head_dim")
+        if kv_heads is None:
+            kv_heads = self._derived("num_key_value_heads", all_heads, MULTI_HEAD)
+        if head_dim is None:
+            head_dim = self._derived("head_dim", hidden // heads, EVEN_HEADS)
         layers = self._need("num_hidden_layers", "n_layer")
         width, active, experts = self._feed_forward(hidden)
         try:
@@ -82,6 +104,15 @@ class _Reader:
             raise ValueError(f"{self.file}: {error}") from None
         model = Model(self._name(), hidden, layers, width, active)
         return Preset(model, shape, self._need("vocab_size"), experts, self._windows(layers))
+
+    def _derived(self, name: str, value: int, families: frozenset[str]) -> int:
+        """What a missing field follows from, where the family is one that makes it so and not one with a default of its own."""
+        if self.family not in families:
+            raise ValueError(
+                f"{self.file} has no {name}, and models of the type {self.family[:40]!r} may have a default of their own: write it into "
+                f'the file, "{name}": {value} if it follows from the heads, or save the file with config.save_pretrained(folder)'
+            )
+        return value
 
     def _refuse(self) -> None:
         if self.config.get("kv_lora_rank"):
@@ -120,6 +151,11 @@ class _Reader:
     def _windows(self, layers: int) -> tuple[tuple[int, int], ...]:
         """(keys, layers) of the layers that see a window only."""
         keys = self._count("sliding_window")
+        if "sliding_window" not in self.config and self.family in WINDOWED:
+            raise ValueError(
+                f"{self.file} has no sliding_window, and models of the type {self.family!r} have a window by default: write it into the "
+                'file, "sliding_window": null if there is none, or save the file with config.save_pretrained(folder)'
+            )
         kinds = self.config.get("layer_types")
         if kinds is None:
             kinds = self._guessed(layers, keys)

@@ -53,13 +53,7 @@ def cut_runs(rank: Ints, start: Ints, stop: Ints, starts: Ints, seat: Ints) -> t
             at = starts[d + 1]
     for d in range(documents):
         first[d + 1] += first[d]
-    dealt, free = np.empty((count, RUN_COLUMNS), np.int32), first[:-1].copy()
-    for i in range(count):
-        d = pieces[i, PIECE_DOCUMENT]
-        to = free[d]
-        free[d] += 1
-        for column in range(RUN_COLUMNS):
-            dealt[to, column] = pieces[i, column]
+    dealt = rows_by(pieces, count, PIECE_DOCUMENT, first)
     runs, regions = np.empty((len(dealt), RUN_COLUMNS), np.int32), np.empty((len(dealt), REGION_COLUMNS), np.int32)
     order, region = np.zeros(1, np.int64), -1
     for d in range(documents):
@@ -76,6 +70,18 @@ def cut_runs(rank: Ints, start: Ints, stop: Ints, starts: Ints, seat: Ints) -> t
             regions[region, Q1] = end
             runs[i, OWNER], runs[i, BEGIN], runs[i, END], runs[i, REGION] = owner, begin, end, region
     return runs, first, regions[: region + 1]
+
+
+@compiled
+def rows_by(table: Ints, count: int, column: int, first: Ints) -> Ints:
+    """The first ``count`` rows of a table in the order of a column, of which value v begins at ``first[v]``; stable."""
+    found, free = np.empty((count, table.shape[1]), table.dtype), first[:-1].copy()
+    for i in range(count):
+        to = free[table[i, column]]
+        free[table[i, column]] += 1
+        for c in range(table.shape[1]):
+            found[to, c] = table[i, c]
+    return found
 
 
 @compiled_leaf
@@ -106,13 +112,7 @@ def is_placed_as_ring(
         first[regions[g, POSITION] + 1] += 1
     for r in range(ranks):
         first[r + 1] += first[r]
-    by_position, free = np.empty((count, REGION_COLUMNS), np.int32), first[:-1].copy()
-    for g in range(count):
-        position = regions[g, POSITION]
-        to = free[position]
-        free[position] += 1
-        for column in range(REGION_COLUMNS):
-            by_position[to, column] = regions[g, column]
+    by_position = rows_by(regions, count, POSITION, first)
     low = 0
     for r in range(ranks):
         zero, size = first[seat[LEADER, r]], first[seat[LEADER, r] + 1] - first[seat[LEADER, r]]

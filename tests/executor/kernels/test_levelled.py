@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -93,6 +94,38 @@ def test_a_list_of_fewer_items_than_programs_is_spread() -> None:
     )
     assert walked(spread.made, spread.items, 1) == walked(few, before, 1)
     assert found.items.shape[1] >= items.shape[1]
+
+
+@pytest.mark.parametrize("descending", [False, True])
+def test_receivers_get_the_blocks_that_would_have_been_walked_first(descending: bool) -> None:
+    """Of a mask's blocks those at the diagonal are walked first in a backward, so that all programs begin with them."""
+    slices = np.array([[0, 64, 0, 9000, -(1 << 40), 1 << 40], [0, 64, 12_000, 16_384, -(1 << 40), 1 << 40]])
+    made = segment_list(tile_list(slices, 32, BLOCK), BLOCK)
+    blocks = made.tiles[:, 3].astype(np.int64)
+    items = dealt(in_turns(len(blocks), 1, 1), blocks, 1, 2)
+    found = levelled(made, items, 1, 16, BLOCK, descending)
+
+    def keys(segments: SegmentList, tile: int) -> list[int]:
+        _, _, segment, left = segments.tiles[tile].tolist()
+        walk = []
+        while left > 0:
+            key, count = segments.segments[segment, :2].tolist()
+            there = [key + i * BLOCK for i in range(count)]
+            walk += there[::-1] if descending else there
+            left, segment = left - count, segment + 1
+        return walk
+
+    for tile in range(2):
+        rows = found.made.tiles[tile, :2].tolist()
+        parts = {
+            int(found.parts[t, 1]) // 2: t
+            for t in range(2, len(found.made.tiles))
+            if found.made.tiles[t, :2].tolist() == rows
+        }
+        last = max(parts)
+        assert last >= 2, "it is cut over several receivers"
+        order = [*range(last - 1, -1, -1), last]
+        assert [key for n in order for key in keys(found.made, parts[n])] == keys(made, tile)
 
 
 def test_a_record_has_what_a_program_begins_an_item_with() -> None:

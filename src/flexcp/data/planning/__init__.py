@@ -1,1 +1,1 @@
-"""What a planner process is asked for and what it gives back; nothing here needs torch."""
+"""Planning ahead of the training loop: what a planner process is asked for, the processes, and plans shared between ranks."""

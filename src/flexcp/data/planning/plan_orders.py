@@ -60,12 +60,13 @@ class PlannedPart:
 
 def fulfil(planner: PlannerLike, order: PlanOrder, wish: RecipeWish | None) -> list[PlannedPart]:
     """The parts of a step."""
+    asked: Any = planner  # the loader has made sure that it has what an order asks of it
     if order.speeds is not None:
-        planner = planner.with_speeds(order.speeds)  # type: ignore[attr-defined]  # the loader asked whether it has this
+        asked = asked.with_speeds(order.speeds)
     if order.micro_batches:
-        found = planner.micro_batches(order.lengths, **order.arguments)  # type: ignore[attr-defined]  # likewise
+        found = asked.micro_batches(order.lengths, **order.arguments)
     else:
-        found = [(list(range(len(order.lengths))), planner(order.lengths, **order.arguments))]
+        found = [(list(range(len(order.lengths))), asked(order.lengths, **order.arguments))]
     return [PlannedPart(documents, plan, _recipe(plan, wish)) for documents, plan in found]
 
 

@@ -52,6 +52,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Ints = NDArray[np.int64]
+NO_ROWS: Ints = np.zeros((0, 2), np.int64)
+"""What a list begins and finishes unless it is said."""
 
 HOMES = {
     "cpu": "cpu",

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from flexcp import masks
-from flexcp.executor.kernels import Ints, Settings, uploaded
+from flexcp.executor.kernels import NO_ROWS, Ints, Settings, uploaded
 from flexcp.executor.kernels.cute import kernel as cute_kernel
-from flexcp.executor.kernels.cute.kernel import NO_ROWS, CuteWork
+from flexcp.executor.kernels.cute.kernel import CuteWork
 from flexcp.executor.kernels.fa4_lists import cheaper, form_of
 from flexcp.executor.kernels.sinks_and_delta import OutputGradient
 

@@ -20,7 +20,6 @@ from flexcp.shape import Kind
 
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
-NO_ROWS: Ints = np.zeros((0, 2), np.int64)
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ def _not_before(lists: list[ShelfWork], borders: list[int], rows: int) -> tuple[
     found, runs = np.zeros_like(before), []
     for work in lists:
         if work.q_shelf != QUERIES:
-            runs.append(NO_ROWS)
+            runs.append(np.zeros((0, 2), np.int64))
             continue
         part = slice(borders.index(work.h0), borders.index(work.h1))
         touched = _touched(work, rows)

@@ -20,8 +20,9 @@ from torch import Tensor
 from flexcp.cost import CostModel
 from flexcp.executor.kernels import Settings, accumulator_dtype, find_kernel
 from flexcp.executor.kernels.choose import choose_kernel
-from flexcp.executor.run.finished_rows import OwnRows, finished_rows
-from flexcp.executor.run.rank_program import RankProgram, ShelfWork, rank_program
+from flexcp.executor.run.finished_rows import OwnRows
+from flexcp.executor.run.pass_recipe import LaunchRecipe, pass_recipe
+from flexcp.executor.run.rank_program import RankProgram, rank_program
 from flexcp.measure.calibrate.kernels import keep_busy
 from flexcp.plan.memory import KEYS
 from flexcp.plan.plan import Plan
@@ -61,17 +62,15 @@ def slot_times(
     module = find_kernel(choose_kernel(where, dtype, shape.head_dim, shape.v_head_dim, kernel).kernel)
     times = np.zeros((plan.ranks, plan.programs[mask][backward].stages), np.int64)
     for rank in range(plan.ranks):
-        program = rank_program(plan, rank, mask, backward)
-        shelves = _shelves(program, shape, where)
-        finished = finished_rows(program) if not backward and getattr(module, "FINISHES", False) else None
+        recipe = pass_recipe(rank_program(plan, rank, mask, backward), backward, shape)
+        shelves = _shelves(recipe.program, shape, where)
+        finished = recipe.finished_rows if getattr(module, "FINISHES", False) else None
         slots = [
             [
-                _call(
-                    w, None if finished is None else finished[at][i], program, shape, shelves, module, backward, where
-                )
-                for i, w in enumerate(slot.work)
+                _call(launch, None if finished is None else finished[at][i], shape, shelves, module, backward, where)
+                for i, launch in enumerate(launches)
             ]
-            for at, slot in enumerate(program.slots)
+            for at, launches in enumerate(recipe.launches)
         ]
         times[rank, : len(slots)] = np.round(_timed(slots, () if backward else _statistics(shelves), repeats, device))
     return times
@@ -102,14 +101,11 @@ def _shelves(program: RankProgram, shape: Shape, device: torch.device) -> dict[i
 
 
 def _call(
-    work: ShelfWork, own: OwnRows | None, program: RankProgram, shape: Shape, shelves: dict[int, Fields], module: Any,
-    backward: bool, device: torch.device,
+    launch: LaunchRecipe, own: OwnRows | None, shape: Shape, shelves: dict[int, Fields], module: Any, backward: bool,
+    device: torch.device,
 ) -> Callable[[], Any]:  # fmt: skip
     """One launch, ready to go."""
-    share = shape.queries_per_key
-    h0, g0 = program.shelves[work.q_shelf].h0, program.shelves[work.kv_shelf].h0
-    heads = slice(work.h0 - h0, work.h1 - h0)
-    groups = slice(work.h0 // share - g0, -(-work.h1 // share) - g0)
+    work, heads, groups = launch.work, launch.heads, launch.groups
     counts = (heads.stop - heads.start, groups.stop - groups.start)
     rows = {} if own is None else {"begins": own.begins, "finishes": own.finishes}
     listed = module.prepare(work.slices, *counts, shape.head_dim, shape.v_head_dim, device, **rows)

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,6 @@ from flexcp.executor.kernels.sinks_and_delta import OutputGradient
 from flexcp.executor.slice_attention import packed_slices, slice_attention
 from flexcp.masks import Q0, Q1
 from flexcp.measure.kernels.work import WINDOW, Workload, mask_mod, workload
-from flexcp.plan.memory import QUERIES
 
 OURS = ("cute", "hopper", "triton", "op")
 BASELINES = ("fa4", "cudnn", "flash", "flex", "flexfa4", "varlen")
@@ -349,81 +347,6 @@ def _seen(slices: Any, at: Any, tokens: int, by_row: bool) -> Tensor:
     for q0, q1, k0, k1, lo, hi in slices[(slices[:, Q0] < slices[:, Q1])].tolist():
         out |= (q >= q0) & (q < q1) & (k >= k0) & (k < k1) & (k - q >= lo) & (k - q <= hi)
     return torch.from_numpy(out)
-
-
-@dataclass(frozen=True)
-class Listed:
-    """A work list of a plan: its slices, the rows of its shelves, which heads of which query shelf it is of, whether that shelf's dq may be
-    open while it runs, and the runs of rows that it begins and finishes, where the rank's lists do so with all of its own."""
-
-    slices: Any
-    rows: int
-    keys: int
-    shelf: int
-    shelf_heads: int
-    h0: int
-    h1: int
-    open_dq: bool = False
-    begins: Any = None
-    finishes: Any = None
-
-
-def work_rate(
-    kernel: str, lists: list[Listed], backward: bool, dense: Callable[[], Any], rounds: int = 3
-) -> tuple[float, float, float]:
-    """Of a rank's work lists one after the other: useful TFLOP/s, useful share of what tiles compute, and milliseconds of ``dense``.
-
-    As the executor runs them: lists of a query shelf add to the same results, which begin with LSEs of -inf or are begun and finished by
-    lists, or to a dq of zeros that is closed after the last list that leaves it open. ``dense`` takes turns with them, so that both meet
-    the same clock.
-    """
-    device = torch.device("cuda", torch.cuda.current_device())
-    module, size, settings = find_kernel(kernel), 128, Settings(128**-0.5)
-    shelves: dict[int, tuple[Tensor, ...]] = {}
-    calls: list[Callable[[], Any]] = []
-    begun: dict[int, bool] = {}
-    flops, computed = 0.0, 0.0
-    may_open = backward and hasattr(module, "close_dq")
-    last_open = {x.shelf: number for number, x in enumerate(lists) if x.open_dq and may_open}
-    for number, x in enumerate(lists):
-        heads = Heads(x.h1 - x.h0, max(1, (x.h1 - x.h0) // 4), size)
-        if x.shelf not in shelves:
-            both = random_tensors(x.rows, Heads(x.shelf_heads, 1, size), device)
-            lse, delta = (torch.full(both.q.shape[:2], x, device=device) for x in (10.0, 0.0))
-            result = torch.zeros(both.q.shape, device=device)
-            shelves[x.shelf] = both.q, both.do, torch.empty_like(both.q), result, lse, delta
-        q, do, rounded, result, lse, delta = (t[:, x.h0 : x.h1] for t in shelves[x.shelf])
-        kv = random_tensors(x.keys, heads, device)
-        finishes = x.finishes is not None and getattr(module, "FINISHES", False) and not backward
-        begun[x.shelf] = finishes
-        rows = {"begins": x.begins, "finishes": x.finishes} if finishes else {}
-        work = module.prepare(x.slices, heads.heads, heads.kv_heads, size, size, device, **rows)
-        if backward:
-            dk, dv = torch.zeros(kv.k.shape, device=device), torch.zeros(kv.v.shape, device=device)
-            own = replace(settings, open_dq=may_open and x.open_dq)
-            calls.append(partial(module.backward, q, kv.k, kv.v, do, lse, delta, work, own, result, dk, dv))
-        else:
-            last = {"finished_THV": rounded} if finishes else {}
-            calls.append(partial(module.forward, q, kv.k, kv.v, work, settings, result, lse, **last))
-        useful = heads.flops(int(masks.area(x.slices).sum())) * (BACKWARD if backward else 1.0)
-        flops += useful
-        computed += useful / module.useful_share(x.slices, heads.heads // heads.kv_heads, backward)
-        if last_open.get(x.shelf) == number:
-            alone = x.shelf == QUERIES and all(y.open_dq for y in lists if y.shelf == QUERIES)
-            last = {"finished_THD": shelves[x.shelf][2]} if alone and getattr(module, "FINISHES", False) else {}
-            calls.append(partial(module.close_dq, shelves[x.shelf][3], settings, **last))
-
-    def run() -> None:
-        for number, (*_, result, lse, _) in shelves.items():
-            if backward:
-                result.zero_()
-            elif not begun[number]:
-                lse.fill_(-torch.inf)
-        for call in calls:
-            call()
-
-    ms = timed({"all": run, "dense": dense}, rounds)
-    return flops / ms["all"] / 1e9, flops / computed, ms["dense"]
 
 
 def table(results: list[Result], product: float) -> str:

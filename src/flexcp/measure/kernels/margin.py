@@ -21,6 +21,7 @@ from torch import Tensor
 
 from flexcp.executor.kernels import Settings
 from flexcp.executor.kernels.choose import choose_kernel
+from flexcp.measure.calibrate.kernels import keep_busy
 from flexcp.measure.kernels.bench import Heads, random_tensors
 from flexcp.measure.kernels.work import workload
 
@@ -28,6 +29,8 @@ BLOCK = 8192
 CHANNELS = {"inside": 16, "across": 4}
 """Blocks of a copy, by where its peer is."""
 BYTES = 1 << 28
+HEAD_START = 10_000
+"""Cycles by which a copy begins before attention."""
 OUTLASTS, FITS = 1.5, 0.4
 """How long a copy takes of attention's time where it outlasts attention, and where attention outlasts it."""
 
@@ -94,14 +97,20 @@ def _calls(kernel: str, tokens: int, heads: Heads, device: torch.device, margin:
 def timed_together(
     attention: Callable[[], Any] | None, copy: Callable[[], Any] | None, beside: torch.cuda.Stream
 ) -> tuple[float, float]:
-    """Milliseconds of attention and of the copy, which is started first."""
+    """Milliseconds of attention and of the copy, which is started first.
+
+    Both are queued behind other work, so that the host's launches are over before the first of them begins.
+    """
     events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
     torch.cuda.synchronize()
+    keep_busy()
+    beside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(beside):
         events[2].record()
         if copy is not None:
             copy()
         events[3].record()
+    torch.cuda._sleep(HEAD_START)
     events[0].record()
     if attention is not None:
         attention()

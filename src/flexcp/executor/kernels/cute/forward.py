@@ -22,7 +22,7 @@ from __future__ import annotations
 import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from flexcp.executor.kernels.cute.items import RECORD
 from flexcp.executor.kernels.cute.merging import (
@@ -34,6 +34,7 @@ from flexcp.executor.kernels.cute.merging import (
     wait_for_turn,
     weigh,
 )
+from flexcp.executor.kernels.cute.outputs import write_rounded, write_sums
 from flexcp.executor.kernels.cute.parts import (
     COMPUTE_REGISTERS,
     LN2,
@@ -350,13 +351,13 @@ class Forward:
                 if adds:
                     add_scaled(acc, s, old_share)
             if const_expr(not self.rounds):
-                self.write_sums(acc, out, o_at, row0, row1, m, column0)
+                write_sums(acc, out, o_at, row0, row1, m, column0, P)
             elif const_expr(not self.finishes):  # noqa: SIM114  (this is known when it is compiled, the next is not)
-                self.write_rounded(mma_O, acc, sO, rounded, thread, wg, row0, row1, group)
+                write_rounded(mma_O, acc, sO, rounded, thread, wg, row0, row1, group, OWN + wg, P)
             elif last != 0:
-                self.write_rounded(mma_O, acc, sO, rounded, thread, wg, row0, row1, group)
+                write_rounded(mma_O, acc, sO, rounded, thread, wg, row0, row1, group, OWN + wg, P)
             else:
-                self.write_sums(acc, out, o_at, row0, row1, m, column0)
+                write_sums(acc, out, o_at, row0, row1, m, column0, P)
             if const_expr(not self.fresh):
                 pass_turn(counters + 2 * counter + wg, place, thread, OWN + wg)
 
@@ -446,40 +447,3 @@ class Forward:
         rows = by_rows(acc)
         for r in cutlass.range_constexpr(2):
             rows[r, None].store(rows[r, None].load() * factor[r])
-
-    @cute.jit
-    def write_sums(self, acc, out, o_at, row0, row1, m, column0):
-        """float32 results, from the registers."""
-        rows = by_rows(acc)
-        for r in cutlass.range_constexpr(2):
-            if row0 + m[r] // self.pack < row1:
-                for c in cutlass.range_constexpr(self.V // 8):
-                    pair = cute.make_rmem_tensor(2, Float32)
-                    pair[0], pair[1] = rows[r, 2 * c], rows[r, 2 * c + 1]
-                    at = (out + (o_at[r] + column0 + 8 * c)).align(8)
-                    cute.autovec_copy(pair, cute.make_tensor(at, cute.make_layout(2)))
-
-    @cute.jit
-    def write_rounded(self, mma_O, acc, sO, rounded, thread, wg, row0, row1, group):
-        """Results in the model's dtype, through shared memory: 16 bytes a thread, so that whole lines are written."""
-        V, P = self.V, self.pack
-        out, o_row, o_head = rounded
-        results = cute.make_rmem_tensor(acc.shape, self.dtype)
-        round_to(acc, results)
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
-        copy = cute.make_tiled_copy_C(atom, mma_O).get_slice(thread)
-        mine = sO[None, None, wg]
-        cute.arch.barrier(barrier_id=OWN + wg, number_of_threads=128)
-        cute.copy(copy, copy.retile(results), copy.partition_D(mine))
-        cute.arch.barrier(barrier_id=OWN + wg, number_of_threads=128)
-        across = V // 8
-        for i in cutlass.range_constexpr(ROWS * across // 128):
-            at = i * 128 + thread
-            r, part = at // across, at % across
-            m = wg * ROWS + r
-            row, head = row0 + m // P, group * P + m % P
-            if row < row1:
-                numbers = cute.make_rmem_tensor(8, self.dtype)
-                cute.autovec_copy(cute.local_tile(mine[r, None], (8,), (part,)), numbers)
-                to = (out + (row * o_row + head * o_head + part * 8)).align(16)
-                cute.autovec_copy(numbers, cute.make_tensor(to, cute.make_layout(8)))

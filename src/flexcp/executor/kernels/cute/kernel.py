@@ -20,7 +20,7 @@ from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.runtime import make_ptr
 from torch import Tensor
 
-from flexcp.executor.kernels import Ints, Settings, uploaded
+from flexcp.executor.kernels import NO_ROWS, Ints, Settings, uploaded
 from flexcp.executor.kernels.cute.backward import Backward
 from flexcp.executor.kernels.cute.forward import Forward
 from flexcp.executor.kernels.cute.items import (
@@ -46,7 +46,6 @@ from flexcp.masks import Q0, Q1
 FRESH = True
 FINISHES = True
 HEAD_SIZE = 128
-NO_ROWS: Ints = np.zeros((0, 2), np.int64)
 TYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16, torch.float32: cutlass.Float32}
 LONGEST_PART = 1024
 """Blocks of a part of a tile of keys, where programs add to dq in step."""

@@ -15,7 +15,10 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-START = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from flexcp.data.worker import main; main(*map(int, sys.argv[2:]))"
+START = (
+    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from flexcp.data.planning.worker import main; "
+    "main(*map(int, sys.argv[2:]))"
+)
 """What the interpreter of a worker runs: the parent's import path first, so that both find the same flexcp."""
 
 

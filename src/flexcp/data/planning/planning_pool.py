@@ -38,8 +38,8 @@ from flexcp.data.planning.plan_orders import (
     fulfil,
     unpacked,
 )
+from flexcp.data.planning.worker import START
 from flexcp.data.stats import Stats
-from flexcp.data.worker import START
 
 TRIES, STARTS = 3, 10
 """Workers that may die over one job while they plan it, and while they start."""

@@ -18,7 +18,7 @@ from functools import partial
 import torch.distributed as dist
 
 from flexcp.data.planning.plan_orders import PlannedPart, PlanOrder, from_shared_bytes, shared_bytes
-from flexcp.data.planning_pool import PlanningError, Pool
+from flexcp.data.planning.planning_pool import PlanningError, Pool
 from flexcp.executor.exchange.failure_notes import through_store
 
 READ = "read"
@@ -26,7 +26,7 @@ READ = "read"
 
 
 class SharedPlans:
-    """A :class:`~flexcp.data.planning_pool.Pool` of which each rank's works for all."""
+    """A :class:`~flexcp.data.planning.planning_pool.Pool` of which each rank's works for all."""
 
     def __init__(self, pool: Pool, group: dist.ProcessGroup, timeout: timedelta) -> None:
         self.pool, self.timeout = pool, timeout

@@ -1,0 +1,145 @@
+"""Work lists of a plan, run and timed as the executor runs them: one rank's lists of a pass one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexcp import masks
+from flexcp.executor.kernels import Settings, find_kernel
+from flexcp.executor.run.finished_rows import finished_rows
+from flexcp.executor.run.pass_recipe import touched_dq
+from flexcp.executor.run.rank_program import RankProgram
+from flexcp.measure.kernels.bench import BACKWARD, Heads, random_tensors, timed
+from flexcp.plan.memory import QUERIES
+
+SIZE = 128
+"""Of a head."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A work list of a plan: its slices, the rows of its shelves, which heads of which query shelf it is of, whether that shelf's dq may be
+    open while it runs, and the runs of rows that it begins and finishes, where the rank's lists do so with all of its own."""
+
+    slices: Any
+    rows: int
+    keys: int
+    shelf: int
+    shelf_heads: int
+    h0: int
+    h1: int
+    open_dq: bool = False
+    begins: Any = None
+    finishes: Any = None
+
+
+def program_lists(program: RankProgram, backward: bool) -> list[list[Listed]]:
+    """The work lists of each slot of a rank's program."""
+    touched, finished = touched_dq(program), None if backward else finished_rows(program)
+    found = []
+    for at, slot in enumerate(program.slots):
+        lists = []
+        for i, work in enumerate(slot.work):
+            queries, keys = program.shelves[work.q_shelf], program.shelves[work.kv_shelf]
+            own = None if finished is None else finished[at][i]
+            lists.append(
+                Listed(
+                    work.slices,
+                    queries.rows,
+                    keys.rows,
+                    work.q_shelf,
+                    queries.h1 - queries.h0,
+                    work.h0 - queries.h0,
+                    work.h1 - queries.h0,
+                    at < touched[work.q_shelf],
+                    None if own is None else own.begins,
+                    None if own is None else own.finishes,
+                )
+            )
+        found.append(lists)
+    return found
+
+
+class RankLists:
+    """Lists of one rank and direction with tensors of their sizes, ready to run one after the other as the executor runs them.
+
+    Lists of a query shelf add to the same results, which begin with LSEs of -inf or are begun and finished by lists, or to a dq of zeros
+    that is closed at the end where a list leaves it open.
+    """
+
+    def __init__(self, kernel: str, lists: list[Listed], backward: bool) -> None:
+        self.module, self.backward = find_kernel(kernel), backward
+        self.flops, self.computed = 0.0, 0.0
+        """Useful operations, and those that whole tiles make of them."""
+        self._shelves: dict[int, tuple[Tensor, ...]] = {}
+        self._begun: dict[int, bool] = {}
+        self._calls: list[Callable[[Settings], Any]] = []
+        finishes = getattr(self.module, "FINISHES", False)
+        may_open = backward and hasattr(self.module, "close_dq")
+        for x in lists:
+            self._add(x, finishes and not backward and x.finishes is not None, may_open)
+        own_alone = all(x.open_dq for x in lists if x.shelf == QUERIES)
+        self._opened = {x.shelf: x.shelf == QUERIES and own_alone and finishes for x in lists if x.open_dq and may_open}
+
+    def run(self, settings: Settings) -> None:
+        """All of them, with what a pass does before the first and after the last."""
+        for number, (*_, result, lse, _) in self._shelves.items():
+            if self.backward:
+                result.zero_()
+            elif not self._begun[number]:
+                lse.fill_(-torch.inf)
+        self.launch(settings)
+        for shelf, finishes in self._opened.items():
+            last = {"finished_THD": self._shelves[shelf][2]} if finishes else {}
+            self.module.close_dq(self._shelves[shelf][3], settings, **last)
+
+    def launch(self, settings: Settings) -> None:
+        """The lists alone, as in a slot that is neither the first nor the last."""
+        for call in self._calls:
+            call(settings)
+
+    def _add(self, x: Listed, finishes: bool, may_open: bool) -> None:
+        device, module = torch.device("cuda", torch.cuda.current_device()), self.module
+        heads = Heads(x.h1 - x.h0, max(1, (x.h1 - x.h0) // 4), SIZE)
+        if x.shelf not in self._shelves:
+            both = random_tensors(x.rows, Heads(x.shelf_heads, 1, SIZE), device)
+            lse, delta = (torch.full(both.q.shape[:2], value, device=device) for value in (10.0, 0.0))
+            result = torch.zeros(both.q.shape, device=device)
+            self._shelves[x.shelf] = both.q, both.do, torch.empty_like(both.q), result, lse, delta
+        q, do, rounded, result, lse, delta = (t[:, x.h0 : x.h1] for t in self._shelves[x.shelf])
+        kv = random_tensors(x.keys, heads, device)
+        self._begun[x.shelf] = finishes
+        rows = {"begins": x.begins, "finishes": x.finishes} if finishes else {}
+        work = module.prepare(x.slices, heads.heads, heads.kv_heads, SIZE, SIZE, device, **rows)
+        if self.backward:
+            dk, dv = torch.zeros(kv.k.shape, device=device), torch.zeros(kv.v.shape, device=device)
+            opened = may_open and x.open_dq
+            self._calls.append(
+                lambda s: module.backward(
+                    q, kv.k, kv.v, do, lse, delta, work, replace(s, open_dq=opened), result, dk, dv
+                )
+            )
+        else:
+            last = {"finished_THV": rounded} if finishes else {}
+            self._calls.append(lambda s: module.forward(q, kv.k, kv.v, work, s, result, lse, **last))
+        useful = heads.flops(int(masks.area(x.slices).sum())) * (BACKWARD if self.backward else 1.0)
+        self.flops += useful
+        self.computed += useful / module.useful_share(x.slices, heads.heads // heads.kv_heads, self.backward)
+
+
+def work_rate(
+    kernel: str, lists: list[Listed], backward: bool, dense: Callable[[], Any], rounds: int = 3
+) -> tuple[float, float, float]:
+    """Of a rank's work lists one after the other: useful TFLOP/s, useful share of what tiles compute, and milliseconds of ``dense``.
+
+    ``dense`` takes turns with them, so that both meet the same clock.
+    """
+    ready = RankLists(kernel, lists, backward)
+    ms = timed({"all": partial(ready.run, Settings(SIZE**-0.5)), "dense": dense}, rounds)
+    return ready.flops / ms["all"] / 1e9, ready.flops / ready.computed, ms["dense"]
