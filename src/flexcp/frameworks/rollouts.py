@@ -67,7 +67,7 @@ class RolloutPart:
 
         Differentiable; every rank calls it.
         """
-        return self.rows.step.say_loss(self.rows.returned(values))
+        return self.rows.step.losses.say(self.rows.returned(values))
 
     def log_probs(self, logits: Tensor, temperature: float = 1.0) -> Tensor:
         """The log-probability of each token of this rank's rollouts, end to end, after those before it; 0 for the first of each.
