@@ -56,9 +56,8 @@ def generated(group: dist.ProcessGroup, folder: str, ours: bool) -> list[dict[st
     from flexcp.frameworks.huggingface_trainer import FlexcpTrainer
 
     rank, ranks = str(dist.get_rank()), dist.get_world_size()
-    place = dict(zip(PLACE, (rank, str(ranks), rank, "127.0.0.1", "29555"), strict=True))
     with (
-        patch.dict(os.environ, place),
+        patch.dict(os.environ, place_of_rank()),
         patch.object(sys, "path", [str(EXAMPLES), *sys.path]),
         refusing_the_loss_warning(),
     ):
