@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start hundreds of Python processes: bytecode is kept whatever the environment says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test tests loops kernels lint docs screenshots verify-all planning simulator-speed training-thread auto groups regimes memory multimodal models experiments papers published box kernel-fit hypergraph properties data fuzz-plans clean
+.PHONY: demo test tests loops kernels lint docs screenshots verify-all planning simulator-speed training-thread auto groups regimes memory multimodal models experiments papers published trainers box kernel-fit hypergraph properties data fuzz-plans clean
 
 demo: .venv/ready
 	$(BIN)/flexcp demo
@@ -113,6 +113,10 @@ data: .venv/ready
 # 100,000 mutated plan files, read and watched.
 fuzz-plans: .venv/ready
 	$(BIN)/python benchmarks/fuzz_plans.py
+
+# The examples of trainers over 20 steps on 2 ranks, every number of their logs beside one process's; CI runs 4 steps.
+trainers: .venv/ready
+	$(BIN)/python -m pytest tests/frameworks/test_trainer_examples.py --trainer-steps 20 --durations 0
 
 # Every strategy on thousands of random batches, masks and machines, against a count by hand.
 properties: .venv/ready

@@ -55,15 +55,18 @@ PARTS = {
     "Telemetry": ("planning", "log", "trace", "dump", "close"),
     "CostModel": ("to_json", "from_json"),
     "Topology": ("arguments",),
+    "RolloutPart": ("inputs", "of", "returned", "log_probs"),
     "StaticChoice": ("words",),
 }  # fmt: skip
 """What users take from a class; the rest is there for other parts of flexcp."""
-MADE = {"Plan", "Step", "Edges", "TokenTree", "LocalBatch", "Stats", "Topology", "StaticChoice"}
+MADE = {"Plan", "Step", "Edges", "TokenTree", "LocalBatch", "Stats", "Topology", "StaticChoice", "RolloutPart"}
 """Classes that users are given and do not make."""
 OTHERS = {
     "frameworks": ("used",),
     "frameworks.huggingface": ("turn_on", "register", "planner", "masks", "inputs"),
     "frameworks.huggingface_trainer": ("FlexcpTrainer", "prepared"),
+    "frameworks.shared_forward": ("share_forward",),
+    "frameworks.rollouts": ("shared_rollouts", "RolloutPart"),
     "frameworks.fsdp": ("sum_gradients",),
     "frameworks.multimodal": ("turn_on", "qwen2_vl", "image_rows", "VisionDocument"),
     "frameworks.pipeline": ("PlannedMicroBatches", "PlannedStage"),

@@ -23,6 +23,12 @@ for package, modules in HEAVY.items():
         ranks.PRELOAD += [name for name in modules if name not in ranks.PRELOAD]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--trainer-steps", type=int, default=4, help="Steps that the trainers' examples run (make trainers: 20)."
+    )
+
+
 @pytest.fixture(scope="module")
 def two() -> Iterator[RankPool]:
     """A world of two ranks."""

@@ -2,42 +2,83 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from trainer_runs import evaluated_shares, one_process, trained, with_accelerate
+from trainer_runs import Case, evaluated_shares, one_process, trained, with_accelerate
 
-from flexcp.frameworks.huggingface_trainer import _stream
+from flexcp.frameworks.collated import read_batch
+from flexcp.frameworks.huggingface_trainer import FlexcpTrainer
 from flexcp.frameworks.shared_batch import lengths_of, next_in_document
 from flexcp.measure.ranks import RankError, RankPool
 
 
 @pytest.fixture(scope="module")
 def theirs(two: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return two.run(trained, str(tmp_path_factory.mktemp("theirs")), "padded", False)[0]
+    return two.run(trained, str(tmp_path_factory.mktemp("theirs")), Case(ours=False, predicting=True))[0]
+
+
+def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Losses, evaluation and weights of two runs."""
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
+    assert ours["eval"] == pytest.approx(theirs["eval"], rel=1e-5)
+    for name, weight in theirs["weights"].items():
+        torch.testing.assert_close(ours["weights"][name], weight, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("collator", ["flat", "padded"])
 def test_the_trainer_trains_as_without_flexcp(
     two: RankPool, theirs: dict[str, Any], tmp_path: Path, collator: str
 ) -> None:
-    for ours in two.run(trained, str(tmp_path), collator, True):
-        assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
-        assert ours["eval"] == pytest.approx(theirs["eval"], rel=1e-5)
-        for name, weight in theirs["weights"].items():
-            torch.testing.assert_close(ours["weights"][name], weight, atol=1e-6, rtol=1e-4)
-        assert "prediction_loss_only=True" in ours["refused"]
+    for ours in two.run(trained, str(tmp_path), Case(collator, predicting=collator == "padded")):
+        assert_same(ours, theirs)
+        if collator == "padded":
+            torch.testing.assert_close(ours["predictions"][0], theirs["predictions"][0], atol=1e-5, rtol=1e-5)
+            assert ours["predictions"][1] == pytest.approx(theirs["predictions"][1], rel=1e-5)
+        for entry in ours["logs"]:
+            assert entry["tokens_per_second"] > 0
+            assert 1 <= entry["token_balance"] < 1.5
+            assert 1 <= entry["attention_balance"] < 1.5
     assert theirs["losses"][0] != theirs["losses"][1]
 
 
-def test_a_trainer_that_evaluates_by_itself_has_the_same_loss(
-    two: RankPool, theirs: dict[str, Any], tmp_path: Path
+@pytest.mark.parametrize(
+    ("kind", "more"), [("own loss", {}), ("plain", {"label_smoothing_factor": 0.1})], ids=["own loss", "smoothing"]
+)
+def test_a_loss_that_is_no_mean_over_tokens_is_the_same(
+    two: RankPool, theirs: dict[str, Any], tmp_path: Path, kind: str, more: dict[str, Any]
 ) -> None:
-    for ours in two.run(trained, str(tmp_path), "padded", True, False, "like TRL"):
-        assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
-        assert ours["eval"] == pytest.approx(theirs["eval"], rel=1e-5)
+    right = two.run(trained, str(tmp_path), Case(ours=False, kind=kind, more=more))[0]
+    assert right["losses"] != pytest.approx(theirs["losses"], rel=1e-4), "another loss than the Trainer's"
+    for ours in two.run(trained, str(tmp_path), Case(kind=kind, more=more)):
+        assert_same(ours, right)
+
+
+def test_under_fsdp2_the_trainer_trains_as_under_ddp(two: RankPool, theirs: dict[str, Any], tmp_path: Path) -> None:
+    more = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["Gemma2DecoderLayer"]}}
+    for ours in two.run(trained, str(tmp_path), Case(more=more)):
+        assert ours["wrapped"].startswith("FSDP")
+        assert_same(ours, theirs)
+
+
+def test_a_run_goes_on_in_the_middle_of_an_epoch(two: RankPool, tmp_path: Path) -> None:
+    more = {
+        "max_steps": 12, "save_steps": 2, "save_strategy": "steps", "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1,
+        "optim": "adamw_torch", "save_total_limit": None,
+    }  # fmt: skip
+    whole = two.run(trained, str(tmp_path), Case("flat", more=more))[0]
+    for number in range(4, 13, 2):
+        shutil.rmtree(tmp_path / f"checkpoint-{number}")
+    resumed = two.run(trained, str(tmp_path), Case("flat", more=more, resume=True))[0]
+    assert len(whole["losses"]) == 12
+    assert resumed["losses"] == pytest.approx(whole["losses"], rel=1e-6), (
+        "the log of a resumed run begins with that of the first"
+    )
+    assert resumed["logs"][5]["tokens_per_second"] != whole["logs"][5]["tokens_per_second"], "steps were run again"
 
 
 def test_every_rank_evaluates_the_whole_batch(two: RankPool) -> None:
@@ -48,8 +89,8 @@ def test_every_rank_evaluates_the_whole_batch(two: RankPool) -> None:
 def test_without_labels_gradients_are_whole_too(two: RankPool, tmp_path: Path) -> None:
     """The Trainer then counts no labels and scales nothing: the loss of a micro-batch is its mean, and micro-batches are averaged."""
     more = {"gradient_accumulation_steps": 1}
-    right = two.run(trained, str(tmp_path), "padded", True, False, "plain", more)[0]
-    ours = two.run(trained, str(tmp_path), "unlabelled", True, False, "plain", more)[0]
+    right = two.run(trained, str(tmp_path), Case(more=more))[0]
+    ours = two.run(trained, str(tmp_path), Case("unlabelled", more=more))[0]
     assert ours["losses"] == pytest.approx(right["losses"], rel=1e-6)
     for name, weight in right["weights"].items():
         torch.testing.assert_close(ours["weights"][name], weight, atol=1e-6, rtol=1e-4)
@@ -59,19 +100,19 @@ def test_without_labels_gradients_are_whole_too(two: RankPool, tmp_path: Path) -
     ("arguments", "words"),
     [
         ({"average_tokens_across_devices": False}, "average_tokens_across_devices=True"),
-        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+        ({"parallelism_config": {"cp_size": 2}}, "cp_size=2 beside flexcp.*set cp_size=1"),
     ],
 )
 def test_what_would_make_another_loss_is_refused(
     two: RankPool, tmp_path: Path, arguments: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(RankError, match=words):
-        two.run(trained, str(tmp_path), "padded", True, False, "plain", arguments)
+        two.run(trained, str(tmp_path), Case(more=arguments))
 
 
 def test_a_trainer_whose_model_ignores_the_step_stops(two: RankPool, tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"never used it"):
-        two.run(trained, str(tmp_path), "flat", True, True)
+        two.run(trained, str(tmp_path), Case("flat", ignoring=True))
 
 
 def test_accelerate_with_a_loop_of_ones_own(two: RankPool) -> None:
@@ -109,17 +150,17 @@ PACKED = [0, 1, 2, 3, 4, 0, 1, 2, 0, 0]
     ],
 )
 def test_packed_documents_stay_apart_beside_padding(fields: dict[str, list[list[int]]]) -> None:
-    tokens, labels, lengths = _stream(batch(**fields))
-    assert lengths == [5, 3]
-    assert tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert labels.tolist() == [2, 3, 4, 5, -100, 7, 8, -100]
+    found = read_batch(batch(**fields))
+    assert found.lengths == [5, 3]
+    assert found.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert found.labels.tolist() == [2, 3, 4, 5, -100, 7, 8, -100]
 
 
 def test_rows_may_be_padded_on_either_side_or_hold_nothing() -> None:
     masks = [[0, 0, 1, 1], [1, 1, 1, 0], [0, 0, 0, 0]]
     for fields in ({}, {"position_ids": [[1, 1, 0, 1], [0, 1, 2, 1], [1, 1, 1, 1]]}):
-        assert _stream(batch(attention_mask=masks, **fields))[2] == [2, 3]
-    assert _stream(batch(attention_mask=[[0, 0], [0, 0]]))[2] == []
+        assert read_batch(batch(attention_mask=masks, **fields)).lengths == [2, 3]
+    assert read_batch(batch(attention_mask=[[0, 0], [0, 0]])).lengths == []
 
 
 @pytest.mark.parametrize(
@@ -133,10 +174,23 @@ def test_rows_may_be_padded_on_either_side_or_hold_nothing() -> None:
 )  # fmt: skip
 def test_batches_that_contradict_themselves_are_refused(fields: dict[str, list[list[int]]], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        _stream(batch(**fields))
+        read_batch(batch(**fields))
 
 
 def test_a_mask_of_another_kind_is_refused() -> None:
     for mask in (torch.zeros(1, 1, 4, 4), torch.tensor([[0.0, -1.0, 0.0, 0.0]])):
         with pytest.raises(NotImplementedError, match=r"padding mask of \(1, 4\) tokens"):
-            _stream({"input_ids": torch.arange(4)[None], "attention_mask": mask})
+            read_batch({"input_ids": torch.arange(4)[None], "attention_mask": mask})
+
+
+def test_packing_without_positions_is_one_clear_line() -> None:
+    trainer: Any = SimpleNamespace(args=SimpleNamespace(packing=True, packing_strategy="bfd"))
+    batch = {"input_ids": torch.arange(4)[None], "labels": torch.arange(4)[None]}
+    with pytest.raises(ValueError, match="nothing says where documents begin; let the collator return position_ids"):
+        FlexcpTrainer._refuse_lost_borders(trainer, batch)
+    FlexcpTrainer._refuse_lost_borders(trainer, batch | {"position_ids": torch.arange(4)[None]})
+
+
+def test_a_trainer_asks_for_a_cluster_or_a_planner() -> None:
+    with pytest.raises(ValueError, match=r"cluster=flexcp.cluster"):
+        FlexcpTrainer(None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, field
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -26,19 +27,23 @@ def documents() -> list[Tensor]:
     return [torch.randint(64, (n,), generator=generator) for n in lengths]
 
 
-def trained(
-    group: dist.ProcessGroup,
-    folder: str,
-    collator: str,
-    ours: bool,
-    ignoring: bool = False,
-    kind: str = "plain",
-    more: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Two optimizer steps of two micro-batches of three documents a rank, then an evaluation; by our Trainer or theirs.
+@dataclass(frozen=True)
+class Case:
+    """What is trained: by our Trainer or theirs, and how."""
 
-    ``kind`` says on which Trainer ours is built: the plain one or one that evaluates as TRL does. ``more`` are training arguments.
-    """
+    collator: str = "padded"
+    ours: bool = True
+    kind: str = "plain"
+    """On which Trainer ours is built: the plain one, or one with an "own loss"."""
+    more: dict[str, Any] = field(default_factory=dict)
+    """More training arguments."""
+    ignoring: bool = False
+    predicting: bool = False
+    resume: bool = False
+
+
+def trained(group: dist.ProcessGroup, folder: str, case: Case) -> dict[str, Any]:
+    """Two optimizer steps of two micro-batches of three documents a rank, then an evaluation."""
     from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
     from flexcp.frameworks import huggingface
@@ -46,70 +51,83 @@ def trained(
     ranks = dist.get_world_size()
     os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(ranks), LOCAL_RANK=str(dist.get_rank()))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29555")
+    reset_accelerate()
     model = make_model(Run("gemma2", dtype="float32"), "eager")
-    data = [{"input_ids": d, "labels": d} if collator == "flat" else {"input_ids": d} for d in documents()]
+    data = [{"input_ids": d, "labels": d} if case.collator == "flat" else {"input_ids": d} for d in documents()]
     settings = {
         "use_cpu": True, "max_steps": 2, "per_device_train_batch_size": 3, "per_device_eval_batch_size": 3,
         "gradient_accumulation_steps": 2, "optim": "sgd", "learning_rate": RATE, "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0, "logging_steps": 1, "report_to": [], "save_strategy": "no", "data_seed": 0, "disable_tqdm": True,
+        "max_grad_norm": 0.5, "logging_steps": 1, "report_to": [], "save_strategy": "no", "data_seed": 0, "disable_tqdm": True,
         "prediction_loss_only": True, "remove_unused_columns": False, "dataloader_pin_memory": False,
     }  # fmt: skip
-    arguments = TrainingArguments(folder, **(settings | (more or {})))
-    planner = huggingface.planner(model, flexcp.cluster("cpu", 1, ranks), strategy="blocks")
-    collate = {"flat": DataCollatorWithFlattening(), "padded": Padding(), "unlabelled": Padding(labels=False)}[collator]
+    more = dict(case.more)
+    if "parallelism_config" in more:
+        from accelerate.parallelism_config import ParallelismConfig
+
+        more["parallelism_config"] = ParallelismConfig(**more["parallelism_config"])
+    arguments = TrainingArguments(folder, **(settings | more))
+    if arguments.fsdp:
+        take_ranks_for_devices()
+    collate = {"flat": DataCollatorWithFlattening(), "padded": Padding(), "unlabelled": Padding(labels=False)}[
+        case.collator
+    ]
     given = {"train_dataset": data, "eval_dataset": data[:12], "data_collator": collate}
-    trainer = (
-        trainer_class(kind)(model, arguments, **given, planner=planner) if ours else Trainer(model, arguments, **given)
-    )
-    if ignoring:
+    if case.ours:
+        planner = huggingface.planner(model, flexcp.cluster("cpu", 1, ranks), strategy="blocks")
+        trainer = trainer_class(case.kind)(model, arguments, **given, planner=planner)
+    else:
+        trainer = (own_loss(Trainer) if case.kind == "own loss" else Trainer)(model, arguments, **given)
+    if case.ignoring:
         model.set_attn_implementation("eager")
     with refusing_the_loss_warning():
-        trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
-    evaluated = None if collator == "unlabelled" else trainer.evaluate()["eval_loss"]
-    refused = ""
-    if ours:
-        trainer.args.prediction_loss_only = False
-        try:
-            trainer.predict(data[:12])
-        except NotImplementedError as error:
-            refused = str(error)
-    return {"losses": losses, "eval": evaluated, "weights": weights, "refused": refused}
+        trainer.train(resume_from_checkpoint=case.resume)
+    return {
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "logs": [entry for entry in trainer.state.log_history if "loss" in entry],
+        "wrapped": type(trainer.model_wrapped).__name__,
+        "weights": whole_weights(model),
+        "eval": None if case.collator == "unlabelled" else trainer.evaluate()["eval_loss"],
+        "predictions": predicted(trainer, data[:12]) if case.predicting else None,
+    }
+
+
+def whole_weights(model: Any) -> dict[str, Tensor]:
+    """The model's weights, gathered where FSDP2 keeps shards."""
+    whole = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in model.named_parameters()}
+    return {name: weight.detach().clone() for name, weight in whole.items()}
+
+
+def predicted(trainer: Any, data: list[Any]) -> tuple[Tensor, float]:
+    """Logits of all labelled tokens, which ``predict`` gathers on every rank, and the loss; rows as their collator made them."""
+    trainer.args.prediction_loss_only = False
+    found = trainer.predict(data)
+    logits, labels = torch.from_numpy(found.predictions), torch.from_numpy(found.label_ids)
+    return logits[:, :-1][labels[:, 1:] != -100], found.metrics["test_loss"]
 
 
 def trainer_class(kind: str) -> Any:
-    """Our Trainer, on the plain one or on one like TRL's."""
+    """Our Trainer, on the plain one or on one with a loss of its own."""
     from transformers import Trainer
 
     from flexcp.frameworks.huggingface_trainer import FlexcpTrainer
 
-    class LikeTrl(Trainer):
-        """As TRL's SFTTrainer: evaluation takes the loss of a batch as it came, divided by this rank's labels when nobody counts them."""
+    return type("Ours", (FlexcpTrainer, own_loss(Trainer)), {}) if kind == "own loss" else FlexcpTrainer
 
+
+def own_loss(base: Any) -> Any:
+    """A Trainer that weighs rows by their number of labels, which is no mean over tokens."""
+
+    class OwnLoss(base):
         def compute_loss(
             self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
         ) -> Any:
-            inputs["use_cache"] = False
+            labels = inputs.pop("labels")[:, 1:]
             outputs = model(**inputs)
-            labels = inputs["shift_labels"]
-            total = torch.nn.functional.cross_entropy(outputs.logits[0].float(), labels[0], reduction="sum")
-            loss = total / ((labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
-            if self.args.average_tokens_across_devices and num_items_in_batch is not None:
-                loss = loss * self.accelerator.num_processes
+            each = torch.nn.functional.cross_entropy(outputs.logits[:, :-1].mT, labels, reduction="none")
+            loss = (each.sum(1) / (labels != -100).sum(1).clamp(min=1).sqrt()).mean()
             return (loss, outputs) if return_outputs else loss
 
-        def prediction_step(
-            self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
-        ) -> tuple[Any, None, None]:
-            inputs = self._prepare_inputs(inputs)
-            with torch.no_grad():
-                return self.compute_loss(model, inputs, return_outputs=False), None, None
-
-    class Both(FlexcpTrainer, LikeTrl):
-        pass
-
-    return Both if kind == "like TRL" else FlexcpTrainer
+    return OwnLoss
 
 
 class Padding:
@@ -127,20 +145,34 @@ class Padding:
         return found | {"labels": torch.where(keep == 1, ids, -100)} if self.labels else found
 
 
+def reset_accelerate() -> None:
+    """Forget what Accelerate keeps of earlier runs on these ranks: how gradients accumulate, and who wraps models."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
+        del os.environ[name]
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+def take_ranks_for_devices() -> None:
+    """Let Accelerate take CPU ranks for devices of a kind it knows: on a CPU it leaves FSDP out, and says nothing."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
+
+
 def with_accelerate(group: dist.ProcessGroup) -> list[float]:
     """A loop of one's own: Accelerate prepares model and optimizer, flexcp the batch."""
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState
 
     from flexcp.frameworks import huggingface
     from flexcp.frameworks.huggingface_trainer import prepared
 
     ranks, rank = dist.get_world_size(), dist.get_rank()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
-    AcceleratorState._reset_state(
-        True
-    )  # these ranks ran a Trainer before, whose accumulation Accelerate would remember
-    GradientState._reset_state()
+    reset_accelerate()
     accelerator = Accelerator(cpu=True)
     model = make_model(Run("llama"), "eager")
     huggingface.turn_on(model)

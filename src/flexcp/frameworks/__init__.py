@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flexcp.executor.step import Step
 
-_ADAPTERS = ("fsdp", "huggingface", "huggingface_trainer", "megatron", "multimodal", "pipeline", "torchtitan")
+_ADAPTERS = (
+    "fsdp",
+    "huggingface",
+    "huggingface_trainer",
+    "megatron",
+    "multimodal",
+    "pipeline",
+    "rollouts",
+    "shared_forward",
+    "torchtitan",
+)
 
 
 @contextmanager

@@ -1,22 +1,27 @@
 """Hugging Face Trainer and Accelerate: batches of all ranks, planned and sharded before each forward.
 
-    trainer = FlexcpTrainer(model, args, train_dataset=..., data_collator=..., planner=planner)
-    trainer.train()
+    trainer = FlexcpTrainer(model, args, train_dataset=..., data_collator=..., cluster=flexcp.cluster("h100", nodes=2, ranks_per_node=8))
+
+    class Trainer(FlexcpTrainer, SFTTrainer):                            # or any other trainer built on the Trainer
+        pass
 
 The Trainer goes on as in data parallelism: its sampler gives every rank its own documents, DDP or FSDP averages gradients, and the loss is
-scaled as it scales any (``num_items_in_batch`` over all devices). In between, :func:`prepared` makes the ranks' documents one batch. A
-collator may pad (``attention_mask``), flatten or pack (``position_ids`` that start anew, or documents numbered in the mask); all become a
-stream without padding. With Accelerate and a loop of one's own the same function is all there is:
-``loss = model(**prepared(batch, planner, gradients="averaged")).loss``, since Accelerate averages gradients.
+scaled as it scales any (``num_items_in_batch`` over all devices). In between, the ranks' documents become one batch, in one of two ways:
 
-Trainers built on the Trainer may evaluate without its preparation (TRL's SFTTrainer does, under ``class T(FlexcpTrainer, SFTTrainer)``), so
-the loss prepares a batch that is not, and tells them its labels over all ranks: they would divide by this rank's.
+- where the loss is the Trainer's own, which the model takes of its labels, :func:`prepared` replaces the inputs, and each rank's loss is a
+  share of one mean. Nothing but attention moves.
+- where a trainer has a loss of its own (TRL's SFTTrainer, DPOTrainer, GRPOTrainer; ``compute_loss_func``, label smoothing), or somebody
+  wants logits row by row (``predict``, ``compute_metrics``), the model's forward is shared (:mod:`flexcp.frameworks.shared_forward`): what
+  it returns of a token comes back to the rank and the place the token came from, and the trainer's code sees its own documents.
+
+With Accelerate and a loop of one's own the first is ``loss = model(**prepared(batch, planner, gradients="averaged")).loss``, since
+Accelerate averages gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,27 +29,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import Trainer
 
+from flexcp.clusters import Cluster
 from flexcp.executor.averaging import Gradients
-from flexcp.executor.local_rows import refuse_shifted
 from flexcp.executor.step import Step
-from flexcp.frameworks import not_used
-from flexcp.frameworks.huggingface import keywords_of, masks, turn_on
-from flexcp.frameworks.shared_batch import IGNORE, lengths_of, next_in_document, share
+from flexcp.frameworks import huggingface, not_used
+from flexcp.frameworks.collated import BORDERS, read_batch, refuse_unknown
+from flexcp.frameworks.huggingface import keywords_of, masks
+from flexcp.frameworks.shared_batch import IGNORE, share
+from flexcp.frameworks.shared_forward import LastPlan, share_forward
+from flexcp.frameworks.trainer_logs import SharedBatches
 from flexcp.planner import Planner
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-BORDERS = {
-    "attention_mask",
-    "position_ids",
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-    "max_length_q",
-    "max_length_k",
-    "seq_idx",
-}
-KNOWN = {"input_ids", "labels"} | BORDERS
 
 
 def of_the_batch(found: Any, step: Step) -> Any:
@@ -67,126 +64,90 @@ def prepared(
     ``"summed"`` ``model(**prepared).loss`` is this rank's sum / the valid labels of all ranks, with ``"averaged"`` (DDP, Accelerate) as
     many times that as there are ranks. ``options`` go to the planner's call (``masks=``, ``tokens=``).
     """
-    unknown = set(batch) - KNOWN
-    if unknown:
-        raise NotImplementedError(
-            f"the batch holds {', '.join(sorted(unknown))}, which flexcp would not know how to shard"
-        )
-    tokens, labels, lengths = _stream(batch)
+    refuse_unknown(batch)
+    found = read_batch(batch)
     group = dist.group.WORLD if group is None else group
     assert group is not None
-    rows = share(tokens, labels, lengths, planner, group, **options)
+    rows = share(found.tokens, found.labels, found.lengths, planner, group, **options)
     valid = (rows.labels != IGNORE).sum()
     dist.all_reduce(valid, group=group if isinstance(group, dist.ProcessGroup) else group.get_group())
     return keywords_of(rows, valid.clamp(min=1), gradients)
 
 
-def _stream(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, list[int]]:
-    """A collator's batch without padding: tokens end to end, shifted labels, documents."""
-    ids = batch["input_ids"]
-    labels = batch.get("labels", ids)
-    mask = batch.get("attention_mask")
-    if mask is not None and (mask.shape != ids.shape or bool((mask < 0).any())):
-        raise NotImplementedError(
-            f"attention_mask of shape {tuple(mask.shape)} is not a padding mask of {tuple(ids.shape)} tokens: 0 for padding, 1 for "
-            "tokens, or the number of each token's document"
-        )
-    keep = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
-    said = _documents(batch, keep)
-    name, lengths = next(iter(said.items()), ("rows", []))
-    for other, found in said.items():
-        if found != lengths:
-            raise ValueError(
-                f"{other} says that documents have {found} tokens, {name} says {lengths}; give one of them, or both alike"
-            )
-    if not said:
-        _refuse_holes(keep)
-        lengths = [n for n in keep.sum(1).tolist() if n]
-    tokens, kept = ids[keep], labels[keep]
-    refuse_shifted(tokens, kept, next_in_document(tokens, lengths), IGNORE, "flexcp")
-    return tokens, next_in_document(kept, lengths), lengths
-
-
-def _documents(batch: Mapping[str, Any], keep: Tensor) -> dict[str, list[int]]:
-    """The lengths of documents without padding, as each part of a batch that knows of them has them."""
-    said = {}
-    mask, positions, numbers, borders = (
-        batch.get(name) for name in ("attention_mask", "position_ids", "seq_idx", "cu_seq_lens_q")
-    )
-    if positions is not None:
-        rows = _kept(positions, keep)
-        if not bool(keep.all()) and any(bool(((row.diff() != 1) & (row[1:] != 0)).any()) for row in rows):
-            raise ValueError(
-                "position_ids of a padded batch jump inside a row without starting anew at 0, so nothing says where documents end"
-            )
-        said["position_ids"] = [n for row in rows for n in lengths_of(row[None])]
-    if mask is not None and bool((mask > 1).any()):
-        said["attention_mask"] = _numbered(mask, keep)
-    if numbers is not None:
-        said["seq_idx"] = _numbered(numbers, keep)
-    if borders is not None:
-        said["cu_seq_lens_q"] = [n for n in borders.diff().tolist() if n]
-    return said
-
-
-def _kept(values: Tensor, keep: Tensor) -> list[Tensor]:
-    """The values of each row's tokens, without padding; rows of padding alone are left out."""
-    pairs = zip(values.expand_as(keep), keep, strict=True)
-    return [row[kept] for row, kept in pairs if bool(kept.any())]
-
-
-def _numbered(numbers: Tensor, keep: Tensor) -> list[int]:
-    """Lengths of the stretches of each row's tokens that have one number."""
-    return [n for row in _kept(numbers, keep) for n in row.unique_consecutive(return_counts=True)[1].tolist()]
-
-
-def _refuse_holes(keep: Tensor) -> None:
-    """Raise for padding between a row's tokens, which may be the border of two documents or not."""
-    begins = keep.int().diff(dim=1, prepend=keep.new_zeros(len(keep), 1).int()) == 1
-    if bool((begins.sum(1) > 1).any()):
-        raise ValueError(
-            "attention_mask has padding between a row's tokens, and nothing says whether documents end there; give position_ids that "
-            "start anew with every document"
-        )
-
-
 class FlexcpTrainer(Trainer):
-    """A Trainer whose ranks share every batch. ``planner`` plans for as many ranks as the Trainer has; ``options`` go to its call."""
+    """A Trainer whose ranks share every batch, alone or before another trainer: ``class T(FlexcpTrainer, SFTTrainer)``.
+
+    ``cluster`` describes the machine, and the plan's heads and dtype are the model's; or ``planner`` plans, for as many ranks as the
+    Trainer has. ``options`` go to its call (``masks=``, ``tokens=``). All else is the Trainer's. Logs have ``tokens_per_second`` (of all
+    ranks), ``attention_balance`` and ``token_balance`` (the most of a rank / the mean) beside the loss.
+    """
 
     def __init__(
-        self, model: Any, *arguments: Any, planner: Planner, options: Mapping[str, Any] | None = None, **keywords: Any
+        self,
+        *arguments: Any,
+        planner: Planner | None = None,
+        cluster: Cluster | None = None,
+        options: Mapping[str, Any] | None = None,
+        **keywords: Any,
     ) -> None:
-        turn_on(model)
+        if (planner is None) == (cluster is None):
+            raise ValueError(
+                "say on what the ranks share batches: cluster=flexcp.cluster('h100', nodes=..., ranks_per_node=...), or a planner="
+            )
+        for given in (*arguments, *keywords.values()):
+            _refuse_parallelism(given)
+        super().__init__(*arguments, **keywords)
+        self._batches = SharedBatches()
+        self._rows_wanted = False
+        model = _model_inside(self, self.model)
+        if cluster is not None:
+            planner = huggingface.planner(model, cluster, _dtype(self.args, model))
+        assert planner is not None
         self._planner = planner
         self._options = {"masks": masks(model.config), **(options or {})}
-        super().__init__(model, *arguments, **keywords)
         self._refuse()
-        if self.accelerator.num_processes != planner.cluster.ranks:
-            raise ValueError(
-                f"the planner plans for {planner.cluster.ranks} ranks, but the Trainer runs on {self.accelerator.num_processes}: make it "
-                f"with cluster=flexcp.cluster('h100', nodes=..., ranks_per_node=...) of {self.accelerator.num_processes} ranks, or start "
-                f"{planner.cluster.ranks} processes"
-            )
+        last = LastPlan(self._planner, self._options)
+        share_forward(model, last).watch = self._note
+        if isinstance(getattr(self, "ref_model", None), nn.Module):
+            share_forward(_model_inside(self, self.ref_model), last)
+
+    def _note(self, step: Step) -> None:
+        if torch.is_grad_enabled():
+            self._batches.note(step)
 
     def _refuse(self) -> None:
         """Raise for what would make other losses of a batch that ranks share."""
         ranks = self.accelerator.num_processes
+        _refuse_parallelism(self.accelerator)
+        if self._planner.cluster.ranks != ranks:
+            raise ValueError(
+                f"the planner plans for {self._planner.cluster.ranks} ranks, but the Trainer runs on {ranks}: make it with "
+                f"cluster=flexcp.cluster('h100', nodes=..., ranks_per_node=...) of {ranks} ranks, or start "
+                f"{self._planner.cluster.ranks} processes"
+            )
         if ranks > 1 and not self.args.average_tokens_across_devices:
             raise ValueError(
                 "ranks that share a batch divide by the labels of all of them: set average_tokens_across_devices=True"
             )
-        if ranks > 1 and not self.model_accepts_loss_kwargs:
+        if ranks > 1 and self._model_takes_the_loss() and not self.model_accepts_loss_kwargs:
             raise NotImplementedError(
                 f"{type(self.model).__name__} takes no num_items_in_batch, so the Trainer would average shares of one loss"
             )
-        if self.label_smoother is not None or self.compute_loss_func is not None:
-            raise NotImplementedError(
-                "label_smoothing_factor and compute_loss_func shift labels that flexcp already shifted inside documents; drop them, or "
-                "write a loop of your own with huggingface_trainer.prepared"
-            )
+
+    def _model_takes_the_loss(self) -> bool:
+        """Whether the loss is the one that the model takes of its labels, and not a trainer's or a user's own."""
+        after = type(self).__mro__[type(self).__mro__.index(FlexcpTrainer) + 1 :]
+        theirs = next(kind for kind in after if "compute_loss" in vars(kind))
+        return (
+            theirs is Trainer
+            and self.label_smoother is None
+            and self.compute_loss_func is None
+            and not self._rows_wanted
+        )
 
     def _prepared(self, inputs: dict[str, Any]) -> dict[str, Any]:
         found = prepared(self._prepare_inputs(inputs), self._planner, **self._options)
+        self._note(found["step"])
         del found["gradients"]  # the Trainer scales losses itself, for gradients that are averaged
         return found | {"num_items_in_batch": found["num_items_in_batch"].count}
 
@@ -194,7 +155,7 @@ class FlexcpTrainer(Trainer):
         self, model: nn.Module, inputs: dict[str, Any]
     ) -> tuple[Callable[[], Any], dict[str, Any]]:
         """The Trainer's own place for sharding a batch, called before every forward of training and evaluation."""
-        return nullcontext, self._prepared(inputs)
+        return nullcontext, self._prepared(inputs) if self._model_takes_the_loss() else inputs
 
     def compute_loss(
         self,
@@ -204,7 +165,15 @@ class FlexcpTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
         **keywords: Any,
     ) -> Any:
-        """The Trainer's loss, by a model that used the step, of a batch that was prepared, here or before."""
+        """The trainer's loss, by a model that used the step: of a batch that was prepared, here or before, or in a shared forward."""
+        if not self._model_takes_the_loss():
+            self._refuse_lost_borders(inputs)
+            if num_items_in_batch is None and not torch.is_grad_enabled():
+                # An evaluated loss is the whole batch's: ranks would else average means over different numbers of labels.
+                num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
+            return super().compute_loss(
+                model, inputs, return_outputs, num_items_in_batch=num_items_in_batch, **keywords
+            )
         inputs = inputs if "step" in inputs else self._prepared(inputs)
         step, valid = inputs["step"], inputs["num_items_in_batch"]
         before = step.calls
@@ -215,14 +184,51 @@ class FlexcpTrainer(Trainer):
         step.losses.say(loss[0] if isinstance(loss, tuple) else loss)
         return loss if torch.is_grad_enabled() else of_the_batch(loss, step)
 
-    def evaluation_loop(
-        self, dataloader: Any, description: str, prediction_loss_only: bool | None = None, *arguments: Any, **keywords: Any
-    ) -> Any:  # fmt: skip
-        """The Trainer's, of losses alone."""
-        alone = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        if not alone:
-            raise NotImplementedError(
-                "predict and compute_metrics want logits row by row, but a rank's logits are its tokens of a batch that all ranks share; "
-                "evaluate with prediction_loss_only=True and without compute_metrics, or predict with transformers' own Trainer"
+    def _refuse_lost_borders(self, inputs: Mapping[str, Any]) -> None:
+        """Raise for packed batches, as TRL's arguments say it, in which nothing says where documents begin."""
+        packed = getattr(self.args, "packing", False) and getattr(self.args, "packing_strategy", "wrapped") != "wrapped"
+        if packed and not BORDERS & set(inputs):
+            raise ValueError(
+                f"packing=True, but the batch holds only {', '.join(sorted(inputs))}: nothing says where documents begin; let the collator "
+                "return position_ids that start anew with every document"
             )
-        return super().evaluation_loop(dataloader, description, prediction_loss_only, *arguments, **keywords)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> Any:
+        """The trainer's; logits come back row by row where somebody wants them."""
+        with self._with_rows(not prediction_loss_only):
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+
+    @contextmanager
+    def _with_rows(self, wanted: bool) -> Iterator[None]:
+        before, self._rows_wanted = self._rows_wanted, wanted
+        try:
+            yield
+        finally:
+            self._rows_wanted = before
+
+    def log(self, logs: dict[str, float], *arguments: Any, **keywords: Any) -> None:
+        """The trainer's entry, with how fast tokens went by and how even ranks were beside a training loss."""
+        super().log(logs | self._batches.entries() if "loss" in logs else logs, *arguments, **keywords)
+
+
+def _refuse_parallelism(owner: Any) -> None:
+    """Raise for Accelerate's own ways of sharing a batch beside ours, where training arguments or an accelerator have them."""
+    for name in ("cp_size", "sp_size", "tp_size"):
+        size = getattr(getattr(owner, "parallelism_config", None), name, 1)
+        if size > 1:
+            raise NotImplementedError(
+                f"parallelism_config has {name}={size} beside flexcp, which shares every batch over all ranks itself: set {name}=1"
+            )
+
+
+def _model_inside(trainer: Trainer, model: Any) -> Any:
+    """The Transformers model in what Accelerate or PEFT wrapped around it."""
+    found = trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
+    return found.get_base_model() if hasattr(found, "get_base_model") else found
+
+
+def _dtype(arguments: Any, model: Any) -> Any:
+    """What attention computes in: autocast's dtype where the arguments turn it on."""
+    return torch.bfloat16 if arguments.bf16 else torch.float16 if arguments.fp16 else model.dtype

@@ -7,9 +7,9 @@ everybody's work.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +19,8 @@ from torch import Tensor
 from flexcp.executor.bind import DEFAULT_TIMEOUT, bind
 from flexcp.executor.exchange.collectives import Collectives
 from flexcp.executor.step import Step
+from flexcp.plan.plan import Plan
 from flexcp.plan.positions import refuse_branches
-from flexcp.planner import Planner
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -36,6 +36,15 @@ class Rows:
     tokens: Tensor
     positions: Tensor
     labels: Tensor
+    loaded: tuple[range, ...] = ()
+    """The tokens of the stream that each rank loaded, where ranks loaded their own."""
+
+    def returned(self, values: Tensor) -> Tensor:
+        """Values of this rank's rows, ``[rows, ...]``, as values of the tokens that this rank loaded, in their order. Differentiable.
+
+        Every rank calls it, and every rank runs its backward.
+        """
+        return self.step.relayout(values[: self.step.local_tokens], self.loaded)
 
 
 def lengths_of(positions: Tensor) -> list[int]:
@@ -58,20 +67,23 @@ def share(
     tokens: Tensor,
     labels: Tensor,
     lengths: Sequence[int],
-    planner: Planner,
+    planner: Callable[..., Plan],
     group: dist.ProcessGroup | DeviceMesh,
     /,
     **options: Any,
 ) -> Rows:
     """This rank's rows of the batch that all ranks of ``group`` loaded together.
 
-    ``tokens`` and shifted ``labels`` are this rank's own documents end to end, ``[T]``; ``options`` go to the planner's call.
+    ``tokens`` and shifted ``labels`` are this rank's own documents end to end, ``[T]``; ``options`` go to the call of ``planner``, a
+    :class:`flexcp.Planner` or what stands in for one.
     """
     process_group = group if isinstance(group, dist.ProcessGroup) else group.get_group()
-    parts = _gathered([torch.tensor(lengths, dtype=torch.int64, device=tokens.device), tokens, labels], process_group)
+    parts = gathered([torch.tensor(lengths, dtype=torch.int64, device=tokens.device), tokens, labels], process_group)
     all_lengths, stream, all_labels = (torch.cat(part) for part in parts)
     step = bind(planner(all_lengths.tolist(), **options), process_group)
-    return rows_of(step, stream, all_labels)
+    ends = list(accumulate(len(part) for part in parts[1]))
+    loaded = tuple(range(start, stop) for start, stop in pairwise([0, *ends]))
+    return replace(rows_of(step, stream, all_labels), loaded=loaded)
 
 
 def rows_of(step: Step, tokens: Tensor, labels: Tensor) -> Rows:
@@ -82,7 +94,7 @@ def rows_of(step: Step, tokens: Tensor, labels: Tensor) -> Rows:
     return Rows(step, step.shard(tokens), step.positions.to(tokens.device), step.shard(labels, pad=IGNORE))
 
 
-def _gathered(tensors: list[Tensor], group: dist.ProcessGroup) -> list[list[Tensor]]:
+def gathered(tensors: list[Tensor], group: dist.ProcessGroup) -> list[list[Tensor]]:
     """Every rank's 1-D tensors of integers: one exchange of sizes, one of everything."""
     collectives = Collectives(group, DEFAULT_TIMEOUT)
     sizes = torch.tensor([len(x) for x in tensors], device=tensors[0].device)

@@ -1,0 +1,75 @@
+"""A LightningModule with a Hugging Face model under FSDP2, on documents of other lengths laid end to end,
+where ranks share every batch.
+
+    torchrun --nproc-per-node 2 examples/lightning_fsdp2.py
+
+Lightning deals documents over ranks and FSDP2 averages gradients, as before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, DistributedSampler
+from transformers import DataCollatorWithFlattening
+
+import flexcp
+import made_text
+from flexcp.frameworks import huggingface
+from flexcp.frameworks.huggingface_trainer import prepared
+
+RANKS = int(os.environ.get("WORLD_SIZE", 1))
+
+
+class Module(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = made_text.model()
+        huggingface.turn_on(self.model)
+        self.planner = huggingface.planner(self.model, flexcp.cluster("cpu", ranks_per_node=RANKS))
+        self.logged: list[dict[str, float]] = []
+
+    def configure_model(self) -> None:
+        if RANKS > 1:
+            for layer in (*self.model.model.layers, self.model):
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: dict[str, Any]) -> Tensor:
+        loss = self.model(**prepared(batch, self.planner, gradients="averaged")).loss
+        mean = self.all_gather(loss.detach()).mean()
+        self.logged.append({"loss": float(mean)})
+        self.print(f"step {len(self.logged)} loss {float(mean):.6f}")
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+
+
+def main() -> list[dict[str, float]]:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=20)
+    options = parser.parse_args()
+    words, texts = made_text.tokenizer(), made_text.prompts(200)["prompt"]
+    documents = [words(text) for text in texts]
+    dealt = DistributedSampler(documents, RANKS, int(os.environ.get("RANK", 0)), shuffle=False)
+    loader = DataLoader(documents, 8 // RANKS, sampler=dealt, collate_fn=DataCollatorWithFlattening())
+    sharded = ModelParallelStrategy(data_parallel_size=RANKS, tensor_parallel_size=1)
+    trainer = Trainer(
+        accelerator="cpu", devices=RANKS, strategy=sharded if RANKS > 1 else "auto", max_steps=options.steps, logger=False,
+        use_distributed_sampler=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    module = Module()
+    trainer.fit(module, loader)
+    return module.logged
+
+
+if __name__ == "__main__":
+    main()

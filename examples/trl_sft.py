@@ -1,0 +1,49 @@
+"""TRL's SFTTrainer on packed conversations, with a loss of what the assistant says, where ranks share every batch.
+
+    torchrun --nproc-per-node 2 examples/trl_sft.py
+
+Its logs are what the trainer prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from trl import SFTConfig, SFTTrainer
+
+import flexcp
+import made_text
+from flexcp.frameworks.huggingface_trainer import FlexcpTrainer
+
+
+class FlexcpTrl(FlexcpTrainer, SFTTrainer):
+    pass
+
+
+def main() -> list[dict[str, float]]:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=20)
+    options = parser.parse_args()
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+
+    arguments = SFTConfig(
+        "build/trl_sft", max_steps=options.steps, per_device_train_batch_size=4 // ranks, per_device_eval_batch_size=4 // ranks,
+        packing=True, eval_packing=True, max_length=128, assistant_only_loss=True, learning_rate=1e-3, logging_steps=1,
+        gradient_accumulation_steps=2, use_cpu=True, bf16=False, report_to=[], save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = FlexcpTrl(
+        made_text.model(),
+        arguments,
+        train_dataset=made_text.chats(900),
+        eval_dataset=made_text.chats(60, seed=1),
+        processing_class=made_text.tokenizer(),
+        cluster=flexcp.cluster("cpu", ranks_per_node=ranks),
+    )
+    trainer.train()
+    trainer.evaluate()
+    return trainer.state.log_history
+
+
+if __name__ == "__main__":
+    main()

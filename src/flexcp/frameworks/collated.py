@@ -1,0 +1,123 @@
+"""Collated batches: what a Hugging Face collator made of documents, read back as documents.
+
+A collator may pad (``attention_mask``), flatten or pack (``position_ids`` that start anew, documents numbered in the mask or in
+``seq_idx``, ``cu_seq_lens_q``), also all at once. All become a stream without padding; :class:`Collated` keeps where in the batch each
+token stood, so that what was computed of it can go back there. Batches that contradict themselves are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexcp.executor.local_rows import refuse_shifted
+from flexcp.frameworks.shared_batch import IGNORE, lengths_of, next_in_document
+
+BORDERS = {
+    "attention_mask",
+    "position_ids",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "seq_idx",
+}
+KNOWN = {"input_ids", "labels"} | BORDERS
+
+
+@dataclass(frozen=True)
+class Collated:
+    """A batch without padding: tokens end to end and their shifted labels, ``[T]``, and the documents' lengths."""
+
+    tokens: Tensor
+    labels: Tensor
+    lengths: list[int]
+    keep: Tensor
+    """``[rows, columns]``: which places of the batch the tokens stood at, row after row."""
+
+    def put_back(self, values: Tensor) -> Tensor:
+        """Values of the tokens, ``[T, ...]``, where the tokens stood, ``[rows, columns, ...]``; zeros at padding. Differentiable."""
+        found = values.new_zeros((*self.keep.shape, *values.shape[1:]))
+        return found.index_put((self.keep,), values)
+
+
+def refuse_unknown(batch: Mapping[str, Any]) -> None:
+    """Raise for parts of a batch that nobody here would know how to shard."""
+    unknown = {name for name in set(batch) - KNOWN if batch[name] is not None}
+    if unknown:
+        raise NotImplementedError(
+            f"the batch holds {', '.join(sorted(unknown))}, which flexcp would not know how to shard"
+        )
+
+
+def read_batch(batch: Mapping[str, Any]) -> Collated:
+    """The documents of a collator's batch; those of a batch without labels are its tokens."""
+    ids = batch["input_ids"]
+    labels = ids if batch.get("labels") is None else batch["labels"]
+    mask = batch.get("attention_mask")
+    if mask is not None and (mask.shape != ids.shape or bool((mask < 0).any())):
+        raise NotImplementedError(
+            f"attention_mask of shape {tuple(mask.shape)} is not a padding mask of {tuple(ids.shape)} tokens: 0 for padding, 1 for "
+            "tokens, or the number of each token's document"
+        )
+    keep = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+    said = _documents(batch, keep)
+    name, lengths = next(iter(said.items()), ("rows", []))
+    for other, found in said.items():
+        if found != lengths:
+            raise ValueError(
+                f"{other} says that documents have {found} tokens, {name} says {lengths}; give one of them, or both alike"
+            )
+    if not said:
+        _refuse_holes(keep)
+        lengths = [n for n in keep.sum(1).tolist() if n]
+    tokens, kept = ids[keep], labels[keep]
+    refuse_shifted(tokens, kept, next_in_document(tokens, lengths), IGNORE, "flexcp")
+    return Collated(tokens, next_in_document(kept, lengths), lengths, keep)
+
+
+def _documents(batch: Mapping[str, Any], keep: Tensor) -> dict[str, list[int]]:
+    """The lengths of documents without padding, as each part of a batch that knows of them has them."""
+    said = {}
+    mask, positions, numbers, borders = (
+        batch.get(name) for name in ("attention_mask", "position_ids", "seq_idx", "cu_seq_lens_q")
+    )
+    if positions is not None:
+        rows = _kept(positions, keep)
+        if not bool(keep.all()) and any(bool(((row.diff() != 1) & (row[1:] != 0)).any()) for row in rows):
+            raise ValueError(
+                "position_ids of a padded batch jump inside a row without starting anew at 0, so nothing says where documents end"
+            )
+        said["position_ids"] = [n for row in rows for n in lengths_of(row[None])]
+    if mask is not None and bool((mask > 1).any()):
+        said["attention_mask"] = _numbered(mask, keep)
+    if numbers is not None:
+        said["seq_idx"] = _numbered(numbers, keep)
+    if borders is not None:
+        said["cu_seq_lens_q"] = [n for n in borders.diff().tolist() if n]
+    return said
+
+
+def _kept(values: Tensor, keep: Tensor) -> list[Tensor]:
+    """The values of each row's tokens, without padding; rows of padding alone are left out."""
+    pairs = zip(values.expand_as(keep), keep, strict=True)
+    return [row[kept] for row, kept in pairs if bool(kept.any())]
+
+
+def _numbered(numbers: Tensor, keep: Tensor) -> list[int]:
+    """Lengths of the stretches of each row's tokens that have one number."""
+    return [n for row in _kept(numbers, keep) for n in row.unique_consecutive(return_counts=True)[1].tolist()]
+
+
+def _refuse_holes(keep: Tensor) -> None:
+    """Raise for padding between a row's tokens, which may be the border of two documents or not."""
+    begins = keep.int().diff(dim=1, prepend=keep.new_zeros(len(keep), 1).int()) == 1
+    if bool((begins.sum(1) > 1).any()):
+        raise ValueError(
+            "attention_mask has padding between a row's tokens, and nothing says whether documents end there; give position_ids that "
+            "start anew with every document"
+        )

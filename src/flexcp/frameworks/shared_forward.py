@@ -1,0 +1,199 @@
+"""Shared forwards: a model whose caller sees its own documents, while the ranks run the documents of all of them together.
+
+    shared = share_forward(model, planner, masks=huggingface.masks(model.config))
+    out = model(input_ids=..., attention_mask=..., labels=...)      # on every rank, with documents of its own
+
+For losses that are no mean over tokens (preferences, policies, label smoothing) it does not do to leave results where rows were computed:
+they belong to pairs, rollouts and rows that their loader knows. So everything that the model returns of a token travels back to the
+rank that loaded it and stands where its token stood, and its gradient travels the other way. The caller's code, its loss and how gradients
+are reduced stay those of data parallelism: the gradient of the sum of all ranks' losses arrives, however rows were placed.
+
+What travels back of a token is what the model returns of it: a few numbers where a head returns log-probabilities (TRL's fused LM head),
+the whole vocabulary where the caller asked for logits. A loss that the model takes itself of ``labels`` is taken where the rows are: this
+rank's share of the batch's mean, for gradients that are averaged.
+
+``model.generate`` is left to each rank: around it the model attends as it did before.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flexcp.executor.step import Step
+from flexcp.frameworks import not_used
+from flexcp.frameworks.collated import KNOWN, Collated, read_batch
+from flexcp.frameworks.huggingface import NAME, turn_on
+from flexcp.frameworks.shared_batch import IGNORE, Rows, share
+from flexcp.plan.plan import Plan
+from flexcp.planner import Planner
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PASSED_ON = {"fused_lm_head", "num_items_in_batch", "output_router_logits", "return_dict", "use_cache"}
+"""Keywords that mean the same to a model whatever rows it gets."""
+
+
+class LastPlan:
+    """A planner that keeps its last plan, for models that see the same documents one after another (a policy and its reference)."""
+
+    def __init__(self, planner: Planner, options: Mapping[str, Any]) -> None:
+        self.planner, self.options = planner, options
+        self.lengths: list[int] = []
+        self.plan: Plan | None = None
+
+    def __call__(self, lengths: list[int]) -> Plan:
+        """The plan of these documents."""
+        if self.plan is None or lengths != self.lengths:
+            self.plan, self.lengths = self.planner(lengths, **self.options), lengths
+        return self.plan
+
+
+class SharedForward:
+    """What :func:`share_forward` made of a model's forward."""
+
+    def __init__(self, model: PreTrainedModel, planner: LastPlan, group: dist.ProcessGroup | None) -> None:
+        self.planner, self.group = planner, group
+        self.model = model
+        self.own_attention = model.config._attn_implementation
+        self.own_forward = model.forward
+        self.names = list(inspect.signature(model.forward).parameters)
+        self.watch: Callable[[Step], None] | None = None
+        """Who is shown the step of every forward, if anybody."""
+        self.paused = False
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """The model's own forward and attention inside the block, each rank for itself."""
+        if self.paused:
+            yield
+            return
+        self.paused = True
+        self.model.set_attn_implementation("sdpa" if self.own_attention == NAME else self.own_attention)
+        try:
+            yield
+        finally:
+            self.model.set_attn_implementation(NAME)
+            self.paused = False
+
+    def run(self, keywords: Mapping[str, Any]) -> Any:
+        """The model's output of this rank's documents, computed by all ranks."""
+        _refuse_keywords(keywords)
+        batch = read_batch({name: value for name, value in keywords.items() if name in KNOWN})
+        group = dist.group.WORLD if self.group is None else self.group
+        assert group is not None
+        rows = share(batch.tokens, batch.labels, batch.lengths, self.planner, group)
+        given = {name: value for name, value in keywords.items() if name in PASSED_ON}
+        given |= {
+            "input_ids": rows.tokens[None],
+            "position_ids": rows.positions[None],
+            "step": rows.step,
+            "use_cache": False,
+        }
+        labelled = keywords.get("labels") is not None
+        if labelled:
+            given |= {"labels": rows.labels[None], "shift_labels": rows.labels[None]}
+        if labelled and given.get("num_items_in_batch") is None and not keywords.get("fused_lm_head"):
+            given["num_items_in_batch"] = _share_count(rows, group)
+        if self.watch is not None:
+            self.watch(rows.step)
+        output = self.own_forward(**given)
+        if not rows.step.calls:
+            raise RuntimeError(not_used(rows.step))
+        return _returned(output, rows, batch, keywords)
+
+
+def share_forward(
+    model: PreTrainedModel, planner: Planner | LastPlan, group: dist.ProcessGroup | None = None, **options: Any
+) -> SharedForward:
+    """Let every rank of ``group`` (all by default) call ``model`` with documents of its own and run those of all ranks together.
+
+    ``model`` is turned on by :func:`flexcp.frameworks.huggingface.turn_on`; DDP and FSDP2 are wrapped around it afterwards. ``options``
+    go to the planner's call (``masks=``, ``tokens=``); models that see the same documents may be given one :class:`LastPlan`. A forward
+    that is given a step runs under that one.
+    """
+    given = planner if isinstance(planner, LastPlan) else LastPlan(planner, options)
+    shared = SharedForward(model, given, group)
+    turn_on(model)
+
+    @functools.wraps(model.forward)
+    def forward(self: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+        if shared.paused or keywords.get("step") is not None:
+            return shared.own_forward(*arguments, **keywords)
+        return shared.run(dict(zip(shared.names, arguments, strict=False)) | keywords)
+
+    own_generate = model.generate
+
+    @functools.wraps(own_generate)
+    def generate(self: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+        with shared.pause():
+            return own_generate(*arguments, **keywords)
+
+    model.forward = types.MethodType(forward, model)
+    model.generate = types.MethodType(generate, model)
+    return shared
+
+
+def _refuse_keywords(keywords: Mapping[str, Any]) -> None:
+    unknown = {
+        name
+        for name, value in keywords.items()
+        if name not in KNOWN | PASSED_ON and value is not None and value is not False
+    }
+    if unknown:
+        raise NotImplementedError(
+            f"the model is called with {', '.join(sorted(unknown))}, which flexcp would not know how to share over ranks; "
+            f"it knows {', '.join(sorted(KNOWN | PASSED_ON))}"
+        )
+    if keywords.get("input_ids") is None:
+        raise NotImplementedError(
+            "the model is called without input_ids, by which ranks tell each other their documents"
+        )
+
+
+def _share_count(rows: Rows, group: dist.ProcessGroup) -> Tensor:
+    """What a rank's sum is divided by to be its share of the batch's mean, where gradients are averaged."""
+    valid = (rows.labels != IGNORE).sum()
+    dist.all_reduce(valid, group=group)
+    return valid.clamp(min=1) / rows.step.cp_size
+
+
+def _returned(output: Any, rows: Rows, batch: Collated, keywords: Mapping[str, Any]) -> Any:
+    """The output with everything that is a token's in the places of the caller's tokens."""
+    if not isinstance(output, dict):
+        raise NotImplementedError(
+            f"the model returned a {type(output).__name__}, not one of Transformers' outputs: leave return_dict out"
+        )
+    row = (1, len(rows.tokens))
+    of_tokens = {
+        name: value
+        for name, value in output.items()
+        if isinstance(value, Tensor) and value.dim() > 1 and value.shape[:2] == row
+    }
+    narrow = [name for name, value in of_tokens.items() if value.dim() == 2]
+    found = {name: rows.returned(value[0]) for name, value in of_tokens.items() if name not in narrow}
+    if narrow:
+        # One exchange for all numbers of a token; the widest type holds truth values and every other number of theirs.
+        values = [of_tokens[name][0] for name in narrow]
+        wide = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
+        moved = rows.returned(torch.stack([value.to(wide) for value in values], 1))
+        found |= {name: moved[:, i].to(of_tokens[name].dtype) for i, name in enumerate(narrow)}
+    fused = bool(keywords.get("fused_lm_head"))
+    for name, value in found.items():
+        back = batch.put_back(value)
+        # A head that returns a number for each label has none at the last column, whose label is beyond the row.
+        output[name] = rows.step.losses.say(back[:, :-1] if fused else back)
+    if fused and output.get("log_probs") is not None:
+        number = keywords.get("num_items_in_batch")
+        count = (batch.labels != IGNORE).sum().clamp(min=1) if number is None else number
+        output["loss"] = -output["log_probs"].sum() / count
+    return output
