@@ -51,7 +51,7 @@ _HOMES = {
     "from_mask_mod": "masks",
     "bind": "executor.bind",
     "Step": "executor.step",
-    "Edges": "executor.edges",
+    "Edges": "executor.losses.edges",
     "ExchangeError": "executor.exchange.transports",
     "attention": "executor.attention",
     "Telemetry": "telemetry.telemetry",
@@ -123,11 +123,11 @@ if TYPE_CHECKING:
     from flexcp.cost import CostModel, Model
     from flexcp.executor.attention import attention
     from flexcp.executor.bind import bind
-    from flexcp.executor.edges import Edges
     from flexcp.executor.exchange.transports import ExchangeError
     from flexcp.executor.fastest_kernel import fastest_kernel
     from flexcp.executor.kernels.choose import choose_kernel
     from flexcp.executor.latent import latent_attention
+    from flexcp.executor.losses.edges import Edges
     from flexcp.executor.slice_attention import packed_slices, slice_attention
     from flexcp.executor.step import Step
     from flexcp.masks import (

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flexcp
-from flexcp.executor import log_probs as chunked
-from flexcp.executor.edges import Edges
+from flexcp.executor.losses import log_probs as chunked
+from flexcp.executor.losses.edges import Edges
 from flexcp.executor.step import Step
 from flexcp.measure.ranks import RankPool
 from flexcp.plan.plan import Plan

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flexcp
-from flexcp.executor.averaging import CountOfAllRanks
+from flexcp.executor.losses.averaging import CountOfAllRanks
 from flexcp.executor.step import Step
 from flexcp.measure.ranks import RankPool
 from flexcp.plan.plan import Plan

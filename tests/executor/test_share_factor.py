@@ -7,7 +7,13 @@ import sys
 import pytest
 from torch.nn.parallel import DistributedDataParallel
 
-from flexcp.executor.averaging import reduction_of, running_average, running_fsdp_modules, share_factor, wrong_factor
+from flexcp.executor.losses.averaging import (
+    reduction_of,
+    running_average,
+    running_fsdp_modules,
+    share_factor,
+    wrong_factor,
+)
 
 
 def test_shares_are_multiplied_where_gradients_are_averaged() -> None:

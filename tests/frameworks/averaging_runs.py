@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import flexcp
-from flexcp.executor.averaging import Gradients
 from flexcp.executor.local_rows import next_tokens
+from flexcp.executor.losses.averaging import Gradients
 from flexcp.executor.step import Step
 from lib.model_runs import Run, make_model, make_plan
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import flexcp
-from flexcp.executor.averaging import Gradients
+from flexcp.executor.losses.averaging import Gradients
 from lib.model_runs import Run, make_model, make_plan
 
 if TYPE_CHECKING:

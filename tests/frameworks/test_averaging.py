@@ -9,7 +9,7 @@ import torch
 from averaging_runs import RUN, run_huggingface, run_small, warned, warned_of_two_steps
 
 import flexcp
-from flexcp.executor.averaging import Gradients
+from flexcp.executor.losses.averaging import Gradients
 from flexcp.frameworks.pipeline import PlannedMicroBatches
 from flexcp.measure.ranks import RankPool
 from lib.model_runs import train_alone

@@ -15,9 +15,9 @@ from flexcp.arrays.intervals import spread
 from flexcp.data.documents import BatchSpec
 from flexcp.data.row_sharing import Segments
 from flexcp.data.samples import LABELS, TOKENS
-from flexcp.executor.averaging import CountOfAllRanks
-from flexcp.executor.edges import Edges
 from flexcp.executor.kernels import uploaded
+from flexcp.executor.losses.averaging import CountOfAllRanks
+from flexcp.executor.losses.edges import Edges
 from flexcp.executor.step import Step
 
 Ints = NDArray[np.int64]

@@ -27,10 +27,16 @@ from flexcp.executor.arguments import (
     named_kind,
     single,
 )
-from flexcp.executor.averaging import CountOfAllRanks, Gradients, share_factor, wrong_count
-from flexcp.executor.copied_labels import WARNING as COPIED_LABELS
-from flexcp.executor.copied_labels import SeenTokens
-from flexcp.executor.edges import (
+from flexcp.executor.exchange.arena import Arena
+from flexcp.executor.exchange.pass_exchanges import Passes
+from flexcp.executor.exchange.rank_calls import Call
+from flexcp.executor.exchange.transports import Exchange
+from flexcp.executor.kernels import uploaded
+from flexcp.executor.kernels.choose import choose_kernel
+from flexcp.executor.losses.averaging import CountOfAllRanks, Gradients, share_factor, wrong_count
+from flexcp.executor.losses.copied_labels import WARNING as COPIED_LABELS
+from flexcp.executor.losses.copied_labels import SeenTokens
+from flexcp.executor.losses.edges import (
     Edges,
     check_edge_logits,
     edge_log_probs,
@@ -39,13 +45,7 @@ from flexcp.executor.edges import (
     predictions,
     weighed_loss,
 )
-from flexcp.executor.exchange.arena import Arena
-from flexcp.executor.exchange.pass_exchanges import Passes
-from flexcp.executor.exchange.rank_calls import Call
-from flexcp.executor.exchange.transports import Exchange
-from flexcp.executor.kernels import uploaded
-from flexcp.executor.kernels.choose import choose_kernel
-from flexcp.executor.loss_watch import LossWatch
+from flexcp.executor.losses.loss_watch import LossWatch
 from flexcp.executor.run.message_layout import Types, types_of
 from flexcp.executor.run.pass_recipe import PassRecipe, pass_recipe
 from flexcp.executor.run.prepared import Prepared, WorkLists
@@ -95,7 +95,7 @@ class Step:
         self.asked_for_rows = False
         """Whether somebody asked which rows of the stream are here, and did not cut them without asking."""
         self.seen = SeenTokens()
-        """The streams of integers it saw: see :mod:`flexcp.executor.copied_labels`."""
+        """The streams of integers it saw: see :mod:`flexcp.executor.losses.copied_labels`."""
         self.arena = Arena()
         """The memory its passes work in; another step may go on with it: ``bind(..., arena=step.arena)``."""
         self.keeps_keys = any(backward.keys_kept for _, backward in plan.programs)

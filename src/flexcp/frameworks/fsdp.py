@@ -19,7 +19,7 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from flexcp.executor.averaging import fsdp_reduction
+from flexcp.executor.losses.averaging import fsdp_reduction
 from flexcp.executor.step import Step
 
 

@@ -28,9 +28,9 @@ from torch.nn.parallel import DistributedDataParallel
 from flexcp.batch import MaskLike
 from flexcp.clusters import Cluster
 from flexcp.executor.arguments import check_ids
-from flexcp.executor.averaging import Gradients
 from flexcp.executor.exchange.plan_agreement import said_by_all
 from flexcp.executor.local_rows import next_tokens, refuse_shifted
+from flexcp.executor.losses.averaging import Gradients
 from flexcp.executor.step import Step, check_bound
 from flexcp.frameworks.huggingface_attention import flexcp_attention, flexcp_mask
 from flexcp.frameworks.huggingface_checks import ValidLabels, check_forwards

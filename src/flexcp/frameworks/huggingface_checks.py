@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexcp.executor.averaging import Gradients, share_factor
+from flexcp.executor.losses.averaging import Gradients, share_factor
 from flexcp.executor.step import Step
 from flexcp.frameworks import fsdp, not_used
 from flexcp.frameworks.huggingface_attention import refuse_counted

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from flexcp.clusters import Cluster
-from flexcp.executor.averaging import Gradients
+from flexcp.executor.losses.averaging import Gradients
 from flexcp.executor.step import Step
 from flexcp.frameworks import huggingface, not_used
 from flexcp.frameworks.collated import BORDERS, read_batch, refuse_unknown

@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flexcp.executor.averaging import Gradients, share_factor
 from flexcp.executor.bind import bind
+from flexcp.executor.losses.averaging import Gradients, share_factor
 from flexcp.executor.step import Step
 from flexcp.plan.plan import Plan
 from flexcp.plan.positions import refuse_branches

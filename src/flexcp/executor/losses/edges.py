@@ -27,7 +27,7 @@ from flexcp.executor.arguments import named_kind, single
 from flexcp.executor.exchange.collectives import Collectives
 from flexcp.executor.kernels import uploaded
 from flexcp.executor.local_rows import all_gathered
-from flexcp.executor.log_probs import log_probs
+from flexcp.executor.losses.log_probs import log_probs
 from flexcp.executor.run.rank_rows import local_stream
 from flexcp.plan.placement import Placement
 from flexcp.plan.sequences import Sequences

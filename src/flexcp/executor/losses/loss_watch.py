@@ -3,7 +3,7 @@
 Whoever makes a share of the batch's loss says so (:meth:`LossWatch.say`), and what it was made for (:meth:`LossWatch.check_reduction`).
 Attention tells which modules it runs in and when a backward reaches it. From both follow one refusal, of shares made for another
 treatment of gradients than the modules give them, and one warning, of averaged gradients of a loss that nobody spoke for. What modules
-show, and the words of both, are in :mod:`flexcp.executor.averaging`.
+show, and the words of both, are in :mod:`flexcp.executor.losses.averaging`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexcp.executor.averaging import (
+from flexcp.executor.losses.averaging import (
     FsdpModule,
     Gradients,
     reduction_of,
