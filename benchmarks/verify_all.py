@@ -3,7 +3,8 @@
 Every strategy x named mask x number of ranks (1 to 8, two nodes of 2 and of 3) x head arrangement in float64, and every strategy x mask x
 number of ranks again in lower precisions, with lengths, layouts, softcap, sinks and LSE gradients cycled through; one case in 37 has a
 document of 3,001 tokens. ``--sample N`` draws one case in N; ``--pools N`` runs N parts of the matrix at the same time, for machines with
-more cores than the ranks of one case.
+more cores than the ranks of one case. ``--part K`` runs one of the N parts alone and leaves it in a file, and ``--join`` makes the page of
+such files, which may come from several machines.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.progress import Progress
@@ -42,6 +44,15 @@ from lib.matrix import (
 
 CHUNK = 12
 Result = tuple[str, Cell, Verdict]
+MACHINE = f"{platform.machine()}, torch {torch.__version__}"
+
+
+class Part(NamedTuple):
+    """Cases that ran after one another on one machine, and how long they took."""
+
+    machine: str
+    seconds: float
+    results: list[Result]
 
 
 def main() -> int:
@@ -50,22 +61,32 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=1, help="draw one case in N")
     parser.add_argument("--pools", type=int, default=1, help="parts of the matrix that run at the same time")
     parser.add_argument("--part", type=int, help="run only this part, and leave its results in the file of --write")
+    parser.add_argument("--join", type=Path, nargs="+", help="files of all parts, instead of running any")
     parser.add_argument("--write", type=Path, help="file for the table")
     asked = parser.parse_args()
     begin = time.monotonic()
     if asked.part is not None:
-        asked.write.write_bytes(pickle.dumps(_results(asked.sample, asked.part, asked.pools)))
+        results = _results(asked.sample, asked.part, asked.pools)
+        asked.write.write_bytes(pickle.dumps(Part(MACHINE, time.monotonic() - begin, results)))
         return 0
-    results = _results(asked.sample, 0, 1) if asked.pools == 1 else _results_of_parts(asked.sample, asked.pools)
-    text = table(results, time.monotonic() - begin)
+    if asked.join:
+        # Written by --part, by the same user: nothing of a stranger's is unpickled.
+        parts = [pickle.loads(file.read_bytes()) for file in asked.join]
+    elif asked.pools == 1:
+        results = _results(asked.sample, 0, 1)
+        parts = [Part(MACHINE, time.monotonic() - begin, results)]
+    else:
+        parts = _run_parts(asked.sample, asked.pools)
+    results = [result for part in parts for result in part.results]
+    text = table(results, parts)
     print(text)
     if asked.write:
         asked.write.write_text(text)
     return int(any(not v.passed for _, _, v in results))
 
 
-def _results_of_parts(sample: int, pools: int) -> list[Result]:
-    """Those of all parts, each in a process of its own."""
+def _run_parts(sample: int, pools: int) -> list[Part]:
+    """All parts, each in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / str(part) for part in range(pools)]
         common = [sys.executable, __file__, "--sample", str(sample), "--pools", str(pools)]
@@ -76,7 +97,7 @@ def _results_of_parts(sample: int, pools: int) -> list[Result]:
         if any(ends):
             raise SystemExit(f"parts of the matrix ended with {ends}")
         # Written by the processes above, into a folder that nobody else can write.
-        return [result for file in files for result in pickle.loads(file.read_bytes())]
+        return [pickle.loads(file.read_bytes()) for file in files]
 
 
 def _results(sample: int, part: int, pools: int) -> list[Result]:
@@ -105,15 +126,14 @@ def _chunks(cells: list[Cell]) -> Iterator[list[Cell]]:
             yield same[i : i + CHUNK]
 
 
-def table(results: list[Result], seconds: float) -> str:
+def table(results: list[Result], parts: list[Part]) -> str:
     """The page: what ran and how it fared. A cell that did not run is a dash."""
     passed, cells = sum(v.passed for _, _, v in results), [cell for _, cell, _ in results]
     long = sum(max(cell.lengths) > 1000 for cell in cells)
     lines = [
         "# Exactness",
         "",
-        f"**Measured**, by `make verify-all` on {date.today().isoformat()} ({platform.machine()}, torch {torch.__version__}) in "
-        f"{seconds / 60:.0f} minutes: {passed} of {len(results)} cases passed. "
+        f"**Measured**, by `make verify-all` on {date.today().isoformat()} ({_machines(parts)}): {passed} of {len(results)} cases passed. "
         "Real gloo processes, forward and backward, against dense float64 attention on one process; bytes counted where they leave "
         "equal the plan's in every passed case. A cell is the largest error of out, lse, dq, dk, dv over all cases that fall into it, "
         "`-` where none ran; float64 may be off by 1e-10. "
@@ -149,6 +169,14 @@ def table(results: list[Result], seconds: float) -> str:
         "tolerance of 0.05."
     )
     return "\n".join(lines) + "\n"
+
+
+def _machines(parts: list[Part]) -> str:
+    """``x86_64, torch 2.11: 8 minutes; aarch64, torch 2.13: 9 minutes``, the longest part of each."""
+    longest: dict[str, float] = {}
+    for part in parts:
+        longest[part.machine] = max(longest.get(part.machine, 0.0), part.seconds)
+    return "; ".join(f"{machine}: {seconds / 60:.0f} minutes" for machine, seconds in longest.items())
 
 
 def _worst(verdict: Verdict, absolute: bool) -> float:

@@ -57,11 +57,17 @@ def check_calls(plan: Plan, mask: int, backward: bool, how: CallSettings) -> Non
 
 
 def check_crossings(plan: Plan, mask: int, backward: bool) -> None:
-    """Of needed traffic with relays: every key enters a node once, every gradient of keys leaves it once."""
+    """Of needed traffic that is relayed: every key enters a node once, every gradient of keys leaves it once.
+
+    Where relays may be used but are not faster, keys come straight from their owners.
+    """
     traffic = plan.placement.traffic
     if traffic.kind != "needed" or not traffic.relay or plan.placement.assemble_own:  # crumbs are not relayed
         return
     t, node = plan.programs[mask][backward].transfers, plan.cluster.ranks_per_node
+    keys, gradients = t.take(t.kind == Kind.KV), t.take(t.kind == Kind.DKV)
+    if (keys.source == keys.owner).all() and (gradients.target == gradients.owner).all():
+        return
     t = t.take(t.source // node != t.target // node)
     entered: Counter[tuple[int, ...]] = Counter()
     left: Counter[tuple[int, ...]] = Counter()

@@ -188,7 +188,7 @@ class _Reader:
         if value is None or value == 0:
             return None
         if type(value) is not int or value < 0 or value >= 1 << 31:
-            raise ValueError(f"{self.file}: {name} must be a whole number of at least 1; got {str(value)[:60]}")
+            raise ValueError(f"{self.file}: {name} must be a whole number of at least 1; got {value!r:.60}")
         return value
 
     def _need(self, *names: str) -> int:

@@ -157,8 +157,8 @@ def _todo(advice: Advice) -> list[str]:
     return [
         what,
         micro,
-        f"The fullest rank keeps {answer.most_tokens:,} tokens, and attention needs {size(memory)} there: one arena, and what all "
-        "layers keep for their backward without recomputation.",
+        f"The fullest rank keeps {answer.most_tokens:,} tokens, and attention needs at most {size(memory)} on a rank: one arena, and what "
+        "all layers keep for their backward without recomputation.",
         how_sure(advice),
         "Check it on your machines with flexcp bench step, and calibrate with flexcp calibrate.",
     ]

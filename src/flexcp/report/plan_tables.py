@@ -17,7 +17,7 @@ from flexcp.report.plan_data import drawn_documents, plan_data
 from flexcp.report.plan_time import PlanTime
 from flexcp.report.sections import KEYS, Section
 from flexcp.report.timeline import Bar, timeline_data, timeline_figure
-from flexcp.schedule.predict import lower_bound, predict
+from flexcp.schedule.predict import predict
 
 MOST_DOCUMENTS = 200
 """Documents in a drop-down list or a table: the longest."""
@@ -29,7 +29,7 @@ def plan_section(
 ) -> Section:
     """Everything there is to see of a plan; ``bars`` are its timeline, of what ``timed`` says; its ``time`` is predicted unless given."""
     time = time or PlanTime.of_prediction(predict(plan.placement, plan.shape, plan.cluster, plan.cost))
-    bound = lower_bound(plan.batch, plan.shape, plan.cluster, plan.cost)
+    bound = time.perfect_ns(plan)
     data = {**plan_data(plan, time), "bound": bound, "timeline": timeline_data(bars)}
 
     def body(number: int) -> str:

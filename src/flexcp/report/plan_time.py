@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcp.schedule.predict import Prediction
-from flexcp.simulator.training import Simulation, StepTime
+from flexcp.plan.plan import Plan
+from flexcp.schedule.predict import Prediction, lower_bound
+from flexcp.simulator.training import Simulation, StepTime, Training
 
 Ints = NDArray[np.int64]
 
@@ -21,6 +22,7 @@ class PlanTime:
     """Nanoseconds of all ranks together, and of each rank in attention, waiting, and in everything else.
 
     ``how`` the numbers came to be and ``what`` they are of, in words; ``says`` is a sentence to stand above them, or nothing.
+    ``head_flops`` are those of a token in the vocabulary's projection, where that is in the total.
     """
 
     total_ns: int
@@ -30,6 +32,7 @@ class PlanTime:
     how: str = "predicted"
     what: str = "step"
     says: str = ""
+    head_flops: int = 0
 
     @classmethod
     def of_prediction(cls, found: Prediction) -> PlanTime:
@@ -37,22 +40,28 @@ class PlanTime:
         return cls(found.total_ns, found.attention_ns, found.exposed_ns, found.linear_ns, what="time of all layers")
 
     @classmethod
-    def of_step(cls, step: StepTime, what: str = "step", says: str = "") -> PlanTime:
+    def of_step(cls, step: StepTime, head_flops: int, what: str = "step", says: str = "") -> PlanTime:
         """A simulated step's; exposed gradient sync counts to the other layers, and who is done waits for the slowest."""
         attention, linear = step.ranks[0], step.ranks[2] + step.ranks[3]
         waits = np.maximum(step.total_ns - attention - linear, 0)
-        return cls(step.total_ns, attention, waits, linear, "simulated", what, says)
+        return cls(step.total_ns, attention, waits, linear, "simulated", what, says, head_flops)
 
     @classmethod
-    def of_simulation(cls, found: Simulation) -> PlanTime:
-        """A simulation's: of the step where there is one, else of attention alone."""
-        if found.step is not None:
-            return cls.of_step(found.step)
+    def of_simulation(cls, found: Simulation, training: Training | None) -> PlanTime:
+        """A simulation's: of the step of a training where there is one, else of attention alone."""
+        if found.step is not None and training is not None:
+            return cls.of_step(found.step, training.model.head_flops_per_token)
         attention = np.zeros(found.plan.ranks, np.int64)
         for mask, pair in zip(found.plan.batch.masks, found.passes, strict=True):
             attention = attention + mask.layers * (pair[0].compute_ns + pair[1].compute_ns)
         waits = np.maximum(found.attention_ns - attention, 0)
         return cls(found.attention_ns, attention, waits, 0 * attention, "simulated", "attention")
+
+    def perfect_ns(self, plan: Plan) -> int:
+        """What the same would take with all compute divided perfectly over the ranks, and no waiting."""
+        if self.what == "attention":
+            return int(self.attention_ns.sum()) // plan.ranks
+        return lower_bound(plan.batch, plan.shape, plan.cluster, plan.cost, self.head_flops)
 
     @property
     def rank_ns(self) -> Ints:

@@ -235,16 +235,17 @@ def _report(path: Path, advice: Advice, code: list[tuple[str, str]]) -> None:
     sections.append(strategies_section(times, f"{mean}, forward and backward.", of="pass"))
     if code:
         sections.append(code_section("Lines of code", code))
-    sections.append(_first_pass(advice.static, "Static"))
+    head_flops = advice.question.preset.head_flops_per_token
+    sections.append(_first_pass(advice.static, "Static", head_flops))
     if advice.verdict != "static":
-        sections.append(_first_pass(advice.chosen, "flexcp"))
+        sections.append(_first_pass(advice.chosen, "flexcp", head_flops))
     question = advice.question
     write(
         path, sections, f"Advice for {question.preset.model.name} on {question.cluster}", advice_words(advice)[0][1][0]
     )
 
 
-def _first_pass(answer: Answer, who: str) -> Section:
+def _first_pass(answer: Answer, who: str, head_flops: int) -> Section:
     """The plan of the first pass that was simulated, with that pass's own time: the headline's is the mean of all."""
     from flexcp.cli.shared.reports import timed_plan
     from flexcp.report.plan_time import PlanTime
@@ -255,4 +256,6 @@ def _first_pass(answer: Answer, who: str) -> Section:
     says = f"This is {which}: {first.total_ns / 1e6:,.1f} ms" + (
         f"; their mean is {mean:,.1f} ms." if passes > 1 else "."
     )
-    return timed_plan(answer.plans[0], f"{who}: {answer.name}, {which}", PlanTime.of_step(first, "pass", says))
+    return timed_plan(
+        answer.plans[0], f"{who}: {answer.name}, {which}", PlanTime.of_step(first, head_flops, "pass", says)
+    )

@@ -184,5 +184,7 @@ def _report(path: Path, found: Comparison, scenario: s.Scenario) -> None:
     sections = [strategies_section(times, scenario.title, "Strategies side by side, simulated", of)]
     for row in found.ran[:1]:
         assert row.simulation is not None
-        sections.append(timed_plan(row.simulation.plan, row.name, PlanTime.of_simulation(row.simulation)))
+        sections.append(
+            timed_plan(row.simulation.plan, row.name, PlanTime.of_simulation(row.simulation, scenario.training))
+        )
     write(path, sections, f"Strategies on {found.request.cluster}, simulated", scenario.title)

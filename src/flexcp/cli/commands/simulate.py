@@ -50,7 +50,7 @@ def simulate(
         from flexcp.cli.shared.reports import report_plan
         from flexcp.report.plan_time import PlanTime
 
-        report_plan(html, found.plan, PlanTime.of_simulation(found))
+        report_plan(html, found.plan, PlanTime.of_simulation(found, scenario.training))
     if as_json:
         data = {"simulated": True, "setting": scenario.title, "strategy": row.name, **simulation_data(found)}
         typer.echo(json.dumps(data | {"held_out": scenario.calibration.to_json()["held_out"]}, indent=2))

@@ -237,9 +237,13 @@ class _Search:
         for dealing in ("", "tokens", "load"):
             found = next((s for s in others if s.candidate.dealing == dealing), None)
             alike = best.candidate.dealing == dealing
-            kind = f"static one by {dealing}" if dealing else "dynamic one"
+            # With one group there is nothing to deal: such a method counts as one by tokens.
+            kind = {"": "dynamic one", "tokens": "static one by tokens"}.get(
+                dealing, "static one of several groups by load"
+            )
             if found is not None:
-                times = f"{found.ns / best.ns:.3f} times as fast as {found.name}"
+                name = f"{found.name} in other settings" if found.name == best.name else found.name
+                times = f"{found.ns / best.ns:.3f} times as fast as {name}"
                 said.append(
                     (found.ns, f"{times} ({milliseconds(found.ns)} ms), the {'next' if alike else 'best'} {kind}")
                 )
