@@ -17,11 +17,12 @@ from typer.testing import CliRunner
 
 import flexcp
 import flexcp.compare.advice as advice_module
+from flexcp.batch import make_batch
 from flexcp.calibration import Calibration
 from flexcp.cli.main import app
 from flexcp.cli.shared.document_lengths import document_lengths
 from flexcp.clusters import cluster
-from flexcp.compare.advice import Advice, Answer, Question, _answers, _request, advise, deal
+from flexcp.compare.advice import Advice, Answer, Question, advise, answers_of, deal, request_of
 from flexcp.compare.static_choice import spread_over
 from flexcp.compare.why_static import losses, why_static
 from flexcp.cost import CostModel
@@ -143,13 +144,13 @@ def test_a_static_method_keeps_one_degree_over_all_passes() -> None:
     """One long document wants all ranks in one group, many alike want small groups; a method that serves both is an answer."""
     question = Question(find_model("llama3-8b"), cluster("h100:1x8"), causal(), CostModel(), 8192, 57_344)
     passes = [[50_000, 7_000], [4096] * 14]
-    requests = [_request(question, found) for found in passes]
+    requests = [request_of(question, make_batch(found, masks=question.masks)) for found in passes]
     for name in ("ulysses", "zigzag", "allgather", "usp", "dp"):
-        found = _answers(question, requests, (name,), lambda _: None)
-        fits = [len(_answers(question, [request], (name,), lambda _: None)) for request in requests]
+        found = answers_of(question, requests, (name,), lambda _: None)
+        fits = [len(answers_of(question, [request], (name,), lambda _: None)) for request in requests]
         assert [answer.name.partition(":")[0] for answer in found] == ([name] if all(fits) else []), name
         assert all(len(answer.steps) == 2 for answer in found)
-    assert len({_answers(question, [r], ("ulysses",), lambda _: None)[0].name for r in requests}) == 2, (
+    assert len({answers_of(question, [r], ("ulysses",), lambda _: None)[0].name for r in requests}) == 2, (
         "a test of nothing"
     )
 

