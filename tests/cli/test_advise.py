@@ -26,9 +26,9 @@ from flexcp.compare.advice import Advice, Answer, Question, advise, answers_of, 
 from flexcp.compare.static_choice import spread_over
 from flexcp.compare.why_static import losses, why_static
 from flexcp.cost import CostModel
-from flexcp.masks import causal
+from flexcp.masks import causal, window
 from flexcp.models.find import find_model
-from flexcp.report.advice_words import _setting
+from flexcp.report.advice_words import _documents, _setting
 from flexcp.report.code_lines import FRAMEWORKS, Lines, code_lines
 from flexcp.simulator.training import StepTime
 
@@ -165,6 +165,14 @@ def test_the_advice_says_whether_the_longest_document_was_simulated() -> None:
     )
     assert "in none of the 3 simulated passes and in 1 of all 12." in _setting(replace(seen, longest_in=(0, 1)))
     assert "simulated" not in _setting(replace(seen, passes=3))
+
+
+def test_the_share_of_attention_is_that_of_the_mask() -> None:
+    question = Question(find_model("llama3-8b"), cluster("h100:1x4"), window(99), CostModel(), 4096, 4096)
+    answer = Answer("zigzag", (), (StepTime(9, 4, 2, 0, 1, np.zeros((4, 4), np.int64)),))
+    told = _documents(Advice(question, (1000, *[100] * 9), 1, answer, None, answer, 8))
+    own, others = sum(min(i + 1, 100) for i in range(1000)), 9 * 5050
+    assert f"53 % of the tokens and about {100 * own / (own + others):.0f} % of the attention." in told
 
 
 def test_passes_with_a_document_of_the_greatest_length_are_counted() -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flexcp.compare.advice import Advice, Answer
 from flexcp.compare.why_static import why_static
 from flexcp.io.sizes import size
 from flexcp.known_errors.words import in_a_sentence, sure_words
-from flexcp.masks import Mask
+from flexcp.masks import Mask, area
 
 Paragraphs = list[tuple[str, list[str]]]
 
@@ -38,13 +39,23 @@ def how_sure(advice: Advice) -> str:
 def _documents(advice: Advice) -> str:
     lengths = np.array(advice.lengths, np.int64)
     if len(set(advice.lengths)) == 1:
-        return f"{len(lengths):,} documents, all of {int(lengths[0]):,} tokens."
-    longest = np.sort(lengths)[::-1][: max(1, len(lengths) // 10)].astype(float)
-    pairs = 100 * (longest**2).sum() / (lengths.astype(float) ** 2).sum()
+        return f"{len(lengths):,} document{'s, all' if len(lengths) > 1 else ''} of {int(lengths[0]):,} tokens."
+    order = np.argsort(-lengths, kind="stable")[: max(1, len(lengths) // 10)]
+    longest, work = lengths[order].astype(float), _pairs(lengths, advice.question.masks)
+    pairs = 100 * work[order].sum() / work.sum()
     return (
         f"{len(lengths):,} documents of {int(lengths.min()):,} to {int(lengths.max()):,} tokens, median {int(np.median(lengths)):,}. "
         f"The longest tenth holds {100 * longest.sum() / lengths.sum():.0f} % of the tokens and about {pairs:.0f} % of the attention."
     )
+
+
+def _pairs(lengths: NDArray[np.int64], masks: Mapping[str, tuple[Mask, int]]) -> NDArray[np.float64]:
+    """The (query, key) pairs of each document, in all layers."""
+    found = np.zeros(len(lengths))
+    for mask, layers in masks.values():
+        documents, slices = mask.slices_of(lengths)
+        found += layers * np.bincount(documents, area(slices).astype(float), minlength=len(lengths))
+    return found
 
 
 def _setting(advice: Advice) -> str:

@@ -168,7 +168,7 @@ def _balance(plan: Plan, number: int, time: PlanTime, bound: int) -> str:
         f"{time.how.capitalize()} time of every rank, forward and backward of {layers} layer{'s' if layers > 1 else ''}. Dashed: all "
         f"compute divided perfectly. {in_a_sentence(off_words(plan.cost))}"
     )
-    headers = ["rank", "ms", "attention ms", "waiting ms", "other layers ms"]
+    headers = ["rank", "ms", "attention ms", "waiting ms", "rest ms"]
     behind = KEYS + folded("As a table", table(headers, rows, f"{time.how.capitalize()} time of every rank"))
     return figure("balance", number, title="Where the time goes", says=says, caption=caption, behind=behind, zoom=False)
 

@@ -19,7 +19,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class PlanTime:
-    """Nanoseconds of all ranks together, and of each rank in attention, waiting, and in everything else.
+    """Nanoseconds of all ranks together, and of each rank in attention, waiting, and in everything else (other layers, gradient sync).
 
     ``how`` the numbers came to be and ``what`` they are of, in words; ``says`` is a sentence to stand above them, or nothing.
     ``head_flops`` are those of a token in the vocabulary's projection, where that is in the total.
@@ -76,6 +76,6 @@ class PlanTime:
 
     def __str__(self) -> str:
         at = self.slowest
-        parts = (("attention", self.attention_ns), ("waiting", self.exposed_ns), ("other layers", self.linear_ns))
+        parts = (("attention", self.attention_ns), ("waiting", self.exposed_ns), ("the rest", self.linear_ns))
         inside = " + ".join(f"{name} {int(ns[at]) / 1e6:.3f}" for name, ns in parts)
         return f"{self.total_ns / 1e6:.3f} ms on rank {at} ({inside})"

@@ -26,7 +26,11 @@ class Section:
 KEYS = '<p class="tools">{}</p>'.format(
     "".join(
         f'<span class="key"><i style="background:var(--{kind})"></i>{text}</span>'
-        for kind, text in (("attention", "attention"), ("exposed", "waiting for others"), ("linear", "other layers"))
+        for kind, text in (
+            ("attention", "attention"),
+            ("exposed", "waiting for others"),
+            ("linear", "the rest: other layers, gradient sync"),
+        )
     )
 )
 """What the colours of time mean."""

@@ -55,7 +55,7 @@ def strategies_section(
         "x fastest",
         "attention ms",
         "waiting ms",
-        "other layers ms",
+        "rest ms",
         "bytes a layer",
         "imbalance",
         "remark",

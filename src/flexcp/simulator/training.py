@@ -56,7 +56,7 @@ class Training:
 
 @dataclass(frozen=True, eq=False)
 class StepTime:
-    """Nanoseconds of a whole step: all of it, and of the slowest rank its attention, waits in attention, other layers and exposed sync.
+    """Nanoseconds of a whole step: all of it, and of the slowest rank its attention, waits for others, other layers and exposed sync.
 
     The four add up to the step. ``ranks`` are the same four of every rank, ``[part, rank]``; they add up to when that rank is done.
     """
@@ -205,7 +205,7 @@ def _whole_step(plan: Plan, cost: CostModel, models: list[tuple[PassModel, PassM
                 exposed = _exposed_ns(plan, cost, training, backward, first + ran.done + rest - begin)
                 layer = np.stack(np.broadcast_arrays(ran.compute_ns, ran.wait_ns, rest, exposed))
                 spent += layer
-                spent[3] += _late_weights_ns(plan, cost, training, int(begin.max()), spent.sum(axis=0))
+                spent += _late_weights_ns(plan, cost, training, int(begin.max()), spent.sum(axis=0))
             if more := mask.layers - simulated:
                 busy = layer.sum(axis=0) - layer[1]
                 groups = _reached_by_messages(programs[backward].transfers, plan.ranks)
@@ -213,7 +213,7 @@ def _whole_step(plan: Plan, cost: CostModel, models: list[tuple[PassModel, PassM
                 layer[1] = took - busy
                 spent += more * layer
                 last_begin = int(begin.max()) + more * int(took.max())
-                spent[3] += _late_weights_ns(plan, cost, training, last_begin, spent.sum(axis=0))
+                spent += _late_weights_ns(plan, cost, training, last_begin, spent.sum(axis=0))
     spent[2] += cost.head_ns(plan.placement.tokens, training.model.head_flops_per_token, plan.shape, plan.cluster)
     done = spent.sum(axis=0)
     attention, wait, other, sync = (int(part) for part in spent[:, done.argmax()])
@@ -245,10 +245,17 @@ def _layer_ns(groups: Ints, begin: Ints, end: Ints, busy: Ints) -> Ints:
 
 
 def _late_weights_ns(plan: Plan, cost: CostModel, training: Training, last_begin: int, ready: Ints) -> Ints:
-    """How long each rank waits for the next layer's weights, which come when the last rank has begun this layer."""
-    if training.sync != "fsdp":
-        return np.zeros(plan.ranks, np.int64)
-    return np.maximum(last_begin + _collective_ns(plan, cost, training, 1) - ready, 0)
+    """How long each rank waits for the next layer's weights, which come when the last rank has begun this layer, ``[part, rank]``.
+
+    Up to the time of the collective itself it is sync, beyond that waiting for the last rank.
+    """
+    found = np.zeros((4, plan.ranks), np.int64)
+    if training.sync == "fsdp":
+        collective = _collective_ns(plan, cost, training, 1)
+        late = np.maximum(last_begin + collective - ready, 0)
+        found[3] = np.minimum(late, collective)
+        found[1] = late - found[3]
+    return found
 
 
 def _exposed_ns(plan: Plan, cost: CostModel, training: Training, backward: bool, layer_ns: Ints) -> Ints:

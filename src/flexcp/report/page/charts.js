@@ -36,7 +36,7 @@ function strategiesPicture(section) {
     at(x, y) {
       const i = Math.floor(y);
       if (i < 0 || i >= names.length) return null;
-      const words = { attention: "attention", exposed: "waiting", linear: "other layers" };
+      const words = { attention: "attention", exposed: "waiting", linear: "the rest" };
       return `${names[i]}: ${timeText(total(i))}${marks[i] ? ` (${marks[i]})` : ""}\n` + kinds.map((kind) => `${words[kind]} ${timeText(time[kind][i])}`).join(", ");
     },
   };

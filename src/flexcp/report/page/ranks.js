@@ -34,7 +34,7 @@ function balancePicture(section) {
     at(x, y) {
       const r = Math.floor(y);
       if (r < 0 || r >= ranks) return null;
-      return `rank ${r}: ${timeText(total(r))}\nattention ${timeText(time.attention[r])}, waiting ${timeText(time.exposed[r])}, other layers ${timeText(time.linear[r])}`;
+      return `rank ${r}: ${timeText(total(r))}\nattention ${timeText(time.attention[r])}, waiting ${timeText(time.exposed[r])}, the rest ${timeText(time.linear[r])}`;
     },
   };
 }
