@@ -199,7 +199,7 @@ def test_no_rank_is_a_whole_layer_ahead_of_the_weights() -> None:
     head = plan.cost.head_ns(plan.placement.tokens, LLAMA.head_flops_per_token, plan.shape, plan.cluster)
     assert slow - head[0] - (fast - head[1]) < backward, "the fast rank waits for weights that need the slow one"
     assert gathered.ranks[1, 1] > 0.8 * fast, "it waits for a rank, not for a link"
-        assert free.ranks[:, 1].sum() < 0.1 * slow
+    assert free.ranks[:, 1].sum() < 0.1 * slow
 
 
 def test_ranks_that_need_results_of_each_other_wait() -> None:
