@@ -156,11 +156,11 @@ def test_every_extra_meets_every_value_of_every_factor(matrix: Any) -> None:
 
 def test_a_cell_that_did_not_run_is_a_dash(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    page = importlib.import_module("verify_all").table(
-        [("lower", low_precision_matrix()[0], Verdict({"out": 0.5}, {"out": 2.0}, True))], 60.0
-    )
+    module = importlib.import_module("verify_all")
+    results = [("lower", low_precision_matrix()[0], Verdict({"out": 0.5}, {"out": 2.0}, True))]
+    page = module.table(results, [module.Part("one machine", 60.0, results), module.Part("one machine", 120.0, [])])
     row = next(
         line for line in page.split("error / allowed error, by strategy and cluster")[1].splitlines() if "auto" in line
     )
     assert row == "| auto | 0.25 " + "| - " * (len(CLUSTERS) - 1) + "|"
-    assert "0.00" not in page and "1 of 1 cases passed" in page
+    assert "0.00" not in page and "(one machine: 2 minutes): 1 of 1 cases passed" in page

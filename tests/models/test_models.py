@@ -149,7 +149,7 @@ def _cluster() -> Any:
         ("[" * 100_000, ["config.json is no JSON"]),
         ("[1]", ["holds a list"]),
         ("{}", ["has no num_attention_heads or n_head", "save_pretrained", "--heads"]),
-        (json.dumps(LLAMA | {"num_attention_heads": "32"}), ["num_attention_heads must be a whole number", "got 32"]),
+        (json.dumps(LLAMA | {"num_attention_heads": "32"}), ["num_attention_heads must be a whole number", "got '32'"]),
         (json.dumps(LLAMA | {"num_key_value_heads": 5}), ["config.json: heads must be a multiple of kv_heads"]),
         (json.dumps(LLAMA | {"hidden_size": None}), ["has no hidden_size"]),
         (json.dumps(LLAMA | {"hidden_size": -1}), ["hidden_size must be", "-1"]),

@@ -42,6 +42,13 @@ def test_a_fit_finds_what_made_the_times() -> None:
         fit_kernels([s for s in samples() if not s.backward])
 
 
+def test_more_work_measured_as_faster_still_fits_positive_times() -> None:
+    """As on a machine whose neighbours come and go: with a launch of any price, a pair would take less than nothing."""
+    times = [(10**5, 900_000.0), (10**6, 500_000.0), (10**7, 100_000.0)]
+    found = fit_kernels([Sample("s", pairs, 8, backward, ns) for pairs, ns in times for backward in (False, True)])
+    assert min(found.forward, found.backward) > 0 and found.kernel_ns == 0
+
+
 def test_links_and_errors() -> None:
     assert fit_link([1000, 10_000, 10**6], [6000, 15_000, 1_005_000]) == pytest.approx((5000, 1.0))
     assert fit_link([1000, 2000], [500, 1500])[0] == 0  # never negative
