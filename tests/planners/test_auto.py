@@ -23,6 +23,7 @@ from flexcp.plan.placement import Placement
 from flexcp.plan.plan import Plan
 from flexcp.planners.auto.auto import MOST_SIMULATED, auto, auto_plan, step_ns
 from flexcp.planners.auto.candidates import HIGH_EFFORT, Candidate, find_candidates
+from flexcp.planners.price import price_ns
 from flexcp.planners.request import Refused, Request
 from flexcp.planners.static.bounds import StaticBounds, StaticMethod, dealt_by_load, static_methods
 from flexcp.planners.strategies import STRATEGIES
@@ -30,7 +31,6 @@ from flexcp.planners.token_runs import user_layout
 from flexcp.schedule.predict import predict
 from flexcp.schedule.transfers import make_plan
 from flexcp.shape import Shape
-from flexcp.simulator.least_copies import with_copies_ns
 from flexcp.simulator.training import simulate
 
 SHAPE = Shape(8, 4, 64, 64)
@@ -70,8 +70,8 @@ def simulated(asked: Request, candidate: Candidate) -> list[tuple[int, int]]:
         placements = candidate.placed()
     except Refused:
         return []
-    prices = [with_copies_ns(predict(placement, *known), placement, asked.shape) for placement in placements]
-    times = [step_ns(make_plan(placement, *known, candidate.name)) for placement in placements]
+    prices = [price_ns(asked, placement) for placement in placements]
+    times = [step_ns(make_plan(placement, *known, candidate.name), asked.training) for placement in placements]
     return list(zip(prices, times, strict=True))
 
 

@@ -6,7 +6,8 @@ import flexcp
 from flexcp.models.find import find_model
 from flexcp.report.plan_time import PlanTime
 from flexcp.schedule.predict import lower_bound, predict
-from flexcp.simulator.training import Training, simulate
+from flexcp.simulator.step_parts import Training
+from flexcp.simulator.training import simulate
 
 PRESET = find_model("llama3-8b")
 

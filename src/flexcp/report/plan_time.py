@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from flexcp.plan.plan import Plan
 from flexcp.schedule.predict import Prediction, lower_bound
-from flexcp.simulator.training import Simulation, StepTime, Training
+from flexcp.simulator.step_parts import Training
+from flexcp.simulator.training import Simulation, StepTime
 
 Ints = NDArray[np.int64]
 
