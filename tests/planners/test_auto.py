@@ -31,6 +31,7 @@ from flexcp.planners.token_runs import user_layout
 from flexcp.schedule.predict import predict
 from flexcp.schedule.transfers import make_plan
 from flexcp.shape import Shape
+from flexcp.simulator.step_parts import Training
 from flexcp.simulator.training import simulate
 
 SHAPE = Shape(8, 4, 64, 64)
@@ -191,7 +192,7 @@ def test_of_equally_fast_ones_the_first_of_the_list_is_taken(
     monkeypatch: pytest.MonkeyPatch, tried: dict[str, list[str]]
 ) -> None:
     monkeypatch.setattr(
-        import_module(MODULE), "step_ns", lambda plan: tried["simulated"].append(plan.requested) or 1 << 40
+        import_module(MODULE), "step_ns", lambda plan, _: tried["simulated"].append(plan.requested) or 1 << 40
     )
     asked = request([30_000, *[8000] * 5, *[200] * 200])
     names = [c.name for c in find_candidates(asked, 16)]
@@ -295,9 +296,9 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
         found["placed"].append(self.name)
         return placed(self)
 
-    def simulated_plan(plan: Plan) -> int:
+    def simulated_plan(plan: Plan, training: Training | None) -> int:
         found["simulated"].append(plan.requested)
-        return int(simulate(plan))
+        return int(simulate(plan, training))
 
     monkeypatch.setattr(Candidate, "placed", recorded)
     monkeypatch.setattr(import_module(MODULE), "step_ns", simulated_plan)

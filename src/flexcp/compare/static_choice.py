@@ -8,19 +8,17 @@ method, in the one degree that serves all of them best by the closed form, is si
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from flexcp.batch import MaskLike, make_batch
 from flexcp.compare.compare import STATIC, STATIC_BY_LOAD, compare_batches
-from flexcp.cost import dense_model
 from flexcp.data.lengths import batch_tokens, cut_batches
 from flexcp.masks import causal
-from flexcp.models.preset import Preset
 from flexcp.planner import Planner
 from flexcp.planners.request import Request
 from flexcp.simulator.passes import Rules
-from flexcp.simulator.step_parts import Training
+from flexcp.simulator.step_parts import layers_alone
 
 BATCHES = 4
 DEALINGS = {"tokens": STATIC, "load": STATIC_BY_LOAD}
@@ -78,13 +76,12 @@ def choose_static(
     rule = causal() if mask is None and masks is None else mask
     cut = spread_over(cut_batches(lengths, batch_tokens(max_tokens_per_rank, ranks)), batches)
     fixed = (asked.shape, asked.cluster, asked.cost)
-    batches_cut = [make_batch(one, rule, masks) for one in cut]
-    training = asked.training
-    if training is None:
-        model = replace(asked.cost.model or dense_model(asked.shape), layers=batches_cut[0].layers)
-        training = Training(Preset(model, asked.shape, vocabulary=1), sync="none")
-    known = {"max_tokens_per_rank": max_tokens_per_rank, "training": training}
-    return fixed_static([Request(batch, *fixed, **known) for batch in batches_cut], dealing)
+    training = asked.training or layers_alone(asked.cost, asked.shape)
+    requests = [
+        Request(make_batch(one, rule, masks), *fixed, max_tokens_per_rank=max_tokens_per_rank, training=training)
+        for one in cut
+    ]
+    return fixed_static(requests, dealing)
 
 
 def fixed_static(

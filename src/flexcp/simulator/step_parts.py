@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexcp.clusters import Cluster
-from flexcp.cost import CostModel
+from flexcp.cost import CostModel, dense_model
 from flexcp.models.preset import Preset
 from flexcp.shape import Shape
 
@@ -41,6 +41,11 @@ class Training:
     def __post_init__(self) -> None:
         if self.sync not in SYNCS:
             raise ValueError(f"sync is how gradients are summed, {', '.join(map(repr, SYNCS))}; got {self.sync!r}")
+
+
+def layers_alone(cost: CostModel, shape: Shape) -> Training:
+    """The step of whoever describes none: the layers, without vocabulary, gradient sync and collectives."""
+    return Training(Preset(cost.model or dense_model(shape), shape, vocabulary=1), sync="none")
 
 
 def beyond_layers_ns(

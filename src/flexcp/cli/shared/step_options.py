@@ -27,4 +27,4 @@ class StepOptions(OptionGroup):
             raise ValueError(f"--sync is {', '.join(SYNCS)}; got {self.sync!r}")
         if not 0 <= self.overlap <= 1:
             raise ValueError(f"--overlap is a share between 0 and 1; got {self.overlap}")
-        return None if preset is None else Training(preset, self.sync, round(1000 * self.overlap), tp)  # type: ignore[arg-type]
+        return None if preset is None else Training(preset, self.sync, round(1000 * self.overlap), tp)

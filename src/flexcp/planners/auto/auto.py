@@ -33,8 +33,6 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from flexcp.cost import dense_model
-from flexcp.models.preset import Preset
 from flexcp.plan.placement import Placement
 from flexcp.plan.plan import Plan
 from flexcp.planners.auto.candidates import HIGH_EFFORT, LEAST_EFFORT, Candidate, find_candidates
@@ -44,7 +42,7 @@ from flexcp.planners.token_runs import check_tolerances
 from flexcp.schedule.analysis import MaskAnalysis, analyse, in_other_stages
 from flexcp.schedule.predict import milliseconds
 from flexcp.schedule.transfers import make_plan
-from flexcp.simulator.step_parts import Training
+from flexcp.simulator.step_parts import Training, layers_alone
 from flexcp.simulator.training import simulate, simulated_step
 
 DEFAULT_EFFORT = 16
@@ -274,7 +272,4 @@ def step_ns(plan: Plan, training: Training | None = None) -> int:
     """
     if training is None and plan.cost.pairs_per_token(plan.shape) <= NO_REST:
         return simulate(plan).attention_ns
-    if training is None:
-        model = plan.cost.model or dense_model(plan.shape)
-        training = Training(Preset(model, plan.shape, vocabulary=1), sync="none")
-    return simulated_step(plan, training).total_ns
+    return simulated_step(plan, training or layers_alone(plan.cost, plan.shape)).total_ns
