@@ -346,7 +346,9 @@ def test_static_methods_of_many_regions_are_simulated_without_a_closed_form(monk
     monkeypatch.setattr(module, "MANY_REGIONS", 0)
     priced: list[Placement] = []
     monkeypatch.setattr(
-        module, "predict", lambda placement, *rest: priced.append(placement) or predict(placement, *rest)
+        module,
+        "price_ns",
+        lambda asked, placement, *rest: priced.append(placement) or price_ns(asked, placement, *rest),
     )
     plan = auto_plan(asked)
     assert {p.traffic.kind for p in priced} == {"needed"} and step_ns(plan) == step_ns(usual)
