@@ -21,7 +21,6 @@ from flexcp.report.plan_tables import plan_section
 from flexcp.report.plan_time import PlanTime
 from flexcp.report.sections import code_section, lines_section, table_section, words_section
 from flexcp.report.timeline import MOST_BARS, timeline_data
-from flexcp.schedule.predict import predict
 from flexcp.simulator.passes import Event
 
 LIMIT = 3_000_000
@@ -32,7 +31,7 @@ def planned(strategy: str, nodes: int, each: int, lengths: list[int]) -> flexcp.
 
 
 def data_of(plan: flexcp.Plan) -> dict[str, object]:
-    return plan_data(plan, PlanTime.of_prediction(predict(plan.placement, plan.shape, plan.cluster, plan.cost)))
+    return plan_data(plan, PlanTime.of_plan(plan))
 
 
 def test_nothing_is_loaded_from_elsewhere() -> None:

@@ -51,7 +51,7 @@ def by_steps(work: int, beside: int, row: Contention, backward: bool) -> float:
 
 @given(st.integers(0, 10**7), st.integers(0, 10**7), st.sampled_from(H200_CONTENTION + NO_CONTENTION), st.booleans())
 def test_work_beside_a_transfer(work: int, beside: int, row: Contention, backward: bool) -> None:
-    found = overlapped_ns(ints([work]), ints([beside]), row, backward)[0, 0]
+    found = overlapped_ns(ints([work]), ints([beside]), *row.compute(backward), row.link)[0, 0]
     assert found == pytest.approx(by_steps(work, beside, row, backward), abs=4, rel=1e-6)
 
 
@@ -64,7 +64,9 @@ def test_the_margin_is_the_one_under_which_the_slowest_rank_is_done_first() -> N
         for slot in range(4):
             times = {
                 row.margin: int(
-                    overlapped_ns(work[:, slot : slot + 1], beside[:, slot + 1 : slot + 2], row, backward).max()
+                    overlapped_ns(
+                        work[:, slot : slot + 1], beside[:, slot + 1 : slot + 2], *row.compute(backward), row.link
+                    ).max()
                 )
                 for row in H200_CONTENTION
             }

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from flexcp.arrays.totals import sums
 from flexcp.clusters import Cluster
-from flexcp.cost import Contention, CostModel
+from flexcp.cost import CostModel
 from flexcp.plan.execution import Execution
 from flexcp.plan.placement import Placement, Wishes
 from flexcp.plan.program import Program
@@ -66,7 +66,7 @@ def with_execution(
     sent = find_messages(program, shape, cluster)
     beside[:, :-1] = transfers_ns(program, sent, cluster, cost)[:, 1:]
     across[:, :-1] = crosses_only(program, sent, cluster)[:, 1:]
-    rows = Rows(across, tuple(zip(cost.rows_beside(False), cost.rows_beside(True), strict=True)), backward)
+    rows = contention_rows(cost, across, backward)
     ahead = np.ones(stages, np.int64)
     if 0 < early < stages:
         ahead[early] = 2
@@ -80,13 +80,13 @@ def with_execution(
 # --- how long ----------------------------------------------------------------------------------------------------------
 
 
-def overlapped_ns(work: Ints, beside: Ints, row: Contention, backward: bool) -> Ints:
+def overlapped_ns(work: Ints, beside: Ints, slow: Ints | int, alone: Ints | int, link: Ints | int) -> Ints:
     """Time until work and the transfers beside it are both done, when they begin together; work alone where nothing travels.
 
+    ``slow`` and ``alone`` are how long work takes beside a transfer and without, ``link`` how fast a transfer is beside work, per mille.
     A transfer that begins beside work stays as slow as that makes it, also behind the work: its blocks stay where they found room.
     """
-    slow, alone = row.compute(backward)
-    linked = -(-beside * 1000 // row.link)
+    linked = -(-beside * 1000 // link)
     computed = -(-work * slow // 1000)
     outlasted = linked + (work - linked * 1000 // slow) * alone // 1000
     found = np.where(linked >= computed, linked, outlasted)
@@ -94,21 +94,30 @@ def overlapped_ns(work: Ints, beside: Ints, row: Contention, backward: bool) -> 
 
 
 class Rows(NamedTuple):
-    """A cost model's rows of contention in a direction: for each margin inside a node and across nodes, and which of the two applies
-    ``[rank, slot]``."""
+    """A cost model's contention in a direction under each of its ``margins``, as it applies to every rank in every slot
+    ``[margin, rank, slot]``; its columns are those of :func:`overlapped_ns`."""
 
-    across: NDArray[np.bool_]
-    pairs: tuple[tuple[Contention, Contention], ...]
-    backward: bool
+    margins: tuple[int, ...]
+    slow: Ints
+    alone: Ints
+    link: Ints
 
     def of(self, slots: slice) -> Rows:
         """The same for some slots."""
-        return self._replace(across=self.across[:, slots])
+        return Rows(self.margins, *(column[:, :, slots] for column in self[1:]))
 
-    def overlapped_ns(self, work: Ints, beside: Ints, pair: tuple[Contention, Contention]) -> Ints:
-        """:func:`overlapped_ns` with the row that applies."""
-        inside, across = (overlapped_ns(work, beside, row, self.backward) for row in pair)
-        return np.where(self.across, across, inside)
+    def overlapped_ns(self, work: Ints, beside: Ints) -> Ints:
+        """:func:`overlapped_ns` under every margin, ``[margin, rank, slot]``."""
+        return overlapped_ns(work, beside, *self[1:])
+
+
+def contention_rows(cost: CostModel, across: NDArray[np.bool_], backward: bool) -> Rows:
+    """The rows that apply where a rank's transfers beside a slot all cross nodes, or not (``across[rank, slot]``)."""
+    inside, crossing = (
+        np.array([(*row.compute(backward), row.link) for row in cost.rows_beside(way)], np.int64).T[:, :, None, None]
+        for way in (False, True)
+    )
+    return Rows(tuple(row.margin for row in cost.rows_beside(False)), *np.where(across, crossing, inside))
 
 
 def crosses_only(program: Program, sent: Sent, cluster: Cluster) -> NDArray[np.bool_]:
@@ -204,33 +213,31 @@ def static_work_ns(
 
 def _margins(work: Ints, beside: Ints, rows: Rows) -> Ints:
     """The margin of each slot."""
-    margin = np.full(work.shape[1], rows.pairs[0][0].margin, np.int64)
-    if len(rows.pairs) == 1 or not beside.any():
+    margin = np.full(work.shape[1], rows.margins[0], np.int64)
+    if len(rows.margins) == 1 or not beside.any():
         return margin
-    best = _prices(work, beside, rows, 0)
-    for number in range(1, len(rows.pairs)):
-        other = _prices(work, beside, rows, number)
+    prices = _prices(work, beside, rows)
+    best = prices[0]
+    for number in range(1, len(rows.margins)):
+        other = prices[number]
         # The first price that differs decides.
         differs = np.argmax(other != best, axis=0)
         better = np.take_along_axis(other, differs[None], 0)[0] < np.take_along_axis(best, differs[None], 0)[0]
-        margin = np.where(better, rows.pairs[number][0].margin, margin)
+        margin = np.where(better, rows.margins[number], margin)
         best = np.where(better, other, best)
     return margin
 
 
-def _prices(work: Ints, beside: Ints, rows: Rows, number: int) -> Ints:
-    """``[3, slot]``: time of the slowest rank, of all ranks, and of their work alone, slowed by what travels."""
-    pair = rows.pairs[number]
-    ns = rows.overlapped_ns(work, beside, pair)
-    inside, across = (row.compute(rows.backward)[0] for row in pair)
-    slowed = np.where(beside > 0, work * np.where(rows.across, across, inside) // 1000, work)
-    return np.stack([ns.max(axis=0), ns.sum(axis=0), slowed.sum(axis=0)])
+def _prices(work: Ints, beside: Ints, rows: Rows) -> Ints:
+    """``[margin, 3, slot]``: time of the slowest rank, of all ranks, and of their work alone, slowed by what travels."""
+    ns = rows.overlapped_ns(work, beside)
+    slowed = np.where(beside > 0, work * rows.slow // 1000, work)
+    return np.stack([ns.max(axis=1), ns.sum(axis=1), slowed.sum(axis=1)], axis=1)
 
 
 def _least_ns(work: Ints, beside: Ints, rows: Rows) -> int:
     """Time of some slots, each until its slowest rank is done, under the best margins."""
-    slowest = [rows.overlapped_ns(work, beside, pair).max(axis=0) for pair in rows.pairs]
-    return int(np.min(slowest, axis=0).sum())
+    return int(rows.overlapped_ns(work, beside).max(axis=1).min(axis=0).sum())
 
 
 def _posted_early(program: Program, work: Ints, beside: Ints, rows: Rows) -> tuple[Ints, Ints]:
@@ -246,6 +253,8 @@ def _posted_early(program: Program, work: Ints, beside: Ints, rows: Rows) -> tup
         two = slice(stage - 2, stage)
         spare = np.maximum(work[:, stage - 2] - beside[:, stage - 2], 0)
         early = np.minimum(beside[:, stage - 1], spare)
+        if not early.any():  # then nothing would change
+            continue
         moved = beside.copy()
         moved[:, stage - 2] += early
         moved[:, stage - 1] -= early
