@@ -114,9 +114,9 @@ data: .venv/ready
 fuzz-plans: .venv/ready
 	$(BIN)/python benchmarks/fuzz_plans.py
 
-# The examples of trainers over 20 steps on 2 ranks, every number of their logs beside one process's; CI runs 4 steps.
+# The tests that the table of trainers stands on, the examples over 20 steps (CI runs 4); writes docs/trainers.md.
 trainers: .venv/ready
-	$(BIN)/python -m pytest tests/frameworks/test_trainer_examples.py --trainer-steps 20 --durations 0
+	$(BIN)/python benchmarks/trainers.py --write docs/trainers.md
 
 # Every strategy on thousands of random batches, masks and machines, against a count by hand.
 properties: .venv/ready

@@ -31,7 +31,7 @@ GROUPS = {
         "choose_static", "StaticChoice",
     ),
     "Masks": (
-        "Mask", "full", "causal", "window", "lambda_", "shared_question", "causal_blockwise", "prefix", "modality",
+        "Mask", "full", "causal", "window", "lambda_", "shared_question", "causal_blockwise", "chunked", "prefix", "modality",
         "tree", "tree_order", "tree_of", "TokenTree", "from_slices", "from_key_ranges", "from_cu_seqlens", "from_mask_mod",
     ),
     "Running": (

@@ -101,6 +101,7 @@ def test_without_labels_gradients_are_whole_too(two: RankPool, tmp_path: Path) -
     [
         ({"average_tokens_across_devices": False}, "average_tokens_across_devices=True"),
         ({"parallelism_config": {"cp_size": 2}}, "cp_size=2 beside flexcp.*set cp_size=1"),
+        ({"parallelism_config": {"tp_size": 2}}, "tp_size=2 beside flexcp.*set tp_size=1"),
     ],
 )
 def test_what_would_make_another_loss_is_refused(

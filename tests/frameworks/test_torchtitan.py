@@ -1,22 +1,72 @@
-"""Proves the torchtitan adapter with torchtitan's own trainer, models, FSDP2 and checkpointing on CPU ranks: the same losses as theirs.
+"""Proves the torchtitan adapter with torchtitan's own trainer, models, FSDP2, recomputation, checkpoints and metrics on CPU ranks.
 
 Their side attends densely inside each rank's own rows; ours shares the documents of both ranks.
 """
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from torchtitan_runs import STEPS, trained
+from torchtitan_runs import SAVED, STEPS, Case, trained
 
 from flexcp.measure.ranks import RankPool
 
+SAME = ("loss_metrics/global_avg_loss", "grad_norm", "n_tokens_seen", "step")
+
+
+def numbers(run: dict[str, Any]) -> list[list[float]]:
+    """What both sides log of every step."""
+    return [[float(entry[name]) for name in SAME] for entry in run["logged"]]
+
+
+def assert_same(ours: dict[str, Any], theirs: dict[str, Any], first: int = 0) -> None:
+    """Losses, gradients' norms and counts of tokens from a step on."""
+    for mine, right in zip(numbers(ours), numbers(theirs)[first:], strict=True):
+        assert mine == pytest.approx(right, rel=1e-5)
+
 
 def test_torchtitans_trainer_trains_the_same_model(two: RankPool, tmp_path: Path) -> None:
-    theirs = two.run(trained, str(tmp_path), False, "none")[0]
-    assert len(theirs["losses"]) == STEPS
-    assert len(set(theirs["losses"])) == STEPS
-    for ours in two.run(trained, str(tmp_path), True, "selective"):
-        assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
-        assert ours["calls"] == ours["layers"], "attention ran again though selective checkpointing keeps its results"
+    """With a window in the first layer; then a run goes on after its checkpoint."""
+    theirs = two.run(trained, str(tmp_path / "theirs"), Case(ours=False))[0]
+    assert len(theirs["logged"]) == len({entry[SAME[0]] for entry in theirs["logged"]}) == STEPS
+    case = Case(ours=True, recompute="selective", checkpoints=True)
+    ours = two.run(trained, str(tmp_path / "ours"), case)
+    for rank in ours:
+        assert_same(rank, theirs)
+        assert rank["calls"] == rank["layers"], "attention ran again though selective checkpointing keeps its results"
+        for entry in rank["logged"]:
+            assert 1 <= entry["flexcp/token_balance"] < 1.5
+            assert 1 <= entry["flexcp/attention_balance"] < 2
+            assert entry["loss_metrics/global_max_loss"] == entry["loss_metrics/global_avg_loss"]
+    for saved in (tmp_path / "ours" / "checkpoint").glob("step-*"):
+        if saved.name != f"step-{SAVED}":
+            shutil.rmtree(saved)
+    assert_same(two.run(trained, str(tmp_path / "ours"), case)[0], theirs, first=SAVED)
+
+
+def test_a_window_that_flexcp_does_not_see_is_refused() -> None:
+    from flexcp.frameworks.torchtitan import window_of
+
+    def layer(seen: int, said: int | None) -> Any:
+        return SimpleNamespace(inner_attention=SimpleNamespace(window=seen), sliding_window_size=said)
+
+    assert [window_of(layer(128, 128)), window_of(layer(0, None)), window_of(layer(16, None))] == [128, 0, 16]
+    with pytest.raises(NotImplementedError, match=r"sliding_window_size=128.*attn_backend='varlen'"):
+        window_of(layer(0, 128))
+
+
+@pytest.mark.parametrize(
+    "change", [{"context_parallel_degree": 2}, {"pipeline_parallel_degree": 2}, {"validator": True}]
+)
+def test_what_torchtitan_would_do_otherwise_is_refused(change: dict[str, Any]) -> None:
+    from flexcp.frameworks.torchtitan import FlexcpTrainer
+
+    degrees = {"context_parallel_degree": 1, "pipeline_parallel_degree": 1, **change}
+    validator = SimpleNamespace(enable=degrees.pop("validator", False))
+    config: Any = SimpleNamespace(parallelism=SimpleNamespace(**degrees), validator=validator)
+    with pytest.raises(NotImplementedError, match=r"set context_parallel_degree|disable it"):
+        FlexcpTrainer(config)

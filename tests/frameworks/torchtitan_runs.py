@@ -16,6 +16,19 @@ from torch import Tensor
 
 LENGTH = 64
 STEPS = 3
+SAVED = 2
+"""Steps after which a run with checkpoints saves."""
+WINDOW = 12
+
+
+@dataclass(frozen=True)
+class Case:
+    """How torchtitan's trainer trains: by its attention or ours."""
+
+    ours: bool
+    recompute: str = "none"
+    checkpoints: bool = False
+    """Whether it saves, and goes on where a run in the same folder stopped."""
 
 
 def batch(rank: int, step: int) -> tuple[dict[str, Tensor], Tensor]:
@@ -31,7 +44,7 @@ def batch(rank: int, step: int) -> tuple[dict[str, Tensor], Tensor]:
     return {"input": ids, "positions": positions}, labels
 
 
-def trained(group: dist.ProcessGroup, folder: str, ours: bool, checkpointing: str) -> dict[str, Any]:
+def trained(group: dist.ProcessGroup, folder: str, case: Case) -> dict[str, Any]:
     """torchtitan's own trainer on this CPU rank for a few steps, with its attention or ours."""
     import torch._utils
 
@@ -51,16 +64,29 @@ def trained(group: dist.ProcessGroup, folder: str, ours: bool, checkpointing: st
         patch.object(torch._utils, "_get_available_device_type", lambda: "cpu"),
         patch.multiple(torch.cpu, create=True, **answers),
     ):
-        return _trained(folder, ours, checkpointing)
+        return _trained(folder, case)
 
 
-def _trained(folder: str, ours: bool, checkpointing: str) -> dict[str, Any]:
+def model_with_a_window() -> Any:
+    """Two layers of Llama 3's debug model, the first with a window."""
+    import dataclasses
+
+    from torchtitan.models import llama3
+
+    found = llama3.model_registry("debugmodel", attn_backend="varlen")
+    first, second = found.model.layers[:2]
+    inner = dataclasses.replace(first.attention.inner_attention, window_size=(WINDOW - 1, 0))
+    attention = dataclasses.replace(first.attention, inner_attention=inner)
+    found.model.layers = [dataclasses.replace(first, attention=attention), second]
+    return found
+
+
+def _trained(folder: str, case: Case) -> dict[str, Any]:
     import dataclasses
 
     from torchtitan.components.dataloader import BaseDataLoader
     from torchtitan.components.tokenizer import BaseTokenizer
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
-    from torchtitan.models.llama3 import model_registry
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
     from torchtitan.tools import utils
 
@@ -72,16 +98,18 @@ def _trained(folder: str, ours: bool, checkpointing: str) -> dict[str, Any]:
             pass
 
         def __init__(self, config: Config, dp_rank: int, **others: Any) -> None:
-            self.rank = dp_rank
+            self.rank, self.given = dp_rank, 0
 
         def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-            return (batch(self.rank, step) for step in range(STEPS + 1))
+            while self.given <= STEPS:
+                self.given += 1
+                yield batch(self.rank, self.given)
 
         def state_dict(self) -> dict[str, Any]:
-            return {}
+            return {"given": self.given}
 
         def load_state_dict(self, state: dict[str, Any]) -> None:
-            pass
+            self.given = state["given"]
 
     class Tokens(BaseTokenizer):
         @dataclass(kw_only=True, slots=True)
@@ -101,8 +129,7 @@ def _trained(folder: str, ours: bool, checkpointing: str) -> dict[str, Any]:
             return 2048
 
     config = llama3_debugmodel()
-    config.model_spec = model_registry("debugmodel", attn_backend="varlen")
-    config.model_spec.model.layers = config.model_spec.model.layers[:2]
+    config.model_spec = model_with_a_window()
     config.dataloader, config.tokenizer = Loader.Config(), Tokens.Config()
     config.dump_folder = folder
     config.training = dataclasses.replace(
@@ -113,12 +140,15 @@ def _trained(folder: str, ours: bool, checkpointing: str) -> dict[str, Any]:
         mixed_precision_param="float32",
         disable_cuda_graphs=True,
     )
-    config.validator.enable = config.checkpoint.enable = False
+    config.validator.enable = False
+    config.checkpoint = dataclasses.replace(
+        config.checkpoint, enable=case.checkpoints, interval=SAVED, last_save_model_only=False
+    )
     config.activation_checkpoint = {"none": None, "full": FullAC.Config(), "selective": SelectiveAC.Config()}[
-        checkpointing
+        case.recompute
     ]
     config.parallelism.spmd_backend = "partial_dtensor"
-    if not ours:
+    if not case.ours:
         config.override.imports = ["torchtitan_dense.dense"]
     else:
         from flexcp.frameworks import torchtitan
@@ -126,18 +156,9 @@ def _trained(folder: str, ours: bool, checkpointing: str) -> dict[str, Any]:
         config = torchtitan.turn_on(config)
     trainer = config.build()
     sum_gradients(trainer.model_parts[0])  # torchtitan sums them too, by an operation that gloo lacks
-    losses: list[float] = []
-    before = trainer.forward_backward_step
-
-    def watched(**given: Any) -> Tensor:
-        loss = before(**given)
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        losses.append(float(total))
-        return loss
-
-    trainer.forward_backward_step = watched
+    logged: list[dict[str, Any]] = []
+    trainer.metrics_processor.logger.log = lambda entry, step: logged.append(entry | {"step": step})
     with patch("torchtitan.distributed.utils.set_pg_timeouts"):  # its barrier names a device, which gloo refuses
         trainer.train()
-    calls = trainer._step.calls if ours else 0
-    return {"losses": losses, "calls": calls, "layers": len(trainer.model_parts[0].layers), "device": utils.device_type}
+    calls = trainer._step.calls if case.ours else 0
+    return {"logged": logged, "calls": calls, "layers": len(trainer.model_parts[0].layers), "device": utils.device_type}

@@ -23,6 +23,7 @@ SOME = {
     "lambda": flexcp.lambda_(4, 8),
     "shared-question": flexcp.shared_question(3, 0.4),
     "blockwise": flexcp.causal_blockwise(16, 1),
+    "chunked": flexcp.chunked(16),
     "prefix": flexcp.prefix(7),
     "modality": flexcp.modality([(0, 1)], self_only=True),
     "tree": flexcp.tree([-1, 0, 1, 0, -1], [100, 0, 50, 50, 100], left=40),
@@ -44,12 +45,26 @@ def test_a_mask_is_made_again_from_its_numbers(name: str) -> None:
 @pytest.mark.parametrize("name", NAMED)
 def test_no_document_has_more_slices_than_the_table_says(name: str) -> None:
     counts = [len(SOME[name].slices(length)) for length in LENGTHS if SOME[name].length in (None, length)]
-    assert 1 <= max(counts) <= NAMED[name].most_slices(SOME[name])
+    assert 1 <= max(counts) <= NAMED[name].most_slices(SOME[name], max(LENGTHS))
 
 
 def test_a_mask_of_more_images_has_more_slices() -> None:
     mask = flexcp.modality([(1, 3), (5, 6), (10, 20)])
-    assert len(mask.slices(40)) == NAMED["modality"].most_slices(mask) == 7
+    assert len(mask.slices(40)) == NAMED["modality"].most_slices(mask, 40) == 7
+
+
+def test_chunks_are_as_many_as_a_document_holds() -> None:
+    mask = flexcp.chunked(16)
+    assert [NAMED["chunked"].most_slices(mask, n) for n in (1, 16, 17, 300)] == [1, 1, 2, 19]
+    assert [len(mask.slices(n)) for n in (1, 16, 17, 300)] == [1, 1, 2, 19]
+    seen = [(q, k) for q in range(20) for k in range(20) if q // 16 == k // 16 and k <= q]
+    rows = mask.slices(20)
+    found = [
+        (q, k) for a, b, c, d, lo, hi in rows.tolist() for q in range(a, b) for k in range(c, d) if lo <= k - q <= hi
+    ]
+    assert sorted(found) == seen
+    with pytest.raises(ValueError, match="at most 16384"):
+        flexcp.chunked(1).slices(20_000)
 
 
 @pytest.mark.parametrize("name", NAMED)

@@ -78,6 +78,7 @@ def test_every_kind_of_plan_comes_back() -> None:
         flexcp.lambda_(4, 8),
         flexcp.shared_question(3, 0.3),
         flexcp.causal_blockwise(16, 1),
+        flexcp.chunked(16),
         flexcp.prefix(7),
         [flexcp.modality([(1, 3)], self_only=True), flexcp.causal(), flexcp.modality([]), flexcp.prefix(5)],
         [flexcp.tree([-1, 0, 1, 0, -1], [100, 0, 50, 50, 100], ends=[3, 2, 0, 3]), *[flexcp.causal()] * 3],

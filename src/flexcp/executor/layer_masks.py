@@ -65,7 +65,10 @@ def _has_window(mask: LayerMask, window: int, batch: Batch) -> bool:
 
 
 def _is_window(rule: Mask) -> bool:
-    return _left_of_tree(rule) is not None if rule.name == TREE else rule.name == "window" and rule != causal()
+    """Whether a mask hides what is far away, as a window or as chunks do."""
+    if rule.name == TREE:
+        return _left_of_tree(rule) is not None
+    return rule.name == "chunked" or (rule.name == "window" and rule != causal())
 
 
 def _called(window: int) -> str:

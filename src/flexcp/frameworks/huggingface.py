@@ -32,10 +32,10 @@ from flexcp.executor.exchange.plan_agreement import said_by_all
 from flexcp.executor.local_rows import next_tokens, refuse_shifted
 from flexcp.executor.losses.averaging import Gradients
 from flexcp.executor.step import Step, check_bound
-from flexcp.frameworks.huggingface_attention import flexcp_attention, flexcp_mask
+from flexcp.frameworks.huggingface_attention import CHUNKED, chunks_named, flexcp_attention, flexcp_mask
 from flexcp.frameworks.huggingface_checks import ValidLabels, check_forwards
 from flexcp.frameworks.shared_batch import IGNORE, Rows, rows_of
-from flexcp.masks import Mask, causal, window, windowed
+from flexcp.masks import Mask, causal, chunked, window, windowed
 from flexcp.masks.tree import NAME as TREE
 from flexcp.plan.positions import refuse_branches
 from flexcp.planner import Planner
@@ -75,7 +75,8 @@ def turn_on(model: PreTrainedModel | DistributedDataParallel) -> None:
 def masks(
     model: PreTrainedModel | PreTrainedConfig | DistributedDataParallel, mask: MaskLike | None = None
 ) -> dict[str, tuple[MaskLike, int]]:
-    """The masks of a model's layers, for ``planner(lengths, masks=...)``: ``full`` and ``window``, with how many layers use each.
+    """The masks of a model's layers, for ``planner(lengths, masks=...)``: ``full``, ``window`` and ``chunks of N``, with how many layers
+    use each.
 
     From the model or its configuration. ``mask`` says which documents are trees: a tree, or a list with a tree or ``causal()`` for each
     document. Layers with a window then have the same trees in that window. Without it all documents are causal.
@@ -85,16 +86,25 @@ def masks(
     layers = int(config.num_hidden_layers)
     keys = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if keys else "full_attention"] * layers
-    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+    unknown = set(kinds) - {"full_attention", "sliding_attention", CHUNKED}
     if unknown:
         raise NotImplementedError(
             f"{config.model_type} has layers of kind {', '.join(sorted(unknown))}, for which masks() knows no mask; "
             "give planner(lengths, masks={'name': (mask, layers)}) yourself"
         )
-    windows = sum(kind == "sliding_attention" for kind in kinds)
+    windows, chunks = (sum(kind == name for kind in kinds) for name in ("sliding_attention", CHUNKED))
     found: dict[str, tuple[MaskLike, int]] = {}
-    if windows < layers:
-        found["full"] = (causal() if mask is None else mask, layers - windows)
+    if windows + chunks < layers:
+        found["full"] = (causal() if mask is None else mask, layers - windows - chunks)
+    if chunks:
+        size = getattr(config, "attention_chunk_size", None)
+        if not size:
+            raise ValueError(f"{config.model_type} has {chunks} chunked layers but attention_chunk_size={size!r}")
+        if mask is not None:
+            raise NotImplementedError(
+                f"{config.model_type} has layers that attend in chunks of {size} tokens, which are not defined on trees: leave mask= out"
+            )
+        found[chunks_named(size)] = (chunked(int(size)), chunks)
     if windows:
         if not keys:
             raise ValueError(f"{config.model_type} has {windows} window layers but sliding_window={keys!r}")

@@ -1,7 +1,9 @@
 """The attention and mask functions that :mod:`flexcp.frameworks.huggingface` registers with Transformers.
 
-What cannot be honoured raises: dropout, padding, 4-D masks, bidirectional and chunked layers, biases, KV caches from earlier calls,
-weights as output, keywords nobody here knows.
+A layer's window comes as a keyword. That it attends inside chunks is told by its place in the configuration's ``layer_types`` alone.
+
+What cannot be honoured raises: dropout, padding, 4-D masks, bidirectional layers, biases, KV caches from earlier calls, weights as output,
+keywords nobody here knows.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from flexcp.executor.arguments import ranks_of_run
 from flexcp.executor.attention import attention
 from flexcp.executor.slice_attention import slice_attention
 from flexcp.executor.step import Step, check_bound
+from flexcp.frameworks.llama4_temperature import retuned
 from flexcp.frameworks.shared_batch import lengths_of
-from flexcp.masks import causal, window
+from flexcp.masks import causal, chunked, window
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -28,6 +31,8 @@ ELSEWHERE = frozenset({
     "gradients",
 })  # fmt: skip
 """Keywords that reach attention functions and mean something to other parts of a model."""
+CHUNKED = "chunked_attention"
+"""What configurations call layers whose queries see the keys of their chunk."""
 
 
 def flexcp_attention(
@@ -53,12 +58,14 @@ def flexcp_attention(
     query, key, value = (_autocast(x) for x in (query, key, value))
     # A parameter kept in float32 under autocast joins the activations here, as in the model's own attention.
     sinks = None if s_aux is None else s_aux.to(query.dtype)
+    chunk = _chunk(module)
     # Views whose backward is a view too: one taken by x[0] would fill zeros and copy the gradient into them.
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     if step is None or step == "alone":
         _refuse_alone(step)
         lengths = _lengths(query, position_ids, cu_seq_lens_q, cu_seq_lens_k)
-        mask = window(sliding_window - 1) if sliding_window else causal()
+        q = retuned(module, q, query.shape[2], torch.cat([torch.arange(n) for n in lengths]))
+        mask = chunked(chunk) if chunk else window(sliding_window - 1) if sliding_window else causal()
         out = slice_attention(q, k, v, mask, lengths, scale=scaling, softcap=softcap, sinks=sinks)
         assert isinstance(out, Tensor)
         return out.unflatten(0, (query.shape[0], query.shape[2])), None
@@ -71,11 +78,33 @@ def flexcp_attention(
     _check_documents(step, query, position_ids, cu_seq_lens_q)
     if query.shape[2] == 1 and step.local_tokens == 0:
         q, k, v = q[:0], k[:0], v[:0]
-    out = attention(q, k, v, step, window=sliding_window or 0, scale=scaling, softcap=softcap, sinks=sinks)
+    else:
+        q = retuned(module, q, len(q), step.row_positions)
+    layer: dict[str, Any] = {"mask": chunks_named(chunk)} if chunk else {"window": sliding_window or 0}
+    out = attention(q, k, v, step, scale=scaling, softcap=softcap, sinks=sinks, **layer)
     assert isinstance(out, Tensor)
     if query.shape[2] == 1 and step.local_tokens == 0:
         out = nn.functional.pad(out, (0, 0, 0, 0, 0, 1))
     return out[None], None
+
+
+def chunks_named(size: int) -> str:
+    """What :func:`flexcp.frameworks.huggingface.masks` calls the mask of chunked layers: the name has the value, as a window has."""
+    return f"chunks of {size}"
+
+
+def _chunk(module: nn.Module) -> int:
+    """Tokens of the chunks that this layer attends in; 0 for a layer without."""
+    config: Any = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None) or ()
+    if CHUNKED not in kinds:
+        return 0
+    number = getattr(module, "layer_idx", None)
+    if number is None:
+        raise NotImplementedError(
+            f"{type(module).__name__} does not say which layer it is, so flexcp cannot tell whether it has chunks"
+        )
+    return int(config.attention_chunk_size) if kinds[number] == CHUNKED else 0
 
 
 def _autocast(x: Tensor) -> Tensor:
@@ -100,8 +129,12 @@ def flexcp_mask(
             f"this model adds a mask function of its own ({_name(mask_function)}) to causal and window masks, which flexcp would ignore; "
             "plan such a mask with masks={...} and call flexcp.attention in the layers themselves"
         )
-    if local_size is not None and local_size == getattr(config, "attention_chunk_size", None):
-        raise NotImplementedError(f"chunked attention (attention_chunk_size={local_size}) is not supported")
+    chunk = getattr(config, "attention_chunk_size", None)
+    if local_size is not None and local_size == chunk and CHUNKED not in (getattr(config, "layer_types", None) or ()):
+        raise NotImplementedError(
+            f"attention_chunk_size={local_size}, but layer_types of {getattr(config, 'model_type', 'the configuration')} do not say which "
+            f"layers are {CHUNKED!r}"
+        )
     refuse_padding(attention_mask)
 
 
@@ -116,9 +149,10 @@ def refuse_padding(attention_mask: Tensor | None) -> None:
 PLAIN = (
     "causal_mask_function",
     "sliding_window_overlay.<locals>.inner_mask",
+    "chunked_overlay.<locals>.inner_mask",
     "packed_sequence_mask_function.<locals>.inner_mask",
 )
-"""Mask functions that say nothing but causal, window and the borders of documents."""
+"""Mask functions that say nothing but causal, window, chunks and the borders of documents."""
 
 
 def _name(function: Any) -> str:

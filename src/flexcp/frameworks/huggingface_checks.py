@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from flexcp.executor.losses.averaging import Gradients, share_factor
 from flexcp.executor.step import Step
 from flexcp.frameworks import fsdp, not_used
-from flexcp.frameworks.huggingface_attention import refuse_counted
+from flexcp.frameworks.huggingface_attention import CHUNKED, refuse_counted
+from flexcp.frameworks.shared_batch import lengths_of
 from flexcp.masks import full
 
 _CALLS = "_flexcp_calls"
@@ -31,6 +32,7 @@ def check_forwards(model: nn.Module) -> None:
     model.register_forward_pre_hook(_with_a_row, with_kwargs=True)
     model.register_forward_pre_hook(_with_count, with_kwargs=True)
     model.register_forward_pre_hook(_with_positions, with_kwargs=True)
+    model.register_forward_pre_hook(_with_borders, with_kwargs=True)
     check_use(model)
 
 
@@ -197,6 +199,21 @@ def _with_positions(module: nn.Module, arguments: tuple[Any, ...], keywords: dic
     if at < len(arguments):
         return (*arguments[:at], found, *arguments[at + 1 :]), keywords
     return arguments, keywords | {"position_ids": found}
+
+
+def _with_borders(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """Without a step, the borders of documents in a form that reaches attention: Llama 4 keeps positions from its attention layers."""
+    config = getattr(module, "config", None)
+    chunked = CHUNKED in (getattr(config, "layer_types", None) or ())
+    if not chunked or isinstance(keywords.get("step"), Step) or torch.compiler.is_compiling():
+        return None
+    _, given = positions_given(module, arguments, keywords)
+    if given is None or keywords.get("cu_seq_lens_q") is not None:
+        return None
+    ids = arguments[0] if arguments else keywords.get("input_ids", keywords.get("inputs_embeds"))
+    lengths = lengths_of(given.expand(1 if ids is None else len(ids), -1))
+    borders = torch.tensor([0, *lengths], device=given.device).cumsum(0)
+    return arguments, keywords | {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
 
 
 def _refuse_other_rows(arguments: tuple[Any, ...], keywords: Mapping[str, Any], step: Step) -> None:

@@ -4,13 +4,17 @@
     config.build().train()
 
 Two of torchtitan's own seams carry it. ``@override`` swaps the configuration of every inner attention (SDPA, varlen or flex) for
-:class:`FlexcpAttention`, and selective checkpointing for one that keeps attention's results. ``post_dataloading_process`` is where a
+:class:`FlexcpAttention`, selective checkpointing for one that keeps attention's results, and metrics for some that know how even ranks
+were. ``post_dataloading_process`` is where a
 trainer makes a batch ready: there the documents that every data parallel rank loaded become one batch of all of them, planned and
 sharded, and the step goes to every layer in the place of attention masks. Loss and gradients need nothing: they already are sums over
 ranks / valid tokens of all.
 
+A layer's window is that of its varlen attention, and the plan has a mask for each. Flex attention has its windows in masks that the model
+makes for every batch, where flexcp does not see them: layers that have one are refused.
+
 flexcp shares batches over the data parallel ranks, so torchtitan's own context parallelism stays at 1. Refused: pipelines, compiled CUDA
-graphs, and models that hand each layer a mask of its own (their masks arrive in a dictionary).
+graphs, and layers with an attention that flexcp does not replace.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.config.override import derive, override
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention, VarlenAttention
@@ -33,6 +38,7 @@ from flexcp.executor.attention import attention
 from flexcp.executor.step import Step
 from flexcp.frameworks import not_used
 from flexcp.frameworks.shared_batch import share
+from flexcp.frameworks.trainer_logs import SharedBatches
 from flexcp.masks import causal, window
 from flexcp.planner import Planner
 
@@ -97,6 +103,32 @@ class FlexcpSelectiveAC(SelectiveAC):
         return set(super().get_save_ops()) | {torch.ops.flexcp.attention.default}
 
 
+class FlexcpMetrics(MetricsProcessor):
+    """torchtitan's metrics, with ``flexcp/attention_balance`` and ``flexcp/token_balance``: the most of a rank / the mean.
+
+    Ranks share a batch, so there is no loss of a rank's own: ``global_max_loss``, which torchtitan divides by the labels that a rank loaded
+    and not by those it computed, is the batch's loss.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MetricsProcessor.Config):
+        """As torchtitan's."""
+
+    batches: SharedBatches
+
+    def log(
+        self,
+        step: int,
+        global_avg_loss: float,
+        global_max_loss: float,
+        grad_norm: float,
+        extra_metrics: dict[str, Any] | None = None,
+    ) -> None:
+        """torchtitan's entry."""
+        even = {f"flexcp/{name}": value for name, value in self.batches.entries().items() if name.endswith("balance")}
+        super().log(step, global_avg_loss, global_avg_loss, grad_norm, {**(extra_metrics or {}), **even})
+
+
 @override(target=ScaledDotProductAttention.Config, description="flexcp attention")
 def sdpa(config: ScaledDotProductAttention.Config) -> FlexcpAttention.Config:
     """Causal layers."""
@@ -126,7 +158,25 @@ def selective(config: SelectiveAC.Config) -> FlexcpSelectiveAC.Config:
     return derive(config, FlexcpSelectiveAC.Config)
 
 
-OVERRIDES = [f"{__name__}.{function.__name__}" for function in (sdpa, flex, varlen, selective)]
+@override(target=MetricsProcessor.Config, exact=True, description="says how even ranks were")
+def metrics(config: MetricsProcessor.Config) -> FlexcpMetrics.Config:
+    """torchtitan's metrics and ours."""
+    return derive(config, FlexcpMetrics.Config)
+
+
+OVERRIDES = [f"{__name__}.{function.__name__}" for function in (sdpa, flex, varlen, selective, metrics)]
+
+
+def window_of(attention: Any) -> int:
+    """Keys that a query of this layer sees, 0 for all before it, by the layer's configuration."""
+    keys: int = attention.inner_attention.window
+    said = getattr(attention, "sliding_window_size", None) or 0
+    if said != keys and said:
+        raise NotImplementedError(
+            f"a layer has sliding_window_size={said}, which its inner attention does not know, as flex attention does not: make the model "
+            "with attn_backend='varlen'"
+        )
+    return keys
 
 
 class FlexcpTrainer(Trainer):
@@ -156,6 +206,9 @@ class FlexcpTrainer(Trainer):
             )
         super().__init__(config)
         self._masks, self._planner = self._planning()
+        self._batches = SharedBatches()
+        if isinstance(self.metrics_processor, FlexcpMetrics):
+            self.metrics_processor.batches = self._batches
 
     def _planning(self) -> tuple[dict[str, tuple[MaskLike, int]], Planner]:
         """The masks of the model's layers, and a planner for its heads."""
@@ -164,7 +217,7 @@ class FlexcpTrainer(Trainer):
         if kinds:
             names = ", ".join(kind.__qualname__ for kind in kinds)
             raise NotImplementedError(f"this model has an inner attention that flexcp does not replace: {names}")
-        windows = [a.inner_attention.window for a in layers]
+        windows = [window_of(a) for a in layers]
         masks: dict[str, tuple[MaskLike, int]] = {}
         for keys in sorted(set(windows)):
             mask = window(keys - 1) if keys else causal()
@@ -197,8 +250,9 @@ class FlexcpTrainer(Trainer):
         group = self.parallel_dims.get_mesh("batch").get_group()
         planning = {"masks": self._masks, **self._rows_for_loss(), **self.config.options}
         rows = share(input_dict["input"].flatten(), labels.flatten(), lengths, self._planner, group, **planning)
-        self.ntokens_seen += rows.step.local_tokens
+        self.ntokens_seen += labels.numel()
         self._step = rows.step
+        self._batches.note(rows.step)
         self._step.losses.said = True  # by torchtitan's own loss
         return rows.tokens[None], rows.labels[None], {"positions": rows.positions[None], "attention_masks": rows.step}
 

@@ -20,6 +20,7 @@ from flexcp.masks.mask import EXPLICIT, NO_LIMIT, Mask
 from flexcp.masks.named import (
     causal,
     causal_blockwise,
+    chunked,
     full,
     lambda_,
     modality,
@@ -71,6 +72,7 @@ __all__ = [
     "area",
     "causal",
     "causal_blockwise",
+    "chunked",
     "cut",
     "depths",
     "from_cu_seqlens",

@@ -24,6 +24,9 @@ Columns = tuple[Any, Any, Any, Any, Any, Any]
 MAX_ANSWERS = 1 << 14
 """Answers that a count may ask for: each is a slice of every document."""
 
+MAX_CHUNKS = 1 << 14
+"""Chunks of a document, each a slice."""
+
 # A rule gives one tuple of columns per slice, each an array over documents or a number. Numbers of a mask may exceed every document by far:
 # they are bounded before anything is computed from them in 64 bits.
 
@@ -157,6 +160,29 @@ def _blockwise_columns(mask: Mask, n: Ints) -> list[Columns]:
     ]
 
 
+def chunked(tokens: int) -> Mask:
+    """A document is cut every ``tokens`` tokens, and query i sees the keys of its chunk up to itself."""
+    tokens = reach(tokens)
+    if tokens < 1:
+        raise ValueError(f"a chunk has at least 1 token; got {tokens}")
+    return Mask("chunked", (tokens,))
+
+
+def _chunks(mask: Mask, longest: int) -> int:
+    """Chunks of a document of so many tokens."""
+    return max(1, -(-int(longest) // int(mask.params[0])))  # type: ignore[arg-type]
+
+
+def _chunked_columns(mask: Mask, n: Ints) -> list[Columns]:
+    size, count = _bounded(mask.params[0]), _chunks(mask, int(n.max(initial=1)))
+    if count > MAX_CHUNKS:
+        raise ValueError(
+            f"chunks of {size} tokens cut a document of {int(n.max())} into {count}, and each is a slice; at most {MAX_CHUNKS} are made"
+        )
+    ends = [np.minimum(size * i, n) for i in range(count + 1)]
+    return [(a, b, a, b, -UNBOUNDED, 0) for a, b in pairwise(ends)]
+
+
 def prefix(tokens: int) -> Mask:
     """The first ``tokens`` keys are seen by all; the rest is causal."""
     tokens = reach(tokens)
@@ -233,8 +259,8 @@ class NamedMask:
     """The public function."""
     rule: Callable[[Mask, Ints], list[Columns] | Ints]
     """The slices of documents of these lengths; the table of them, ``[slices, 6]``, for masks that fit one length."""
-    most_slices: Callable[[Mask], int]
-    """Slices of one document, at most: the memory that a plan file may take for them."""
+    most_slices: Callable[[Mask, int], int]
+    """Slices of a document of at most so many tokens: the memory that a plan file may take for them."""
     text: TextForm | None = None
     """None: a command line cannot say it."""
     arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]] = tuple
@@ -242,35 +268,38 @@ class NamedMask:
 
 
 NAMED: dict[str, NamedMask] = {
-    "causal": NamedMask(causal, _causal_columns, lambda _: 1, TextForm("causal", "causal")),
-    "full": NamedMask(full, _full_columns, lambda _: 1, TextForm("full", "full")),
+    "causal": NamedMask(causal, _causal_columns, lambda _, n: 1, TextForm("causal", "causal")),
+    "full": NamedMask(full, _full_columns, lambda _, n: 1, TextForm("full", "full")),
     "window": NamedMask(
         window,
         _window_columns,
-        lambda _: 1,
+        lambda _, n: 1,
         TextForm("window:W", "window:4096", (int,), required=1, make=_window_of_keys),
     ),
-    "lambda": NamedMask(lambda_, _lambda_columns, lambda _: 2, TextForm("lambda:S,W", "lambda:64,4096", (int, int))),
+    "lambda": NamedMask(lambda_, _lambda_columns, lambda _, n: 2, TextForm("lambda:S,W", "lambda:64,4096", (int, int))),
     "shared-question": NamedMask(
         shared_question,
         _shared_question_columns,
-        lambda mask: int(mask.params[0]) + 1,  # type: ignore[arg-type]
+        lambda mask, n: int(mask.params[0]) + 1,  # type: ignore[arg-type]
         TextForm("shared-question:N,SHARE", "shared-question:4,0.2", (int, float)),
     ),
     "blockwise": NamedMask(
         causal_blockwise,
         _blockwise_columns,
-        lambda _: 3,
+        lambda _, n: 3,
         TextForm("blockwise:B,L", "blockwise:256,2", (int, int)),
     ),
-    "prefix": NamedMask(prefix, _prefix_columns, lambda _: 2, TextForm("prefix:P", "prefix:128", (int,), required=1)),
+    "chunked": NamedMask(chunked, _chunked_columns, _chunks, TextForm("chunked:C", "chunked:8192", (int,), required=1)),
+    "prefix": NamedMask(
+        prefix, _prefix_columns, lambda _, n: 2, TextForm("prefix:P", "prefix:128", (int,), required=1)
+    ),
     "modality": NamedMask(
         modality,
         _modality_columns,
-        lambda mask: len(mask.params[0]) + 1,  # type: ignore[arg-type]
+        lambda mask, n: len(mask.params[0]) + 1,  # type: ignore[arg-type]
         arguments=_pairs,
     ),
-    "tree": NamedMask(tree, lambda mask, _: tree_slices(mask), most_slices),
+    "tree": NamedMask(tree, lambda mask, _: tree_slices(mask), lambda mask, n: most_slices(mask)),
 }
 """All named masks, in the order in which their text forms are shown."""
 

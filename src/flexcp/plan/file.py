@@ -89,7 +89,7 @@ def save_plan(plan: Plan) -> bytes:
     facts = json.dumps(saved_facts(plan), separators=(",", ":")).encode()
     body = struct.pack("<Q", len(facts)) + facts + b"".join(packed(block) for block in blocks)
     each = [[number[r] for r in mask.rules] for mask in plan.batch.masks]
-    needed = _slices_memory(rules, each, plan.batch.documents)
+    needed = _slices_memory(rules, each, plan.batch.lengths)
     needed += sum(8 * len(block) * len(block[0]) for block in blocks) + sum(map(_rule_memory, rules))
     for rule in rules:
         _check_comparisons(rule.table)
@@ -127,15 +127,15 @@ def _rule_memory(rule: Mask) -> int:
     return (TREE_BYTES if rule.name == TREE else PART_BYTES) * sum(len(block[0]) for block in _rule_blocks(rule))
 
 
-def _slice_count(rule: Mask) -> int:
-    """Slices of a document under a rule, at most."""
-    return len(rule.table) if rule.name == m.EXPLICIT else m.named_mask(rule.name).most_slices(rule)
+def _slice_count(rule: Mask, longest: int) -> int:
+    """Slices of a document of at most so many tokens under a rule."""
+    return len(rule.table) if rule.name == m.EXPLICIT else m.named_mask(rule.name).most_slices(rule, longest)
 
 
-def _slices_memory(rules: Sequence[Mask], chosen: Sequence[Sequence[int]], documents: int) -> int:
+def _slices_memory(rules: Sequence[Mask], chosen: Sequence[Sequence[int]], lengths: Ints) -> int:
     """Memory that making the slices of all masks takes; ``chosen[mask]`` is one rule for all documents or one for each."""
-    counts = [_slice_count(rule) for rule in rules]
-    slices = sum(sum(counts[i] for i in column) * (documents if len(column) == 1 else 1) for column in chosen)
+    counts = [_slice_count(rule, int(lengths.max(initial=1))) for rule in rules]
+    slices = sum(sum(counts[i] for i in column) * (len(lengths) if len(column) == 1 else 1) for column in chosen)
     by_parts = sum(count for count, rule in zip(counts, rules, strict=True) if rule.length is None)
     return PART_BYTES * by_parts * len(chosen) + SLICE_BYTES * slices
 
@@ -269,7 +269,7 @@ def _batch(facts: Mapping[str, Any], reader: Reader, version: int) -> Batch:
     for (name, _), column in zip(named, numbers, strict=True):
         if len(column) == 0 or column.min() < 0 or column.max() >= len(rules):
             raise ValueError(f"mask {name[:40]!r} names a rule that is not there")
-    reader.spend(_slices_memory(rules, numbers, len(lengths)), "so many slices")  # type: ignore[arg-type]
+    reader.spend(_slices_memory(rules, numbers, lengths), "so many slices")  # type: ignore[arg-type]
     chosen: dict[str, tuple[Mask | list[Mask], int]] = {}
     for (name, layers), column in zip(named, numbers, strict=True):
         chosen[name] = (rules[column[0]] if len(column) == 1 else [rules[i] for i in column], layers)

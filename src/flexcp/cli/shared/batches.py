@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from flexcp.batch import MaskLike
     from flexcp.models.preset import Preset
 
-MASKS = "causal, full, window:W, lambda:S,W, shared-question:N,SHARE, blockwise:B,L, prefix:P, @mask.json"
+MASKS = "causal, full, window:W, lambda:S,W, shared-question:N,SHARE, blockwise:B,L, chunked:C, prefix:P, @mask.json"
 """``flexcp.masks.MASK_SIGNATURES``, written out because help must not load NumPy; tests/masks/test_named.py compares them."""
 TOKENS_PER_RANK = 32_768
 """What a rank is taken to hold where no cap is given."""

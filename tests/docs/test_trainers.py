@@ -1,0 +1,43 @@
+"""Proves that the table of trainers is what its script writes, but for the day, and that every test it stands on exists."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+
+from lib.trainer_table import COLUMNS, FAILED, ROOT, TESTS, TRAINERS, table
+from trainers import BEGIN, END, written
+
+PAGE = (ROOT / "docs" / "trainers.md").read_text()
+
+
+def test_the_page_has_the_table() -> None:
+    """Versions, lines to change, and what works, as they are in this checkout."""
+    try:
+        found = table()
+    except PackageNotFoundError as error:
+        pytest.skip(f"{error}: the table has the versions of all packages")
+    assert f"\n{found}\n" in PAGE
+
+
+def test_every_test_exists() -> None:
+    for test in {test for trainer in TRAINERS for test in trainer.tests}:
+        file, _, name = test.partition("::")
+        assert re.search(rf"^def {name}\(", (ROOT / TESTS / file).read_text(), re.MULTILINE), test
+
+
+def test_columns_are_those_of_the_table() -> None:
+    for trainer in TRAINERS:
+        assert not {*trainer.works, *trainer.refuses} - set(COLUMNS), trainer.name
+        assert not set(trainer.works) & set(trainer.refuses), trainer.name
+
+
+def test_a_test_that_failed_is_in_the_table_and_other_words_are_kept() -> None:
+    test = TRAINERS[0].works["resume"]
+    assert table({test}).count(FAILED) == 1
+    assert FAILED not in table()
+    page = written(PAGE, "words")
+    assert f"{BEGIN}\n\nwords\n\n{END}" in page
+    assert page.startswith("# Which trainer") and len(page) < len(PAGE)
