@@ -20,8 +20,8 @@ from flexcp.measure.ranks import RankPool
 SHRINKING_SECONDS = 60.0
 MOST_FAILURES = 10
 """A campaign ends when so many cases have failed: one mistake fails many."""
-PATIENCE = 120.0
-"""Seconds for ranks to answer."""
+PATIENCE = 300.0
+"""Seconds for ranks to answer, on a busy machine too; what they wait for among each other has a limit below that."""
 
 
 @dataclass(frozen=True)
@@ -79,15 +79,20 @@ def campaign(
     share: float,
     folder: Path,
     more: Callable[[int, float], bool],
-    tell: Callable[[Found], None],
+    tell: Callable[[Found], None] = lambda _: None,
+    most_ranks: int = ON_RANKS,
+    started: Callable[[RankPool], None] = lambda _: None,
 ) -> Found:
-    """Judge cases until ``more(cases, seconds)`` says no; the ``share`` of them that runs on real ranks is between 0 and 1."""
+    """Judge cases until ``more(cases, seconds)`` says no; the ``share`` of them that runs on real ranks is between 0 and 1.
+
+    At most ``most_ranks`` processes are started for those, and ``started`` is told of every pool of them.
+    """
     found, begin = Found(seed), time.monotonic()
-    with _Ranks() as ranks:
+    with _Ranks(most_ranks, started) as ranks:
         while more(found.cases, time.monotonic() - begin) and len(found.failures) < MOST_FAILURES:
             number, since = found.cases, time.monotonic()
             on_ranks = int((number + 1) * share) > int(number * share)
-            case = draw(seed, number, on_ranks)
+            case = draw(seed, number, most_ranks if on_ranks else None)
             extras = Extras(number % 4 == 0, number % 7 == 0, number % 9 == 0, ranks.pool() if on_ranks else None)
             outcome = judge(case, extras)
             found.note(case, outcome)
@@ -121,12 +126,14 @@ def _failure(
 class _Ranks:
     """A pool of ranks, started when first needed and anew when it has stopped."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int, started: Callable[[RankPool], None]) -> None:
         self._pool: RankPool | None = None
+        self._size, self._started = size, started
 
     def pool(self) -> RankPool:
         if self._pool is None or not all(process.is_alive() for process in self._pool.processes):
-            self._pool = RankPool(ON_RANKS, PATIENCE)
+            self._pool = RankPool(self._size, PATIENCE)
+            self._started(self._pool)
         return self._pool
 
     def fresh(self) -> RankPool:

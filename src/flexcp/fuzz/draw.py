@@ -26,12 +26,13 @@ HEADS = ((1, 1), (2, 1), (4, 2), (4, 4), (6, 3), (6, 2), (8, 1), (8, 8), (10, 5)
 DTYPES = ("float64", "float64", "float64", "bfloat16", "float32", "float16")
 
 
-def draw(seed: int, number: int, on_ranks: bool) -> Case:
-    """Case ``number`` of a campaign; one for real ranks has at most :data:`ON_RANKS` of them, and documents that run in a moment."""
+def draw(seed: int, number: int, most_ranks: int | None = None) -> Case:
+    """Case ``number`` of a campaign; one for real ranks has at most ``most_ranks`` of them, and documents that run in a moment."""
     rng = random.Random(f"{seed}/{number}")
+    on_ranks = most_ranks is not None
     long = not on_ranks and rng.random() < 0.03
     strategy = rng.choices(list(STRATEGIES), list(STRATEGIES.values()))[0]
-    nodes, each = rng.choice([shape for shape in SHAPES if not on_ranks or shape[0] * shape[1] <= ON_RANKS])
+    nodes, each = rng.choice([shape for shape in SHAPES if most_ranks is None or shape[0] * shape[1] <= most_ranks])
     ranks = nodes * each
     lengths = _lengths(rng, ranks, long)
     heads, kv_heads = rng.choice(HEADS)

@@ -27,6 +27,8 @@ from flexcp.plan.plan import Plan
 Bools = NDArray[np.bool_]
 Stream = dict[str, torch.Tensor | None]
 EXACT = 1e-10
+LIMIT = 240.0
+"""Seconds that ranks wait for each other."""
 ROUNDINGS = 24
 """Roundings of a low precision that a result may be off: inputs, probabilities and results are each rounded, and gradients add them up."""
 
@@ -77,7 +79,7 @@ def made_stream(plan: Plan, how: Run) -> Stream:
 def run_plan(group: dist.ProcessGroup, plan: Plan, how: Run) -> dict[str, Any] | None:
     """On every rank: all masks of one step, and the first once more. What rank 0 gathered, None elsewhere."""
     stream = made_stream(plan, how)
-    step = bind(plan, group, 60.0, rounds_per_call=how.rounds_per_call, chunk_bytes=how.chunk_bytes)
+    step = bind(plan, group, LIMIT, rounds_per_call=how.rounds_per_call, chunk_bytes=how.chunk_bytes)
     masks = [mask.name for mask in plan.batch.masks]
     results = [_one_mask(step, stream, how, name) for name in masks]
     again = _one_mask(step, stream, how, masks[0])

@@ -19,6 +19,7 @@ Minutes = Annotated[float, typer.Option(help="How long to go on. One minute wher
 Cases = Annotated[int, typer.Option(help="How many cases, 0 for no limit but --minutes.")]
 Seed = Annotated[int, typer.Option(help="Cases follow from it: the same seed gives the same ones in the same order.")]
 Share = Annotated[float, typer.Option(help="Share of the cases that real processes run, 0 to 1.")]
+MostRanks = Annotated[int, typer.Option(help="The most processes that are started for a case.")]
 Folder = Annotated[Path, typer.Option(help="Where failing cases are written, for `flexcp verify @FILE`.")]
 
 
@@ -27,6 +28,7 @@ def fuzz(
     cases: Cases = 0,
     seed: Seed = 0,
     ranks_share: Share = 0.05,
+    most_ranks: MostRanks = 8,
     write: Folder = Path(),
     as_json: o.Json = False,
 ) -> None:
@@ -40,6 +42,8 @@ def fuzz(
         raise ValueError(f"--ranks-share is a share between 0 and 1; got {ranks_share:g}")
     if minutes < 0 or cases < 0:
         raise ValueError(f"--minutes and --cases are 0 or more; got {minutes:g} and {cases}")
+    if most_ranks < 1:
+        raise ValueError(f"--most-ranks is 1 or more; got {most_ranks}")
     if not write.is_dir():
         raise ValueError(f"--write is a folder that exists; got {write}")
     from flexcp.fuzz.campaign import campaign
@@ -50,7 +54,7 @@ def fuzz(
         return (not cases or done < cases) and (not limit or seconds < limit)
 
     with compiling("drawing the first cases") as progress:
-        found = campaign(seed, ranks_share, write, more, lambda now: progress.update(_now(now)))
+        found = campaign(seed, ranks_share, write, more, lambda now: progress.update(_now(now)), most_ranks)
     typer.echo(json.dumps(_as_data(found), indent=2) if as_json else _as_text(found))
     if found.failures:
         raise typer.Exit(1)
