@@ -105,7 +105,7 @@ def test_a_transfer_that_comes_twice_leaves_too_early_or_says_too_much_is_found(
     plan, dense = a_plan()
     with pytest.raises(Wrong):
         execute(changed(plan, False, lambda t: t.take(np.append(np.arange(len(t)), 0))), dense)
-    with pytest.raises(Wrong, match="before it has it|does not exist"):
+    with pytest.raises(Wrong, match=r"before it has it|does not exist"):
         early = lambda t: replace(t, stage=np.where(t.kind == Kind.DKV, 1, t.stage))  # noqa: E731
         execute(changed(plan, True, early), dense)
     with pytest.raises(Wrong):

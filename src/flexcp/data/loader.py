@@ -342,7 +342,9 @@ class Loader:
         """Go on from a state; on every rank, before iterating. Look-ahead, workers, ranks and budget may be others than when it was
         saved."""
         if not isinstance(state, Mapping):
-            raise ValueError(f"a state is what state_dict() gave on rank 0, on every rank; got {named_kind(state)}")
+            raise ValueError(
+                f"a state is what state_dict() gave on rank 0, on every rank; got {named_kind(state)[:80]}"
+            )
         check_state(state)
         now = {"shuffle": self.reading.shuffle, "seed": self.reading.seed, "samples": self._samples()}
         for name, value in now.items():
