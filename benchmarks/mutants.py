@@ -37,7 +37,8 @@ class Area:
 
 AREAS = {
     "masks": Area(
-        ("masks/named.py", "masks/slices.py", "masks/tree.py", "masks/conversions.py", "masks/mask.py"), ("tests/masks", "tests/fuzz/test_references.py")
+        ("masks/named.py", "masks/slices.py", "masks/tree.py", "masks/conversions.py", "masks/mask.py"),
+        ("tests/masks", "tests/fuzz/test_references.py"),
     ),
     "planners": Area(
         ("planners/token_runs.py", "planners/microbatch.py", "planners/static/static.py", "planners/static/dealing.py",
