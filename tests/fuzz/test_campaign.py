@@ -121,7 +121,5 @@ def test_wrong_options_are_refused() -> None:
 def test_a_refusal_without_a_reason_is_a_failure() -> None:
     refused = replace(SMALL, planner={"strategy": "blocks", "max_tokens_per_rank": 1})
     assert judge(refused).verdict == "refused"
-    with planted("planners"):
-        pass
     odd = replace(SMALL, attention={**SMALL.attention, "heads": 3, "kv_heads": 2})
     assert judge(odd).verdict == "failed"

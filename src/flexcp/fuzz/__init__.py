@@ -13,5 +13,5 @@ rank_check.py       what is asked of real ranks
 judge.py            one case through all of them
 shrink.py           a failing case made small
 campaign.py         many cases, and what they covered
-planted_bugs.py     bugs to put in on purpose, one an area: the fuzzer must find each
+readers.py          changed files of every kind that a user can hand over
 """
