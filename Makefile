@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start hundreds of Python processes: bytecode is kept whatever the environment says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test tests loops kernels lint docs screenshots verify-all planning simulator-speed training-thread auto groups regimes memory multimodal models experiments papers published trainers box kernel-fit hypergraph properties data fuzz-plans clean
+.PHONY: demo test tests loops kernels lint docs screenshots verify-all planning simulator-speed training-thread auto groups regimes memory multimodal models experiments papers published trainers box kernel-fit hypergraph properties data fuzz fuzz-plans fuzz-readers mutants planted soak clean
 
 demo: .venv/ready
 	$(BIN)/flexcp demo
@@ -113,6 +113,26 @@ data: .venv/ready
 # 100,000 mutated plan files, read and watched.
 fuzz-plans: .venv/ready
 	$(BIN)/python benchmarks/fuzz_plans.py
+
+# 20,000 random cases through planners, checks, simulator, files, reports and loader, a twentieth of them on real ranks; hours.
+fuzz: .venv/ready
+	$(BIN)/flexcp fuzz --cases 20000 --ranks-share 0.05
+
+# 50,000 changed files of every kind that a user can hand over.
+fuzz-readers: .venv/ready
+	$(BIN)/python benchmarks/fuzz_readers.py
+
+# 200 automatically made mutants of the sources, and how many of them the tests notice; hours; writes docs/results/mutants.md.
+mutants: .venv/ready
+	$(BIN)/python benchmarks/mutants.py --count 200 --write docs/results/mutants.md
+
+# A bug put into each area, and how soon the fuzzer finds it; writes docs/results/planted.md.
+planted: .venv/ready
+	$(BIN)/python benchmarks/planted.py --write docs/results/planted.md
+
+# 5,000 steps of changing batches in one process group: nothing may grow; writes docs/results/soak.md.
+soak: .venv/ready
+	$(BIN)/python benchmarks/soak.py --steps 5000 --write docs/results/soak.md
 
 # The tests that the table of trainers stands on, the examples over 20 steps (CI runs 4); writes docs/trainers.md.
 trainers: .venv/ready

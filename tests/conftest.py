@@ -45,6 +45,7 @@ LONGEST = [
     "test_properties.py",
     "test_auto.py",
     "test_code_blocks.py",
+    "test_campaign.py",
     "test_planning_pool.py",
     "test_cli.py",
     "test_accept_box.py",

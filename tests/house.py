@@ -47,6 +47,7 @@ FLOORS = (
     "measure",
     "report",
     "train",
+    "fuzz",
     "cli",
     "__init__",
     "__main__",

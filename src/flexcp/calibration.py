@@ -19,6 +19,7 @@ from flexcp.clusters import Cluster
 from flexcp.cost import FORMAT as COST_FORMAT
 from flexcp.cost import CostModel
 from flexcp.io.json_files import read_json
+from flexcp.io.plain_values import shown
 
 FORMAT = "flexcp-calibration-1"
 SPEEDS = ("gflops", "intra_mbps", "inter_mbps", "latency_ns")
@@ -100,16 +101,23 @@ def read_calibration(path: Path) -> Calibration:
     if form == COST_FORMAT:
         return Calibration(_cost(path, values))
     if form != FORMAT:
-        raise ValueError(f'{path} is no cost model: it needs "format": "{FORMAT}" or "{COST_FORMAT}"; got {form!r}')
+        raise ValueError(
+            f'{path} is no cost model: it needs "format": "{FORMAT}" or "{COST_FORMAT}"; got {shown(form)}'
+        )
     speeds, held_out = values.get("speeds", {}), values.get("held_out", {})
     unknown = sorted(set(speeds) - set(SPEEDS)) if isinstance(speeds, Mapping) else ["speeds"]
     if unknown:
-        raise ValueError(f"{path}: {unknown[0]!r} is no speed of a cluster; those are {', '.join(SPEEDS)}")
+        raise ValueError(f"{path}: {shown(unknown[0])} is no speed of a cluster; those are {', '.join(SPEEDS)}")
+    for name, speed in speeds.items():
+        if type(speed) is not int or speed < (name != "latency_ns"):
+            raise ValueError(
+                f"{path}: {name} must be a whole number of at least {int(name != 'latency_ns')}; got {shown(speed)}"
+            )
     try:
         errors = {str(name): Errors(**each) for name, each in held_out.items()}
     except (TypeError, AttributeError):
         raise ValueError(
-            f"{path}: held_out must hold count, median, p90 and worst of each kind; got {held_out!r}"
+            f"{path}: held_out must hold count, median, p90 and worst of each kind; got {shown(held_out)}"
         ) from None
     try:
         tiles = None if values.get("tiles") is None else TileTimes.from_json(values["tiles"])

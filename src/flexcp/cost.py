@@ -35,6 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexcp.clusters import Cluster
+from flexcp.io.plain_values import shown
 from flexcp.shape import Shape
 
 Ints = NDArray[np.int64]
@@ -95,7 +96,7 @@ class Contention:
             value = getattr(self, field)
             if not isinstance(value, int) or isinstance(value, bool) or (isinstance(low, int) and value < low):
                 raise ValueError(
-                    f"a row of contention needs {field} as a whole number of at least {low}; got {value!r}"
+                    f"a row of contention needs {field} as a whole number of at least {low}; got {shown(value)}"
                 )
 
     def compute(self, backward: bool) -> tuple[int, int]:
@@ -246,7 +247,7 @@ class CostModel:
         model = given.get("model")
         if model is not None:
             if not isinstance(model, Mapping):
-                raise ValueError(f"a cost model's model is null or an object; got {model!r}")
+                raise ValueError(f"a cost model's model is null or an object; got {shown(model)}")
             _check_fields(Model, model, "model")
             given["model"] = Model(**model)
         return cls(**given)
@@ -272,7 +273,7 @@ def _rows(given: dict[str, Any], name: str) -> tuple[Contention, ...]:
     rows = given[name]
     size = len(fields(Contention))
     if not isinstance(rows, list | tuple) or any(not isinstance(r, list | tuple) or len(r) != size for r in rows):
-        raise ValueError(f"a cost model's {name} is a list of rows of {size} numbers; got {rows!r}")
+        raise ValueError(f"a cost model's {name} is a list of rows of {size} numbers; got {shown(rows)}")
     return tuple(Contention(*row) for row in rows)
 
 
@@ -316,7 +317,7 @@ def _exactly_divided_up(amount: Ints, numerator: int, denominator: Any) -> Ints:
 
 def _check_number(owner: str, field: str, value: Any, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"a {owner} needs {field} as a whole number of at least {least}; got {value!r}")
+        raise ValueError(f"a {owner} needs {field} as a whole number of at least {least}; got {shown(value)}")
 
 
 def _check_fields(kind: type[Any], given: Mapping[str, Any], owner: str) -> None:
@@ -324,9 +325,9 @@ def _check_fields(kind: type[Any], given: Mapping[str, Any], owner: str) -> None
     known = [f.name for f in fields(kind)]
     unknown = sorted(set(given) - set(known))
     if unknown:
-        raise ValueError(f"a {owner} has no field {unknown[0]!r}; its fields are {', '.join(known)}")
+        raise ValueError(f"a {owner} has no field {shown(unknown[0])}; its fields are {', '.join(known)}")
     missing = [f.name for f in fields(kind) if f.default is MISSING and f.name not in given]
     if missing:
         raise ValueError(f"a {owner} needs a value for {missing[0]!r}")
     if not isinstance(given.get("name", ""), str):
-        raise ValueError(f"a {owner}'s name is a text; got {given['name']!r}")
+        raise ValueError(f"a {owner}'s name is a text; got {shown(given['name'])}")

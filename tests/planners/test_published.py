@@ -17,19 +17,21 @@ from numpy.typing import NDArray
 
 from flexcp.arrays.totals import imbalance
 from flexcp.batch import MaskLike, make_batch
-from flexcp.clusters import cluster
+from flexcp.clusters import Cluster, cluster
 from flexcp.cost import CostModel
 from flexcp.data.lengths import draw_lengths
 from flexcp.masks import causal, causal_blockwise, full, lambda_, shared_question, window
 from flexcp.plan.placement import Placement
 from flexcp.plan.plan import Plan
+from flexcp.planner import Planner
 from flexcp.planners.published.dhp import dhp
 from flexcp.planners.published.fcp import fcp
 from flexcp.planners.published.hdp import hdp
 from flexcp.planners.published.minheap import minheap
 from flexcp.planners.published.pow2 import pow2
+from flexcp.planners.published.ranges import refuse_tiny_parts
 from flexcp.planners.published.wlb import wlb
-from flexcp.planners.request import Request
+from flexcp.planners.request import Refused, Request
 from flexcp.schedule.transfers import make_plan
 from flexcp.shape import Shape
 
@@ -289,3 +291,20 @@ def test_wlb_takes_the_faster(lengths: list[int], ranks: int) -> None:
     per_sequence = slowest([(0, sum(lengths))])
     note = wlb(asked(lengths, ranks)).note
     assert note.startswith("sharded per document" if per_document < per_sequence else "sharded per sequence")
+
+
+@pytest.mark.parametrize("name", ["minheap", "fcp"])
+def test_parts_of_a_document_that_are_too_many_to_count_are_refused_with_a_size_that_works(name: str) -> None:
+    """Found by ``flexcp fuzz``: chunks of one token of a long document asked for 32 GB."""
+    where = cluster("cpu", 1, 8)
+    with pytest.raises(Refused, match=rf"291213 parts of 1; take at least (\d+) tokens, as in {name}:\1") as found:
+        Planner(2, cluster=where, strategy=f"{name}:1")([291_213])
+    least = int(str(found.value).rpartition(":")[2])
+    refuse_tiny_parts(request_of([291_213], where), name, least)
+    with pytest.raises(Refused):
+        refuse_tiny_parts(request_of([291_213], where), name, least - 1)
+    assert Planner(2, cluster=where, strategy=f"{name}:1")([40]).ranks == 8
+
+
+def request_of(lengths: list[int], where: Cluster) -> Request:
+    return Request(make_batch(lengths, causal()), SHAPE, where, CostModel())

@@ -14,6 +14,7 @@ from flexcp.cli.commands.calibrate import calibrate
 from flexcp.cli.commands.compare import compare
 from flexcp.cli.commands.demo import demo
 from flexcp.cli.commands.doctor import doctor
+from flexcp.cli.commands.fuzz import fuzz
 from flexcp.cli.commands.plan import plan
 from flexcp.cli.commands.show import show
 from flexcp.cli.commands.simulate import simulate
@@ -46,6 +47,7 @@ app.command()(train)
 app.command()(doctor)
 app.command()(accept)
 app.command()(warmup)
+app.command()(fuzz)
 app.add_typer(bench.app, name="bench")
 
 

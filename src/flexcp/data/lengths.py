@@ -28,6 +28,8 @@ from statistics import NormalDist
 
 import numpy as np
 
+from flexcp.io.plain_values import shown
+
 Rng = np.random.Generator
 FORMS = "4096,4k,1 or 64x2048 or @file (one a line, or .jsonl) or NAME:TOKENS:SEED, as in web:131072:0"
 LETTERS = {"": 1, "k": 1 << 10, "m": 1 << 20}
@@ -309,7 +311,7 @@ def _read(path: Path) -> list[int]:
             length = 0
         if length < 1:
             raise ValueError(
-                f"{path}, line {number}: {word!r} is not a length; the file holds one number a line, as in 4096 or 4k, each at least "
+                f"{path}, line {number}: {shown(word)} is not a length; the file holds one number a line, as in 4096 or 4k, each at least "
                 "1, and no running totals"
             )
         found.append(length)

@@ -36,6 +36,7 @@ from flexcp.data.lengths import parse_lengths
 from flexcp.data.loader_agreement import check_same, sampler_share
 from flexcp.data.loader_arguments import check_dataset, check_planner, masks_of
 from flexcp.data.loader_group import check_group, group_of
+from flexcp.data.loader_state import FORMAT, PLACES, check_state
 from flexcp.data.local_batch import LocalBatch, local_batch
 from flexcp.data.order import count_batches
 from flexcp.data.planning.plan_options import check_micro_batches, check_options
@@ -52,6 +53,7 @@ from flexcp.executor.arguments import named_kind
 from flexcp.executor.bind import bind
 from flexcp.executor.run.prepared import packs_by_rows
 from flexcp.executor.step_watcher import Watcher
+from flexcp.io.plain_values import shown
 from flexcp.masks import Mask
 from flexcp.plan.sequences import saved_tokens
 
@@ -59,7 +61,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Ints = NDArray[np.int64]
-FORMAT = "flexcp-loader-1"
 
 
 class Loader:
@@ -341,22 +342,23 @@ class Loader:
         """Go on from a state; on every rank, before iterating. Look-ahead, workers, ranks and budget may be others than when it was
         saved."""
         if not isinstance(state, Mapping):
-            raise ValueError(f"a state is what state_dict() gave on rank 0, on every rank; got {named_kind(state)}")
-        if state.get("format") != FORMAT:
             raise ValueError(
-                f"this is no state of a flexcp Loader of this version: its format is {state.get('format')!r}"
+                f"a state is what state_dict() gave on rank 0, on every rank; got {named_kind(state)[:80]}"
             )
+        check_state(state)
         now = {"shuffle": self.reading.shuffle, "seed": self.reading.seed, "samples": self._samples()}
         for name, value in now.items():
             if state[name] != value:
                 raise ValueError(
-                    f"the state was saved with {name}={state[name]!r}, but this loader has {value!r}; the order of samples would differ"
+                    f"the state was saved with {name}={shown(state[name])}, but this loader has {value!r}; the order of samples would "
+                    "differ"
                 )
+        corrections = read_corrections(state.get("speeds", ()), self.peers.size)
         self._iteration += 1
         self.plans.forget()
-        self.epoch, self.place, self.step = int(state["epoch"]), int(state["place"]), int(state["step"])
+        self.epoch, self.place, self.step = (state[name] for name in PLACES)
         self.source.load(state["source"], self.epoch)
-        self.speeds.corrections = read_corrections(state.get("speeds", ()), self.peers.size)
+        self.speeds.corrections = corrections
 
     def _samples(self) -> int | None:
         return len(self.source.lengths) if isinstance(self.source, Known) else self.source.samples

@@ -39,10 +39,11 @@ def bind(
 ) -> Step:
     """Bind a plan to this rank of ``group``: a 1-D DeviceMesh axis, a ProcessGroup, or nothing for one rank.
 
-    Every rank of the group calls this with the same plan; they compare its hash through the store, and a rank that holds another plan is
-    an error on all of them within ``timeout`` (seconds or timedelta). A plan whose cluster puts ranks of different hosts on one node is
-    refused; one that puts ranks of one host on different nodes is not, so that a machine can stand for several. A
-    :class:`flexcp.Telemetry` follows what the step does. ``arena``, that of an earlier step, is memory to go on with instead of new.
+    Every rank of the group calls this with the same plan; they compare its hash and their versions through the store, and a rank that
+    holds another plan or another flexcp is an error on all of them within ``timeout`` (seconds or timedelta). A plan whose cluster puts
+    ranks of different hosts on one node is refused; one that puts ranks of one host on different nodes is not, so that a machine can
+    stand for several. A :class:`flexcp.Telemetry` follows what the step does. ``arena``, that of an earlier step, is memory to go on with
+    instead of new.
 
     How messages are issued is in the plan. ``rounds_per_call`` asks for something else in every stage: that many conflict-free rounds at a
     time, in chunks of at most ``chunk_bytes``, or 0 for all of a stage at once (docs/communication.md). ``progress(done, all)`` is told how

@@ -54,6 +54,15 @@ def mapping(value: Any, what: str) -> dict[str, Any]:
     return value
 
 
+def shown(value: Any, most: int = 80) -> str:
+    """A value as Python writes it, cut off where it is long: for messages about what somebody else wrote."""
+    try:
+        words = repr(value)
+    except (ValueError, RecursionError):  # a number of thousands of digits, lists inside lists
+        return f"a {type(value).__name__} too large to show"
+    return words if len(words) <= most else f"{words[:most]}..."
+
+
 def _short(value: Any) -> str:
     """Enough of a value to recognise it, however large it is."""
     return f"{type(value).__name__} {str(value)[:40] if isinstance(value, str | int | float) else ''}".strip()

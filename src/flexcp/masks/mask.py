@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from flexcp.io.plain_values import shown
 from flexcp.masks.slices import LONGEST, UNBOUNDED, Ints, is_empty, trim
 
 EXPLICIT = "slices"
@@ -95,7 +96,7 @@ def token_count(value: int) -> int:
     try:
         return operator.index(value)
     except TypeError:
-        raise ValueError(f"a number of tokens must be an integer; got {value!r}") from None
+        raise ValueError(f"a number of tokens must be an integer; got {shown(value)}") from None
 
 
 NO_LIMIT = 1 << 62

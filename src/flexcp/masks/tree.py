@@ -18,6 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
+from flexcp.io.plain_values import shown
 from flexcp.masks.mask import Mask, document_length, reach, token_count
 from flexcp.masks.slices import UNBOUNDED, Ints
 
@@ -317,8 +318,8 @@ def _integers(given: Sequence[int], what: str) -> list[int]:
     try:
         found = [token_count(x) for x in given]
     except TypeError:
-        raise ValueError(f"{what} is a list with a number for each segment; got {given!r}") from None
+        raise ValueError(f"{what} is a list with a number for each segment; got {shown(given)}") from None
     except ValueError:
         wrong = next(x for x in given if not hasattr(x, "__index__"))
-        raise ValueError(f"{what} holds whole numbers; got {wrong!r}") from None
+        raise ValueError(f"{what} holds whole numbers; got {shown(wrong)}") from None
     return found

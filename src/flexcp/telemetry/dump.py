@@ -22,6 +22,7 @@ from typing import Any
 
 from flexcp.io.atomic_files import write_whole
 from flexcp.io.json_files import read_json
+from flexcp.io.plain_values import shown
 from flexcp.plan.file import PlanFormatError, load_plan, save_plan, version_1_hash
 from flexcp.plan.plan import Plan
 from flexcp.telemetry.records import PassRecord, StepRecord
@@ -139,7 +140,7 @@ def read_dump(path: Path) -> Dump:
         raise ValueError(f"{path} is JSON, but no flexcp dump; give a flexcp-dump-*.json")
     if data.get("version") != VERSION:
         raise ValueError(
-            f"{path} is a dump of version {data.get('version')!r}, and this flexcp reads version {VERSION}; "
+            f"{path} is a dump of version {shown(data.get('version'))}, and this flexcp reads version {VERSION}; "
             "replay it with the flexcp that wrote it"
         )
     try:
@@ -151,7 +152,7 @@ def read_dump(path: Path) -> Dump:
 
 def _integer(value: Any) -> int:
     if type(value) is not int:
-        raise TypeError(f"{value!r} is no whole number")
+        raise TypeError(f"{shown(value)} is no whole number")
     return value
 
 

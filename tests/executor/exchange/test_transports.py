@@ -12,6 +12,7 @@ from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -33,6 +34,7 @@ from flexcp.executor.exchange.transports import (
 )
 from flexcp.executor.step import Step
 from flexcp.measure.ranks import RankPool
+from flexcp.plan.file import VERSION
 from flexcp.plan.plan import Plan
 
 LENGTHS = [70, 1, 33, 8]
@@ -209,6 +211,27 @@ def on_other_calls(group: dist.ProcessGroup, plan: Plan) -> str:
 def test_ranks_that_cut_stages_differently_are_refused_at_bind(pool: RankPool) -> None:
     for message in pool.run(on_other_calls, plan_for("ring", 1, 3), ranks=3):
         assert "ranks disagree on the calls" in message and "bind with the same on every rank" in message
+
+
+def of_another_version(group: dist.ProcessGroup, plan: Plan) -> str:
+    if dist.get_rank(group) == 1:
+        with patch("flexcp.executor.exchange.plan_agreement.VERSIONS", "9.9.9 77"):
+            return bound(group, plan)
+    return bound(group, plan)
+
+
+def bound(group: dist.ProcessGroup, plan: Plan) -> str:
+    try:
+        flexcp.bind(plan, group, timeout=20)
+    except RuntimeError as error:
+        return str(error)
+    return "bound"
+
+
+def test_ranks_of_other_versions_are_refused_at_bind(pool: RankPool) -> None:
+    for message in pool.run(of_another_version, plan_for("ring", 1, 3), ranks=3):
+        assert "ranks run different flexcp" in message and "9.9.9 with plan format 77" in message
+        assert f"{flexcp.__version__} with plan format {VERSION}" in message
 
 
 @pytest.mark.parametrize("wrong", [{"rounds_per_call": -1}, {"rounds_per_call": 1.5}, {"chunk_bytes": 10}])

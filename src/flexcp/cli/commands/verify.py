@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flexcp.cli.commands.fuzz import replay_case
 from flexcp.cli.shared import options as o
 from flexcp.cli.shared.batches import BatchOptions, Lengths
 from flexcp.cli.shared.plan_options import PlannerOptions, PlanOptions
@@ -18,7 +19,11 @@ if TYPE_CHECKING:
     from flexcp.measure.replay_dumps import Replay
 
 DumpPath = Annotated[
-    str, typer.Argument(metavar="[@DUMP]", help="Replay the plans of a dump, or of all dumps in a folder, instead.")
+    str,
+    typer.Argument(
+        metavar="[@DUMP]",
+        help="Replay the plans of a dump, or of all dumps in a folder, or a case of `flexcp fuzz`, instead.",
+    ),
 ]
 Seed = Annotated[int, typer.Option(help="Seed of the random inputs.")]
 Kernel = Annotated[str, typer.Option(help="cpu or reference.")]
@@ -85,12 +90,16 @@ def verify(
 
 
 def replay_dump(dump: str, seed: int, kernel: str, as_json: bool) -> None:
-    """Replay what ranks dumped; exit code 1 when a plan is bad or ranks held different ones."""
+    """Replay what ranks dumped, or a case that ``flexcp fuzz`` wrote; exit code 1 when a plan is bad or ranks held different ones."""
+    from flexcp.fuzz.cases import is_case_file
     from flexcp.measure.replay_dumps import replay
 
     if not dump.startswith("@"):
         raise ValueError(f"a dump is given as @file or @folder, as in @{dump}; got {dump!r}")
     path = Path(dump[1:])
+    if is_case_file(path):
+        replay_case(path, as_json)
+        return
     _refuse_plan(path)
     with console().status("reading") as status:
         found = replay(path, seed, kernel, lambda text: status.update(plain(text)))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flexcp.clusters import NOMINAL_SPEED
+from flexcp.io.plain_values import shown
 
 STEP = 10
 """Speeds are rounded to this many per mille: finer ones are noise."""
@@ -39,9 +40,16 @@ class Correction:
 def read_corrections(values: Sequence[Any], ranks: int) -> list[Correction]:
     """Corrections of a state; those for another number of ranks say nothing about these and are left out."""
     found = []
-    for epoch, step, speeds in values:
-        if len(speeds) == ranks:
-            found.append(Correction(int(epoch), int(step), tuple(int(speed) for speed in speeds)))
+    try:
+        for epoch, step, speeds in values:
+            if len(speeds) == ranks:
+                found.append(Correction(int(epoch), int(step), tuple(int(speed) for speed in speeds)))
+                if min(found[-1].speeds) < 1:
+                    raise ValueError("a speed is at least 1")
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(
+            f"this state of a Loader is damaged: its speeds are {shown(values)}; load the one that state_dict() gave"
+        ) from None
     return found
 
 

@@ -1,9 +1,9 @@
 """Plan agreement: all ranks of a group hold the same plan, or all of them raise; and what else ranks compare by way of the group's store.
 
 Once per bind, through the group's store and off the device. The n-th bind of every rank meets under the same key: the first rank there
-leaves its hash, later ones compare, a rank that differs says so at once to everybody, and the last one lets all go on. Keys are deleted by
-whoever leaves last. Nothing is remembered in this process; the count of binds lives in the store. A store that no longer answers, because
-the process that keeps it stands still, is an error within the same time limit.
+leaves its hash and its versions, later ones compare, a rank that differs says so at once to everybody, and the last one lets all go on.
+Keys are deleted by whoever leaves last. Nothing is remembered in this process; the count of binds lives in the store. A store that no
+longer answers, because the process that keeps it stands still, is an error within the same time limit.
 
 The last one to come also looks whether the plan's nodes are hosts (:mod:`flexcp.executor.exchange.hosts`), and all raise if they are not.
 """
@@ -18,7 +18,11 @@ from flexcp.clusters import Cluster
 from flexcp.executor.exchange.failure_notes import FailureNotes, grace_of, through_store
 from flexcp.executor.exchange.hosts import leave_host, refused_nodes
 from flexcp.executor.exchange.rank_calls import AS_PLANNED, CallSettings
+from flexcp.plan.file import VERSION
+from flexcp.version import __version__
 
+VERSIONS = f"{__version__} {VERSION}"
+"""The flexcp of this rank, and the plans it writes: another one may move other bytes for the same plan."""
 REFUSED = "refused: "
 """How a verdict begins that is about the plan's values, and not about ranks that differ."""
 
@@ -81,7 +85,7 @@ def _meet(
     if mistake:
         store.set(f"{key}/verdict", f"rank {rank} cannot bind: {mistake}")
         raise ValueError(mistake)
-    mine = f"{digest} {calls.rounds_per_call} {calls.chunk_bytes}"
+    mine = f"{digest} {calls.rounds_per_call} {calls.chunk_bytes} {VERSIONS}"
     first = store.compare_set(f"{key}/first", "", f"{rank}:{mine}").decode()
     other, _, theirs = first.partition(":")
     if theirs != mine:
@@ -112,14 +116,19 @@ def _meet(
 
 
 def _disagreement(number: int, rank: int, mine: str, other: str, theirs: str) -> str:
-    mine, _, my_calls = mine.partition(" ")
-    theirs, _, their_calls = theirs.partition(" ")
+    mine, *my_calls, my_version, my_format = mine.split(" ")
+    theirs, *their_calls, their_version, their_format = theirs.split(" ")
+    if (my_version, my_format) != (their_version, their_format):
+        return (
+            f"ranks run different flexcp at bind number {number}: rank {rank} has {my_version} with plan format {my_format}, rank {other} "
+            f"has {their_version} with plan format {their_format}; install the same on every host"
+        )
     if mine == theirs:
         return (
-            f"ranks disagree on the calls of bind number {number}: rank {rank} has rounds_per_call and chunk_bytes {my_calls}, rank "
-            f"{other} has {their_calls}; bind with the same on every rank"
+            f"ranks disagree on the calls of bind number {number}: rank {rank} has rounds_per_call and chunk_bytes {' '.join(my_calls)}, "
+            f"rank {other} has {' '.join(their_calls)}; bind with the same on every rank"
         )
     return (
         f"ranks disagree on the plan of bind number {number}: rank {rank} has {mine[:12]}, rank {other} has {theirs[:12]}; "
-        "plan from the same lengths, masks, cluster and flexcp version on every rank"
+        "plan from the same lengths, masks and cluster on every rank"
     )

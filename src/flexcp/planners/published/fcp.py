@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from flexcp.arrays.intervals import spread
 from flexcp.plan.placement import Placement, Traffic, Wishes
-from flexcp.planners.published.ranges import area, best_fit, mean_tokens, placed, whole_number
+from flexcp.planners.published.ranges import area, best_fit, mean_tokens, placed, refuse_tiny_parts, whole_number
 from flexcp.planners.request import Request
 
 Ints = NDArray[np.int64]
@@ -40,6 +40,7 @@ BITS = 31
 def fcp(request: Request) -> Placement:
     """FCP: fixed blocks of long and short documents, bin-packed by work and tokens."""
     size = whole_number(request.argument, "fcp", "tokens in a block", BLOCK) or BLOCK
+    refuse_tiny_parts(request, "fcp", size)
     block, start, stop = cut_into_blocks(request.batch.lengths, request.batch.starts, size)
     tokens, work = (np.zeros(int(block.max()) + 1, np.int64) for _ in range(2))
     np.add.at(tokens, block, stop - start)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexcp.plan.placement import Placement, Traffic
-from flexcp.planners.published.ranges import area, placed, whole_number
+from flexcp.planners.published.ranges import area, placed, refuse_tiny_parts, whole_number
 from flexcp.planners.request import Request
 
 Ints = NDArray[np.int64]
@@ -30,6 +30,7 @@ def minheap(request: Request) -> Placement:
             f"after a chunk's tokens minheap takes only {RELAY!r}, as in minheap:1024,{RELAY}; got 'minheap:{request.argument}'"
         )
     chunk = whole_number(number, "minheap", "tokens in a chunk", 512) or CHUNK
+    refuse_tiny_parts(request, "minheap", chunk)
     tokens = request.batch.tokens
     start = np.arange(0, tokens, chunk, dtype=np.int64)
     stop = np.minimum(start + chunk, tokens)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,6 +23,8 @@ Ints = NDArray[np.int64]
 Ranges = tuple[Ints, Ints, Ints]
 """Parallel columns: rank, start and stop on the stream."""
 NEVER = np.iinfo(np.int64).max
+MOST_MEETINGS = 1 << 25
+"""Pairs of parts of one document on one rank, all ranks together: a schedule counts them one by one, and each takes memory."""
 
 
 def whole_number(text: str, name: str, what: str, example: int) -> int | None:
@@ -34,6 +38,18 @@ def whole_number(text: str, name: str, what: str, example: int) -> int | None:
     if value < 1:
         raise ValueError(f"{name} takes a number of {what} of at least 1, as in {name}:{example}; got '{name}:{text}'")
     return value
+
+
+def refuse_tiny_parts(request: Request, name: str, size: int) -> None:
+    """For parts so small that a document's many are more than a schedule can count."""
+    longest = int(request.batch.lengths.max())
+    parts = -(-longest // size)
+    if parts * parts // request.ranks > MOST_MEETINGS:
+        least = -(-longest // math.isqrt(MOST_MEETINGS * request.ranks))
+        raise Refused(
+            f"{name} would cut a document of {longest} tokens into {parts} parts of {size}; take at least {least} tokens, as in "
+            f"{name}:{least}"
+        )
 
 
 def mean_tokens(request: Request) -> int:

@@ -1,0 +1,156 @@
+"""Mutations: small changes of a source file, of the kinds that people make by mistake.
+
+A mutant is one change of one place: another comparison, a constant one larger or smaller, a condition negated, a statement left out, two
+arguments exchanged. Changes are made on the syntax tree and written back as text of the lines concerned, so that a survivor reads as a
+diff. Docstrings, messages, types, logging and what only declares are left alone: no test should see those.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.In: ast.NotIn,
+    ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
+}  # fmt: skip
+OPERATIONS: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.FloorDiv: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A changed file: which kind of change in which line, the statement before and after, and the whole new text."""
+
+    kind: str
+    line: int
+    before: str
+    after: str
+    source: str
+
+    def diff(self) -> str:
+        """For a table."""
+        return f"line {self.line}: `{_short(self.before)}` -> `{_short(self.after)}`"
+
+
+def _short(code: str) -> str:
+    one = " ".join(code.split()).replace("|", "\\|")
+    return one if len(one) <= 110 else f"{one[:110]}..."
+
+
+def mutants(source: str, rng: random.Random) -> Iterator[Mutant]:
+    """Mutants of a file in random order, without end of kinds but each place once."""
+    tree = ast.parse(source)
+    places = [
+        (statement, kind, number)
+        for statement in _statements(tree)
+        for kind, count in _changes(statement).items()
+        for number in range(count)
+    ]
+    rng.shuffle(places)
+    lines = source.splitlines(keepends=True)
+    for statement, kind, number in places:
+        changed = copy.deepcopy(statement)
+        _change(changed, kind, number, rng)
+        after = "pass" if kind == "statement left out" else ast.unparse(changed)
+        before = ast.unparse(statement)
+        if after == before:
+            continue
+        first, last = statement.lineno - 1, statement.end_lineno or statement.lineno
+        indent = " " * statement.col_offset
+        body = "".join(f"{indent}{line}\n" for line in after.splitlines())
+        text = "".join([*lines[:first], body, *lines[last:]])
+        try:
+            ast.parse(text)
+        except SyntaxError:  # a statement that shares its line with another
+            continue
+        shown_before, shown_after = before.splitlines()[0], after.splitlines()[0]
+        if shown_before == shown_after:
+            shown_before, shown_after = _first_difference(before, after)
+        yield Mutant(kind, statement.lineno, shown_before, shown_after, text)
+
+
+def _first_difference(before: str, after: str) -> tuple[str, str]:
+    pairs = zip(before.splitlines(), after.splitlines(), strict=False)
+    return next(((a.strip(), b.strip()) for a, b in pairs if a != b), (before, after))
+
+
+def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
+    """Statements inside functions, the simple ones and the heads of compound ones, each once."""
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        for node in ast.walk(function):
+            if node is function or not isinstance(node, ast.stmt) or isinstance(node, ast.FunctionDef | ast.ClassDef):
+                continue
+            if isinstance(
+                node, ast.Raise | ast.Import | ast.ImportFrom | ast.Pass | ast.Assert | ast.Nonlocal | ast.Try
+            ):
+                continue
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                continue  # a docstring
+            yield node
+
+
+def _own_nodes(statement: ast.stmt) -> Iterator[ast.AST]:
+    """Expressions of the statement itself, not of statements inside it, and none inside messages or types."""
+    todo: list[ast.AST] = [statement]
+    while todo:
+        node = todo.pop(0)
+        yield node
+        for name, value in ast.iter_fields(node):
+            if name in ("annotation", "returns", "type_comment"):
+                continue
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST) and not isinstance(child, ast.stmt | ast.JoinedStr | ast.ExceptHandler):
+                    todo.append(child)
+
+
+def _candidates(statement: ast.stmt, kind: str) -> list[ast.AST]:
+    nodes = list(_own_nodes(statement))
+    if kind == "another comparison":
+        return [n for n in nodes if isinstance(n, ast.Compare) and type(n.ops[0]) in COMPARISONS]
+    if kind == "another operation":
+        return [n for n in nodes if isinstance(n, ast.BinOp) and type(n.op) in OPERATIONS]
+    if kind == "a constant off by one":
+        return [n for n in nodes if isinstance(n, ast.Constant) and type(n.value) is int and abs(n.value) < 1 << 20]
+    if kind == "a condition negated":
+        return [n for n in nodes if isinstance(n, ast.If | ast.IfExp | ast.While)]
+    if kind == "arguments exchanged":
+        return [
+            n
+            for n in nodes
+            if isinstance(n, ast.Call) and len(n.args) == 2 and not any(isinstance(a, ast.Starred) for a in n.args)
+        ]
+    simple = isinstance(statement, ast.Expr | ast.AugAssign | ast.Continue | ast.Break)
+    return [statement] if simple else []
+
+
+KINDS = (
+    "another comparison", "another operation", "a constant off by one", "a condition negated", "arguments exchanged", "statement left out"
+)  # fmt: skip
+
+
+def _changes(statement: ast.stmt) -> dict[str, int]:
+    return {kind: len(_candidates(statement, kind)) for kind in KINDS}
+
+
+def _change(statement: ast.stmt, kind: str, number: int, rng: random.Random) -> None:
+    if kind == "statement left out":
+        return
+    node = _candidates(statement, kind)[number]
+    if isinstance(node, ast.Compare):
+        node.ops[0] = COMPARISONS[type(node.ops[0])]()
+    elif isinstance(node, ast.BinOp):
+        node.op = OPERATIONS[type(node.op)]()
+    elif isinstance(node, ast.Constant):
+        node.value = int(node.value) + rng.choice((-1, 1))  # type: ignore[arg-type]
+    elif isinstance(node, ast.If | ast.IfExp | ast.While):
+        node.test = ast.UnaryOp(ast.Not(), node.test)
+    elif isinstance(node, ast.Call):
+        node.args.reverse()
+    ast.fix_missing_locations(statement)

@@ -1,0 +1,118 @@
+"""``flexcp fuzz``: random cases through planners, checks, simulator, files, reports, loader and real ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flexcp.cli.shared import options as o
+from flexcp.cli.shared.progress import compiling
+from flexcp.io.terminal_text import visible, visible_lines
+
+if TYPE_CHECKING:
+    from flexcp.fuzz.campaign import Found
+
+Minutes = Annotated[float, typer.Option(help="How long to go on. One minute where neither this nor --cases is given.")]
+Cases = Annotated[int, typer.Option(help="How many cases, 0 for no limit but --minutes.")]
+Seed = Annotated[int, typer.Option(help="Cases follow from it: the same seed gives the same ones in the same order.")]
+Share = Annotated[float, typer.Option(help="Share of the cases that real processes run, 0 to 1.")]
+MostRanks = Annotated[int, typer.Option(help="The most processes that are started for a case.")]
+Folder = Annotated[Path, typer.Option(help="Where failing cases are written, for `flexcp verify @FILE`.")]
+
+
+def fuzz(
+    minutes: Minutes = 0.0,
+    cases: Cases = 0,
+    seed: Seed = 0,
+    ranks_share: Share = 0.05,
+    most_ranks: MostRanks = 8,
+    write: Folder = Path(),
+    as_json: o.Json = False,
+) -> None:
+    """Look for mistakes of flexcp itself: random batches, masks, machines and options. Exit code 1: a case failed.
+
+    Failing cases are made small and written to files.
+
+    Example: `flexcp fuzz --minutes 10 --seed 7`, then `flexcp verify @fuzz-7-123.json` for what it found.
+    """
+    if not 0 <= ranks_share <= 1:
+        raise ValueError(f"--ranks-share is a share between 0 and 1; got {ranks_share:g}")
+    if minutes < 0 or cases < 0:
+        raise ValueError(f"--minutes and --cases are 0 or more; got {minutes:g} and {cases}")
+    if most_ranks < 1:
+        raise ValueError(f"--most-ranks is 1 or more; got {most_ranks}")
+    if not write.is_dir():
+        raise ValueError(f"--write is a folder that exists; got {write}")
+    from flexcp.fuzz.campaign import campaign
+
+    limit = 60 * minutes if minutes or cases else 60.0
+
+    def more(done: int, seconds: float) -> bool:
+        return (not cases or done < cases) and (not limit or seconds < limit)
+
+    with compiling("drawing the first cases") as progress:
+        found = campaign(seed, ranks_share, write, more, lambda now: progress.update(_now(now)), most_ranks)
+    typer.echo(json.dumps(_as_data(found), indent=2) if as_json else _as_text(found))
+    if found.failures:
+        raise typer.Exit(1)
+
+
+def _now(found: Found) -> str:
+    return (
+        f"{found.cases:,} cases in {found.seconds:.0f} s: {found.plans:,} plans, {found.refused:,} refused, {found.on_ranks:,} on real "
+        f"ranks, {len(found.failures)} failed"
+    )
+
+
+def _as_data(found: Found) -> dict[str, object]:
+    return {
+        "seed": found.seed,
+        "cases": found.cases,
+        "plans": found.plans,
+        "refused": found.refused,
+        "on_ranks": found.on_ranks,
+        "seconds": round(found.seconds, 1),
+        "slowest": {"seconds": round(found.slowest[0], 2), "case": found.slowest[1]},
+        "covered": {what: dict(counts.most_common()) for what, counts in found.covered.items()},
+        "failures": [
+            {"case": f.number, "file": str(f.file), "check": f.check, "message": f.message} for f in found.failures
+        ],
+    }
+
+
+def _as_text(found: Found) -> str:
+    lines = [f"seed {found.seed}: {_now(found)}; the slowest was case {found.slowest[1]} ({found.slowest[0]:.1f} s)"]
+    for what, counts in found.covered.items():
+        lines.append(f"  {what}: {', '.join(f'{value} {count}' for value, count in counts.most_common())}")
+    for failure in found.failures:
+        lines += [
+            f"FAILED case {failure.number}, {failure.check}: {visible_lines(failure.message.strip(), '    ')}",
+            f"  flexcp verify @{visible(str(failure.file))}",
+        ]
+    return "\n".join(lines)
+
+
+def replay_case(path: Path, as_json: bool) -> None:
+    """Run a case of a file again, on real processes too; exit code 1 when it fails."""
+    from flexcp.fuzz.cases import read_case
+    from flexcp.fuzz.judge import Extras, judge
+    from flexcp.measure.ranks import RankPool
+
+    case = read_case(path)
+    with compiling("starting processes"), RankPool(min(case.cluster.ranks, MOST_RANKS)) as pool:
+        outcome = judge(case, Extras(pool=pool))
+    result = {"verdict": outcome.verdict, "check": outcome.check, "message": outcome.message}
+    if as_json:
+        typer.echo(json.dumps(result, indent=2))
+    else:
+        said = f" ({outcome.check}): {visible_lines(outcome.message.strip(), '    ')}" if outcome.message else ""
+        typer.echo(f"{'FAILED' if outcome.verdict == 'failed' else outcome.verdict}{said}")
+    if outcome.verdict == "failed":
+        raise typer.Exit(1)
+
+
+MOST_RANKS = 16
+"""Processes that are started for a case; one for more ranks is not run on any."""

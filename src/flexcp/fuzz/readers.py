@@ -1,0 +1,212 @@
+"""Readers: every kind of file a user can hand over, changed at random, must be read, or refused in one line that names the file.
+
+A good file of each kind is changed as disks and cables do (bits, ranges, cut off), as a careless hand does (values of other types, missing
+and doubled entries), and as somebody hostile does (nesting without end, numbers beyond 64 bits, names that a terminal obeys). What is
+then read is used as far as commands use it before anything is computed.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flexcp.calibration import Calibration, read_calibration
+from flexcp.clusters import cluster
+from flexcp.compare.tree_advice import read_trees
+from flexcp.cost import CostModel
+from flexcp.data.lengths import jsonl_lengths, parse_lengths
+from flexcp.data.loader import Loader
+from flexcp.fuzz.cases import Case, Layer, read_case, save_case
+from flexcp.masks import causal, parse_mask
+from flexcp.models.config import read_config
+from flexcp.plan.file import PlanFormatError, load_plan, save_plan
+from flexcp.planner import Planner
+from flexcp.telemetry.dump import read_dump, write_dump
+
+LONGEST_MESSAGE = 1000
+EXTREMES = (0, -1, 1, 2**31, 2**53, 2**62, 2**63, -(2**63), 10**30, 10**4000, 1e308, 1e-320, -0.0, 0.5)
+ODD: tuple[Any, ...] = (None, True, "", "\x1b[2J\n", "\ud800", "x" * 3000, [], {}, [[]], {"a": 1}, [None], "NaN", "1e9")
+TEXTS = (
+    "[" * 100_000,
+    '{"a":' * 50_000,
+    "NaN",
+    "-Infinity",
+    "1e400",
+    "9" * 5000,
+    "",
+    "null",
+    "\x00",
+    "\ufeff{}",
+    '"\\ud800"',
+)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A kind of file: what a good one holds, and what reads it. ``named``: complaints name the file, which has this suffix."""
+
+    kind: str
+    suffix: str
+    good: bytes
+    read: Callable[[Path], object]
+    named: bool = True
+
+
+def readers(folder: Path) -> list[Reader]:
+    """All kinds; good files of some are written to ``folder`` first, by what writes them for users."""
+    plan = Planner(4, 2, 8, cluster=cluster("cpu", 1, 2), strategy="blocks")([30, 5, 1])
+    config = {
+        "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2,
+        "intermediate_size": 128, "vocab_size": 100, "torch_dtype": "bfloat16", "sliding_window": 16, "head_dim": 16,
+        "architectures": ["LlamaForCausalLM"], "layer_types": ["full_attention", "sliding_attention"],
+    }  # fmt: skip
+    mask = {"documents": [{"length": 9, "slices": [[0, 9, 0, 9, None, 0]]}, {"length": 3, "slices": []}]}
+    tree = {"parents": [-1, 0, 0], "lengths": [4, 2, 3], "ends": [1, 2]}
+    case = Case([3], [Layer("one", 1, ["causal"])], {"name": "cpu"}, {"heads": 1}, {"strategy": "dp"})
+    save_case(folder / "case.json", case, "tokens", "why")
+    step = {
+        "number": 3,
+        "hash": plan.hash,
+        "plan": base64.b64encode(save_plan(plan)).decode(),
+        "passes": [],
+        "error": "",
+    }
+    dump = {**json.loads(write_dump(folder, "asked", "by hand", [], 0).read_bytes()), "steps": [step]}
+    calibration = Calibration(CostModel(), "here", {"gflops": 100, "intra_mbps": 10}, {}, None)
+    return [
+        Reader("plan", ".plan", save_plan(plan), lambda path: load_plan(path.read_bytes()), named=False),
+        Reader("mask", ".json", _json(mask), lambda path: [m.slices(m.length or 1) for m in parse_mask(f"@{path}")]),  # type: ignore[union-attr]
+        Reader("lengths", ".txt", b"4096\n4k\n17\n1\n", lambda path: parse_lengths(f"@{path}")),
+        Reader("lengths as JSON", ".jsonl", b'{"length": 4}\n[1, 2]\n7\n', jsonl_lengths),
+        Reader(
+            "cost model", ".json", _json(calibration.to_json()), lambda path: read_calibration(path).on(cluster("h100"))
+        ),
+        Reader("dump", ".json", _json(dump), read_dump),
+        Reader("trees", ".jsonl", _json(tree) + b"\n" + _json(tree) + b"\n", lambda path: _masks(read_trees(path))),
+        Reader("model config", ".json", _json(config), lambda path: read_config(path).masks(causal())),
+        Reader("fuzz case", ".json", (folder / "case.json").read_bytes(), read_case),
+        Reader("loader state", ".json", _json(_loader().state_dict()), _load_state, named=False),
+    ]
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+def _masks(trees: Any) -> object:
+    return None if trees is None else [tree.slices(tree.length) for tree in trees]
+
+
+def _loader() -> Loader:
+    planner = Planner(4, 2, 8, cluster=cluster("cpu", 1, 1), strategy="dp")
+    return Loader([[1, 2, 3], [4, 5]], planner, budget=8, group="alone", workers=0, shuffle=True)
+
+
+def _load_state(path: Path) -> object:
+    """JSON is the trainer's to read; what is in it is ours."""
+    try:
+        state = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return None
+    with _loader() as loader:
+        loader.load_state_dict(state)
+        return loader.state_dict()
+
+
+def changed(reader: Reader, rng: random.Random) -> bytes:
+    """A changed file."""
+    way = rng.randrange(6)
+    if way == 0:
+        return rng.choice(TEXTS).encode("utf-8", errors="surrogatepass")
+    if way < 3 or reader.kind in ("plan", "lengths"):
+        return _changed_bytes(reader.good, rng)
+    lines = [json.loads(line) for line in (reader.good.splitlines() if reader.suffix == ".jsonl" else [reader.good])]
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        _change_value(lines, rng)
+    return b"\n".join(json.dumps(line).encode() for line in (lines if isinstance(lines, list) else [lines]))
+
+
+def _changed_bytes(data: bytes, rng: random.Random) -> bytes:
+    out = bytearray(data)
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        at, size = rng.randrange(len(out) + 1), rng.choice((1, 2, 8, 64))
+        what = rng.randrange(5)
+        if what == 0 and at < len(out):
+            out[at] ^= 1 << rng.randrange(8)
+        elif what == 1:
+            out = out[:at]
+        elif what == 2:
+            out[at : at + size] = rng.randbytes(size)
+        elif what == 3:
+            out[at : at + size] = b""
+        else:
+            out[at:at] = rng.choice((b"9" * 400, b"-", b".5", b"\x00", b"1e999", bytes(out[at : at + size])))
+    return bytes(out)
+
+
+def _change_value(here: Any, rng: random.Random) -> None:
+    """Another value somewhere inside; the outermost list stays."""
+    while True:
+        keys = list(here) if isinstance(here, dict) else list(range(len(here)))
+        if not keys:
+            return
+        key = rng.choice(keys)
+        if isinstance(here[key], dict | list) and here[key] and rng.random() < 0.8:
+            here = here[key]
+            continue
+        what = rng.randrange(5)
+        if what == 0:
+            here.pop(key)
+        elif what == 1 and isinstance(here, list):
+            here.insert(key, copy.deepcopy(here[key]))
+        elif what == 2:
+            here[key] = rng.choice(EXTREMES)
+        elif what == 3:
+            here[key] = [here[key]] * rng.choice((1, 3, 300))
+        else:
+            here[key] = rng.choice(ODD)
+        return
+
+
+@dataclass(frozen=True)
+class BadRead:
+    """A file that was neither read nor refused as it should be."""
+
+    kind: str
+    content: bytes
+    message: str
+
+
+def fuzz_readers(count: int, seed: int, folder: Path) -> Iterator[tuple[str, bool, BadRead | None]]:
+    """(kind, whether it was read, what went wrong) of each of ``count`` changed files."""
+    kinds, rng = readers(folder), random.Random(seed)
+    for number in range(count):
+        reader = kinds[number % len(kinds)]
+        data = changed(reader, rng)
+        path = folder / f"changed{reader.suffix}"
+        path.write_bytes(data)
+        yield (reader.kind, *_outcome(reader, path, data))
+
+
+def _outcome(reader: Reader, path: Path, data: bytes) -> tuple[bool, BadRead | None]:
+    try:
+        reader.read(path)
+    except (ValueError, NotImplementedError) as refusal:
+        words = str(refusal)
+        problem = ""
+        if isinstance(refusal, UnicodeError) and not isinstance(refusal, PlanFormatError):
+            problem = f"{type(refusal).__name__}: {words[:200]}"
+        elif not 0 < len(words) <= LONGEST_MESSAGE:
+            problem = f"a message of {len(words)} characters: {words[:200]}"
+        elif reader.named and path.name not in words:
+            problem = f"a message that does not name the file: {words[:200]}"
+        return False, BadRead(reader.kind, data, problem) if problem else None
+    except Exception as error:
+        return False, BadRead(reader.kind, data, f"{type(error).__name__}: {str(error)[:200]}")
+    return True, None

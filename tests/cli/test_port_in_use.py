@@ -1,0 +1,29 @@
+"""Proves what a port that is taken ends in: one line that names it, and for local ranks nothing, because they ask for a free one."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from flexcp.cli.commands.accept import _store
+from flexcp.measure.local_store import kept_store
+
+
+def test_a_store_whose_port_is_taken_is_one_line_with_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+        with pytest.raises(ValueError, match=rf"^rank 0 found no store at 127\.0\.0\.1:{port} within") as found:
+            _store(2.0)
+    assert "\n" not in str(found.value)
+
+
+def test_stores_of_local_ranks_take_ports_that_are_free() -> None:
+    first, second = kept_store(), kept_store()
+    assert first.port != second.port

@@ -1,0 +1,125 @@
+"""Proves that the fuzzer passes on flexcp as it is, finds planted bugs, makes failing cases small, and writes what verify replays."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from flexcp.cli.main import app
+from flexcp.fuzz.campaign import campaign
+from flexcp.fuzz.cases import Case, Layer, is_case_file, read_case, save_case
+from flexcp.fuzz.draw import draw
+from flexcp.fuzz.judge import Extras, Outcome, judge
+from flexcp.fuzz.shrink import shrunk, simplifications
+from flexcp.measure.ranks import RankPool
+from lib.planted_bugs import BUGS, plant_on_rank, planted
+
+SMALL = Case([7, 2], [Layer("one", 2, ["window", 2, 1])], {"name": "cpu", "nodes": 1, "ranks_per_node": 2},
+             {"heads": 2, "kv_heads": 1, "head_dim": 8, "v_head_dim": 8, "dtype": "float64"}, {"strategy": "blocks"})  # fmt: skip
+FOUND_IN = {"masks": 60, "planners": 60, "schedule": 60, "simulator": 60, "loader": 200, "report": 60}
+"""Cases that the bug of an area may take here."""
+
+
+def test_cases_follow_from_seed_and_number() -> None:
+    assert draw(3, 5) == draw(3, 5) != draw(3, 6)
+    assert draw(3, 5) != draw(4, 5)
+    assert all(draw(0, n, 3).cluster.ranks <= 3 for n in range(30))
+
+
+def test_flexcp_passes(tmp_path: Path) -> None:
+    found = campaign(0, 0.0, tmp_path, lambda cases, _: cases < 40)
+    assert not found.failures, found.failures[0].message
+    assert found.cases == 40 and found.plans > 20 and found.refused < 20
+    assert len(found.covered["strategy"]) > 5 and len(found.covered["mask"]) > 5
+
+
+def test_ranks_pass_and_their_number_is_bounded(pool: RankPool) -> None:
+    ran = 0
+    for number in range(12):
+        outcome = judge(draw(1, number, 3), Extras(False, False, False, pool))
+        assert outcome.verdict != "failed", outcome.message
+        ran += outcome.verdict == "passed"
+    assert ran >= 6
+
+
+@pytest.mark.parametrize("area", FOUND_IN)
+def test_a_planted_bug_is_found(area: str, tmp_path: Path) -> None:
+    with planted(area):
+        failed = (number for number in range(FOUND_IN[area]) if judge(draw(0, number)).verdict == "failed")
+        number = next(failed, None)
+    assert number is not None, BUGS[area].says
+    assert judge(draw(0, number)).verdict != "failed"
+
+
+@pytest.mark.parametrize("area", [area for area, bug in BUGS.items() if bug.on_ranks])
+def test_a_bug_planted_on_ranks_is_found(area: str) -> None:
+    with RankPool(2) as ranks:
+        ranks.run(plant_on_rank, area)
+        outcomes = (judge(draw(0, n, 2), Extras(False, False, False, ranks)) for n in range(25))
+        failed = next((outcome for outcome in outcomes if outcome.verdict == "failed"), None)
+    assert failed is not None and failed.check == "ranks", BUGS[area].says
+
+
+def test_a_failing_case_becomes_small() -> None:
+    """Whatever has a document of 20 tokens or more and a mask with a window fails here."""
+
+    def fails(case: Case) -> Outcome:
+        windows = any("window" in str(layer.words) for layer in case.layers)
+        return Outcome("failed", "made up") if windows and max(case.lengths) >= 20 else Outcome("passed")
+
+    case = next(
+        case for case in (draw(0, n) for n in range(1000)) if fails(case).verdict == "failed" and len(case.lengths) > 3
+    )
+    small, outcome = shrunk(case, fails(case), fails, lambda: True)
+    assert outcome.check == "made up"
+    assert len(small.lengths) == 1 and 20 <= small.lengths[0] < 40 and small.cluster.ranks == 1
+    assert not any(fails(simpler).verdict == "failed" for simpler in simplifications(small))
+
+
+def test_a_case_survives_its_file(tmp_path: Path) -> None:
+    for number in range(30):
+        case = draw(2, number)
+        save_case(tmp_path / "case.json", case, "tokens", "why")
+        assert is_case_file(tmp_path / "case.json")
+        assert read_case(tmp_path / "case.json") == case
+
+
+@pytest.mark.parametrize(
+    "change", [{"lengths": []}, {"lengths": ["a"]}, {"layers": [{"name": "x"}]}, {"planner": {}}, {"run": {"speed": 1}}]
+)
+def test_a_file_that_is_no_case_is_refused_by_name(change: dict[str, object], tmp_path: Path) -> None:
+    path = tmp_path / "case.json"
+    save_case(path, SMALL, "tokens", "why")
+    content = json.loads(path.read_text())
+    content["case"] |= change
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"case\.json is no case"):
+        read_case(path)
+
+
+def test_the_command_says_what_it_covered_and_verify_replays_a_case(tmp_path: Path) -> None:
+    asked = ["fuzz", "--cases", "8", "--seed", "5", "--ranks-share", "0", "--write", str(tmp_path)]
+    ended = CliRunner().invoke(app, asked)
+    assert ended.exit_code == 0 and "seed 5: 8 cases" in ended.stdout and "strategy:" in ended.stdout
+    with planted("report"):
+        found = CliRunner().invoke(app, [*asked, "--json"])
+    (file, *_) = [failure["file"] for failure in json.loads(found.stdout)["failures"]]
+    assert found.exit_code == 1
+    again = CliRunner().invoke(app, ["verify", f"@{file}"])
+    assert again.exit_code == 0 and again.stdout.startswith("passed")
+
+
+def test_wrong_options_are_refused() -> None:
+    for wrong in (["--ranks-share", "2"], ["--minutes", "-1"], ["--write", "/nowhere"], ["--most-ranks", "0"]):
+        assert isinstance(CliRunner().invoke(app, ["fuzz", *wrong]).exception, ValueError)
+
+
+def test_a_refusal_without_a_reason_is_a_failure() -> None:
+    refused = replace(SMALL, planner={"strategy": "blocks", "max_tokens_per_rank": 1})
+    assert judge(refused).verdict == "refused"
+    odd = replace(SMALL, attention={**SMALL.attention, "heads": 3, "kv_heads": 2})
+    assert judge(odd).verdict == "failed"
