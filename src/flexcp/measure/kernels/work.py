@@ -108,7 +108,7 @@ def mask_mod(work: Workload, device: torch.device) -> MaskMod | None:
     if work.name in TREES:  # a key is seen from its own row to the end of its segment's subtree
         tree = tree_of_mask(work.mask)
         ends = np.append(tree.starts, tree.tokens)[tree.after]
-        last = torch.from_numpy(np.repeat(ends, tree.lengths)).to(device)
-        return lambda b, h, q, k: (q >= k) & (q < last[k])
+        until = torch.from_numpy(np.repeat(ends, tree.lengths)).to(device)
+        return lambda b, h, q, k: (q >= k) & (q < until[k])
     ids = torch.repeat_interleave(torch.arange(len(work.lengths)), torch.tensor(work.lengths)).to(device)
     return lambda b, h, q, k: (q >= k) & (ids[q] == ids[k])
