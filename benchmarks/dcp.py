@@ -22,7 +22,8 @@ from flexcp.data.lengths import draw_lengths
 from flexcp.models.find import find_model
 from flexcp.shape import Shape
 from flexcp.simulator.passes import Rules
-from flexcp.simulator.training import Simulation, Training
+from flexcp.simulator.step_parts import Training
+from flexcp.simulator.training import Simulation
 from simulated import OURS, STATIC, Experiment, best, cut_lengths, mean, off, row_of, scaled_lengths, simulations, table
 
 TOKENS = 131_072

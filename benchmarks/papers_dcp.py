@@ -22,7 +22,7 @@ from flexcp.planners.published.dcp import placed_within
 from flexcp.planners.request import Request
 from flexcp.schedule.transfers import make_plan
 from flexcp.simulator.passes import Rules
-from flexcp.simulator.training import Training
+from flexcp.simulator.step_parts import Training
 from papers_rows import MEASURED, SIMULATED, Row, absent
 from simulated import Experiment, mean, scaled_lengths, simulations
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from flexcp.calibration import Calibration, Errors
 from flexcp.cli.main import app
 from flexcp.cost import CostModel
-from flexcp.known_errors.words import off_words
+from flexcp.known_errors.words import in_a_sentence, off_words
 
 SMALL = ["--lengths", "9000,800,31", "--cluster", "h100:1x4", "--heads", "8", "--kv-heads", "4", "--head-dim", "64"]
 
@@ -117,13 +117,25 @@ def test_a_file_is_a_data_set_of_which_a_batch_is_taken(tmp_path: Path, command:
     first, second = run(*words), run(*words, "--batch", "2")
     for result, number, tokens in ((first, 1, 3072), (second, 2, 1724)):
         assert result.exit_code == 0, result.output
-        assert f"batch {number} of 4 in {file} ({tokens:,} of 11,444 tokens; up to 3,584 a batch" in result.output
+        documents = "document 0" if number == 1 else "documents 1 to 3"
+        assert (
+            f"batch {number} of 4 in {file} ({documents} of the file; {tokens:,} of 11,444 tokens; up to 3,584 a batch"
+            in result.output
+        )
         assert "7/8 of 4 ranks x 1,024; --batch and --max-tokens-per-rank choose others" in result.output
     whole = run(command, "--lengths", str(file), "--ranks", "4", *words[-2:])
     assert whole.exit_code == 0 and "batch 1" not in whole.output and "11" in whole.output
     assert (
         "batch" not in run(*words[:1], "--lengths", "3k,1k", *words[3:]).output.replace("max-", "").split("zigzag")[0]
     )
+
+
+def test_a_document_that_no_batch_can_hold_is_told_before_its_turn(tmp_path: Path) -> None:
+    file = tmp_path / "lengths.txt"
+    file.write_text("3k 1k 500 5k 200 6k")
+    found = run("plan", "--lengths", str(file), "--ranks", "4", "--max-tokens-per-rank", "1k", "--strategy", "zigzag")
+    says = "document 3 of the file (5,120 tokens) and 1 more can run in no batch: 4 ranks x 1,024 tokens keep 4,096"
+    assert found.exit_code == 0 and says in " ".join(found.output.split())
 
 
 @pytest.mark.parametrize("command", ["compare", "simulate", "plan"])
@@ -163,17 +175,36 @@ def test_the_cap_that_a_batch_was_cut_by_holds_for_its_plan(tmp_path: Path, comm
     )
 
 
-def test_times_by_which_auto_chose_are_told_from_those_of_steps(tmp_path: Path) -> None:
-    """The layers of a plan and a step with vocabulary and sync are two numbers; whoever reads both is told why."""
-    words = ["--lengths", "9000,800,31", "--ranks", "4", "--model", "llama3-8b", "--strategy"]
-    says = "(times of 32 layers, without vocabulary, gradient sync and all-reduces of tensor parallelism)"
+def test_the_time_by_which_auto_chose_is_that_of_the_simulated_step(tmp_path: Path) -> None:
+    """One number in the plan's line, in its report, and in what simulate says of the same step."""
+    words = [
+        "--lengths",
+        "9000,800,31",
+        "--cluster",
+        "h100:1x8",
+        "--tp",
+        "2",
+        "--model",
+        "llama3-8b",
+        "--sync",
+        "allreduce",
+    ]
+    says = "(times of 32 layers with vocabulary, gradient sync (allreduce) and all-reduces of tp 2)"
     page = tmp_path / "plan.html"
-    for command in ("plan", "simulate"):
-        told = run(command, *words, "auto", "--html", str(page)).output
-        assert says in next(line for line in told.splitlines() if " ms" in line), told
-        assert says in page.read_text() and says not in run(command, *words, "zigzag").output
-    run("plan", *words, "zigzag", "--html", str(page))
-    assert "predicted time of all layers" in page.read_text() and "predicted step" not in page.read_text()
+    step = json.loads(run("simulate", *words, "--json").stdout)["step_ms"]
+    told = run("plan", *words, "--html", str(page)).output
+    assert f": {step:.3f} ms a step simulated" in told and says in told, told
+    text = page.read_text()
+    assert says in text and "simulated step" in text and f"simulated {step:.3f} ms on rank" in text
+    assert "predicted for all layers, closed form" in text and in_a_sentence(off_words(CostModel())) in text
+    assert says not in run("plan", *words, "--strategy", "zigzag").output
+
+
+def test_without_a_model_times_are_of_layers_alone(tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    told = run("plan", "--lengths", "9000,800,31", "--ranks", "4", "--html", str(page)).output
+    assert "(times of 1 layer, without vocabulary, gradient sync and all-reduces of tensor parallelism)" in told
+    assert "simulated time of all layers" in page.read_text() and "simulated step" not in page.read_text()
 
 
 def test_one_statement_of_the_error() -> None:
@@ -276,7 +307,7 @@ def test_stages_and_experts_are_divided_or_refused() -> None:
     assert "experts use the same ranks, and their exchange of tokens is left out" in experts.output
     for more, says in (
         (["--heads", "8", "--ep", "2"], "--ep 2 divides the experts of a whole model; give --model, or drop --ep"),
-        (["--model", "qwen3-30b-a3b", "--ep", "64"], "--ep 64 does not divide the 32 GPUs of h100:4x8"),
+        (["--model", "qwen3-30b-a3b", "--ep", "64"], "that hold the same layers; use one of [1, 2, 4, 8, 16, 32]"),
         (["--model", "llama3-8b", "--tp", "5"], "tp=5 does not divide"),
     ):
         assert says in str(run(*words, *more).exception)

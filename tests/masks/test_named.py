@@ -8,10 +8,12 @@ import flexcp
 from flexcp.cli.shared.batches import MASKS
 from flexcp.clusters import cluster
 from flexcp.cost import Model
-from flexcp.masks import MASK_SIGNATURES, Mask, parse_mask
+from flexcp.masks import MASK_SIGNATURES, Mask, parse_mask, window
 from flexcp.masks.named import NAMED, named_mask
+from flexcp.models.preset import Preset
 from flexcp.report.code_lines import Lines, code_lines
 from flexcp.shape import Shape
+from flexcp.simulator.step_parts import Training
 
 LENGTHS = (1, 2, 5, 64, 300)
 SOME = {
@@ -72,8 +74,7 @@ def test_the_command_line_shows_all_text_forms() -> None:
 @pytest.mark.parametrize("name", NAMED)
 def test_a_line_of_code_makes_the_mask(name: str) -> None:
     lines = Lines(
-        Shape(8, 2, 64, 64),
-        Model("some", 512, 3, 99),
+        Training(Preset(Model("some", 512, 3, 99), Shape(8, 2, 64, 64), vocabulary=7)),
         cluster("h100", 1, 2),
         "blocks",
         100,
@@ -92,3 +93,11 @@ def test_a_name_that_is_not_in_the_table_is_an_error() -> None:
         named_mask("spiral")
     with pytest.raises(ValueError, match="no mask is called 'spiral'"):
         Mask("spiral").slices(3)
+
+
+def test_a_window_says_in_words_what_it_sees() -> None:
+    """Its text form counts keys and its function tokens before a query, so neither number alone would be read right by both."""
+    assert str(parse_mask("window:4096")) == str(window(4095)) == "window of 4,096 keys"
+    assert str(window(0)) == "window of 1 key"
+    assert str(window(3, 2)) == "window of 3 keys before and 2 keys after"
+    assert str(window(None, 2)) == "window of all keys before and 2 keys after"
