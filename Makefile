@@ -6,6 +6,7 @@ BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test tests loops kernels lint docs screenshots verify-all planning simulator-speed training-thread auto groups regimes memory multimodal models experiments papers published trainers box kernel-fit hypergraph properties data fuzz fuzz-plans fuzz-readers mutants planted soak clean
+.PHONY: demo test tests loops kernels lint docs screenshots verify-all planning trees simulator-speed training-thread auto groups regimes memory multimodal models experiments papers published trainers box kernel-fit hypergraph properties data fuzz-plans clean
 
 demo: .venv/ready
 	$(BIN)/flexcp demo
@@ -49,6 +50,10 @@ verify-all: .venv/ready
 # Bytes, balance and planning time on fixed batches; writes docs/results/planning.md.
 planning: .venv/ready
 	$(BIN)/python benchmarks/planning.py --write docs/results/planning.md
+
+# Bytes, balance and planning time of trees; writes docs/results/trees.md.
+trees: .venv/ready
+	$(BIN)/python benchmarks/tree_planning.py --write docs/results/trees.md
 
 # How long simulating a plan takes; writes docs/results/simulator-speed.md.
 simulator-speed: .venv/ready

@@ -17,9 +17,12 @@ from numpy.typing import NDArray
 from flexcp import masks as mask_algebra
 from flexcp.arrays.intervals import offsets, spread
 from flexcp.masks import Mask, Tree
+from flexcp.masks.nested import FEW, NOT_NESTED, Nesting, meeting, nesting
 
 Ints = NDArray[np.int64]
 MaskLike = Mask | Sequence[Mask]
+FEW_PAIRS = 1 << 12
+"""Pairs of ranges and slices that are all looked at: fewer take no time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,15 +47,41 @@ class LayerMask:
         index, within = spread(self.first[documents + 1] - self.first[documents])
         return index, self.first[documents][index] + within
 
+    @cached_property
+    def nesting(self) -> Nesting:
+        """How the slices of each document are nested."""
+        return nesting(self.first, self.slices)
+
+    def _meeting(self, documents: Ints, q0: Ints, q1: Ints) -> tuple[Ints, Ints]:
+        """(position in ``documents``, index into ``slices``) for every slice with rows in ``q0 <= q < q1``, and for some others."""
+        counts = self.first[documents + 1] - self.first[documents]
+        if int(counts.sum()) < FEW_PAIRS:
+            return self.of_documents(documents)
+        around = self.nesting.around
+        nested = around[np.minimum(self.first[documents], len(around) - 1)] != NOT_NESTED
+        nested &= counts >= FEW
+        index, within = spread(np.where(nested, 0, counts))
+        positions, found = [index], [self.first[documents][index] + within]
+        for document in np.unique(documents[nested]).tolist():
+            mine = np.flatnonzero(documents == document)
+            own = slice(int(self.first[document]), int(self.first[document + 1]))
+            rows = self.slices[own, mask_algebra.Q0], self.slices[own, mask_algebra.Q1]
+            index, within = meeting(*rows, around[own], q0[mine], q1[mine])
+            positions.append(mine[index])
+            found.append(own.start + within)
+        position, at = np.concatenate(positions), np.concatenate(found)
+        order = np.argsort(position, kind="stable")
+        return position[order], at[order]
+
     def rows_area(self, documents: Ints, q0: Ints, q1: Ints) -> Ints:
         """Pairs in the rows ``q0 <= q < q1`` of each listed document."""
-        index, at = self.of_documents(documents)
+        index, at = self._meeting(documents, q0, q1)
         areas = mask_algebra.rows_area(self.slices[at], q0[index], q1[index])
         return _summed(index, areas, len(documents))
 
     def cuts(self, documents: Ints, q0: Ints, q1: Ints, k0: Ints, k1: Ints) -> tuple[Ints, Ints]:
         """(position in ``documents``, slice) for each non-empty slice cut to the given rows and keys."""
-        index, at = self.of_documents(documents)
+        index, at = self._meeting(documents, q0, q1)
         found = mask_algebra.cut(self.slices[at], q0[index], q1[index], k0[index], k1[index])
         keep = ~mask_algebra.is_empty(found)
         return index[keep], found[keep]

@@ -13,6 +13,7 @@ from misbehaving import planner
 
 import flexcp
 from flexcp.data import Loader
+from flexcp.data.cut_trees import parts_that_fit
 from flexcp.measure.ranks import RankPool
 
 PROMPTS = {"a": [1, 2, 3, 4, 5], "b": [1, 2], "c": [9]}
@@ -184,6 +185,72 @@ def test_a_tree_is_not_cut(mask: flexcp.Mask) -> None:
                     )
                 )
             )
+
+
+CUT = [[1, 2, 3, 4], [1, 2, 3, 5, 6], [1, 2, 7], [8, 9], [8, 9, 9, 9]]
+
+
+@pytest.mark.parametrize("most", [4, 5, 7, 9, 11, 100])
+def test_a_tree_is_cut_between_its_sequences(most: int) -> None:
+    sequences = [np.array(ids) for ids in CUT]
+    parts = parts_that_fit(sequences, 1, most)
+    sizes = [len(flexcp.tree_of([CUT[i] for i in part.sequences])) for part in parts]
+    assert sorted(i for part in parts for i in part.sequences) == list(range(len(CUT)))
+    assert all(n <= max(most, 5) for n in sizes)
+    assert sum(sizes) - len(flexcp.tree_of(CUT)) == sum(part.repeated for part in parts)
+    assert (len(parts) == 1) == (most >= 11)
+    # Cut where neighbours share least: between [1, ...] and [8, ...], of which nothing is repeated.
+    assert [part.repeated for part in parts] == [0, 0] or most not in (7, 9)
+
+
+def losses_on_rank(group: Any, kind: str, cap: int | None) -> tuple[float, dict[str, int], int]:
+    """The mean loss over all positions of an epoch in one step, from micro-batches and their weights, of a model of two tables."""
+    ranks = 1 if group is None else group.size()
+    rng = torch.Generator().manual_seed(0)
+    by_token, by_position = (torch.randn(12, 12, generator=rng, dtype=torch.float64) for _ in range(2))
+    made = flexcp.Planner(
+        2, 1, 8, dtype="float64", cluster=flexcp.cluster("cpu", 1, ranks), strategy="blocks", max_tokens_per_rank=cap
+    )
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    with Loader(
+        data_of(kind), made, budget=100, workers=0, group=group, tree_by="prompt", micro_batches=cap is not None
+    ) as loader:
+        for batch in loader:
+            assert cap is None or max(batch.step.plan.placement.tokens) <= cap
+            logits = by_token[batch.tokens] + by_position[batch.positions]
+            total += batch.weight * batch.step.loss(logits, batch.edges, without_attention=True)
+            count += 1
+    if group is not None and ranks > 1:
+        torch.distributed.all_reduce(total, group=group)
+    return float(total), {name: loader.stats.as_json()[f"tokens_{name}"] for name in ("saved", "repeated")}, count
+
+
+@pytest.mark.parametrize(("ranks", "cap", "repeated"), [(1, 9, 5), (3, 3, 5), (2, 5, 0)])
+@pytest.mark.parametrize("kind", ["map", "stream"])
+def test_micro_batches_cut_trees_that_do_not_fit(
+    pool: RankPool, kind: str, ranks: int, cap: int, repeated: int
+) -> None:
+    """Of "a", 10 tokens as a tree, the prompt is in two parts where ranks hold 9 tokens together, and the 6 behind it in one."""
+    (whole, counts, _), *_ = pool.run(losses_on_rank, kind, None, ranks=1)
+    assert counts == {"saved": 13, "repeated": 0}
+    results = pool.run(losses_on_rank, kind, cap, ranks=ranks)
+    for found, cut, batches in results:
+        assert found == pytest.approx(whole, abs=1e-12) and batches > 1
+        assert cut["repeated"] == repeated and cut["saved"] == counts["saved"] - cut["repeated"]
+
+
+def test_a_cut_tree_goes_on_where_it_was() -> None:
+    options: dict[str, Any] = {"budget": 9, "workers": 0, "lookahead": 1, "tree_by": "prompt", "group": "alone"}
+    options["too_long"] = "cut"
+    with Loader(RowStream(ROLLOUTS), planner(1, "blocks"), **options) as loader:
+        whole = [batch.tokens.tolist() for batch in loader]
+    with Loader(RowStream(ROLLOUTS), planner(1, "blocks"), **options) as loader:
+        first = [next(iter(loader)).tokens.tolist()]
+        state = loader.state_dict()
+    with Loader(RowStream(ROLLOUTS), planner(1, "blocks"), **options) as loader:
+        loader.load_state_dict(state)
+        rest = [batch.tokens.tolist() for batch in loader]
+    assert len(whole) > 2 and first + rest == whole
 
 
 @pytest.mark.parametrize(

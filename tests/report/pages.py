@@ -28,6 +28,16 @@ def head_groups() -> Plan:
     return flexcp.Planner(**HEADS, cluster=flexcp.cluster("h100", 1, 4), strategy="ulysses:2")([900, 31, 1])
 
 
+def trees() -> Plan:
+    """A plan of a tree, a shared question and a plain document on 4 ranks."""
+    masks = [
+        flexcp.tree([-1, 0, 1, 1, 0], [400, 200, 100, 300, 250]),
+        flexcp.shared_question([60, 40], 100),
+        flexcp.causal(),
+    ]
+    return flexcp.Planner(**HEADS, cluster=flexcp.cluster("h100", 1, 4), strategy="blocks")([1250, 200, 90], masks)
+
+
 def strategy_times(names: tuple[str, ...] = ("dp", "zigzag", "allgather", "blocks", "groups")) -> list[StrategyTime]:
     found = []
     for name in names:
@@ -52,6 +62,7 @@ def every_kind() -> list[Section]:
         ),
         table_section("Micro-batches", ["micro-batch", "tokens"], [[0, 10], [1, 9], [2, 300]], "Two of them."),
         code_section("Code", [("PyTorch", "step = flexcp.bind(plan)  # </script>")]),
+        timed_plan(trees(), "Trees"),
     ]
 
 

@@ -62,7 +62,7 @@ def hover(page: Any, figure: str, x: float, y: float, left: int, top: int, right
 def test_every_canvas_has_a_picture(page: Any) -> None:
     figures = page.locator("figure[data-picture]")
     kinds = {figures.nth(i).get_attribute("data-picture") for i in range(figures.count())}
-    assert kinds == {"batch", "kept", "matrix", "traffic", "timeline", "balance", "strategies", "lines"}
+    assert kinds == {"batch", "kept", "matrix", "tree", "traffic", "timeline", "balance", "strategies", "lines"}
     colours = "c => new Set(new Uint32Array(c.getContext('2d').getImageData(0, 0, c.width, c.height).data.buffer)).size"
     for i in range(figures.count()):
         assert figures.nth(i).locator("canvas").evaluate(colours) > 3, figures.nth(i).get_attribute("data-picture")
@@ -86,6 +86,20 @@ def test_the_matrix_says_who_computes(page: Any) -> None:
         assert np.count_nonzero(at) == 1
         assert f"computed by rank {int(regions.rank[at][0])}," in text
     assert "masked" in hover(page, picture("matrix"), 0.9, 0.1, left=58, top=6)
+
+
+def test_a_tree_says_what_is_where_and_who_keeps_it(page: Any) -> None:
+    """Lanes are the sequences 0-1-2, 0-1-3 and 0-4, the deepest has 900 tokens."""
+    kept = pages.trees().placement.kept
+    where = {(0.2, 0.9): (0, 180), (0.6, 0.2): (1, 140), (0.8, 0.5): (3, 120), (0.6, 0.8): (4, 140)}
+    for (x, y), (segment, token) in where.items():
+        text = hover(page, picture("tree", 7), x, y, left=58, top=6)
+        assert f"document 0, segment {segment}," in text
+        found = int(text.split("token ")[1].split(" of")[0].replace(",", ""))
+        assert abs(found - token) < 10
+        stream = [0, 400, 600, 700, 1000][segment] + found
+        assert f"kept by rank {int(kept.rank[np.searchsorted(kept.stop, stream, 'right')])}" in text
+    assert hover(page, picture("tree", 7), 0.95, 0.1, left=58, top=6) == ""
 
 
 def test_the_stream_says_who_keeps(page: Any) -> None:

@@ -24,7 +24,7 @@ class Document:
 
     ``number`` is its index in a map-style dataset, or its count in a stream. ``reader`` is the rank that holds it (None: whoever needs it
     reads it), ``valid`` how many of its labels count (None: not known before it is read), ``value_bytes`` what its per-document values
-    take. A document that is ``dropped`` only takes up its place.
+    take. A document that is ``dropped`` only takes up its place. ``repeated`` tokens are in an earlier part of its tree, too.
     """
 
     number: int
@@ -35,6 +35,7 @@ class Document:
     valid: int | None = None
     value_bytes: int = 0
     dropped: bool = False
+    repeated: int = 0
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,9 @@ A field of every sample says which belong together. Of a map-style dataset all s
 the order of first values; a stream's tree is a run of samples with one value. The grouped sample has the tree's token ids, its labels where
 the loader was told of any, its mask, and the remaining fields of every sample as a list: they may differ from sequence to sequence, also
 where sequences share tokens.
+
+A tree of more than ``most`` tokens becomes several (:mod:`flexcp.data.cut_trees`), each a grouped sample of its own. Of a map-style dataset
+that takes reading all samples when the loader is made.
 """
 
 from __future__ import annotations
@@ -12,8 +15,10 @@ from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
-from flexcp.data.samples import TOKENS, TREE_FIELD, Fields, MaskChoice, Masks, token_ids
+from flexcp.data.cut_trees import TreePart, parts_that_fit
+from flexcp.data.samples import REPEATED_FIELD, TOKENS, TREE_FIELD, Fields, MaskChoice, Masks, token_ids
 from flexcp.data.sources import FlatStream, is_map_style
 from flexcp.masks import Mask, causal, tree_of, window_of, windowed
 
@@ -21,12 +26,13 @@ SAMPLES = "samples"
 """The field of a grouped sample with the other fields of each of its samples."""
 
 
-def grouped(dataset: Any, field: str, fields: Fields, least_shared: int) -> Any:
-    """The dataset with samples of equal ``field`` made one: map-style or a stream, as it was."""
+def grouped(dataset: Any, field: str, fields: Fields, least_shared: int, most: int | None = None) -> Any:
+    """The dataset with samples of equal ``field`` made one, or several where that is over ``most`` tokens: map-style or a stream, as it
+    was."""
     if is_map_style(dataset):
-        return GroupedSamples(dataset, field, fields, least_shared)
+        return GroupedSamples(dataset, field, fields, least_shared, most)
     kind = StatefulGroupedStream if hasattr(dataset, "state_dict") else GroupedStream
-    return kind(dataset, field, fields, least_shared)
+    return kind(dataset, field, fields, least_shared, most)
 
 
 def masks_of_trees(base: Masks) -> Masks:
@@ -60,12 +66,19 @@ def masks_of_trees(base: Masks) -> Masks:
 class GroupedSamples:
     """A map-style dataset by groups."""
 
-    def __init__(self, dataset: Any, field: str, fields: Fields, least_shared: int) -> None:
+    def __init__(self, dataset: Any, field: str, fields: Fields, least_shared: int, most: int | None) -> None:
         self.dataset, self.fields, self.least_shared, self.field = dataset, fields, least_shared, field
         groups: dict[Hashable, list[int]] = {}
         for number, value in enumerate(self._values()):
             groups.setdefault(value, []).append(number)
-        self.groups = list(groups.values())
+        self.groups = [TreePart(numbers) for numbers in groups.values()]
+        if most is not None:
+            self.groups = [part for group in self.groups for part in self._cut(group.sequences, most)]
+
+    def _cut(self, numbers: list[int], most: int) -> list[TreePart]:
+        samples = [self.dataset[i] for i in numbers]
+        parts = _parts(samples, self.field, self.fields, self.least_shared, most, f"sample {numbers[0]}")
+        return [TreePart([numbers[i] for i in part.sequences], part.repeated) for part in parts]
 
     def _values(self) -> Iterator[Hashable]:
         if self.field in (getattr(self.dataset, "column_names", None) or ()):  # of a table, without reading the rest
@@ -79,15 +92,16 @@ class GroupedSamples:
         return len(self.groups)
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        samples = [self.dataset[i] for i in self.groups[number]]
-        return one_sample(samples, self.field, self.fields, self.least_shared, f"sample {self.groups[number][0]}")
+        group = self.groups[number]
+        samples, where = [self.dataset[i] for i in group.sequences], f"sample {group.sequences[0]}"
+        return one_sample(samples, self.field, self.fields, self.least_shared, where, group.repeated)
 
 
 class GroupedStream:
     """A stream by runs of equal groups."""
 
-    def __init__(self, dataset: Any, field: str, fields: Fields, least_shared: int) -> None:
-        self.dataset, self.field, self.fields, self.least_shared = dataset, field, fields, least_shared
+    def __init__(self, dataset: Any, field: str, fields: Fields, least_shared: int, most: int | None) -> None:
+        self.dataset, self.field, self.fields, self.least_shared, self.most = dataset, field, fields, least_shared, most
         self.waiting: list[Any] = []
         """Samples that were read and not given: the first of the next group, and what is left of a list of samples."""
         self.restored: list[Any] = []
@@ -102,13 +116,21 @@ class GroupedStream:
         for count, sample in enumerate(flat):
             value = group_value(sample, self.field, f"sample {count} of the stream")
             if group and value != group_value(group[0], self.field, ""):
-                self.waiting = [sample, *flat.rest]
-                yield one_sample(group, self.field, self.fields, self.least_shared, f"the group before sample {count}")
+                yield from self._given(group, [sample, *flat.rest], f"the group before sample {count}")
                 group = []
             group.append(sample)
         self.waiting = []
         if group:
-            yield one_sample(group, self.field, self.fields, self.least_shared, "the last group")
+            yield from self._given(group, [], "the last group")
+
+    def _given(self, group: list[Any], behind: list[Any], where: str) -> Iterator[dict[str, Any]]:
+        """The trees of a group; what is not given yet waits before what comes ``behind`` it."""
+        parts = _parts(group, self.field, self.fields, self.least_shared, self.most, where)
+        for number, part in enumerate(parts):
+            later = sorted(i for other in parts[number + 1 :] for i in other.sequences)
+            self.waiting = [*(group[i] for i in later), *behind]
+            samples = [group[i] for i in part.sequences]
+            yield one_sample(samples, self.field, self.fields, self.least_shared, where, part.repeated)
 
 
 class StatefulGroupedStream(GroupedStream):
@@ -134,14 +156,30 @@ def group_value(sample: Any, field: str, where: str) -> Hashable:
     return value
 
 
-def one_sample(samples: list[Any], field: str, fields: Fields, least_shared: int, where: str) -> dict[str, Any]:
-    """Samples of one group as a sample that is a tree."""
-    found = [token_ids(sample, fields, f"{where} of {field!r} {samples[0][field]!r}") for sample in samples]
+def _parts(
+    samples: list[Any], field: str, fields: Fields, least_shared: int, most: int | None, where: str
+) -> list[TreePart]:
+    """A group's samples in trees of at most ``most`` tokens."""
+    if most is None:
+        return [TreePart(list(range(len(samples))))]
+    return parts_that_fit([ids.numpy() for _, ids in _ids(samples, field, fields, where)], least_shared, most)
+
+
+def _ids(samples: list[Any], field: str, fields: Fields, where: str) -> list[tuple[str, Tensor]]:
+    return [token_ids(sample, fields, f"{where} of {field!r} {samples[0][field]!r}") for sample in samples]
+
+
+def one_sample(
+    samples: list[Any], field: str, fields: Fields, least_shared: int, where: str, repeated: int = 0
+) -> dict[str, Any]:
+    """Samples of one group as a sample that is a tree; ``repeated`` of its tokens are in an earlier one of the group, too."""
+    found = _ids(samples, field, fields, where)
     tree = tree_of([ids.numpy() for _, ids in found], least_shared)
     left_out = {found[0][0], field, fields.labels}
     made: dict[str, Any] = {
         fields.tokens or TOKENS: tree.tokens,
         TREE_FIELD: tree.mask,
+        REPEATED_FIELD: repeated,
         field: samples[0][field],
         SAMPLES: [{name: x for name, x in sample.items() if name not in left_out} for sample in samples],
     }

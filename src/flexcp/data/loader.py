@@ -81,7 +81,9 @@ class Loader:
     ``tree_by`` names a field, such as a prompt's number, whose equal values make samples one tree: what they begin with alike is held
     once. Its document has the field ``samples`` with the other fields of each, in order, and ``stats.tokens_saved`` counts what trees do
     without. Of a stream, samples of one tree come one after the other. ``mask`` or ``masks`` are then causal or windows, which are
-    measured on the path; ``least_shared`` is that of :func:`flexcp.tree_of`.
+    measured on the path; ``least_shared`` is that of :func:`flexcp.tree_of`. A tree over ``max_length`` with ``too_long="cut"``, or with
+    ``micro_batches`` over what ``max_tokens_per_rank`` leaves all ranks together, is cut between its sequences: each is whole in one of
+    several trees, and ``stats.tokens_repeated`` counts what these hold more than once.
 
     ``lengths`` (numbers, or a text such as ``"@lengths.txt"``) makes a map-style dataset's lengths known without reading it; its own
     attribute ``lengths`` is used where it has one. With known lengths and masks a rank reads only documents it keeps tokens of (a rank
@@ -170,7 +172,8 @@ class Loader:
         found = masks_of(mask, masks, mask_fn, spans)
         if tree_by is not None:
             check_dataset(dataset)
-            dataset, found = grouped(dataset, tree_by, fields, least_shared), masks_of_trees(found)
+            most = self._most_of_a_tree(planner, limits)
+            dataset, found = grouped(dataset, tree_by, fields, least_shared, most), masks_of_trees(found)
         self.reading = Reading(fields, found, limits, shuffle, seed, self.stats)
         self.dataset = dataset
         self.source = _source(dataset, lengths, self.reading, self.peers)
@@ -185,6 +188,12 @@ class Loader:
         self.epoch = self.place = self.step = 0
         self._iteration = 0
         self._closed = False
+
+    def _most_of_a_tree(self, planner: PlannerLike, limits: BatchLimits) -> int | None:
+        """Tokens over which a tree is cut; None where it never is."""
+        cap, pad_to = getattr(planner, "max_tokens_per_rank", None), self.options.get("pad_to") or 1
+        room = None if cap is None or not self.micro_batches else cap // pad_to * pad_to * self.peers.size
+        return min((n for n in (room, limits.longest if limits.too_long == "cut" else None) if n), default=None)
 
     # --- iterating ----------------------------------------------------------------------------------------------------
 
@@ -300,6 +309,7 @@ class Loader:
         if len(known) < len(spec.documents):
             valid = self.peers.total(int((columns[LABELS] != self.reading.fields.ignore).sum()))
         self.stats.tokens_saved += saved_tokens(part.plan.batch)
+        self.stats.tokens_repeated += sum(d.repeated for d in spec.documents)
         ignore = self.reading.fields.ignore
         return local_batch(step, spec, kept, columns, values, max(1, valid), self.epoch, self.device, ignore)
 

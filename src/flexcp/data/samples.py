@@ -33,6 +33,8 @@ NAMES_OF_TOKENS = ("tokens", "input_ids")
 PADDING_MASK = "attention_mask"
 TREE_FIELD = "flexcp tree"
 """The field in which samples of one group, made one document, bring their mask."""
+REPEATED_FIELD = "flexcp repeated tokens"
+"""The field in which they say how many of their tokens an earlier part of their group has, too."""
 MaskChoice = Mask | Mapping[str, tuple[Mask, int]]
 """A document's mask, or its masks by name with how many layers use each."""
 
@@ -88,7 +90,7 @@ def opened(sample: Any, fields: Fields, limit: int, where: str, tree: Tree | Non
     labels = aligned[:limit].long() if tree is not None else _shifted(aligned[:limit].long(), fields.ignore)
     columns = {TOKENS: tokens[:limit], LABELS: labels}
     values: dict[str, Any] = {}
-    for key in sorted(k for k in given if k not in (name, fields.labels, TREE_FIELD)):
+    for key in sorted(k for k in given if k not in (name, fields.labels, TREE_FIELD, REPEATED_FIELD)):
         if key in columns:
             raise ValueError(f"{where} has a field {key!r} besides {name!r}; rename it")
         if key == fields.spans:
@@ -242,7 +244,8 @@ class Masks:
         if limit < whole and tree_in(found, whole) is not None:
             raise ValueError(
                 f"document {number} is a tree of {whole} tokens, and a tree is not cut to {limit}: its sequences would lose their ends; "
-                "raise the budget or max_length, or choose too_long='drop'"
+                "raise the budget or max_length, choose too_long='drop', or let the loader make trees (tree_by=), which it cuts between "
+                "sequences that fit"
             )
         if isinstance(found, Mask):
             return cut_mask(found, limit)

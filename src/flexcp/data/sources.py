@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from flexcp.data.documents import BatchLimits, Document
 from flexcp.data.order import epoch_order
 from flexcp.data.row_sharing import Peers
-from flexcp.data.samples import Fields, Masks, Sample, Schema, counted, opened, token_ids, tree_in
+from flexcp.data.samples import REPEATED_FIELD, Fields, Masks, Sample, Schema, counted, opened, token_ids, tree_in
 from flexcp.data.stats import Stats
 
 Ints = NDArray[np.int64]
@@ -247,7 +247,8 @@ class Read:
         labels = sample.columns["labels"]
         valid = int((labels != ignore).sum()) if tree is None else counted(tree, labels, ignore)
         size = len(pickle.dumps(sample.values)) if sample.values else 0
-        return Document(number, length, whole, mask, self.peers.rank, valid, size), sample
+        repeated = int(raw.get(REPEATED_FIELD, 0)) if isinstance(raw, Mapping) else 0
+        return Document(number, length, whole, mask, self.peers.rank, valid, size, repeated=repeated), sample
 
     # --- state --------------------------------------------------------------------------------------------------------
 

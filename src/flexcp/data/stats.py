@@ -35,6 +35,8 @@ class Stats:
 
     tokens_saved: int = 0
     """Tokens of sequences that trees held once for several."""
+    tokens_repeated: int = 0
+    """Tokens of trees that were cut which an earlier part of their tree held, too."""
 
     def waited(self, seconds: float) -> None:
         """The loop took a plan after so many seconds."""

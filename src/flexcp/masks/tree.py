@@ -128,14 +128,14 @@ class Tree:
 
     def without_seams(self) -> Tree:
         """The same paths in the fewest segments: empty ones left out, only children joined to their parents. Its ends are all leaves."""
-        kept: list[int] = []  # segments with tokens, in the order of the stream
+        kept: list[int] = []  # the tokens of segments that have any, in the order of the stream
         parents: list[int] = []
         place: list[int] = []  # of each segment: where its path's last tokens are in ``kept``
-        for segment, parent in enumerate(self.parents.tolist()):
+        for parent, tokens in zip(self.parents.tolist(), self.lengths.tolist(), strict=True):
             above = ROOT if parent == ROOT else place[parent]
-            if self.lengths[segment]:
+            if tokens:
                 place.append(len(kept))
-                kept.append(segment)
+                kept.append(tokens)
                 parents.append(above)
             else:
                 place.append(above)
@@ -143,8 +143,7 @@ class Tree:
         joined: list[int] = []
         lengths: list[int] = []
         number: list[int] = []
-        for at, parent in enumerate(parents):
-            tokens = int(self.lengths[kept[at]])
+        for parent, tokens in zip(parents, kept, strict=True):
             if parent != ROOT and children[parent] == 1:
                 number.append(number[parent])
                 lengths[number[parent]] += tokens

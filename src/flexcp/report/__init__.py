@@ -4,6 +4,7 @@ Which table is where, for a new column:
 
 strategies_table.py  strategies side by side (``compare``, ``advise``)
 plan_tables.py       a plan: its batch, ranks, masks, who sends what to whom (``plan``, ``show``)
+trees.py             the trees of a plan: their picture and its table
 rounds_table.py      a plan's rounds, also as text (``plan --rounds``)
 training_table.py    the steps of a training run (``train``)
 accept_tables.py     checks, ranks, links and strategies of a first run on a cluster (``accept``)

@@ -12,7 +12,17 @@ from flexcp.io.atomic_files import write_whole
 from flexcp.report.sections import Section
 from flexcp.version import __version__
 
-SCRIPTS = ("numbers.js", "colours.js", "view.js", "stream.js", "matrix.js", "ranks.js", "charts.js", "boot.js")
+SCRIPTS = (
+    "numbers.js",
+    "colours.js",
+    "view.js",
+    "stream.js",
+    "matrix.js",
+    "tree.js",
+    "ranks.js",
+    "charts.js",
+    "boot.js",
+)
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 KEYS = "Arrow keys move a cursor over a picture and read out what is under it; plus and minus zoom, 0 shows all, Escape ends."
 

@@ -17,6 +17,7 @@ from flexcp.report.plan_data import drawn_documents, plan_data
 from flexcp.report.plan_time import PlanTime
 from flexcp.report.sections import KEYS, Section
 from flexcp.report.timeline import Bar, timeline_data, timeline_figure
+from flexcp.report.trees import tree_data, tree_figure
 from flexcp.schedule.predict import predict
 
 MOST_DOCUMENTS = 200
@@ -30,7 +31,7 @@ def plan_section(
     """Everything there is to see of a plan; ``bars`` are its timeline, of what ``timed`` says; ``time`` is of all layers unless given."""
     time = time or PlanTime.of_plan(plan)
     bound = time.perfect_ns(plan)
-    data = {**plan_data(plan, time), "bound": bound, "timeline": timeline_data(bars)}
+    data = {**plan_data(plan, time), "trees": tree_data(plan), "bound": bound, "timeline": timeline_data(bars)}
 
     def body(number: int) -> str:
         parts = [
@@ -39,6 +40,7 @@ def plan_section(
             _legend(plan, number),
             _batch(plan, number),
             _kept(plan, number),
+            tree_figure(plan, number) if data["trees"] else "",
             _matrix(plan, number),
             _traffic(plan, number),
             timeline_figure(number, data["timeline"], plan.ranks, timed) if data["timeline"]["labels"] else "",

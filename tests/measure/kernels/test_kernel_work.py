@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from flexcp.executor.kernels.reference import dense_mask
-from flexcp.measure.kernels.work import NAMES, mask_mod, workload
+from flexcp.measure.kernels.work import NAMES, TREES, mask_mod, workload
 
 TOKENS, DOCUMENT_TOKENS = 4500, 900
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES + TREES)
 def test_slices_and_mask_mod_agree(name: str) -> None:
     tokens = DOCUMENT_TOKENS if name.startswith("docs") else TOKENS  # windows of 4,096 need more
     work = workload(name, tokens)

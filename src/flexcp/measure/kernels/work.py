@@ -12,12 +12,15 @@ from numpy.typing import NDArray
 
 from flexcp import masks
 from flexcp.masks import Mask
+from flexcp.masks.tree import tree_of_mask
 
 Ints = NDArray[np.int64]
 MaskMod = Callable[[Any, Any, Any, Any], Any]
 WINDOW, SINK, BLOCK, LOCAL, ANSWERS, QUESTION = 4096, 64, 256, 2, 4, 0.2
 
 NAMES = ("causal", "full", "window", "lambda", "question", "blockwise", "docs16", "docs64")
+TREES = ("tree-rollouts16", "tree-rollouts64", "tree-pair", "tree-agent")
+"""A prompt of a quarter of the tokens with 16, of a half with 64 rollouts, a prompt with two answers, and a run that branches at turns."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +58,32 @@ def workload(name: str, tokens: int, seed: int = 0) -> Workload:
     }
     if name in named:
         return Workload(name, (tokens,), named[name])
+    if name in TREES:
+        return Workload(name, (tokens,), _tree(name, tokens, seed))
     if not name.startswith("docs") or not name[4:].isdigit() or not 1 <= int(name[4:]) <= tokens:
         raise ValueError(
-            f"unknown workload {name!r}; known are {', '.join(NAMES)}, and docsN for any number of documents N"
+            f"unknown workload {name!r}; known are {', '.join(NAMES + TREES)}, and docsN for any number of documents N"
         )
     cuts = np.random.default_rng(seed).choice(np.arange(1, tokens), int(name[4:]) - 1, replace=False)
     lengths = np.diff(np.concatenate([[0], np.sort(cuts), [tokens]]))
     return Workload(name, tuple(int(n) for n in lengths), masks.causal())
+
+
+def _tree(name: str, tokens: int, seed: int) -> Mask:
+    if name == "tree-agent":
+        rng = np.random.default_rng(seed)
+        borders = np.unique([0, *rng.integers(1, max(2, tokens), 128), tokens])
+        parents, path = [-1], [0]
+        for segment in range(1, len(borders) - 1):
+            path = path[: int(rng.integers(1, len(path) + 1))] if rng.random() < 0.5 else path[:15]
+            parents.append(path[-1])
+            path.append(segment)
+        return masks.tree(parents, np.diff(borders).tolist())
+    prompt, answers = {"tree-rollouts16": (tokens // 4, 16), "tree-rollouts64": (tokens // 2, 64)}.get(
+        name, (tokens // 2, 2)
+    )
+    cuts = np.linspace(prompt, tokens, answers + 1).astype(np.int64)
+    return masks.tree([-1] + [0] * answers, [prompt, *np.diff(cuts).tolist()])
 
 
 def mask_mod(work: Workload, device: torch.device) -> MaskMod | None:
@@ -83,5 +105,10 @@ def mask_mod(work: Workload, device: torch.device) -> MaskMod | None:
         part = (torch.arange(n) - question).div((n - question) // ANSWERS, rounding_mode="floor")
         ids = part.clamp(-1, ANSWERS - 1).to(device)
         return lambda b, h, q, k: (q >= k) & ((ids[k] < 0) | (ids[q] == ids[k]))
+    if work.name in TREES:  # a key is seen from its own row to the end of its segment's subtree
+        tree = tree_of_mask(work.mask)
+        ends = np.append(tree.starts, tree.tokens)[tree.after]
+        until = torch.from_numpy(np.repeat(ends, tree.lengths)).to(device)
+        return lambda b, h, q, k: (q >= k) & (q < until[k])
     ids = torch.repeat_interleave(torch.arange(len(work.lengths)), torch.tensor(work.lengths)).to(device)
     return lambda b, h, q, k: (q >= k) & (ids[q] == ids[k])

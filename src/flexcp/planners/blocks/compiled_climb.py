@@ -22,7 +22,7 @@ from flexcp.planners.blocks.compiled_shared import (
     cost_change,
     head_within,
     load_of,
-    most_slices,
+    most_spans,
     tail_within,
     tried_items,
     write_item,
@@ -103,7 +103,7 @@ def climb(items, n, bins, ruler, cap_load, cap_rows, reads, sweeps):
     for i in range(n):
         load[items[i, BIN]] += items[i, LOAD]
         rows[items[i, BIN]] += items[i, HI] - items[i, LO]
-    most = most_slices(reads)
+    most = most_spans(reads)
     ranges = np.zeros((len(items) + 3, 2), np.int64)
     spans = np.zeros(((len(items) + 3) * most, 2), np.int64)
     changed, ends, short = np.zeros(bins, np.int64), np.zeros(2, np.int64), np.zeros(2, np.int64)

@@ -25,7 +25,7 @@ from flexcp.planners.blocks.compiled_shared import (
     chains,
     fetched,
     load_of,
-    most_slices,
+    most_spans,
     write_item,
 )
 
@@ -63,7 +63,7 @@ def even_rows(work, targets, limit, ruler, kv, row, reads):
         room[u] *= team[u]
     for i in range(n):
         room[items[i, BIN]] -= items[i, LOAD]
-    most = most_slices(reads)
+    most = most_spans(reads)
     ranges, spans = np.zeros((len(items) + 3, 2), np.int64), np.zeros(((len(items) + 3) * most, 2), np.int64)
     chain = chains(items, n, len(reads.thin))
     lists = np.full((2, max(ranks, len(items))), -1, np.int64)
@@ -164,11 +164,7 @@ def path(items, chain, lists, unit, excess, room, donor, rows, ruler, kv, row, r
                     if total < cost[b]:
                         cost[b], before[b], via[b], tail[b], carried[b] = total, a, i, end == 1, part
                 ranges[0, 0], ranges[0, 1] = x, y
-                alone = (
-                    change
-                    + reads.thin[d]
-                    + fetched(ranges, 1, ranges, 1, reads.slices, reads.first[d], reads.first[d + 1], spans)
-                )
+                alone = change + reads.thin[d] + fetched(ranges, 1, ranges, 1, reads, d, spans)
                 if alone < stranger:
                     stranger, strange_item, strange_tail = alone, i, end == 1
             i = lists[1, i]

@@ -21,7 +21,7 @@ from flexcp.planners.blocks.compiled_shared import (
     MILLION,
     fetched,
     load_of,
-    most_slices,
+    most_spans,
     write_item,
 )
 
@@ -140,11 +140,11 @@ def too_large(items, aim):
 def dear_to_fetch(items, team, reads, kv, row):
     """Which items' keys cost more than splitting them, which exchanges q, o and kv of the rows that other ranks of the team keep."""
     costly = np.zeros(len(items), np.bool_)
-    alone, spans = np.zeros((1, 2), np.int64), np.zeros((most_slices(reads), 2), np.int64)
+    alone, spans = np.zeros((1, 2), np.int64), np.zeros((most_spans(reads), 2), np.int64)
     for i in range(len(items)):
         d = items[i, DOC]
         alone[0, 0], alone[0, 1] = items[i, LO], items[i, HI]
-        keys = fetched(alone, 1, alone, 1, reads.slices, reads.first[d], reads.first[d + 1], spans)
+        keys = fetched(alone, 1, alone, 1, reads, d, spans)
         costly[i] = keys * kv > (items[i, HI] - items[i, LO]) * (row + kv) * (team - 1) // team
     return costly
 
@@ -281,7 +281,7 @@ def violations(work, kept, ruler, cap_load, cap_rows):
 @compiled
 def received(work, kept, ranks, kv, row, reads):
     """Bytes that all ranks receive: ``kv`` for a key with all heads, ``row`` for a row's q and o with all heads."""
-    most = most_slices(reads)
+    most = most_spans(reads)
     rows, owned = np.zeros((len(work), 2), np.int64), np.zeros((len(kept), 2), np.int64)
     spans = np.zeros((len(work) * most, 2), np.int64)
     # By document, in their order within each: a document's rows then lie together, however many documents there are.
@@ -316,7 +316,7 @@ def received(work, kept, ranks, kv, row, reads):
                 if work[j, 1] == 1:
                     rows[count, 0], rows[count, 1] = work[j, 3], work[j, 4]
                     count += 1
-            full = fetched(rows, count, owned, have, reads.slices, reads.first[d], reads.first[d + 1], spans)
+            full = fetched(rows, count, owned, have, reads, d, spans)
             total += (full + reads.thin[d]) * kv
             whole = count
             for j in mine[at:end]:
@@ -324,11 +324,7 @@ def received(work, kept, ranks, kv, row, reads):
                     rows[count, 0], rows[count, 1] = work[j, 3], work[j, 4]
                     count, team = count + 1, work[j, 1]
             if count > whole:
-                total += (
-                    (fetched(rows, count, owned, have, reads.slices, reads.first[d], reads.first[d + 1], spans) - full)
-                    * kv
-                    // team
-                )
+                total += (fetched(rows, count, owned, have, reads, d, spans) - full) * kv // team
             for j in range(count):
                 foreign = rows[j, 1] - rows[j, 0]
                 for k in range(have):

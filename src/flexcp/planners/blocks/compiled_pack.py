@@ -21,7 +21,7 @@ from flexcp.planners.blocks.compiled_shared import (
     fetched,
     head_within,
     load_of,
-    most_slices,
+    most_spans,
     tail_within,
     total_cost,
     tried_items,
@@ -159,7 +159,7 @@ def repair(items, n, bins, ruler, cap_load, cap_rows, mean_load, mean_rows, read
     for i in range(n):
         load[items[i, BIN]] += items[i, LOAD]
         rows[items[i, BIN]] += items[i, HI] - items[i, LO]
-    most = most_slices(reads)
+    most = most_spans(reads)
     ranges = np.zeros((len(items) + 2, 2), np.int64)
     spans = np.zeros(((len(items) + 2) * most, 2), np.int64)
     chain = chains(items, n, len(reads.thin))
@@ -236,9 +236,7 @@ def repair(items, n, bins, ruler, cap_load, cap_rows, mean_load, mean_rows, read
                         r0, r1 = (lo, x) if x > lo else (y, hi)
                         ranges[0, 0], ranges[0, 1] = x, y
                         known[kind, 0], known[kind, 1] = x, y
-                        known[kind, 3] = reads.thin[d] + fetched(
-                            ranges, 1, ranges, 1, reads.slices, reads.first[d], reads.first[d + 1], spans
-                        )
+                        known[kind, 3] = reads.thin[d] + fetched(ranges, 1, ranges, 1, reads, d, spans)
                         known[kind, 2] = bin_cost(items, chain, w, d, i, r0, r1, 0, 0, reads, ranges, spans) - here
                     change = known[kind, 2]
                     if holds[b] == i:

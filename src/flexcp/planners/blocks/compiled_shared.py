@@ -35,11 +35,17 @@ class Ruler(NamedTuple):
 
 class Reads(NamedTuple):
     """What rows read: document d's slices are ``slices[first[d] : first[d + 1]]``. Its thin rows, which are in none of them, cost
-    every bin with rows of it ``thin[d]`` keys."""
+    every bin with rows of it ``thin[d]`` keys.
+
+    Where ``nested[d]`` is not 0, the document is a tree: its slices' keys are its rows from one slice to the next, each seen by itself and
+    all behind it as far as the slice goes. ``around[s]`` is the slice around it, counted from the document's first, -1 for none, and
+    ``nested[d]`` how many lie around each other at most."""
 
     slices: Any
     first: Any
     thin: Any
+    around: Any
+    nested: Any
 
 
 @compiled_leaf
@@ -53,11 +59,12 @@ def write_item(items, i, d, lo, hi, load, b):
 
 
 @compiled_leaf
-def most_slices(reads):
-    """The most slices that a document has, at least 1."""
+def most_spans(reads):
+    """The most spans of keys that a range of rows reads, at least 1: one of each slice, or in a nested document itself and those around."""
     most = 1
     for d in range(len(reads.thin)):
-        most = max(most, reads.first[d + 1] - reads.first[d])
+        spans = reads.nested[d] + 1 if reads.nested[d] else reads.first[d + 1] - reads.first[d]
+        most = max(most, spans)
     return most
 
 
@@ -108,12 +115,12 @@ def head_within(ruler, d, lo, hi, load):
 
 
 @compiled_leaf
-def fetched(reads, count, owned, kept, slices, s0, s1, spans):
-    """Keys that the rows ``reads[:count]`` of a document read and that are not among the rows ``owned[:kept]``."""
-    found = 0
+def spans_of_slices(rows, count, reads, d, spans):
+    """The keys that the rows ``rows[:count]`` of a document read of each slice, ordered by the first; how many."""
+    slices, found = reads.slices, 0
     for j in range(count):
-        for s in range(s0, s1):
-            r0, r1 = max(slices[s, 0], reads[j, 0]), min(slices[s, 1], reads[j, 1])
+        for s in range(reads.first[d], reads.first[d + 1]):
+            r0, r1 = max(slices[s, 0], rows[j, 0]), min(slices[s, 1], rows[j, 1])
             if r0 >= r1:
                 continue
             lo, hi, k0, k1 = slices[s, 4], slices[s, 5], slices[s, 2], slices[s, 3]
@@ -127,6 +134,48 @@ def fetched(reads, count, owned, kept, slices, s0, s1, spans):
                 at -= 1
             spans[at, 0], spans[at, 1] = a, b
             found += 1
+    return found
+
+
+@compiled_leaf
+def spans_of_tree(rows, count, reads, d, spans):
+    """The same for a nested document, of which rows read themselves and what their first one reads before it."""
+    slices, start, found = reads.slices, reads.first[d], 0
+    for j in range(count):
+        x, y = rows[j, 0], rows[j, 1]
+        if x >= y:
+            continue
+        low, high = start, reads.first[d + 1] - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            if slices[middle, 0] <= x:
+                low = middle
+            else:
+                high = middle - 1
+        more, s = 1, low - start
+        while s >= 0:
+            more, s = more + 1, reads.around[start + s]
+        # Both the spans found and the new ones are in order: merged from the back.
+        i, at = found - 1, found + more - 1
+        a, b, s = x, y, low - start
+        for _ in range(more):
+            while i >= 0 and spans[i, 0] > a:
+                spans[at, 0], spans[at, 1] = spans[i, 0], spans[i, 1]
+                i, at = i - 1, at - 1
+            spans[at, 0], spans[at, 1] = a, b
+            at -= 1
+            if s >= 0:
+                a, b = slices[start + s, 2], min(slices[start + s, 3], x)
+                s = reads.around[start + s]
+        found += more
+    return found
+
+
+@compiled_leaf
+def fetched(rows, count, owned, kept, reads, d, spans):
+    """Keys that the rows ``rows[:count]`` of a document read and that are not among the rows ``owned[:kept]``."""
+    read = (rows, count, reads, d, spans)
+    found = spans_of_tree(*read) if reads.nested[d] else spans_of_slices(*read)
     total, reach = 0, -1
     for i in range(found):
         a, b = max(spans[i, 0], reach), spans[i, 1]
@@ -189,9 +238,7 @@ def bin_cost(items, chain, b, d, skip, x0, x1, y0, y1, reads, ranges, spans):
         count += 1
     if count == 0:
         return 0
-    return reads.thin[d] + fetched(
-        ranges, count, ranges, count, reads.slices, reads.first[d], reads.first[d + 1], spans
-    )
+    return reads.thin[d] + fetched(ranges, count, ranges, count, reads, d, spans)
 
 
 @compiled_leaf
@@ -204,7 +251,7 @@ def cost_change(items, chain, b, d, skip, x0, x1, reads, ranges, spans):
 @compiled
 def total_cost(items, n, bins, reads):
     """Keys that all bins fetch."""
-    most = most_slices(reads)
+    most = most_spans(reads)
     ranges = np.zeros((n + 2, 2), np.int64)
     spans = np.zeros(((n + 2) * most, 2), np.int64)
     total = 0

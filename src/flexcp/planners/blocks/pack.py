@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from flexcp.arrays.intervals import offsets, spread
 from flexcp.batch import Batch, LayerMask
 from flexcp.masks import HI, K0, K1, LO, Q0, Q1, cut, is_empty, rows_area
+from flexcp.masks.nested import FEW, NOT_NESTED
 
 Ints = NDArray[np.int64]
 THIN = 12
@@ -73,6 +74,10 @@ class RowLoads:
     area_layers: Ints
     area_first: Ints
     shift: int
+    around: Ints
+    """The slice of ``slices`` around each, counted from its document's first."""
+    nested: Ints
+    """How many slices of each document lie around each other at most, 0 where it is no tree (:class:`compiled_shared.Reads`)."""
 
     @property
     def ruler(self) -> Any:
@@ -86,7 +91,7 @@ class RowLoads:
         """What rows read as the compiled loops take it."""
         from flexcp.planners.blocks.compiled_shared import Reads
 
-        return Reads(self.slices, self.slice_first, self.thin_keys)
+        return Reads(self.slices, self.slice_first, self.thin_keys, self.around, self.nested)
 
     def of_documents(self, documents: Ints) -> tuple[Any, Any]:
         """Ruler and reads of some documents only, numbered anew: the loops go over all documents they are given, many times."""
@@ -94,9 +99,10 @@ class RowLoads:
 
         counts = self.slice_first[documents + 1] - self.slice_first[documents]
         index, within = spread(counts)
-        slices = self.slices[self.slice_first[documents][index] + within]
+        at = self.slice_first[documents][index] + within
         ruler = Ruler(self.prefix, self.first[documents], self.batch.lengths[documents], self.grain)
-        return ruler, Reads(slices, offsets(counts), self.thin_keys[documents])
+        thin, nested = self.thin_keys[documents], self.nested[documents]
+        return ruler, Reads(self.slices[at], offsets(counts), thin, self.around[at], nested)
 
     @property
     def total(self) -> int:
@@ -118,7 +124,8 @@ def make_row_loads(batch: Batch, grain: int, price: int, thin_price: int | None)
 
     first = offsets(-(-batch.lengths // grain) + 1)
     thin, terms, owners = [], [], []
-    heaviest, reads, thin_keys = -1, (batch.masks[0].first, batch.masks[0].slices), np.zeros_like(batch.lengths)
+    heaviest, read, reads = -1, batch.masks[0], batch.masks[0].slices
+    thin_keys = np.zeros_like(batch.lengths)
     for mask in batch.masks:
         begin = batch.lengths if thin_price is None else _thin_rows(mask, batch.lengths)
         owner = np.repeat(np.arange(batch.documents), np.diff(mask.first))
@@ -128,7 +135,7 @@ def make_row_loads(batch: Batch, grain: int, price: int, thin_price: int | None)
         mine = [wide] if is_empty(narrow).all() else [wide, _transposed(narrow)]
         work = mask.layers * sum(int(rows_area(slices, slices[:, Q0], slices[:, Q1]).sum()) for slices in mine)
         if work > heaviest:
-            heaviest, reads = work, (mask.first, wide)
+            heaviest, read, reads = work, mask, wide
             thin_keys = (batch.lengths - begin) * (thin_price or 0)
         thin.append(begin)
         owners += [owner] * len(mine)
@@ -146,8 +153,8 @@ def make_row_loads(batch: Batch, grain: int, price: int, thin_price: int | None)
         grain,
         loads >> shift,
         first,
-        np.ascontiguousarray(reads[1]),
-        reads[0],
+        np.ascontiguousarray(reads),
+        read.first,
         tuple(thin),
         thin_keys,
         row_price,
@@ -155,7 +162,24 @@ def make_row_loads(batch: Batch, grain: int, price: int, thin_price: int | None)
         layers,
         slice_first,
         shift,
+        read.nesting.around,
+        _tree_levels(read, reads, batch.lengths),
     )
+
+
+def _tree_levels(mask: LayerMask, slices: Ints, lengths: Ints) -> Ints:
+    """How many slices lie around each other at most in each document that is a tree: every row sees itself, all before it in its slice,
+    and all keys of the slices around that. 0 for any other."""
+    found = np.zeros(len(lengths), np.int64)
+    nested = np.flatnonzero(np.diff(mask.first) >= FEW)
+    nested = nested[mask.nesting.around[mask.first[nested]] != NOT_NESTED]
+    for document in nested.tolist():
+        mine = slice(int(mask.first[document]), int(mask.first[document + 1]))
+        q0, q1, k0, k1, lo, hi = slices[mine].T
+        tiled = np.array_equal(k0, q0) and np.array_equal(k1, np.append(q0[1:], lengths[document])) and q0[0] == 0
+        if tiled and (q1 >= k1).all() and (hi == 0).all() and (lo <= k0 - (q1 - 1)).all():
+            found[document] = 1 + int(mask.nesting.level[mine].max())
+    return found
 
 
 def _transposed(slices: Ints) -> Ints:

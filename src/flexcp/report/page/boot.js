@@ -1,7 +1,7 @@
 // Start: read the data, draw every picture, and wire what belongs to the whole page: theme, legend, tables.
 
 const PICTURES = {
-  batch: batchPicture, kept: keptPicture, matrix: matrixPicture, balance: balancePicture, timeline: timelinePicture,
+  batch: batchPicture, kept: keptPicture, matrix: matrixPicture, tree: treePicture, balance: balancePicture, timeline: timelinePicture,
   traffic: trafficPicture, strategies: strategiesPicture, lines: linesPicture,
 };
 

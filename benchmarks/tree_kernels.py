@@ -1,0 +1,62 @@
+"""Our kernels on four trees beside FlexAttention, forward and backward, on one GPU (an H200 is what it is meant for).
+
+    python benchmarks/tree_kernels.py                    # 32 / 8 heads of 128, bf16, 65,536 tokens
+    python benchmarks/tree_kernels.py --tokens 16384 --kernels triton,hopper,cute
+
+It needs a CUDA GPU and the kernels' packages; nothing is timed without. The trees are a prompt with 16 and with 64 rollouts, a pair of
+answers, and a run that branches at its turns (``TREES`` of ``flexcp/measure/kernels/work.py``). FlexAttention gets each tree as a
+``mask_mod`` of one lookup, in its own kernels and in those of FlashAttention-4 where they are installed; the faster of the two is what we
+are compared with, pass by pass. Our results are checked against float64 on rows and keys drawn at random.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from flexcp.measure.kernels.bench import Heads, Result, bench, matrix_rate, table
+from flexcp.measure.kernels.work import TREES
+
+FLEX = ("flex", "flexfa4")
+OURS = ("triton", "hopper", "cute")
+
+
+def main() -> None:
+    """Time all of it and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=65_536)
+    parser.add_argument("--kernels", default=",".join(OURS))
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks/tree_kernels.py times kernels on a CUDA GPU, and there is none here")
+    kernels = options.kernels.split(",")
+    results = bench(list(TREES), options.tokens, Heads(32, 8, 128), [*kernels, *FLEX], options.rounds)
+    print(table(results, matrix_rate()))
+    print("\n".join(beside_flex(results, kernels)))
+
+
+def beside_flex(results: list[Result], kernels: list[str]) -> list[str]:
+    """For each tree and pass how many times as fast our fastest kernel is as FlexAttention's fastest, in words."""
+    lines = []
+    for name in dict.fromkeys(r.workload for r in results):
+        for way in ("forward_ms", "backward_ms"):
+            best = {}
+            for side, contenders in (("ours", kernels), ("flex", FLEX)):
+                times = [
+                    (getattr(r, way), r.contender)
+                    for r in results
+                    if r.workload == name and r.contender in contenders and getattr(r, way) is not None
+                ]
+                best[side] = min(times, default=None)
+            if best["ours"] is None or best["flex"] is None:
+                lines.append(f"{name} {way.removesuffix('_ms')}: one side has no time")
+                continue
+            (ours, kernel), (flex, backend) = best["ours"], best["flex"]
+            lines.append(f"{name} {way.removesuffix('_ms')}: {kernel} is {flex / ours:.2f} times as fast as {backend}")
+    return lines
+
+
+if __name__ == "__main__":
+    main()
