@@ -5,8 +5,7 @@ BIN := .venv/bin
 # Tests start hundreds of Python processes: bytecode is kept whatever the environment says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test tests loops kernels lint docs screenshots verify-all planning simulator-speed training-thread auto groups regimes memory multimodal models experiments papers published trainers box kernel-fit hypergraph properties data fuzz fuzz-plans fuzz-readers mutants planted soak clean
-.PHONY: demo test tests loops kernels lint docs screenshots verify-all planning trees simulator-speed training-thread auto groups regimes memory multimodal models experiments papers published trainers box kernel-fit hypergraph properties data fuzz-plans clean
+.PHONY: demo test tests loops kernels lint docs screenshots verify-all planning trees simulator-speed training-thread auto groups regimes memory multimodal models experiments papers published trainers box kernel-fit hypergraph properties data fuzz fuzz-plans fuzz-readers mutants planted soak clean
 
 demo: .venv/ready
 	$(BIN)/flexcp demo
