@@ -16,9 +16,11 @@ from flexcp.clusters import cluster
 from flexcp.data.lengths import draw_lengths
 from flexcp.models.find import find_model
 from flexcp.simulator.training import Simulation
-from simulated import mean, row_of, step_of, table
+from papers_runs import Runs, step_ns
+from simulated import mean, step_of, table
 
 PUBLISHED = {"libra256k": 1.79, "libra1m": 2.54}
+ULYSSES = "ulysses:8"
 OTHER_LAYERS = 2
 """Their place among the parts of a step's time on a rank."""
 
@@ -31,31 +33,26 @@ def floor_ns(simulation: Simulation) -> float:
 
 
 def lengths_table(seeds: int = 3, nodes: int = 8, tokens: int = 32_768) -> list[str]:
-    """Step time of Ulysses, static methods and ours, and the bound."""
-    rows = []
+    """Step time of Ulysses and of ours, the bound, and ``auto`` over both static baselines."""
+    rows, runs = [], Runs()
+    where = step_of(find_model("llama3-8b"), cluster("h100", nodes, 8))
     for name, published in PUBLISHED.items():
-        where = step_of(find_model("llama3-8b"), cluster("h100", nodes, 8))
-        cells, methods = [], ["ulysses:8", "usp", "zigzag", "blocks", "groups", "auto"]
-        for seed in range(seeds):
-            found = where.compare(draw_lengths(name, tokens * nodes * 8, seed), methods)
-            static, auto = found.best_static, row_of(found, "auto")
-            assert static is not None and auto.simulation is not None
-            times = [row_of(found, each).ns for each in ("blocks", "groups", "auto")]
-            cells.append([row_of(found, "ulysses").ns, static.ns, *times, floor_ns(auto.simulation)])
-        ulysses, best, blocks, groups, auto_ns, floor = (mean(column) for column in zip(*cells, strict=True))
-        texts = [f"{x / 1e6:.0f}" for x in (ulysses, best, blocks, groups, auto_ns, floor)]
-        ratios = [ulysses / auto_ns, ulysses / floor, published, best / auto_ns]
+        batches = [draw_lengths(name, tokens * nodes * 8, seed) for seed in range(seeds)]
+        times = [
+            runs.least(where, batches, [each], step_ns)[1] / seeds for each in (ULYSSES, "blocks", "groups", "auto")
+        ]
+        floor = mean(floor_ns(runs.run(where, lengths, "auto")) for lengths in batches)
+        static = runs.over_static(where, batches, "auto", step_ns)
+        texts = [f"{x / 1e6:.0f}" for x in (*times, floor)]
+        ratios = [times[0] / times[-1], times[0] / floor, published, *static]
         rows.append([name, *texts, *(f"{ratio:.2f}" for ratio in ratios)])
-    heads = [
-        "lengths",
-        "ulysses:8 ms",
-        "best static of each batch",
-        "blocks",
-        "groups",
-        "auto",
-        "no plan is faster than",
+    heads = ["lengths", f"{ULYSSES} ms", "blocks", "groups", "auto", "no plan is faster than", "ulysses / auto"]
+    heads += [
+        "ulysses / that bound",
+        "Libra over Ulysses, published",
+        "auto over static of each batch",
+        "over one fixed",
     ]
-    heads += ["ulysses / auto", "ulysses / that bound", "Libra over Ulysses, published", "best static / auto"]
     return table(heads, rows)
 
 
