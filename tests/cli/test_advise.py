@@ -207,7 +207,7 @@ def test_why_static_speaks_of_times_not_of_percentages_over_100() -> None:
     far = why_static(advice_on(static, answer_of("blocks", [[500, 1180, 600, 330]] * 4, [1] * 4), 1000))
     for part in (
         "zigzag takes 2.6 times as long as perfectly divided compute, and the best plan, blocks, 2.6 times",
-        "46 % waiting for transfers, 13 % gradient sync and 4 % work that perfectly divided compute does not have",
+        "46 % waiting for others, 13 % gradient sync and 4 % work that perfectly divided compute does not have",
     ):
         assert part in far, far
     assert "%" not in far.split("compute")[0]
@@ -272,7 +272,8 @@ def test_no_share_of_what_is_lost_is_negative(below: int) -> None:
     static = answer_of("zigzag", [[400 - below, 400, 300, 0], *[[400, 390 - below, 300, 0]] * 3], [1] * 4)
     advice, lost = advice_on(static, static, 700), losses(static, 700)
     assert static.uneven < 0, "a test of nothing"
-    assert min(lost.values()) >= 0 and sum(lost.values()) == pytest.approx(1 - 700 / static.total_ns)
+    assert min(lost.values()) >= 0 and sum(lost.values()) >= 1 - 700 / static.total_ns - 1e-9
+    assert (lost["waiting"], lost["sync"]) == (static.share("wait"), static.share("sync")), "as in the sentence before"
     assert "-" not in why_static(advice) and "of its pass 0 % is compute of the slowest rank" in why_static(advice)
     fast = answer_of("zigzag", [[399, 0, 300, 0]] * 4, [1] * 4)
     assert why_static(advice_on(fast, fast, 700)).startswith("zigzag takes only 0 % longer")
@@ -296,12 +297,12 @@ def test_a_config_brings_its_masks_and_the_lines_explain_themselves(tmp_path: Pa
     setting = ["60000,40x500", "--ranks", "8", "--max-tokens-per-rank", "64k", "--today", "dp"]
     text = invoke("advise", *setting, "--model", str(tmp_path)).stdout
     flat = " ".join(text.split())
-    assert "gpt-oss-20b with causal (2 layers) and window:127,0 (2 layers) attention on h100:1x8" in flat
+    assert "gpt-oss-20b with causal (2 layers) and window of 128 keys (2 layers) attention on h100:1x8" in flat
     assert 'masks={"full": (flexcp.causal(), 2), "window": (flexcp.window(127, 0), 2)}' in text
     by_numbers = invoke(
         "advise", *setting, "--heads", "8", "--hidden", "1024", "--layers", "2", "--mask", "window:4096"
     ).stdout
-    assert "a model of 2 layers of 1024 with window:4095,0" in " ".join(by_numbers.split())
+    assert "a model of 2 layers of 1024 with window of 4,096 keys" in " ".join(by_numbers.split())
     assert 'masks={"mask": (flexcp.window(4095, 0), 2)}' in by_numbers
 
 

@@ -117,13 +117,25 @@ def test_a_file_is_a_data_set_of_which_a_batch_is_taken(tmp_path: Path, command:
     first, second = run(*words), run(*words, "--batch", "2")
     for result, number, tokens in ((first, 1, 3072), (second, 2, 1724)):
         assert result.exit_code == 0, result.output
-        assert f"batch {number} of 4 in {file} ({tokens:,} of 11,444 tokens; up to 3,584 a batch" in result.output
+        documents = "document 0" if number == 1 else "documents 1 to 3"
+        assert (
+            f"batch {number} of 4 in {file} ({documents} of the file; {tokens:,} of 11,444 tokens; up to 3,584 a batch"
+            in result.output
+        )
         assert "7/8 of 4 ranks x 1,024; --batch and --max-tokens-per-rank choose others" in result.output
     whole = run(command, "--lengths", str(file), "--ranks", "4", *words[-2:])
     assert whole.exit_code == 0 and "batch 1" not in whole.output and "11" in whole.output
     assert (
         "batch" not in run(*words[:1], "--lengths", "3k,1k", *words[3:]).output.replace("max-", "").split("zigzag")[0]
     )
+
+
+def test_a_document_that_no_batch_can_hold_is_told_before_its_turn(tmp_path: Path) -> None:
+    file = tmp_path / "lengths.txt"
+    file.write_text("3k 1k 500 5k 200 6k")
+    found = run("plan", "--lengths", str(file), "--ranks", "4", "--max-tokens-per-rank", "1k", "--strategy", "zigzag")
+    says = "document 3 of the file (5,120 tokens) and 1 more can run in no batch: 4 ranks x 1,024 tokens keep 4,096"
+    assert found.exit_code == 0 and says in " ".join(found.output.split())
 
 
 @pytest.mark.parametrize("command", ["compare", "simulate", "plan"])
@@ -276,7 +288,7 @@ def test_stages_and_experts_are_divided_or_refused() -> None:
     assert "experts use the same ranks, and their exchange of tokens is left out" in experts.output
     for more, says in (
         (["--heads", "8", "--ep", "2"], "--ep 2 divides the experts of a whole model; give --model, or drop --ep"),
-        (["--model", "qwen3-30b-a3b", "--ep", "64"], "--ep 64 does not divide the 32 GPUs of h100:4x8"),
+        (["--model", "qwen3-30b-a3b", "--ep", "64"], "that hold the same layers; use one of [1, 2, 4, 8, 16, 32]"),
         (["--model", "llama3-8b", "--tp", "5"], "tp=5 does not divide"),
     ):
         assert says in str(run(*words, *more).exception)

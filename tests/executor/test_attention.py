@@ -261,7 +261,7 @@ def test_an_unknown_mask_name_is_refused() -> None:
 def test_a_layer_of_several_masks_must_say_which() -> None:
     """The first mask would be some other layer's."""
     step, given = one_rank(masks={"full": (flexcp.full(), 1), "window": (flexcp.window(4), 3)})
-    with pytest.raises(ValueError, match=r"'full' \(full\), 'window' \(window:4,0\).*mask='full'.*window="):
+    with pytest.raises(ValueError, match=r"'full' \(full\), 'window' \(window of 5 keys\).*mask='full'.*window="):
         flexcp.attention(**given, step=step)
 
 

@@ -8,7 +8,7 @@ import flexcp
 from flexcp.cli.shared.batches import MASKS
 from flexcp.clusters import cluster
 from flexcp.cost import Model
-from flexcp.masks import MASK_SIGNATURES, Mask, parse_mask
+from flexcp.masks import MASK_SIGNATURES, Mask, parse_mask, window
 from flexcp.masks.named import NAMED, named_mask
 from flexcp.report.code_lines import Lines, code_lines
 from flexcp.shape import Shape
@@ -92,3 +92,11 @@ def test_a_name_that_is_not_in_the_table_is_an_error() -> None:
         named_mask("spiral")
     with pytest.raises(ValueError, match="no mask is called 'spiral'"):
         Mask("spiral").slices(3)
+
+
+def test_a_window_says_in_words_what_it_sees() -> None:
+    """Its text form counts keys and its function tokens before a query, so neither number alone would be read right by both."""
+    assert str(parse_mask("window:4096")) == str(window(4095)) == "window of 4,096 keys"
+    assert str(window(0)) == "window of 1 key"
+    assert str(window(3, 2)) == "window of 3 keys before and 2 keys after"
+    assert str(window(None, 2)) == "window of all keys before and 2 keys after"

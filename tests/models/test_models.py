@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flexcp.masks import causal, full, window
-from flexcp.models.config import EVEN_HEADS, MULTI_HEAD, WINDOWED
+from flexcp.models.config import EVEN_HEADS, MULTI_HEAD, WINDOWED, WITHOUT_WINDOWS
 from flexcp.models.find import PRESETS, find_model, make_model
 from flexcp.models.preset import Preset
 from flexcp.shape import Shape
@@ -106,6 +106,8 @@ def test_missing_heads_are_those_that_transformers_fills_in_or_refused(tmp_path:
         if family in MULTI_HEAD and family != "gpt_bigcode":
             assert (getattr(config, "num_key_value_heads", None) or 6) == 6, family
         assert (getattr(config, "head_dim", None) or 48) == 48, family
+    for family in sorted(WITHOUT_WINDOWS & known):
+        assert not hasattr(transformers.AutoConfig.for_model(family), "sliding_window"), family
     for family in sorted(WINDOWED):
         assert transformers.AutoConfig.for_model(family).sliding_window, family
         with pytest.raises(ValueError, match="have a window by default"):

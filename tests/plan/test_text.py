@@ -79,7 +79,7 @@ def test_matrix_of_split_heads_shows_the_first_head() -> None:
 def test_title_names_the_plan_and_its_masks() -> None:
     plan = plan_for([30, 4], 4, flexcp.window(7, 0), strategy="zigzag:2", cluster=flexcp.cluster("a100", 2, 2))
     title = picture(plan).splitlines()[0]
-    for words in (plan.hash[:12], "zigzag:2", "a100:2x2", "2 documents", "34 tokens", "window:7,0"):
+    for words in (plan.hash[:12], "zigzag:2", "a100:2x2", "2 documents", "34 tokens", "window of 8 keys"):
         assert words in title
     assert "pads" not in title
     both = plan_for([30, 4], 2, masks={"long": (flexcp.full(), 1), "short": ([flexcp.causal(), flexcp.full()], 3)})

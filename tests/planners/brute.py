@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from flexcp.masks import Mask
 from flexcp.plan.plan import Plan
 
 Ints = NDArray[np.int64]
@@ -21,17 +22,15 @@ def dense_masks(plan: Plan, mask: int) -> list[Bools]:
     return [_dense(rules[0] if len(rules) == 1 else rules[d], int(n)) for d, n in enumerate(plan.batch.lengths)]
 
 
-def _dense(rule: object, n: int) -> Bools:
+def _dense(rule: Mask, n: int) -> Bools:
     q, k = np.arange(n)[:, None], np.arange(n)[None, :]
-    name, _, numbers = str(rule).partition(":")
-    if name == "full":
+    if rule.name == "full":
         return np.ones((n, n), bool)
-    if name == "causal":
+    if rule.name == "causal":
         return k <= q
-    if name == "prefix":
-        return (k < int(numbers)) | (k <= q)
-    found: Bools = rule.dense(n)  # type: ignore[attr-defined]
-    return found
+    if rule.name == "prefix":
+        return (k < rule.params[0]) | (k <= q)
+    return rule.dense(n)
 
 
 def owners(plan: Plan) -> Ints:

@@ -105,6 +105,11 @@ class Answer:
         return max(imbalance(plan.work()) for plan in self.plans)
 
     @property
+    def busiest_words(self) -> str:
+        """Whose attention :attr:`compute_imbalance` is of, before how many times the mean's it is."""
+        return "the busiest does" if len(self.plans) == 1 else "the busiest does, in its most uneven pass,"
+
+    @property
     def most_tokens(self) -> int:
         """Tokens of the fullest rank."""
         return max(int(plan.placement.tokens.max()) for plan in self.plans)

@@ -1,9 +1,10 @@
 """Why the advice is to stay static: a clause that follows from the times that were simulated.
 
 What a plan takes beyond perfectly divided compute has four parts, which add up: compute of its slowest rank beyond the mean of all ranks
-(*uneven*), *waiting* for transfers, exposed gradient *sync*, and work that perfectly divided compute does not have (*overhead*: row tiles
-that multiply where documents are cut, compute slowed by transfers beside it, collectives of tensor parallelism). The clause gives those of
-the static method and of the best plan, and the way out is the one for the largest part that the best plan still has.
+(*uneven*), *waiting* for other ranks and their transfers, exposed gradient *sync*, and work that perfectly divided compute does not have
+(*overhead*: row tiles that multiply where documents are cut, compute slowed by transfers beside it, collectives of tensor parallelism).
+The clause gives those of the static method and of the best plan, and the way out is the one for the largest part that the best plan still
+has.
 """
 
 from __future__ import annotations
@@ -56,21 +57,22 @@ def why_static(advice: Advice) -> str:
 
 
 def losses(answer: Answer, bound_ns: int) -> dict[str, float]:
-    """What an answer takes beyond perfectly divided compute, as shares of its time; none is negative, and they add up to all of it."""
-    beyond = max(0.0, 1 - bound_ns / max(answer.total_ns, 1))
-    found = {"uneven": answer.uneven, "waiting": answer.share("wait"), "sync": answer.share("sync")}
-    found["overhead"] = beyond - sum(found.values())
-    # A slowest rank that computes less than the mean waits for the others: what it saves by that, others of its parts are less by.
-    lost = {part: max(0.0, share) for part, share in found.items()}
-    scale = beyond / (sum(lost.values()) or 1)
-    return {part: share * scale for part, share in lost.items()}
+    """What an answer takes beyond perfectly divided compute, as shares of its time.
+
+    They add up to all of it, unless the slowest rank computes less than the mean and waits for the others: then waiting and sync, which
+    are those of the answer wherever it is shown, are more.
+    """
+    waiting, sync = answer.share("wait"), answer.share("sync")
+    computed = max(0.0, 1 - bound_ns / max(answer.total_ns, 1) - waiting - sync)
+    uneven = min(max(0.0, answer.uneven), computed)
+    return {"uneven": uneven, "waiting": waiting, "sync": sync, "overhead": computed - uneven}
 
 
 def _words(advice: Advice, answer: Answer) -> str:
     lost = {part: f"{100 * share:.0f} %" for part, share in losses(answer, advice.bound_ns).items()}
     more = "collectives of tensor parallelism and other work" if advice.question.tp > 1 else "work"
     return (
-        f"{lost['uneven']} is compute of the slowest rank beyond the mean (the busiest does {answer.compute_imbalance:.2f} times the "
-        f"mean's attention), {lost['waiting']} waiting for transfers, {lost['sync']} gradient sync and {lost['overhead']} {more} that "
+        f"{lost['uneven']} is compute of the slowest rank beyond the mean ({answer.busiest_words} {answer.compute_imbalance:.2f} times the "
+        f"mean's attention), {lost['waiting']} waiting for others, {lost['sync']} gradient sync and {lost['overhead']} {more} that "
         "perfectly divided compute does not have"
     )

@@ -75,7 +75,19 @@ class Mask:
             parents, _, ends, left = self.params
             counts = f"{len(parents)} segments, {len(ends)} sequences, {self.length} tokens"  # type: ignore[arg-type]
             return f"tree[{counts}]" if int(left) >= UNBOUNDED else f"tree[{counts}, left {left}]"  # type: ignore[arg-type]
+        if self.name == "window":  # in words: the text form counts keys, flexcp.window the tokens beside a query
+            return f"window of {_window_words(*self.params)}"  # type: ignore[arg-type]
         return self.name + (":" + ",".join(map(str, self.params)) if self.params else "")
+
+
+def _window_words(left: int, right: int) -> str:
+    """``4,096 keys``, or both sides where a window also looks ahead or has no end."""
+    if right == 0 and left < UNBOUNDED:
+        return f"{left + 1:,} key{'s' if left else ''}"
+    return " and ".join(
+        f"{'all' if tokens >= UNBOUNDED else f'{tokens:,}'} keys {side}"
+        for tokens, side in ((left, "before"), (right, "after"))
+    )
 
 
 def token_count(value: int) -> int:

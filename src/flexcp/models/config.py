@@ -45,6 +45,14 @@ EVEN_HEADS = MULTI_HEAD | frozenset(
 """Families in which a missing head size is hidden size / heads."""
 WINDOWED = frozenset({"cohere2", "exaone4", "gemma2", "gemma3_text", "gpt_oss", "ministral", "mistral", "olmo3"})
 """Families with a window where the file says nothing of one; ``null`` says that there is none."""
+WITHOUT_WINDOWS = frozenset(
+    {
+        "apertus", "arcee", "bitnet", "bloom", "codegen", "cohere", "dbrx", "ernie4_5_moe", "falcon", "glm4_moe", "gpt2", "gpt_bigcode",
+        "gpt_neo", "gpt_neox", "gptj", "granite", "granitemoe", "llama", "mpt", "nemotron", "olmo", "olmo2", "olmoe", "opt", "persimmon",
+        "phi", "stablelm",
+    }
+)  # fmt: skip
+"""Families whose models in Transformers see all keys, whatever a file says of a window."""
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -155,6 +163,11 @@ class _Reader:
             raise ValueError(
                 f"{self.file} has no sliding_window, and models of the type {self.family!r} have a window by default: write it into the "
                 'file, "sliding_window": null if there is none, or save the file with config.save_pretrained(folder)'
+            )
+        if keys is not None and "layer_types" not in self.config and self.family in WITHOUT_WINDOWS:
+            raise ValueError(
+                f"{self.file} has sliding_window {keys}, which models of the type {self.family!r} do not read: they see all keys; take it "
+                "out of the file, or name a model_type that has windows"
             )
         kinds = self.config.get("layer_types")
         if kinds is None:

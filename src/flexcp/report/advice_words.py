@@ -102,7 +102,7 @@ def _static(advice: Advice) -> str:
     lost = 100 * (1 - advice.bound_ns / static.total_ns)
     return (
         f"{advice.baseline}, takes {static.total_ns / 1e6 / len(static.steps):,.1f} ms a pass, forward and backward: {_share(static)}. "
-        f"Its busiest rank does {static.compute_imbalance:.2f} times the mean's attention. "
+        f"Of its ranks {static.busiest_words} {static.compute_imbalance:.2f} times the mean's attention. "
         f"Compute divided perfectly, with no transfer beside it, would save {lost:.0f} %."
         + (
             f" The best one that deals documents to its groups by load instead, {by_load.name}, takes {_ms(by_load)} a pass."

@@ -81,17 +81,31 @@ def take_batch(text: str, ranks: int, max_tokens_per_rank: int | None, number: i
     batches = cut_batches(lengths, most)
     at = 1 if number is None else number
     left = left_out_words(lengths, batches)
-    left = f"; {left}" if left else ""
+    left = "".join(f"; {words}" for words in (left, _too_long_words(lengths, ranks, cap)) if words)
     if not 1 <= at <= len(batches):
         count = f"{len(batches)} batches" if len(batches) > 1 else "1 batch"
         raise ValueError(f"--batch {at}: {text} makes {count} of up to {most:,} tokens, numbered from 1{left}")
     taken = batches[at - 1]
     if len(taken) == len(lengths):
         return Taken(lengths, max_tokens_per_rank)
+    first = sum(map(len, batches[: at - 1]))
+    which = f"document {first}" if len(taken) == 1 else f"documents {first} to {first + len(taken) - 1}"
     own = ", which this one document exceeds" if sum(taken) > most else ""
     return Taken(
         taken,
         cap,
-        f"batch {at} of {len(batches)} in {text.removeprefix('@')} ({sum(taken):,} of {sum(lengths):,} tokens; up to {most:,} a batch, "
-        f"7/8 of {ranks} ranks x {cap:,}{own}; --batch and --max-tokens-per-rank choose others){left}",
+        f"batch {at} of {len(batches)} in {text.removeprefix('@')} ({which} of the file; {sum(taken):,} of {sum(lengths):,} tokens; "
+        f"up to {most:,} a batch, 7/8 of {ranks} ranks x {cap:,}{own}; --batch and --max-tokens-per-rank choose others){left}",
+    )
+
+
+def _too_long_words(lengths: list[int], ranks: int, cap: int) -> str:
+    """Which documents all ranks together cannot keep; none where they can."""
+    longer = [d for d, length in enumerate(lengths) if length > ranks * cap]
+    if not longer:
+        return ""
+    others = f" and {len(longer) - 1:,} more" if len(longer) > 1 else ""
+    return (
+        f"document {longer[0]} of the file ({lengths[longer[0]]:,} tokens){others} can run in no batch: {ranks} ranks x {cap:,} tokens "
+        f"keep {ranks * cap:,}"
     )

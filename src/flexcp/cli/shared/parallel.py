@@ -49,9 +49,13 @@ class ParallelOptions(OptionGroup):
         if preset is None and self.ep != 1:
             raise ValueError(f"--ep {self.ep} divides the experts of a whole model; give --model, or drop --ep")
         gpus = cluster.ranks // self.pp
+        if preset is not None and preset.experts > 1 and self.ep > 0 and (gpus % self.ep or preset.experts % self.ep):
+            fits = [n for n in range(1, gpus + 1) if gpus % n == 0 and preset.experts % n == 0]
+            raise ValueError(
+                f"--ep {self.ep} does not divide both the {preset.experts} experts of {preset.model.name} and the {gpus} GPUs of {cluster} "
+                f"that hold the same layers; use one of {fits}"
+            )
         part = None if preset is None else self.part(preset)
-        if gpus % self.ep:
-            raise ValueError(f"--ep {self.ep} does not divide the {gpus} GPUs of {cluster} that hold the same layers")
         return Divided(found, part, self._words(cluster, shape, found))
 
     def part(self, preset: Preset) -> Preset:
