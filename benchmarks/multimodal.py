@@ -31,6 +31,7 @@ from flexcp.executor.local_rows import local_stream
 from flexcp.plan.plan import Plan
 from flexcp.planners.request import Refused
 from flexcp.schedule.predict import predict
+from papers_dhp import fixed_methods
 from vision_models import MODELS, VisionModel, part_ns, video_batch
 
 if TYPE_CHECKING:
@@ -163,10 +164,11 @@ def by_model(seeds: int, clusters: dict[str, Cluster]) -> list[str]:
 
 
 def _model_cells(model: VisionModel, batches: list[ImageBatch], where: Cluster) -> list[str]:
-    found = {each: [part_ns(model, batch, where, each) for batch in batches] for each in (*STATIC, "dhp", "auto")}
+    methods = fixed_methods(where.ranks)["any fixed"]
+    found = {each: [part_ns(model, batch, where, each) for batch in batches] for each in (*methods, "dhp", "auto")}
     steps = {each: [sum(parts) for parts in all_parts if parts] for each, all_parts in found.items()}
     ran = {each: times for each, times in steps.items() if len(times) == len(batches)}
-    static = [each for each in STATIC if each in ran]
+    static = [each for each in methods if each in ran]
     fixed = min(static, key=lambda each: sum(ran[each]))
     best = [min(ran[each][batch] for each in static) for batch in range(len(batches))]
     encoder, language = (statistics.fmean(parts[i] for parts in found["auto"] if parts) / 1e6 for i in range(2))
@@ -286,7 +288,7 @@ def page(console: Console, measure: bool) -> str:
         "",
         f"Simulated by events, whole steps with FSDP, mean of {MODEL_SEEDS} batches of videos: encoder and language model of each family, "
         "one after the other, spans that see both ways. Qwen2.5-VL's encoder attends in windows in 28 of 32 layers, those of the others "
-        "over frames. Static methods are the ones above, the same for both parts.",
+        "over frames. Static methods are rings, Ulysses and both in all powers of two, and data parallelism; the same for both parts.",
         "",
         "| model | cluster | encoder, auto ms | language, auto ms | step: best static of each batch | one fixed | dhp | auto | auto over "
         "static of each batch | over one fixed |",
