@@ -47,12 +47,12 @@ PAPERS: dict[str, tuple[str, Callable[[bool, Runs], list[Row]]]] = {
     "DHP, flexible groups (arXiv 2602.21788)": (
         "By subject. `dhp` has its packing and its dynamic program. Devices are like an Ascend 910B. The paper compares with "
         "Megatron-LM (rings) and DeepSpeed (Ulysses), whose degrees it does not give in full: here each in the best degree for all "
-        "batches. **Why gains are not the published ones**: over rings `dhp` gains, and over Ulysses where there are fewer KV heads "
-        "than devices in a node; `usp`, which the paper does not compare with, is faster than its rings wherever a group crosses nodes, "
-        "and short documents packed beside a long one inherit its degree. A fixed degree is chosen here with all batches known and "
-        "without a limit of memory; a real one must hold the longest document of the data set. Its batches and their lengths are not "
-        "published. Tokens a second fall with more devices also because longer documents then fit a batch, whose work grows with their "
-        "square.",
+        "batches. **Why gains are not the published ones**: over rings and Ulysses `dhp` gains about as published where groups cross "
+        "nodes, and nothing on one node of 8. `usp`, heads and a ring, which the paper does not compare with, is about as fast as its "
+        "rings of any size or faster: a head group moves fewer bytes across nodes, and short documents packed beside a long one inherit "
+        "its degree. A fixed degree is chosen here with all batches known and without a limit of memory; a real one must hold the "
+        "longest document of the data set. Its batches and their lengths are not published. Tokens a second fall with more devices also "
+        "because longer documents then fit a batch, whose work grows with their square.",
         papers_dhp.rows,
     ),
 }

@@ -72,7 +72,8 @@ def micro(runs: Runs, seeds: int, scales: Sequence[float], masks: Sequence[str])
                 for way, time in ((False, forward_ns), (True, backward_ns)):
                     dcp = runs.least(setting.MICRO, batches, [f"dcp:{block}" for block in BLOCKS], time, rule)[1]
                     auto = runs.least(setting.MICRO, batches, ["auto"], time, rule)[1]
-                    static = runs.over_static(setting.MICRO, batches, "auto", time, rule)
+                    also = [each for ranks in groups for each in baselines(ranks, mask == "causal")]
+                    static = runs.over_static(setting.MICRO, batches, "auto", time, rule, also)
                     for ranks in groups:
                         best, least = runs.least(setting.MICRO, batches, baselines(ranks, mask == "causal"), time, rule)
                         figure = f"12{'ab'[way]}" if mask == "causal" else "13"
@@ -120,7 +121,7 @@ def end_to_end(runs: Runs, seeds: int, masks: Sequence[str], caps: Sequence[int]
                 if name == "longalign" and mask in setting.MEGATRON:
                     of_megatron, of_dcp = setting.MEGATRON[mask][setting.CAPS.index(cap)]
                     known, beside = of_megatron / of_dcp, f"{beside}, published {of_megatron}"
-                static = runs.over_static(where, batches, "auto", step_ns, rule)
+                static = runs.over_static(where, batches, "auto", step_ns, rule, [MEGATRON])
                 words = f"{mask}, {NAMES[name]} up to {cap:,}: step over Megatron's {MEGATRON} ({beside})"
                 over = (megatron / least, megatron / auto)
                 rows.append(Row(str(14 + number), words, known, *over, SIMULATED, static=static))

@@ -53,7 +53,7 @@ def speed_ups(runs: Runs, counts: Sequence[int], seeds: int) -> list[Row]:
             best, least = runs.least(where, drawn, [*RIVALS, f"ring:{ranks}"], attention_ns)
             totals = [runs.least(where, drawn, [each], attention_ns)[1] for each in (PLANNER, "auto")]
             over = [least / total for total in totals]
-            static = runs.over_static(where, drawn, "auto", attention_ns)
+            static = runs.over_static(where, drawn, "auto", attention_ns, also=[f"ring:{ranks}"])
             words = f"{name}, {ranks} GPUs: over {best}, the best of ring, ByteScale and WLB-LLM"
             rows.append(Row("MFU", words, "1.13 to 2.21 over four", *over, SIMULATED, static=static))
             plans = [runs.run(where, drawn[0], each).plan for each in (PLANNER, "auto")]

@@ -88,11 +88,13 @@ class Runs:
         return best, ran[best]
 
     def over_static(
-        self, where: Experiment, batches: Sequence[Sequence[int]], name: str, time: Time, mask: Mask | None = None
-    ) -> OverStatic:
-        """The strategy's speed over static methods of any degree, documents dealt by tokens."""
+        self, where: Experiment, batches: Sequence[Sequence[int]], name: str, time: Time, mask: Mask | None = None, also: Sequence[str] = ()
+    ) -> OverStatic:  # fmt: skip
+        """The strategy's speed over static methods, documents dealt by tokens: of each the degree that the closed form finds best, and
+        those of ``also``, so that no baseline of a row is stronger."""
         requests = [asked(where, lengths, mask) for lengths in batches]
-        fixed = [degree for method in STATIC if (degree := common_degree(requests, method)) is not None]
+        searched = [degree for method in STATIC if (degree := common_degree(requests, method)) is not None]
+        fixed = list(dict.fromkeys([*searched, *also]))
         configured = self.least(where, batches, fixed, time, mask)[0]
         each, one = [], []
         for lengths, request in zip(batches, requests, strict=True):
