@@ -21,7 +21,8 @@ from flexcp.models.find import find_model
 from flexcp.planner import Planner
 from flexcp.schedule.predict import predict
 from flexcp.simulator.passes import Rules
-from flexcp.simulator.training import Training, simulate
+from flexcp.simulator.step_parts import Training
+from flexcp.simulator.training import simulate
 from simulated import STATIC, scaled_lengths
 
 CASES = (

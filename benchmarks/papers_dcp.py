@@ -28,7 +28,7 @@ from flexcp.models.find import find_model
 from flexcp.planners.published.dcp import placed_within
 from flexcp.schedule.transfers import make_plan
 from flexcp.simulator.passes import Rules
-from flexcp.simulator.training import Training
+from flexcp.simulator.step_parts import Training
 from papers_rows import FROM_PLANS, MEASURED, SIMULATED, Row, absent, percent, whole
 from papers_runs import Runs, asked, backward_ns, forward_ns, step_ns
 from simulated import Experiment, cut_lengths, scaled_lengths

@@ -26,7 +26,8 @@ from flexcp.masks import Mask
 from flexcp.masks.text import parse_mask
 from flexcp.models.find import find_model
 from flexcp.simulator.copies import copy_mbps
-from flexcp.simulator.training import Simulation, Training
+from flexcp.simulator.step_parts import Training
+from flexcp.simulator.training import Simulation
 from flexcp.simulator.training import simulate as run_plan
 from lib.published_fields import RATES, distribution
 from lib.published_figures import Figure, FiguresError, read_figures

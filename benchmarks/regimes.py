@@ -27,7 +27,7 @@ from flexcp.data.lengths import draw_lengths
 from flexcp.models.find import find_model
 from flexcp.models.topology import divided_preset, topology
 from flexcp.shape import Shape
-from flexcp.simulator.training import Training
+from flexcp.simulator.step_parts import Training
 from simulated import Experiment, row_of, step_of, table
 
 LENGTHS = ("web", "libra256k", "longalign", "longtail", "bimodal", "video")
@@ -110,7 +110,7 @@ def simulated_cell(regime: Regime, where: Cluster, lengths: str, tokens: int) ->
     assert auto.simulation is not None
     best = [found.best_static, found.best_static_by_load]
     others = [experiment.request(draw_lengths(lengths, tokens * where.ranks, seed)) for seed in OTHER_SEEDS]
-    chosen = [fixed_static(others, dealing, experiment.rules, experiment.training) for dealing in DEALINGS]
+    chosen = [fixed_static(others, dealing, experiment.rules) for dealing in DEALINGS]
     run = experiment.compare(batch, [choice.strategy for choice in chosen], search=False).rows
     return Cell(
         regime,

@@ -16,7 +16,8 @@ from flexcp.models.preset import Preset
 from flexcp.planners.request import Request
 from flexcp.shape import Shape
 from flexcp.simulator.passes import Rules
-from flexcp.simulator.training import Simulation, Training
+from flexcp.simulator.step_parts import Training
+from flexcp.simulator.training import Simulation
 
 STATIC = ("dp", "ring", "zigzag", "allgather", "ulysses", "usp")
 
@@ -35,7 +36,7 @@ class Experiment:
         self, lengths: Sequence[int], names: Sequence[str], mask: Mask | None = None, search: bool = True
     ) -> Comparison:
         """The strategies on one batch; with ``search`` a static one without a degree in its best."""
-        return compare(self.request(lengths, mask), names, self.rules, self.training, search=search)
+        return compare(self.request(lengths, mask), names, self.rules, search=search)
 
     def request(self, lengths: Sequence[int], mask: Mask | None = None) -> Request:
         """One batch as planners are asked for it."""
@@ -43,7 +44,7 @@ class Experiment:
             return Request(make_batch(lengths, mask or causal()), self.shape, self.cluster, self.cost)
         model = self.training.model.model
         batch = make_batch(lengths, masks={"mask": (mask or causal(), model.layers)})
-        return Request(batch, self.shape, self.cluster, replace(self.cost, model=model))
+        return Request(batch, self.shape, self.cluster, replace(self.cost, model=model), training=self.training)
 
 
 def step_of(preset: Preset, cluster: Cluster, sync: str = "fsdp", rules: Rules = Rules()) -> Experiment:  # noqa: B008

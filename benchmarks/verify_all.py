@@ -79,9 +79,9 @@ def main() -> int:
         parts = _run_parts(asked.sample, asked.pools)
     results = [result for part in parts for result in part.results]
     text = table(results, parts)
-    print(text)
     if asked.write:
         asked.write.write_text(text)
+    print(text)
     return int(any(not v.passed for _, _, v in results))
 
 

@@ -20,7 +20,8 @@ from flexcp.data.lengths import draw_lengths
 from flexcp.models.preset import Preset
 from flexcp.planners.request import Refused, Request
 from flexcp.shape import Shape
-from flexcp.simulator.training import Training, simulate
+from flexcp.simulator.step_parts import Training
+from flexcp.simulator.training import simulate
 
 FRAME, WIDTH = 256, 32
 """Tokens of a video's frame, and patches in a row of it."""

@@ -27,7 +27,8 @@ PAGE = Path(__file__).parent / "api.md"
 WIDTH = 120
 GROUPS = {
     "Planning": (
-        "Planner", "Plan", "cluster", "Cluster", "topology", "Topology", "Shape", "CostModel", "Model", "choose_static", "StaticChoice",
+        "Planner", "Plan", "cluster", "Cluster", "topology", "Topology", "Shape", "CostModel", "Model", "Preset", "Training",
+        "choose_static", "StaticChoice",
     ),
     "Masks": (
         "Mask", "full", "causal", "window", "lambda_", "shared_question", "causal_blockwise", "prefix", "modality",

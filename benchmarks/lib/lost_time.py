@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from flexcp.plan.plan import Plan
 from flexcp.simulator.passes import Rules
-from flexcp.simulator.training import Training, simulate
+from flexcp.simulator.step_parts import Training
+from flexcp.simulator.training import simulate
 
 Ints = NDArray[np.int64]
 FREE = Rules(contention=False, copy_mbps=0)

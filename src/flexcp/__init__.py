@@ -32,6 +32,8 @@ _HOMES = {
     "topology": "models.topology",
     "CostModel": "cost",
     "Model": "cost",
+    "Preset": "models.preset",
+    "Training": "simulator.step_parts",
     "Mask": "masks",
     "full": "masks",
     "causal": "masks",
@@ -81,12 +83,14 @@ __all__ = [
     "Plan",
     "PlanFormatError",
     "Planner",
+    "Preset",
     "Shape",
     "StaticChoice",
     "Step",
     "Telemetry",
     "TokenTree",
     "Topology",
+    "Training",
     "attention",
     "bind",
     "causal",
@@ -149,11 +153,13 @@ if TYPE_CHECKING:
         tree_order,
         window,
     )
+    from flexcp.models.preset import Preset
     from flexcp.models.topology import Topology, topology
     from flexcp.plan.file import PlanFormatError, load_plan, save_plan
     from flexcp.plan.plan import Plan
     from flexcp.planner import Planner
     from flexcp.shape import Shape
+    from flexcp.simulator.step_parts import Training
     from flexcp.telemetry.sample import MismatchError
     from flexcp.telemetry.telemetry import Telemetry
 

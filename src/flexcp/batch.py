@@ -106,6 +106,11 @@ class Batch:
             if not all(tree is None or tree.is_one_sequence for tree in by_mask)
         }
 
+    @property
+    def layers(self) -> int:
+        """Layers of all masks together."""
+        return sum(mask.layers for mask in self.masks)
+
     def weighted_rows_area(self, documents: Ints, q0: Ints, q1: Ints) -> Ints:
         """Pairs in the given rows, each mask counted as often as layers use it."""
         total = np.zeros(len(documents), np.int64)

@@ -21,19 +21,21 @@ from flexcp.planners.strategies import find_strategy
 from flexcp.planners.token_runs import user_layout
 from flexcp.schedule.transfers import make_plan
 from flexcp.shape import Shape
+from flexcp.simulator.step_parts import Training
 
 
 class Planner:
     """Plans batches for one attention shape on one cluster.
 
     ``strategy`` is a name of ``flexcp.planners.strategies.STRATEGIES``, with a degree where it takes one (``"zigzag:4"``); ``auto`` takes
-    the one with the least simulated step time. ``model`` says what the rest of a layer costs (by default a dense model of hidden size
-    heads x head_dim), ``effort`` how many candidates may be evaluated. Tolerances bound how far a rank's compute and tokens may
-    exceed the mean (0.05 is 5 %); without them counts differ as far as the step's time profits. ``max_tokens_per_rank`` is a hard
-    cap on what a rank keeps, ``max_memory_per_rank`` one on the bytes its attention needs: one arena and what all layers keep for their
-    backward, as ``plan.memory(rank).total`` counts it; a plan over it is refused. With
-    ``keep_kv`` bytes a rank, all layers together, keys received in the forward are kept for the backward where they fit, and do not travel
-    again (not under the static methods, whose traffic is their own).
+    the one with the least simulated step time. ``model`` says what the rest of a layer costs (by default a dense model of hidden size heads
+    x head_dim); ``training`` says more, and brings the model: what a step has beyond its layers, its vocabulary, gradient sync and
+    all-reduces of tensor parallelism, so that ``auto`` chooses by all of it. ``effort`` is how many candidates may be evaluated. Tolerances
+    bound how far a rank's compute and tokens may exceed the mean (0.05 is 5 %); without them counts differ as far as the step's time
+    profits. ``max_tokens_per_rank`` is a hard cap on what a rank keeps, ``max_memory_per_rank`` one on the bytes its attention needs: one
+    arena and what all layers keep for their backward, as ``plan.memory(rank).total`` counts it; a plan over it is refused. With ``keep_kv``
+    bytes a rank, all layers together, keys received in the forward are kept for the backward where they fit, and do not travel again (not
+    under the static methods, whose traffic is their own).
 
     ``max_peers`` caps how many other ranks a rank exchanges with in a plan, because each costs a connection and its buffers
     (``plan.peers(rank)``); a plan over it is refused. With ``latent`` keys and values travel as so many numbers a token, whatever the heads
@@ -63,6 +65,7 @@ class Planner:
         keep_kv: int = 0,
         max_peers: int | None = None,
         latent: int | None = None,
+        training: Training | None = None,
     ) -> None:
         self.shape = Shape(
             heads,
@@ -84,6 +87,9 @@ class Planner:
             raise ValueError(f"cost= is a flexcp.CostModel or None; got {cost!r}")
         if not isinstance(model, Model | None):
             raise ValueError(f"model= is a flexcp.Model or None, for what the rest of a layer costs; got {model!r}")
+        self.training = _checked_training(training, model)
+        if self.training is not None:
+            model = self.training.model.model
         self.cost = cost or CostModel()
         if model is not None:
             self.cost = replace(self.cost, model=model)
@@ -191,6 +197,7 @@ class Planner:
             self.keep_kv,
             max_peers=self.max_peers,
             priced_tokens=tokens == "priced",
+            training=self.training,
         )
         refuse_over_cap(request)
         known = (self.shape, self.cluster, self.cost)
@@ -201,6 +208,16 @@ class Planner:
         refuse_over_memory(request, plan)
         refuse_over_peers(request, plan)
         return plan
+
+
+def _checked_training(training: Training | None, model: Model | None) -> Training | None:
+    if not isinstance(training, Training | None):
+        raise ValueError(
+            f"training= is a flexcp.Training or None, for what a step has beyond its layers; got {training!r}"
+        )
+    if training is not None and model not in (None, training.model.model):
+        raise ValueError(f"training= brings its own model, {training.model.model}; drop model={model!r}")
+    return training
 
 
 def _checked_tolerance(name: str, value: float | None) -> float | None:

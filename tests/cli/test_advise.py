@@ -30,6 +30,7 @@ from flexcp.masks import causal, window
 from flexcp.models.find import find_model
 from flexcp.report.advice_words import _documents, _setting
 from flexcp.report.code_lines import FRAMEWORKS, Lines, code_lines
+from flexcp.simulator.step_parts import Training
 from flexcp.simulator.training import StepTime
 
 KEYS = [
@@ -357,8 +358,7 @@ def test_the_budget_is_explained() -> None:
     def lines(step: int, passes: int, longest: int = 1) -> str:
         masks = {"mask": (causal(), 4)}
         filled = Lines(
-            find_model("llama3-8b").shape,
-            find_model("llama3-8b").model,
+            Training(find_model("llama3-8b")),
             cluster("h100:4x8"),
             "blocks",
             32_768,

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from flexcp.calibration import Calibration, Errors
 from flexcp.cli.main import app
 from flexcp.cost import CostModel
-from flexcp.known_errors.words import off_words
+from flexcp.known_errors.words import in_a_sentence, off_words
 
 SMALL = ["--lengths", "9000,800,31", "--cluster", "h100:1x4", "--heads", "8", "--kv-heads", "4", "--head-dim", "64"]
 
@@ -175,17 +175,36 @@ def test_the_cap_that_a_batch_was_cut_by_holds_for_its_plan(tmp_path: Path, comm
     )
 
 
-def test_times_by_which_auto_chose_are_told_from_those_of_steps(tmp_path: Path) -> None:
-    """The layers of a plan and a step with vocabulary and sync are two numbers; whoever reads both is told why."""
-    words = ["--lengths", "9000,800,31", "--ranks", "4", "--model", "llama3-8b", "--strategy"]
-    says = "(times of 32 layers, without vocabulary, gradient sync and all-reduces of tensor parallelism)"
+def test_the_time_by_which_auto_chose_is_that_of_the_simulated_step(tmp_path: Path) -> None:
+    """One number in the plan's line, in its report, and in what simulate says of the same step."""
+    words = [
+        "--lengths",
+        "9000,800,31",
+        "--cluster",
+        "h100:1x8",
+        "--tp",
+        "2",
+        "--model",
+        "llama3-8b",
+        "--sync",
+        "allreduce",
+    ]
+    says = "(times of 32 layers with vocabulary, gradient sync (allreduce) and all-reduces of tp 2)"
     page = tmp_path / "plan.html"
-    for command in ("plan", "simulate"):
-        told = run(command, *words, "auto", "--html", str(page)).output
-        assert says in next(line for line in told.splitlines() if " ms" in line), told
-        assert says in page.read_text() and says not in run(command, *words, "zigzag").output
-    run("plan", *words, "zigzag", "--html", str(page))
-    assert "predicted time of all layers" in page.read_text() and "predicted step" not in page.read_text()
+    step = json.loads(run("simulate", *words, "--json").stdout)["step_ms"]
+    told = run("plan", *words, "--html", str(page)).output
+    assert f": {step:.3f} ms a step simulated" in told and says in told, told
+    text = page.read_text()
+    assert says in text and "simulated step" in text and f"simulated {step:.3f} ms on rank" in text
+    assert "predicted for all layers, closed form" in text and in_a_sentence(off_words(CostModel())) in text
+    assert says not in run("plan", *words, "--strategy", "zigzag").output
+
+
+def test_without_a_model_times_are_of_layers_alone(tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    told = run("plan", "--lengths", "9000,800,31", "--ranks", "4", "--html", str(page)).output
+    assert "(times of 1 layer, without vocabulary, gradient sync and all-reduces of tensor parallelism)" in told
+    assert "simulated time of all layers" in page.read_text() and "simulated step" not in page.read_text()
 
 
 def test_one_statement_of_the_error() -> None:

@@ -16,7 +16,7 @@ from flexcp.planners.request import Request
 from flexcp.schedule.predict import predict
 from flexcp.shape import Shape
 from flexcp.simulator.passes import Rules
-from flexcp.simulator.training import Training
+from flexcp.simulator.step_parts import Training
 
 LLAMA = find_model("llama3-8b")
 BATCH = make_batch([9000, 4000, 700, 30, 5000], flexcp.causal())
@@ -94,8 +94,10 @@ def test_a_static_method_on_one_rank_is_that_rank_alone() -> None:
 
 def test_a_step_is_planned_and_timed_with_the_model() -> None:
     batch = make_batch([9000, 4000], masks={"mask": (flexcp.causal(), LLAMA.model.layers)})
-    request = replace(REQUEST, batch=batch, shape=LLAMA.shape, cost=CostModel(model=LLAMA.model))
-    found = compare(request, ["dp", "zigzag"], training=Training(LLAMA))
+    request = replace(
+        REQUEST, batch=batch, shape=LLAMA.shape, cost=CostModel(model=LLAMA.model), training=Training(LLAMA)
+    )
+    found = compare(request, ["dp", "zigzag"])
     for row in found.ran:
         assert row.simulation is not None and row.simulation.step is not None
         assert row.ns == row.simulation.step.total_ns > row.simulation.step.linear_ns > 0

@@ -13,7 +13,7 @@ from flexcp.data.lengths import draw_lengths
 from flexcp.models.find import find_model
 from flexcp.planners.request import Request
 from flexcp.shape import Shape
-from flexcp.simulator.training import Training
+from flexcp.simulator.step_parts import Training
 
 LLAMA = find_model("llama3-8b")
 WHERE = flexcp.cluster("h100", 2, 4)
@@ -50,9 +50,9 @@ def test_of_the_batch_is_no_slower_than_fixed_for_the_run() -> None:
 def test_both_baselines_stand_beside_each_other() -> None:
     """One long document and many short ones over two groups: dealt by load, the group of the long one has fewer tokens."""
     batch = make_batch([16_000, *([500] * 100)], masks={"mask": (flexcp.causal(), LLAMA.model.layers)})
-    request = Request(batch, LLAMA.shape, WHERE, CostModel(model=LLAMA.model))
+    request = Request(batch, LLAMA.shape, WHERE, CostModel(model=LLAMA.model), training=Training(LLAMA))
     names = ["zigzag:4", "ulysses:4", "zigzag:4@load", "ulysses:4@load"]
-    found = compare(request, names, training=Training(LLAMA))
+    found = compare(request, names)
     rows = {row.name: row for row in found.rows}
     by_tokens, by_load = found.best_static, found.best_static_by_load
     assert by_tokens is not None and by_load is not None

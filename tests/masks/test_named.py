@@ -10,8 +10,10 @@ from flexcp.clusters import cluster
 from flexcp.cost import Model
 from flexcp.masks import MASK_SIGNATURES, Mask, parse_mask, window
 from flexcp.masks.named import NAMED, named_mask
+from flexcp.models.preset import Preset
 from flexcp.report.code_lines import Lines, code_lines
 from flexcp.shape import Shape
+from flexcp.simulator.step_parts import Training
 
 LENGTHS = (1, 2, 5, 64, 300)
 SOME = {
@@ -72,8 +74,7 @@ def test_the_command_line_shows_all_text_forms() -> None:
 @pytest.mark.parametrize("name", NAMED)
 def test_a_line_of_code_makes_the_mask(name: str) -> None:
     lines = Lines(
-        Shape(8, 2, 64, 64),
-        Model("some", 512, 3, 99),
+        Training(Preset(Model("some", 512, 3, 99), Shape(8, 2, 64, 64), vocabulary=7)),
         cluster("h100", 1, 2),
         "blocks",
         100,

@@ -15,7 +15,8 @@ from flexcp.models.find import find_model
 from flexcp.models.preset import Preset
 from flexcp.models.topology import divided_preset, topology
 from flexcp.shape import Shape
-from flexcp.simulator.training import Training, simulate
+from flexcp.simulator.step_parts import Training
+from flexcp.simulator.training import simulate
 
 LLAMA, QWEN = find_model("llama3-8b"), find_model("qwen3-30b-a3b")
 EIGHT = cluster("h100:4x8")

@@ -23,6 +23,7 @@ from flexcp.plan.placement import Placement
 from flexcp.plan.plan import Plan
 from flexcp.planners.auto.auto import MOST_SIMULATED, auto, auto_plan, step_ns
 from flexcp.planners.auto.candidates import HIGH_EFFORT, Candidate, find_candidates
+from flexcp.planners.price import price_ns
 from flexcp.planners.request import Refused, Request
 from flexcp.planners.static.bounds import StaticBounds, StaticMethod, dealt_by_load, static_methods
 from flexcp.planners.strategies import STRATEGIES
@@ -30,7 +31,7 @@ from flexcp.planners.token_runs import user_layout
 from flexcp.schedule.predict import predict
 from flexcp.schedule.transfers import make_plan
 from flexcp.shape import Shape
-from flexcp.simulator.least_copies import with_copies_ns
+from flexcp.simulator.step_parts import Training
 from flexcp.simulator.training import simulate
 
 SHAPE = Shape(8, 4, 64, 64)
@@ -70,8 +71,8 @@ def simulated(asked: Request, candidate: Candidate) -> list[tuple[int, int]]:
         placements = candidate.placed()
     except Refused:
         return []
-    prices = [with_copies_ns(predict(placement, *known), placement, asked.shape) for placement in placements]
-    times = [step_ns(make_plan(placement, *known, candidate.name)) for placement in placements]
+    prices = [price_ns(asked, placement) for placement in placements]
+    times = [step_ns(make_plan(placement, *known, candidate.name), asked.training) for placement in placements]
     return list(zip(prices, times, strict=True))
 
 
@@ -191,7 +192,7 @@ def test_of_equally_fast_ones_the_first_of_the_list_is_taken(
     monkeypatch: pytest.MonkeyPatch, tried: dict[str, list[str]]
 ) -> None:
     monkeypatch.setattr(
-        import_module(MODULE), "step_ns", lambda plan: tried["simulated"].append(plan.requested) or 1 << 40
+        import_module(MODULE), "step_ns", lambda plan, _: tried["simulated"].append(plan.requested) or 1 << 40
     )
     asked = request([30_000, *[8000] * 5, *[200] * 200])
     names = [c.name for c in find_candidates(asked, 16)]
@@ -295,9 +296,9 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
         found["placed"].append(self.name)
         return placed(self)
 
-    def simulated_plan(plan: Plan) -> int:
+    def simulated_plan(plan: Plan, training: Training | None) -> int:
         found["simulated"].append(plan.requested)
-        return int(simulate(plan))
+        return int(simulate(plan, training))
 
     monkeypatch.setattr(Candidate, "placed", recorded)
     monkeypatch.setattr(import_module(MODULE), "step_ns", simulated_plan)
@@ -345,7 +346,9 @@ def test_static_methods_of_many_regions_are_simulated_without_a_closed_form(monk
     monkeypatch.setattr(module, "MANY_REGIONS", 0)
     priced: list[Placement] = []
     monkeypatch.setattr(
-        module, "predict", lambda placement, *rest: priced.append(placement) or predict(placement, *rest)
+        module,
+        "price_ns",
+        lambda asked, placement, *rest: priced.append(placement) or price_ns(asked, placement, *rest),
     )
     plan = auto_plan(asked)
     assert {p.traffic.kind for p in priced} == {"needed"} and step_ns(plan) == step_ns(usual)

@@ -17,7 +17,7 @@ from flexcp.schedule.predict import predict
 from flexcp.schedule.transfers import make_plan
 from flexcp.shape import Shape
 from flexcp.simulator.copies import copy_mbps, find_copies
-from flexcp.simulator.least_copies import least_copies_ns, with_copies_ns
+from flexcp.simulator.least_copies import least_copies_ns
 
 LENGTHS = [90_000, 20_000, 9_000, 5_000, 5_000, 3_000, 1_200, 700, 90]
 BATCH = make_batch(LENGTHS, masks={"full": (causal(), 2), "window": (window(999, 0), 3)})
@@ -38,7 +38,6 @@ def test_it_is_most_of_what_a_plan_copies(name: str) -> None:
             both = find_copies(plan, number, backward, copy_mbps(ASKED.cluster), launch_ns=0)
             copies += mask.layers * sum(each.sum(axis=1) for each in both)
     assert np.all(least <= copies) and least.sum() > copies.sum() * 0.6
-    assert with_copies_ns(found, placement, ASKED.shape) >= found.total_ns
 
 
 def test_documents_that_stay_whole_copy_nothing() -> None:

@@ -19,7 +19,8 @@ from flexcp.plan.plan import Plan
 from flexcp.schedule.predict import predict
 from flexcp.simulator.bounds import pass_bounds, unavoidable_bytes
 from flexcp.simulator.passes import Rules
-from flexcp.simulator.training import Simulation, Sync, Training, simulate
+from flexcp.simulator.step_parts import Sync, Training
+from flexcp.simulator.training import Simulation, simulate
 
 CALM = Rules(contention=False)
 LLAMA = find_model("llama3-8b")

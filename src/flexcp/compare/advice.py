@@ -36,7 +36,8 @@ from flexcp.planners.request import Refused, Request
 from flexcp.planners.token_runs import user_layout
 from flexcp.schedule.predict import lower_bound
 from flexcp.simulator.passes import Rules
-from flexcp.simulator.training import StepTime, Training
+from flexcp.simulator.step_parts import Training
+from flexcp.simulator.training import StepTime
 
 MOST_PASSES = 3
 
@@ -68,6 +69,11 @@ class Question:
     def most_tokens(self) -> int:
         """Tokens of one pass that leave ranks room to differ."""
         return batch_tokens(self.max_tokens_per_rank, self.cluster.ranks)
+
+    @property
+    def training(self) -> Training:
+        """The step whose time counts."""
+        return Training(self.preset, tp=self.tp)
 
     @property
     def masks(self) -> dict[str, tuple[Mask, int]]:
@@ -258,8 +264,7 @@ def answers_of(
     question: Question, requests: Sequence[Request], names: Sequence[str], tell: Callable[[str], None]
 ) -> list[Answer]:
     """An answer for each strategy that takes all requests, a static one with the one degree that serves all of them best."""
-    training = Training(question.preset, tp=question.tp)
-    rows = compare_batches(requests, names, question.rules, training, tell)
+    rows = compare_batches(requests, names, question.rules, tell)
     return [_answer(name, found) for name, found in rows.items()]
 
 
@@ -284,7 +289,12 @@ def _answer(name: str, rows: Sequence[Row]) -> Answer:
 
 def request_of(question: Question, batch: Batch) -> Request:
     """What a planner is asked about a pass."""
-    cost = replace(question.cost, model=question.preset.model)
+    training = question.training
     return Request(
-        batch, question.preset.shape, question.cluster, cost, max_tokens_per_rank=question.max_tokens_per_rank
+        batch,
+        training.model.shape,
+        question.cluster,
+        replace(question.cost, model=training.model.model),
+        max_tokens_per_rank=question.max_tokens_per_rank,
+        training=training,
     )

@@ -1,8 +1,10 @@
 """Compare: strategies side by side on one batch, or over several, each planned and simulated.
 
 A static strategy named without a degree stands for its best degree, found by the closed form (:func:`flexcp.schedule.predict.predict`);
-only that one is simulated. What a strategy refuses is a row with its reason. Times are of a whole step where a model is given, else of
-attention alone; then tokens are equal on all ranks, so that no strategy wins by leaving a rank without any.
+only that one is simulated. What a strategy refuses is a row with its reason. Times are of the whole step that a request describes
+(:class:`~flexcp.simulator.step_parts.Training`), by which ``auto`` chooses too; of a request that describes none they are of attention
+alone, with equal tokens on all ranks, so that no strategy wins by leaving a rank without any. Other ``rules`` and measured kernel times are
+questions about the same plans: ``auto`` chooses as in training, by the cost model.
 
 Speed-ups have a *baseline* with a name. On one batch it is the best static method *of the batch*, one for documents dealt by tokens and one
 for documents dealt by load (``zigzag@load``): an oracle, because a training run keeps one method for all its batches. Who compares a few
@@ -30,7 +32,7 @@ from flexcp.planners.strategies import SLOW, STRATEGIES, find_strategy
 from flexcp.schedule.predict import Prediction, predict
 from flexcp.schedule.transfers import make_plan
 from flexcp.simulator.passes import Rules
-from flexcp.simulator.training import Ints, Simulation, Training, simulate
+from flexcp.simulator.training import Ints, Simulation, simulate
 
 STATIC_BY_LOAD = tuple(name + BY_LOAD for name in STATIC)
 NAMES = tuple(name for name in STRATEGIES if name not in SLOW)
@@ -130,7 +132,6 @@ def compare(
     request: Request,
     names: Sequence[str] = NAMES,
     rules: Rules = Rules(),  # noqa: B008 - immutable
-    training: Training | None = None,
     on_row: Callable[[str], None] | None = None,
     compute: Compute | None = None,
     search: bool = True,
@@ -142,12 +143,12 @@ def compare(
     without a degree is the one over all ranks, as in a plan, instead of the best degree. ``baselines`` are static strategies that speed-ups
     are over where they are the fastest, in rows or not.
     """
-    request = attention_only(request) if training is None else request
+    request = _asked(request)
 
     def row(name: str) -> Row:
         if on_row is not None:
             on_row(name)
-        return _row(request, name, rules, training, compute, search)
+        return _row(request, name, rules, compute, search)
 
     rows = tuple(row(name) for name in names)
     found = {one.name for one in rows}
@@ -159,12 +160,11 @@ def compare_batches(
     requests: Sequence[Request],
     names: Sequence[str],
     rules: Rules = Rules(),  # noqa: B008 - immutable
-    training: Training | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> dict[str, list[Row]]:
     """Rows of every strategy that takes all requests, one for each request; a static one with the one degree that serves all best."""
     tell(f"choosing degrees for {len(requests)} passes")
-    asked = requests if training is not None else [attention_only(request) for request in requests]
+    asked = [_asked(request) for request in requests]
     rows: dict[str, list[Row]] = {n: [] for given in names if (n := common_degree(asked, given)) is not None}
     for number, request in enumerate(requests, 1):
         where = f"pass {number} of {len(requests)}"
@@ -172,7 +172,6 @@ def compare_batches(
             request,
             list(rows),
             rules,
-            training,
             lambda name, where=where: tell(f"{name}: planning and simulating {where}"),  # type: ignore[misc]
             search=False,
         )
@@ -202,7 +201,11 @@ def common_degree(requests: Sequence[Request], name: str) -> str | None:
 def attention_only(request: Request) -> Request:
     """The same batch where nothing but attention costs time, with equal tokens."""
     free = request.layout is None
-    return replace(request, cost=without_linear(request.cost), equal_tokens=free)
+    return replace(request, cost=without_linear(request.cost), equal_tokens=free, training=None)
+
+
+def _asked(request: Request) -> Request:
+    return attention_only(request) if request.training is None else request
 
 
 def without_linear(cost: CostModel) -> CostModel:
@@ -218,16 +221,15 @@ def planned(request: Request, name: str, search: bool = True) -> tuple[str, Plan
     return name, make_plan(placement, request.shape, request.cluster, request.cost, name)
 
 
-def _row(
-    request: Request, name: str, rules: Rules, training: Training | None, compute: Compute | None, search: bool
-) -> Row:
+def _row(request: Request, name: str, rules: Rules, compute: Compute | None, search: bool) -> Row:
     try:
         begin = time.perf_counter()
         name, plan = planned(request, name, search)
         planning = (time.perf_counter() - begin) * 1000
     except Refused as refusal:
         return Row(name, refused=str(refusal))
-    found = simulate(plan, rules=rules, training=training, measured=None if compute is None else partial(compute, plan))
+    measured = None if compute is None else partial(compute, plan)
+    found = simulate(plan, rules=rules, training=request.training, measured=measured)
     return Row(name, planning, found, predict(plan.placement, request.shape, request.cluster, request.cost))
 
 

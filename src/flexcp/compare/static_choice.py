@@ -8,19 +8,17 @@ method, in the one degree that serves all of them best by the closed form, is si
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from flexcp.batch import MaskLike, make_batch
 from flexcp.compare.compare import STATIC, STATIC_BY_LOAD, compare_batches
-from flexcp.cost import dense_model
 from flexcp.data.lengths import batch_tokens, cut_batches
 from flexcp.masks import causal
-from flexcp.models.preset import Preset
 from flexcp.planner import Planner
 from flexcp.planners.request import Request
 from flexcp.simulator.passes import Rules
-from flexcp.simulator.training import Training
+from flexcp.simulator.step_parts import layers_alone
 
 BATCHES = 4
 DEALINGS = {"tokens": STATIC, "load": STATIC_BY_LOAD}
@@ -55,10 +53,10 @@ def choose_static(
     """The best single static method and degree for a run over documents of these lengths: what speed-ups of a run should be over.
 
     ``lengths`` are those of a data set in the order they come; a batch has as many tokens as leave the ranks room, and ``batches`` of them,
-    spread over the data, are simulated: all layers forward and backward, without gradient sync; a last batch that is less than half full is
-    left out. ``dealing`` is how documents go to the groups of a method, by ``"tokens"`` as in Megatron-Core, DeepSpeed and torchtitan, or
-    by ``"load"`` as in WLB-LLM. ``planner`` are arguments of :class:`flexcp.Planner`: ``heads``, ``kv_heads``, ``head_dim``, ``cluster``,
-    ``model``, and so on.
+    spread over the data, are simulated: all layers forward and backward, or the step of ``training=`` where that is given; a last batch
+    that is less than half full is left out. ``dealing`` is how documents go to the groups of a method, by ``"tokens"`` as in Megatron-Core,
+    DeepSpeed and torchtitan, or by ``"load"`` as in WLB-LLM. ``planner`` are arguments of :class:`flexcp.Planner`: ``heads``, ``kv_heads``,
+    ``head_dim``, ``cluster``, ``model``, and so on.
 
     >>> from flexcp.clusters import cluster
     >>> choose_static([4096] * 64, max_tokens_per_rank=8192, heads=8, kv_heads=2, cluster=cluster("h100:1x4")).strategy
@@ -78,22 +76,23 @@ def choose_static(
     rule = causal() if mask is None and masks is None else mask
     cut = spread_over(cut_batches(lengths, batch_tokens(max_tokens_per_rank, ranks)), batches)
     fixed = (asked.shape, asked.cluster, asked.cost)
-    requests = [Request(make_batch(one, rule, masks), *fixed, max_tokens_per_rank=max_tokens_per_rank) for one in cut]
-    layers = sum(m.layers for m in requests[0].batch.masks)
-    model = replace(asked.cost.model or dense_model(asked.shape), layers=layers)
-    return fixed_static(requests, dealing, training=Training(Preset(model, asked.shape, vocabulary=1), sync="none"))
+    training = asked.training or layers_alone(asked.cost, asked.shape)
+    requests = [
+        Request(make_batch(one, rule, masks), *fixed, max_tokens_per_rank=max_tokens_per_rank, training=training)
+        for one in cut
+    ]
+    return fixed_static(requests, dealing)
 
 
 def fixed_static(
     requests: Sequence[Request],
     dealing: str = "tokens",
     rules: Rules = Rules(),  # noqa: B008 - immutable
-    training: Training | None = None,
 ) -> StaticChoice:
     """The static method, in one degree, of the least simulated time over all requests."""
     if dealing not in DEALINGS:
         raise ValueError(f"dealing is how documents go to groups, {' or '.join(map(repr, DEALINGS))}; got {dealing!r}")
-    rows = compare_batches(requests, DEALINGS[dealing], rules, training)
+    rows = compare_batches(requests, DEALINGS[dealing], rules)
     times = {name: sum(row.ns for row in found) for name, found in rows.items()}
     if not times:
         raise ValueError(

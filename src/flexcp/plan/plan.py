@@ -83,7 +83,10 @@ class Plan:
 
     @cached_property
     def hash(self) -> str:
-        """Identity of the plan: equal on ranks, machines and CPU types exactly when the plans are equal."""
+        """Identity of the plan: equal on ranks, machines and CPU types exactly when the plans are equal.
+
+        It covers what was planned for too: the cluster and the cost model with its model, by numbers and by name.
+        """
         return digest(self.header(), self.tables())
 
     def header(self) -> dict[str, Any]:

@@ -33,10 +33,7 @@ def explanation(plan: Plan) -> str:
     if not plan.placement.note:
         return f"{plan.requested}, as asked"
     if plan.requested == "auto":
-        # Simulated steps have more in them: whoever reads both times must be told.
-        left_out = "without vocabulary, gradient sync and all-reduces of tensor parallelism"
-        layers = sum(mask.layers for mask in plan.batch.masks)
-        return f"auto took {plan.placement.note} (times of {layers} layer{'s' if layers > 1 else ''}, {left_out})"
+        return f"auto took {plan.placement.note}"
     return f"{plan.requested}: {plan.placement.note}"
 
 

@@ -12,6 +12,7 @@ from flexcp.batch import Batch
 from flexcp.clusters import Cluster
 from flexcp.cost import CostModel
 from flexcp.shape import Shape
+from flexcp.simulator.step_parts import Training
 
 if TYPE_CHECKING:
     from flexcp.plan.plan import Plan
@@ -36,6 +37,7 @@ class Request:
     fractions over the mean, or None for "as time profits".
     ``effort`` is a count of evaluated candidates, None for the strategy's own choice. Memory is a plan's to know: strategies do not look at
     its cap, their plans are checked against it. ``keep_kv`` is the bytes of received keys that a rank may keep for the backward.
+    ``training`` is the step whose time counts, where it is known: its model is that of ``cost``.
     """
 
     batch: Batch
@@ -54,6 +56,7 @@ class Request:
     keep_kv: int = 0
     max_peers: int | None = None
     priced_tokens: bool = False
+    training: Training | None = None
 
     @property
     def ranks(self) -> int:

@@ -1,6 +1,6 @@
 """Lines to copy: what turning flexcp on takes in each framework, with the user's own numbers filled in.
 
-A planner that is made of them plans what was simulated: it has the same heads, cluster, model, cost model and cap, and batches the same
+A planner that is made of them plans what was simulated: it has the same heads, cluster, step, cost model and cap, and batches the same
 masks with their layers. The frameworks' own planners take from the framework what it knows itself.
 """
 
@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
 from flexcp.clusters import Cluster
-from flexcp.cost import Model
 from flexcp.data.lengths import batch_tokens
 from flexcp.masks import Mask, named_mask
 from flexcp.shape import Shape
+from flexcp.simulator.step_parts import Training
 
 PLANNER = """import flexcp
 {calibration}
 planner = flexcp.Planner(
     heads={heads}, kv_heads={kv_heads}, head_dim={head_dim}{sizes}, strategy="{strategy}", max_tokens_per_rank={cap},
     cluster={cluster},
-    model={model}{cost},
+    training={training}{cost},
 )
 """
 SWAP = (
@@ -49,7 +49,7 @@ from flexcp.frameworks import huggingface
 huggingface.turn_on(model)                          # once
 planner = huggingface.planner(
     model, {cluster}, strategy="{strategy}"{tp}, max_tokens_per_rank={cap},
-    cost={whole_cost},
+    training={training}{cost},
 )
 step = flexcp.bind(planner(lengths, masks=huggingface.masks(model.config){layout}), mesh["cp"])
 loss = model(**huggingface.inputs(tokens, step, gradients="averaged")).loss    # under DDP; "summed" where gradients are summed
@@ -60,7 +60,7 @@ from flexcp.frameworks.huggingface_trainer import FlexcpTrainer
 {calibration}
 planner = huggingface.planner(
     model, {cluster}, strategy="{strategy}"{tp}, max_tokens_per_rank={cap},
-    cost={whole_cost},
+    training={training}{cost},
 )
 trainer = FlexcpTrainer(model, args, train_dataset=dataset, data_collator=collator, planner=planner)
 trainer.train()
@@ -102,14 +102,13 @@ FRAMEWORKS = {
 class Lines:
     """What the lines are filled in with; ``swap`` keeps tokens where a contiguous split has them.
 
-    ``shape``, ``model`` and ``cluster`` are what tensor parallelism over ``tp`` leaves. ``cost_file`` is the calibration that was used.
+    ``training`` is the step that was simulated, ``cluster`` what tensor parallelism leaves. ``cost_file`` is the calibration that was used.
 
     ``step_tokens`` are those of a training step, which ``micro_batches`` passes take; ``longest`` is the longest document, which a batch
     must hold.
     """
 
-    shape: Shape
-    model: Model
+    training: Training
     cluster: Cluster
     strategy: str
     max_tokens_per_rank: int
@@ -118,8 +117,17 @@ class Lines:
     masks: Mapping[str, tuple[Mask, int]]
     swap: bool
     longest: int = 1
-    tp: int = 1
     cost_file: Path | None = None
+
+    @property
+    def shape(self) -> Shape:
+        """The heads that a rank has."""
+        return self.training.model.shape
+
+    @property
+    def tp(self) -> int:
+        """Over how many ranks tensor parallelism divided heads."""
+        return self.training.tp
 
     @property
     def budget(self) -> int:
@@ -151,7 +159,7 @@ def code_lines(framework: str, lines: Lines) -> tuple[str, str]:
     # Megatron users who gave no --tp still have one; a cluster that was divided is the pool itself.
     each = lines.cluster.ranks_per_node
     pool = each if lines.tp > 1 else f"{each} // tp"
-    model, calibrated = _model(lines.model), lines.cost_file is not None
+    calibrated = lines.cost_file is not None
     return title, text.format(
         heads=lines.shape.heads,
         kv_heads=lines.shape.kv_heads,
@@ -159,10 +167,9 @@ def code_lines(framework: str, lines: Lines) -> tuple[str, str]:
         sizes=_sizes(lines.shape),
         strategy=lines.strategy,
         cap=lines.max_tokens_per_rank,
-        model=model,
-        calibration=_calibration(lines.cost_file, replaced="{whole_cost}" in text),
+        training=_training(lines.training),
+        calibration=_calibration(lines.cost_file),
         cost=", cost=calibration.cost" if calibrated else "",
-        whole_cost=f"replace(calibration.cost, model={model})" if calibrated else f"flexcp.CostModel(model={model})",
         budget=lines.budget,
         why_budget=lines.why_budget,
         masks=_masks(lines.masks),
@@ -180,20 +187,27 @@ def _cluster(lines: Lines, ranks_per_node: int | str) -> str:
     return made if lines.cost_file is None else f"calibration.on({made})"
 
 
-def _calibration(file: Path | None, replaced: bool) -> str:
-    """Lines that read the cost model of ``--cost``, whose model is ``replaced`` or not; none without one."""
+def _calibration(file: Path | None) -> str:
+    """Lines that read the cost model of ``--cost``; none without one."""
     if file is None:
         return ""
-    return ("from dataclasses import replace\n" if replaced else "") + (
+    return (
         "from pathlib import Path\nfrom flexcp.calibration import read_calibration\n\n"
         f"calibration = read_calibration(Path({str(file)!r}))"
     )
 
 
-def _model(model: Model) -> str:
-    """The call that makes the model."""
-    values = ", ".join(f"{field.name}={getattr(model, field.name)!r}" for field in fields(model))
-    return f"flexcp.Model({values})"
+def _training(training: Training) -> str:
+    """The call that makes the step: its model as a rank has it, its gradient sync, and what tensor parallelism divided it by."""
+    preset = training.model
+    model = ", ".join(f"{field.name}={getattr(preset.model, field.name)!r}" for field in fields(preset.model))
+    sizes = ", ".join(repr(size) for size in astuple(preset.shape))
+    experts = f", experts={preset.experts}" if preset.experts > 1 else ""
+    whole = f"flexcp.Preset(flexcp.Model({model}), flexcp.Shape({sizes}), vocabulary={preset.vocabulary}{experts})"
+    overlap = f", overlap_permille={training.overlap_permille}" if training.overlap_permille != 1000 else ""
+    return (
+        f'flexcp.Training({whole}, sync="{training.sync}"{overlap}{f", tp={training.tp}" if training.tp > 1 else ""})'
+    )
 
 
 def _sizes(shape: Shape) -> str:

@@ -27,8 +27,8 @@ MOST_TRANSFERS = 500
 def plan_section(
     plan: Plan, title: str | None = None, bars: Iterable[Bar] = (), timed: str = "", time: PlanTime | None = None
 ) -> Section:
-    """Everything there is to see of a plan; ``bars`` are its timeline, of what ``timed`` says; its ``time`` is predicted unless given."""
-    time = time or PlanTime.of_prediction(predict(plan.placement, plan.shape, plan.cluster, plan.cost))
+    """Everything there is to see of a plan; ``bars`` are its timeline, of what ``timed`` says; ``time`` is of all layers unless given."""
+    time = time or PlanTime.of_plan(plan)
     bound = time.perfect_ns(plan)
     data = {**plan_data(plan, time), "bound": bound, "timeline": timeline_data(bars)}
 
@@ -56,7 +56,8 @@ def _tiles(plan: Plan, time: PlanTime, bound: int) -> str:
             ("documents", f"{plan.batch.documents:,}"),
             ("tokens", f"{plan.batch.tokens:,}" + (f" + {plan.placement.pads:,} pads" if plan.placement.pads else "")),
             ("ranks", f"{plan.cluster.nodes} x {plan.cluster.ranks_per_node}"),
-            (f"{time.how} {time.what}", f"{time.total_ns / 1e6:,.2f} ms"),
+            (f"simulated {time.what}", f"{time.total_ns / 1e6:,.2f} ms"),
+            ("predicted for all layers, closed form", f"{_predicted_ns(plan) / 1e6:,.2f} ms"),
             ("over perfect compute", f"{time.total_ns / max(bound, 1):.3f} x"),
             ("compute, max / mean", f"{imbalance(plan.work()):.3f}"),
             ("tokens, max / mean", f"{imbalance(plan.placement.tokens):.3f}"),
@@ -65,6 +66,11 @@ def _tiles(plan: Plan, time: PlanTime, bound: int) -> str:
             ("plan", plan.hash[:12]),
         ]
     )
+
+
+def _predicted_ns(plan: Plan) -> int:
+    """The closed form's time, which knows neither vocabulary nor gradient sync."""
+    return predict(plan.placement, plan.shape, plan.cluster, plan.cost).total_ns
 
 
 def _legend(plan: Plan, number: int) -> str:
@@ -163,13 +169,16 @@ def _balance(plan: Plan, number: int, time: PlanTime, bound: int) -> str:
         for r in range(plan.ranks)
     ]
     layers = sum(m.layers for m in plan.batch.masks)
-    says = f"{time.how} {time}; perfectly divided compute alone would take {bound / 1e6:.3f} ms."
+    says = (
+        f"simulated {time}; perfectly divided compute alone would take {bound / 1e6:.3f} ms. The closed form, by which planners compare "
+        f"placements, predicts {_predicted_ns(plan) / 1e6:.3f} ms for all layers."
+    )
     caption = (
-        f"{time.how.capitalize()} time of every rank, forward and backward of {layers} layer{'s' if layers > 1 else ''}. Dashed: all "
+        f"Simulated time of every rank, forward and backward of {layers} layer{'s' if layers > 1 else ''}. Dashed: all "
         f"compute divided perfectly. {in_a_sentence(off_words(plan.cost))}"
     )
     headers = ["rank", "ms", "attention ms", "waiting ms", "rest ms"]
-    behind = KEYS + folded("As a table", table(headers, rows, f"{time.how.capitalize()} time of every rank"))
+    behind = KEYS + folded("As a table", table(headers, rows, "Simulated time of every rank"))
     return figure("balance", number, title="Where the time goes", says=says, caption=caption, behind=behind, zoom=False)
 
 

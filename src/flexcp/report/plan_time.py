@@ -1,6 +1,7 @@
-"""Where the time of a plan goes, for the pictures and figures of a report: predicted in closed form, or as a simulation found it.
+"""Where the time of a plan goes, for the pictures and figures of a report, as a simulation found it.
 
-A page that shows simulated times beside each other shows the same ones in the panel of a plan; so the panel is given them.
+A page that shows simulated times beside each other shows the same ones in the panel of a plan; so the panel is given them. The closed
+form's time, which planners compare placements by, is named beside them and nowhere in their place.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexcp.plan.plan import Plan
-from flexcp.schedule.predict import Prediction, lower_bound
-from flexcp.simulator.training import Simulation, StepTime, Training
+from flexcp.schedule.predict import lower_bound
+from flexcp.simulator.step_parts import Training, layers_alone
+from flexcp.simulator.training import Simulation, StepTime, simulated_step
 
 Ints = NDArray[np.int64]
 
@@ -21,7 +23,7 @@ Ints = NDArray[np.int64]
 class PlanTime:
     """Nanoseconds of all ranks together, and of each rank in attention, waiting, and in everything else (other layers, gradient sync).
 
-    ``how`` the numbers came to be and ``what`` they are of, in words; ``says`` is a sentence to stand above them, or nothing.
+    ``what`` they are of, in words; ``says`` is a sentence to stand above them, or nothing.
     ``head_flops`` are those of a token in the vocabulary's projection, where that is in the total.
     """
 
@@ -29,22 +31,23 @@ class PlanTime:
     attention_ns: Ints
     exposed_ns: Ints
     linear_ns: Ints
-    how: str = "predicted"
     what: str = "step"
     says: str = ""
     head_flops: int = 0
 
     @classmethod
-    def of_prediction(cls, found: Prediction) -> PlanTime:
-        """The closed form's, which knows neither vocabulary nor gradient sync."""
-        return cls(found.total_ns, found.attention_ns, found.exposed_ns, found.linear_ns, what="time of all layers")
+    def of_plan(cls, plan: Plan, training: Training | None = None) -> PlanTime:
+        """The simulated step of a plan; where no training says what else a step has, that of its layers alone."""
+        if training is None:
+            return cls.of_step(simulated_step(plan, layers_alone(plan.cost, plan.shape)), 0, "time of all layers")
+        return cls.of_step(simulated_step(plan, training), training.model.head_flops_per_token)
 
     @classmethod
     def of_step(cls, step: StepTime, head_flops: int, what: str = "step", says: str = "") -> PlanTime:
         """A simulated step's; exposed gradient sync counts to the other layers, and who is done waits for the slowest."""
         attention, linear = step.ranks[0], step.ranks[2] + step.ranks[3]
         waits = np.maximum(step.total_ns - attention - linear, 0)
-        return cls(step.total_ns, attention, waits, linear, "simulated", what, says, head_flops)
+        return cls(step.total_ns, attention, waits, linear, what, says, head_flops)
 
     @classmethod
     def of_simulation(cls, found: Simulation, training: Training | None) -> PlanTime:
@@ -55,7 +58,7 @@ class PlanTime:
         for mask, pair in zip(found.plan.batch.masks, found.passes, strict=True):
             attention = attention + mask.layers * (pair[0].compute_ns + pair[1].compute_ns)
         waits = np.maximum(found.attention_ns - attention, 0)
-        return cls(found.attention_ns, attention, waits, 0 * attention, "simulated", "attention")
+        return cls(found.attention_ns, attention, waits, 0 * attention, "attention")
 
     def perfect_ns(self, plan: Plan) -> int:
         """What the same would take with all compute divided perfectly over the ranks, and no waiting."""

@@ -11,5 +11,6 @@ messages.py     plan -> chunks of messages in the order of their rounds, with ho
 compiled_events.py  the events, compiled: slots begin, compute ends, chunks come and go
 passes.py       one pass (a mask, a direction) of all ranks: Pass, and its timeline
 bounds.py       what no placement can be faster than
+step_parts.py   what a step consists of beside attention: Training
 training.py     attention alone or a whole training step: Simulation
 """

@@ -17,6 +17,7 @@ Ints = NDArray[np.int64]
 START, STOP, SLOT, SHELF, HELD_ROWS = range(5)
 RANK, FIRST_HEAD, LAST_HEAD, TILES, REGION_ROWS = range(5)
 PAIRS, ROW_TILES, OWN_PAIRS, OWN_ROW_TILES, SUMS = range(5)
+QUERIES, KEYS, LOW, HIGH = range(4)
 REMEMBERED = 1 << 12
 """Launches that are remembered, so that most are noted once."""
 
@@ -36,7 +37,7 @@ def sum_parts(
     launches, count = np.empty(1 << 10, np.int64), 0
     remembered = np.full(REMEMBERED, -1, np.int64)
     passed = np.full((slots, 2, heads), -1, np.int64)  # the region that was last counted there
-    held = np.empty(len(query_heads), np.int64)  # the head ranges of queries that a region's rank has for it
+    both = np.empty((len(query_heads) * len(key_heads), 4), np.int64)
     at = 0
     while at < len(index):
         region = index[at]
@@ -44,52 +45,65 @@ def sum_parts(
         while end < len(index) and index[end] == region:
             end += 1
         rank = regions[RANK, region]
-        some = 0
-        for f in range(len(query_heads)):
-            apart = query_heads[f, 0] >= regions[LAST_HEAD, region] or query_heads[f, 1] <= regions[FIRST_HEAD, region]
-            if not apart and first_query[f * ranks + rank] < first_query[f * ranks + rank + 1]:
-                held[some] = f
-                some += 1
-        for g in range(len(key_heads)):
-            k_begin, k_end = first_key[g * ranks + rank], first_key[g * ranks + rank + 1]
-            apart = key_heads[g, 0] >= regions[LAST_HEAD, region] or key_heads[g, 1] <= regions[FIRST_HEAD, region]
-            if k_begin == k_end or apart:
-                continue
-            for f in held[:some]:
-                q_begin, q_end = first_query[f * ranks + rank], first_query[f * ranks + rank + 1]
-                low = max(regions[FIRST_HEAD, region], query_heads[f, 0], key_heads[g, 0])
-                high = min(regions[LAST_HEAD, region], query_heads[f, 1], key_heads[g, 1])
-                if low >= high:
-                    continue
-                for s in range(at, end):
-                    q0, q1, k0, k1 = slices[s, 0], slices[s, 1], slices[s, 2], slices[s, 3]
-                    lo, hi = slices[s, 4], slices[s, 5]
-                    i = first_behind(queries, q_begin, q_end, q0)
-                    while i < q_end and queries[START, i] < q1:
-                        rows0, rows1 = max(queries[START, i], q0), min(queries[STOP, i], q1)
-                        seen0, seen1 = max(k0, rows0 + lo), min(k1, rows1 + hi)
-                        j = first_behind(keys, k_begin, k_end, seen0)
-                        while j < k_end and keys[START, j] < seen1:
-                            area = band_area(rows0, rows1, max(keys[START, j], k0), min(keys[STOP, j], k1), lo, hi)
-                            if area > 0:
-                                slot = max(queries[SLOT, i], keys[SLOT, j])
-                                own = queries[SHELF, i] == 0 and keys[SHELF, j] == 0
-                                add_part(found, passed, region, regions, rank, slot, own, low, high, area)
-                                launch = ((rank * slots + slot) * shelves + queries[SHELF, i]) * shelves + keys[
-                                    SHELF, j
-                                ]
-                                launch = (launch * heads + low) * (heads + 1) + high
-                                place = (launch ^ (launch >> 15)) & (REMEMBERED - 1)
-                                if remembered[place] != launch:
-                                    remembered[place] = launch
-                                    if count == len(launches):
-                                        launches = np.concatenate((launches, launches))
-                                    launches[count] = launch
-                                    count += 1
-                            j += 1
-                        i += 1
+        for pair in range(head_ranges(both, regions, region, query_heads, key_heads)):
+            f, g = both[pair, QUERIES] * ranks + rank, both[pair, KEYS] * ranks + rank
+            k_begin, k_end, low, high = first_key[g], first_key[g + 1], both[pair, LOW], both[pair, HIGH]
+            for s in range(at, end if k_begin < k_end else at):
+                i = first_behind(queries, first_query[f], first_query[f + 1], slices[s, 0])
+                while i >= 0:
+                    i, count = add_slice(
+                        found, passed, launches, count, remembered, region, regions, slices, s, queries, i, first_query[f + 1],
+                        keys, k_begin, k_end, low, high, shelves,
+                    )  # fmt: skip
+                    if i >= 0:  # there was no more room for launches
+                        launches = np.concatenate((launches, np.empty(len(launches) + k_end - k_begin, np.int64)))
         at = end
     return found, launches[:count]
+
+
+@compiled_leaf
+def head_ranges(both, regions, region, query_heads, key_heads):
+    """Write the head ranges of queries and of keys that meet in a region, and the heads that all three share; how many there are."""
+    count = 0
+    for g in range(len(key_heads)):
+        for f in range(len(query_heads)):
+            low = max(regions[FIRST_HEAD, region], query_heads[f, 0], key_heads[g, 0])
+            high = min(regions[LAST_HEAD, region], query_heads[f, 1], key_heads[g, 1])
+            if low < high:
+                both[count, QUERIES], both[count, KEYS], both[count, LOW], both[count, HIGH] = f, g, low, high
+                count += 1
+    return count
+
+
+@compiled_leaf
+def add_slice(
+    found, passed, launches, count, remembered, region, regions, slices, s, queries, i, q_end, keys, k_begin, k_end, low, high, shelves
+):  # fmt: skip
+    """Count slice ``s`` from segment ``i`` of the rows on: (the first segment that is still to be counted, or -1; launches noted)."""
+    rank, slots, heads = regions[RANK, region], found.shape[2], passed.shape[2]
+    q0, q1, k0, k1, lo, hi = slices[s, 0], slices[s, 1], slices[s, 2], slices[s, 3], slices[s, 4], slices[s, 5]
+    while i < q_end and queries[START, i] < q1:
+        if count + k_end - k_begin > len(launches):
+            return i, count
+        rows0, rows1 = max(queries[START, i], q0), min(queries[STOP, i], q1)
+        seen0, seen1 = max(k0, rows0 + lo), min(k1, rows1 + hi)
+        j = first_behind(keys, k_begin, k_end, seen0)
+        while j < k_end and keys[START, j] < seen1:
+            area = band_area(rows0, rows1, max(keys[START, j], k0), min(keys[STOP, j], k1), lo, hi)
+            if area > 0:
+                slot = max(queries[SLOT, i], keys[SLOT, j])
+                own = queries[SHELF, i] == 0 and keys[SHELF, j] == 0
+                add_part(found, passed, region, regions, rank, slot, own, low, high, area)
+                launch = ((rank * slots + slot) * shelves + queries[SHELF, i]) * shelves + keys[SHELF, j]
+                launch = (launch * heads + low) * (heads + 1) + high
+                place = (launch ^ (launch >> 15)) & (REMEMBERED - 1)
+                if remembered[place] != launch:
+                    remembered[place] = launch
+                    launches[count] = launch
+                    count += 1
+            j += 1
+        i += 1
+    return -1, count
 
 
 @compiled_leaf

@@ -20,11 +20,6 @@ from flexcp.simulator.copies import copy_mbps, own_bytes
 Ints = NDArray[np.int64]
 
 
-def with_copies_ns(found: Prediction, placement: Placement, shape: Shape) -> int:
-    """Predicted nanoseconds of a step and its least copies, of the rank that takes longest."""
-    return int((found.rank_ns + least_copies_ns(found, placement, shape)).max())
-
-
 def least_copies_ns(found: Prediction, placement: Placement, shape: Shape) -> Ints:
     """Nanoseconds of each rank's copies in a step, at least."""
     copied = np.zeros(placement.ranks, np.int64)

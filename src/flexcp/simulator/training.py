@@ -10,10 +10,10 @@ for each other between layers but where messages make them, and where the gradie
   the next layer is asked for when a rank begins this one and needs all ranks, so no rank is a whole layer ahead.
 - ``allreduce``: gradients of a layer are reduced while earlier layers go backward; nothing waits until the end of the step.
 
-A collective over all ranks takes its bytes through the slower of the node's network ports together and the rank's own inside port. It
-hides behind the layer's compute, as much of it as ``overlap_permille`` says; what is left, and the very first gather, is exposed. What
-collectives and attention's messages cost each other at the ports is left out. Under tensor parallelism the rest of a layer includes that
-one's collectives inside the node, which planners, ``auto`` among them, do not count: a token costs them the same on every rank.
+A collective hides behind the layer's compute, as much of it as ``overlap_permille`` says; what is left, and the very first gather, is
+exposed. What collectives and attention's messages cost each other at the ports is left out. Under tensor parallelism the rest of a layer
+includes that one's collectives inside the node. The vocabulary's projection comes last. What a step has of all this is a
+:class:`~flexcp.simulator.step_parts.Training`.
 
 Layers under one mask are alike: two are simulated, and in each of the others ranks that reach each other by messages take equally long, as
 long as the last of them took from the second layer to its end, and no less than the busiest works. Every nanosecond of a rank goes into one
@@ -25,33 +25,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flexcp.cost import PEAK_PERMILLE, CostModel
-from flexcp.models.preset import Preset
 from flexcp.plan.plan import Plan
 from flexcp.plan.program import Transfers
 from flexcp.simulator.bounds import Bounds, pass_bounds
 from flexcp.simulator.passes import Event, Pass, PassModel, Rules, pass_model, run_pass
 from flexcp.simulator.slot_work import MaskWork
+from flexcp.simulator.step_parts import Training, collective_ns, first_weights_ns, tensor_parallel_ns
 
 Ints = NDArray[np.int64]
-Sync = Literal["fsdp", "allreduce", "none"]
-WEIGHT_BYTES = 2
 SIMULATED_LAYERS = 2
-
-
-@dataclass(frozen=True)
-class Training:
-    """What surrounds attention in a step; ``model`` as one rank has it, where tensor parallelism over ``tp`` divided it."""
-
-    model: Preset
-    sync: Sync = "fsdp"
-    overlap_permille: int = 1000
-    tp: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,14 +174,14 @@ def _pass_models(
 
 def _whole_step(plan: Plan, cost: CostModel, models: list[tuple[PassModel, PassModel]], training: Training) -> StepTime:
     """Layers one behind the other; of each mask's alike layers the first two are simulated."""
-    linear = cost.linear_ns(plan.placement.tokens, plan.shape, plan.cluster)
-    inside = _tensor_parallel_ns(plan, cost, training)
+    tokens, shape, cluster = plan.placement.tokens, plan.shape, plan.cluster
+    linear = cost.linear_ns(tokens, shape, cluster)
+    inside = tensor_parallel_ns(tokens, shape, cluster, cost, training)
     forward = linear // 3 + inside // 2
     ways = ((False, forward), (True, linear + inside - forward))
     # Attention, waits, other layers and sync of each rank so far; their sum is when it is ready for what comes next.
     spent = np.zeros((4, plan.ranks), np.int64)
-    if training.sync == "fsdp":
-        spent[3] += _collective_ns(plan, cost, training, 1)  # the first layer's weights: nothing to hide behind
+    spent[3] += first_weights_ns(cluster, cost, training)
     for backward, rest in ways:
         for model, mask, programs in zip(models, plan.batch.masks, plan.programs, strict=True):
             simulated = min(mask.layers, SIMULATED_LAYERS)
@@ -214,7 +201,7 @@ def _whole_step(plan: Plan, cost: CostModel, models: list[tuple[PassModel, PassM
                 spent += more * layer
                 last_begin = int(begin.max()) + more * int(took.max())
                 spent += _late_weights_ns(plan, cost, training, last_begin, spent.sum(axis=0))
-    spent[2] += cost.head_ns(plan.placement.tokens, training.model.head_flops_per_token, plan.shape, plan.cluster)
+    spent[2] += cost.head_ns(tokens, training.model.head_flops_per_token, shape, cluster)
     done = spent.sum(axis=0)
     attention, wait, other, sync = (int(part) for part in spent[:, done.argmax()])
     return StepTime(int(done.max()), attention, wait, other, sync, spent)
@@ -251,7 +238,7 @@ def _late_weights_ns(plan: Plan, cost: CostModel, training: Training, last_begin
     """
     found = np.zeros((4, plan.ranks), np.int64)
     if training.sync == "fsdp":
-        collective = _collective_ns(plan, cost, training, 1)
+        collective = collective_ns(plan.cluster, cost, training)
         late = np.maximum(last_begin + collective - ready, 0)
         found[3] = np.minimum(late, collective)
         found[1] = late - found[3]
@@ -265,25 +252,4 @@ def _exposed_ns(plan: Plan, cost: CostModel, training: Training, backward: bool,
     # An all-reduce is a scatter and a gather, of gradients only.
     times = 2 * backward if training.sync == "allreduce" else 1 + backward
     hidden = layer_ns * training.overlap_permille // 1000
-    return np.maximum(times * _collective_ns(plan, cost, training, 1) - hidden, 0)
-
-
-def _tensor_parallel_ns(plan: Plan, cost: CostModel, training: Training) -> Ints:
-    """One layer's collectives of tensor parallelism on each rank, forward and backward, with nothing to hide behind."""
-    if training.tp == 1:
-        return np.zeros(plan.ranks, np.int64)
-    row = training.model.model.hidden * plan.shape.element_bytes
-    # Four all-reduces of a token's row, two in each direction; or as many scatters and gathers (Megatron-LM, sequence parallelism).
-    size = 4 * 2 * plan.placement.tokens * row * (training.tp - 1) // training.tp
-    return cost.link_ns(size, plan.cluster.intra_mbps) + 8 * plan.cluster.latency_ns
-
-
-def _collective_ns(plan: Plan, cost: CostModel, training: Training, layers: int) -> int:
-    """An all-gather or reduce-scatter of so many layers' weights over all ranks."""
-    cluster = plan.cluster
-    size = np.array([WEIGHT_BYTES * training.model.layer_parameters * layers], np.int64)
-    inside = int(cost.link_ns(size * (cluster.ranks - 1) // cluster.ranks, cluster.intra_mbps)[0])
-    if cluster.nodes == 1:
-        return inside + cluster.latency_ns
-    crossing = size * (cluster.nodes - 1) // (cluster.nodes * cluster.ranks_per_node)
-    return max(inside, int(cost.link_ns(crossing, cluster.inter_mbps)[0])) + cluster.latency_ns
+    return np.maximum(times * collective_ns(plan.cluster, cost, training) - hidden, 0)

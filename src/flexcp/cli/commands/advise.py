@@ -132,9 +132,7 @@ def advise(
     strategy = "auto" if found.verdict == "swap" else found.free.name
     swap = found.verdict == "swap"
     sizes = (max_tokens_per_rank, whole, asked.micro_batches)
-    lines = Lines(
-        preset.shape, preset.model, where, strategy, *sizes, asked.masks, swap, max(numbers), parallel.tp, cost
-    )
+    lines = Lines(asked.training, where, strategy, *sizes, asked.masks, swap, max(numbers), cost)
     code = [code_lines(name, lines) for name in names] if found.verdict != "static" else []
     if html is not None:
         _report(html, found, code)

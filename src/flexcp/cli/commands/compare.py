@@ -40,7 +40,7 @@ def compare(
 
     scenario, names = described.scenario(), o.chosen_strategies(strategies, (*STATIC_BY_LOAD, *(SLOW if slow else ())))
     with compiling(f"planning and simulating {len(names)} strategies") as progress:
-        asked = (scenario.request, names, scenario.rules, scenario.training)
+        asked = (scenario.request, names, scenario.rules)
         static = (*STATIC, *STATIC_BY_LOAD)
         found = run(*asked, lambda n: progress.update(f"simulating {n}"), scenario.compute, baselines=static)
     if not as_json:
@@ -180,11 +180,11 @@ def _report(path: Path, found: Comparison, scenario: s.Scenario) -> None:
         marks = {id(found.best_static): "best static, by tokens", id(found.best_static_by_load): "best static, by load"}
         mark = marks.get(id(row), "")
         times.append(StrategyTime(row.name, *parts, row.moved_bytes, row.work_imbalance, mark))
-    of = "attention" if scenario.training is None else "step"
+    of = "attention" if scenario.request.training is None else "step"
     sections = [strategies_section(times, scenario.title, "Strategies side by side, simulated", of)]
     for row in found.ran[:1]:
         assert row.simulation is not None
         sections.append(
-            timed_plan(row.simulation.plan, row.name, PlanTime.of_simulation(row.simulation, scenario.training))
+            timed_plan(row.simulation.plan, row.name, PlanTime.of_simulation(row.simulation, scenario.request.training))
         )
     write(path, sections, f"Strategies on {found.request.cluster}, simulated", scenario.title)

@@ -48,7 +48,11 @@ def plan(
     if save is not None:
         _write(found, save)
     if html is not None:
-        report_plan(html, found)
+        from flexcp.report.plan_time import PlanTime
+
+        with compiling("simulating the plan"):
+            timed = PlanTime.of_plan(found, planner.training)
+        report_plan(html, found, timed)
     if as_json:
         keys = summary(found, times) | (_rounds_of(found) if rounds else {})
         typer.echo(json.dumps(keys, indent=2))

@@ -39,7 +39,7 @@ def simulate(
 
     scenario = described.scenario()
     with compiling(f"planning and simulating {strategy}"):
-        asked = (scenario.request, [strategy], scenario.rules, scenario.training)
+        asked = (scenario.request, [strategy], scenario.rules)
         row = compare(*asked, compute=scenario.compute).rows[0]
     if row.simulation is None:
         raise ValueError(f"{strategy} refused: {row.refused}")
@@ -50,7 +50,7 @@ def simulate(
         from flexcp.cli.shared.reports import report_plan
         from flexcp.report.plan_time import PlanTime
 
-        report_plan(html, found.plan, PlanTime.of_simulation(found, scenario.training))
+        report_plan(html, found.plan, PlanTime.of_simulation(found, scenario.request.training))
     if as_json:
         data = {"simulated": True, "setting": scenario.title, "strategy": row.name, **simulation_data(found)}
         typer.echo(json.dumps(data | {"held_out": scenario.calibration.to_json()["held_out"]}, indent=2))

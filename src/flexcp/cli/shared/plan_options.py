@@ -12,6 +12,7 @@ from flexcp.cli.shared.batches import BatchOptions
 from flexcp.cli.shared.model_and_cluster_options import ModelOptions, ShapedClusterOptions
 from flexcp.cli.shared.option_groups import OptionGroup
 from flexcp.cli.shared.parallel import ParallelOptions
+from flexcp.cli.shared.step_options import StepOptions
 
 if TYPE_CHECKING:
     from flexcp.plan.plan import Plan
@@ -58,6 +59,7 @@ class PlanOptions(OptionGroup):
     cluster: ShapedClusterOptions
     model: ModelOptions
     parallel: ParallelOptions
+    step: StepOptions
     planner: PlannerOptions
     tokens: TokenOptions
     cost: o.CostFile = None
@@ -68,8 +70,9 @@ class PlanOptions(OptionGroup):
 
         measured = o.cost_of(self.cost)
         where, shape = measured.on(self.cluster.found()), self.model.attention(default)
-        found = self.parallel.divided(where, shape, self.model.whole()).announced().topology
-        return Planner(cost=measured.cost, **(found.arguments | vars(self.planner)))
+        divided = self.parallel.divided(where, shape, self.model.whole()).announced()
+        training = self.step.training(divided.preset, self.parallel.tp)
+        return Planner(cost=measured.cost, training=training, **(divided.topology.arguments | vars(self.planner)))
 
     def taken(self, planner: Planner) -> tuple[Planner, list[int]]:
         """(The planner with the cap that the batch was cut by, lengths of the batch); which part of a file they are is said."""

@@ -13,23 +13,20 @@ from flexcp.cli.shared.batches import BatchOptions
 from flexcp.cli.shared.model_and_cluster_options import ClusterOptions, ModelOptions
 from flexcp.cli.shared.option_groups import OptionGroup
 from flexcp.cli.shared.parallel import ParallelOptions
+from flexcp.cli.shared.step_options import StepOptions
 
 if TYPE_CHECKING:
     from flexcp.calibration import Calibration
     from flexcp.compare.compare import Compute
     from flexcp.planners.request import Request
     from flexcp.simulator.passes import Rules
-    from flexcp.simulator.training import Training
-
-SYNCS = ("fsdp", "allreduce", "none")
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """The request, what surrounds attention, and how the cost model was made."""
+    """The request, by what rules it is simulated, and how the cost model was made."""
 
     request: Request
-    training: Training | None
     rules: Rules
     calibration: Calibration
     taken: str = ""
@@ -54,7 +51,8 @@ class Scenario:
         from flexcp.known_errors.words import error_words
 
         batch, shape = self.request.batch, self.request.shape
-        model = "attention alone" if self.training is None else f"a step of {self.training.model.model.name}"
+        training = self.request.training
+        model = "attention alone" if training is None else f"a step of {training.model.model.name}"
         masks = ", ".join(str(m.rules[0]) if len(m.rules) == 1 else "one mask per document" for m in batch.masks)
         return (
             f"simulated: {model} on {self.request.cluster}, {batch.documents:,} documents, {batch.tokens:,} tokens, {masks}, "
@@ -71,8 +69,7 @@ class ScenarioOptions(OptionGroup):
     model: ModelOptions
     parallel: ParallelOptions
     cost: o.CostFile = None
-    sync: Annotated[str, typer.Option(help="Gradient sync of a step: fsdp, allreduce or none.")] = "fsdp"
-    overlap: Annotated[float, typer.Option(help="Share of a layer's time behind which gradient sync may hide.")] = 1.0
+    step: StepOptions
     no_contention: Annotated[
         bool, typer.Option("--no-contention", help="Compute and transfers of a rank do not slow each other.")
     ] = False
@@ -84,12 +81,7 @@ class ScenarioOptions(OptionGroup):
         from flexcp.masks import causal
         from flexcp.planners.request import Request, refuse_over_cap
         from flexcp.simulator.passes import Rules
-        from flexcp.simulator.training import Training
 
-        if self.sync not in SYNCS:
-            raise ValueError(f"--sync is {', '.join(SYNCS)}; got {self.sync!r}")
-        if not 0 <= self.overlap <= 1:
-            raise ValueError(f"--overlap is a share between 0 and 1; got {self.overlap}")
         cap = self.max_tokens_per_rank
         if cap is not None and cap < 1:
             raise ValueError(f"--max-tokens-per-rank is at least 1; got {cap}")
@@ -98,14 +90,20 @@ class ScenarioOptions(OptionGroup):
         divided = self.parallel.divided(where, heads, self.model.whole())
         where, preset, rule = divided.topology.cluster, divided.preset, self.batch.rule
         taken = self.batch.taken(where.ranks, cap)
-        priced, training = found.cost, None
+        priced, training = found.cost, self.step.training(preset, self.parallel.tp)
         if preset is None:
             made = make_batch(taken.lengths, causal() if rule is None else rule)
         else:
             made = make_batch(taken.lengths, masks=self.batch.layer_masks(preset))
             priced = replace(found.cost, model=preset.model)
-            training = Training(preset, self.sync, round(1000 * self.overlap), self.parallel.tp)  # type: ignore[arg-type]
-        request = Request(made, divided.topology.shape, where, priced, max_tokens_per_rank=taken.max_tokens_per_rank)
+        request = Request(
+            made,
+            divided.topology.shape,
+            where,
+            priced,
+            max_tokens_per_rank=taken.max_tokens_per_rank,
+            training=training,
+        )
         refuse_over_cap(request)
         rules = Rules(contention=not self.no_contention)
-        return Scenario(request, training, rules, found, taken.words, divided.words)
+        return Scenario(request, rules, found, taken.words, divided.words)

@@ -28,7 +28,8 @@ from flexcp.plan.memory import KEYS
 from flexcp.plan.plan import Plan
 from flexcp.shape import Shape
 from flexcp.simulator.passes import Rules
-from flexcp.simulator.training import Simulation, Training, simulate
+from flexcp.simulator.step_parts import Training
+from flexcp.simulator.training import Simulation, simulate
 
 Ints = NDArray[np.int64]
 Fields = dict[str, Tensor]

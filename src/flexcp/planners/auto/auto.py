@@ -1,21 +1,21 @@
 """auto: the fastest of many placements, by the event simulator.
 
 Three prices of a candidate, each dearer to find and closer to the truth: what it takes *at least* (sums alone,
-:mod:`flexcp.planners.auto.candidates`), what the *closed form* predicts of its placement (:mod:`flexcp.schedule.predict`) and its copies,
-and what its plan takes *by events* (:mod:`flexcp.simulator`). The search is best first: of all candidates the one whose closest known price
+:mod:`flexcp.planners.auto.candidates`), what the *closed form* predicts of its placement (:mod:`flexcp.planners.price`), and what its plan
+takes *by events* (:mod:`flexcp.simulator`). The search is best first: of all candidates the one whose closest known price
 is least is looked at next, placed or simulated, until nothing that is left can be faster than the fastest simulated one. That one is taken.
 A candidate may have several placements, as ``groups`` has for each of its settings: each is priced and simulated by itself.
 
 - **Events decide.** The closed form proposes: ``MOST_SIMULATED`` candidates at most are scheduled and simulated, always among them the
   best static one by tokens and the best by load, if they are predicted to be anywhere near the fastest.
-- **What is simulated** is a step: all layers forward and backward, attention and the rest of the layer, without gradient sync (which
-  changes the order of plans hardly ever) and all-reduces of tensor parallelism; where nothing but attention costs time, its passes one by
-  one. Times are integers of nanoseconds from integers, so all machines choose the same; of equal ones the first of the list wins, a
-  static one.
+- **What is simulated** is the step that the request describes (:class:`~flexcp.simulator.step_parts.Training`), which is what ``compare``
+  reports: all layers forward and backward, vocabulary, gradient sync, collectives of tensor parallelism. Of a request that describes none
+  it is the layers alone; where nothing but attention costs time, its passes one by one. Times are integers of nanoseconds from integers,
+  so all machines choose the same; of equal ones the first of the list wins, a static one.
 - **Stages.** In what stages a pass is cut best (:mod:`flexcp.schedule.thin_ends`) the closed form says; of the fastest plan events say
   it again, for the forward and the backward apart.
 - **What is left out.** A candidate is passed over when its price is not under the fastest simulated time: prices are optimistic, the
-  closed form with the least copies (:mod:`flexcp.simulator.least_copies`) too. It is left out for a static method of so many regions that
+  closed form with the least copies too. It is left out for a static method of so many regions that
   events are found sooner.
 - **Many documents.** Everything takes time in proportion to documents. With more than ``MANY_DOCUMENTS``, most of which are short and
   easily dealt, a candidate is looked at only when its price promises a gain of more than 1 / ``WORTH_TRYING``.
@@ -33,18 +33,17 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from flexcp.cost import dense_model
-from flexcp.models.preset import Preset
 from flexcp.plan.placement import Placement
 from flexcp.plan.plan import Plan
 from flexcp.planners.auto.candidates import HIGH_EFFORT, LEAST_EFFORT, Candidate, find_candidates
+from flexcp.planners.price import price_ns
 from flexcp.planners.request import Refused, Request, refuse_over_memory, refuse_over_peers
 from flexcp.planners.token_runs import check_tolerances
 from flexcp.schedule.analysis import MaskAnalysis, analyse, in_other_stages
-from flexcp.schedule.predict import milliseconds, predict
+from flexcp.schedule.predict import milliseconds
 from flexcp.schedule.transfers import make_plan
-from flexcp.simulator.least_copies import with_copies_ns
-from flexcp.simulator.training import Training, simulate, simulated_step
+from flexcp.simulator.step_parts import Training, layers_alone
+from flexcp.simulator.training import simulate, simulated_step
 
 DEFAULT_EFFORT = 16
 MOST_SIMULATED = 5
@@ -185,8 +184,7 @@ class _Search:
             analysis = analyse(placement, *known, request.keep_kv, request.most_ahead) if needed else None
             placed = _Placed(candidate, placement, candidate.least_ns, analysis)
             if candidate.regions <= MANY_REGIONS:
-                found = predict(placement, *known, request.keep_kv, analysis)
-                placed = replace(placed, ns=with_copies_ns(found, placement, request.shape))
+                placed = replace(placed, ns=price_ns(request, placement, analysis))
             if request.max_memory_per_rank is None and request.max_peers is None:
                 return placed
             plan = self._planned(placed)  # caps are on plans
@@ -204,8 +202,7 @@ class _Search:
 
     def _simulate(self, placed: _Placed, order: int) -> None:
         plan = placed.plan or self._planned(placed)
-        layers = sum(mask.layers for mask in plan.batch.masks)
-        ns = placed.ns if placed.ns // layers > LONGEST_NS else step_ns(plan)
+        ns = placed.ns if self._is_too_long(placed.ns) else step_ns(plan, self.request.training)
         self.simulated.append(_Simulated(placed.candidate, plan, ns, order, placed.analysis))
         self.best = min(self.simulated, key=lambda found: (found.ns, found.order))
 
@@ -215,13 +212,16 @@ class _Search:
             best = self.best
             assert best is not None
             others = in_other_stages(best.analysis, backward) if best.analysis is not None else None
-            if others is None or best.ns // sum(mask.layers for mask in best.plan.batch.masks) > LONGEST_NS:
+            if others is None or self._is_too_long(best.ns):
                 continue
             plan = self._planned(_Placed(best.candidate, best.plan.placement, best.ns, others))
-            ns = step_ns(plan)
+            ns = step_ns(plan, self.request.training)
             if ns < best.ns:
                 self.best = replace(best, plan=plan, ns=ns, analysis=others)
                 self.simulated[self.simulated.index(best)] = self.best
+
+    def _is_too_long(self, ns: int) -> bool:
+        return ns // self.request.batch.layers > LONGEST_NS
 
     def _pass_over(self, price: int, item: Candidate | _Placed) -> None:
         """Keep the least price of what is not simulated, for each way of dealing documents and for all others; prices come in order."""
@@ -251,15 +251,25 @@ class _Search:
                 price = self.passed_over[dealing]
                 said.append((price, f"no {kind} takes less than {milliseconds(price)} ms"))
         why = "; ".join(text for _, text in sorted(said)) or "the only one that can run here"
-        return f"{best.name}{f' ({own})' if own else ''}: {milliseconds(best.ns)} ms a step simulated; {why}"
+        time = f"{milliseconds(best.ns)} ms a step simulated"
+        return f"{best.name}{f' ({own})' if own else ''}: {time}; {why} ({self._step_words()})"
+
+    def _step_words(self) -> str:
+        """What the times are of: whoever reads another time of the same plan must be told what the two have in common."""
+        layers, training = self.request.batch.layers, self.request.training
+        of = f"times of {layers} layer{'s' if layers > 1 else ''}"
+        if training is None:
+            return f"{of}, without vocabulary, gradient sync and all-reduces of tensor parallelism"
+        sync = "no gradient sync" if training.sync == "none" else f"gradient sync ({training.sync})"
+        tp = f" and all-reduces of tp {training.tp}" if training.tp > 1 else ""
+        return f"{of} with vocabulary, {sync}{tp}"
 
 
-def step_ns(plan: Plan) -> int:
-    """Simulated nanoseconds of a step without gradient sync: every layer's attention by events, and the rest of the layer.
+def step_ns(plan: Plan, training: Training | None = None) -> int:
+    """Simulated nanoseconds of a step; of its layers alone where no training says what else it has.
 
-    Where the cost model's layers have no rest, attention alone is asked about: each pass by itself, all ranks starting together.
+    Where the cost model's layers have no rest either, attention alone is asked about: each pass by itself, all ranks starting together.
     """
-    if plan.cost.pairs_per_token(plan.shape) <= NO_REST:
+    if training is None and plan.cost.pairs_per_token(plan.shape) <= NO_REST:
         return simulate(plan).attention_ns
-    model = plan.cost.model or dense_model(plan.shape)
-    return simulated_step(plan, Training(Preset(model, plan.shape, vocabulary=1), sync="none")).total_ns
+    return simulated_step(plan, training or layers_alone(plan.cost, plan.shape)).total_ns

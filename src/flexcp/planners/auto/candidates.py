@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
+
 from flexcp.plan.placement import Placement
 from flexcp.planners.blocks.blocks import blocks
 from flexcp.planners.groups.groups import all_groupings, team_sizes
@@ -23,6 +25,7 @@ from flexcp.planners.request import Request
 from flexcp.planners.static.bounds import Place, StaticBounds, StaticMethod, dealt_by_load, static_methods
 from flexcp.planners.static.dealing import deals_by_load
 from flexcp.schedule.predict import lower_bound
+from flexcp.simulator.step_parts import beyond_layers_ns
 
 PlaceMany = Callable[[Request], list[Placement]]
 LEAST_EFFORT = 2
@@ -94,10 +97,20 @@ def _dynamic(request: Request, effort: int) -> Iterator[Candidate]:
         from flexcp.planners.hypergraph.hypergraph import hypergraph
 
         rows.append(("hypergraph", hypergraph, ""))
-    perfect = lower_bound(request.batch, request.shape, request.cluster, request.cost)
+    perfect = _perfect_ns(request)
     for name, place, argument in rows:
         asked = replace(request, argument=argument)
         if name not in TOLERANT:
             asked = replace(asked, compute_tolerance=None, token_tolerance=None)
         full_name = f"{name}:{argument}" if argument else name
         yield Candidate(full_name, place, asked, perfect + perfect // NEARLY_PERFECT)
+
+
+def _perfect_ns(request: Request) -> int:
+    """Perfectly divided compute, and what the step has beyond its layers where every rank has the same tokens."""
+    known = (request.shape, request.cluster, request.cost)
+    perfect = lower_bound(request.batch, *known)
+    if request.training is None:
+        return perfect
+    tokens = np.full(request.ranks, request.batch.tokens // request.ranks)
+    return perfect + int(beyond_layers_ns(tokens, request.batch.layers, *known, request.training).min())

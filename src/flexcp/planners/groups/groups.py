@@ -21,7 +21,7 @@ they wait for each other's keys in every layer: one that has less attention cann
 cut for it (less cutting is faster where links are slow); and what happens where the groups of long documents together need more units than
 there are. ``whole`` lets each have fewer and takes longer, ``poured`` lays them end to end, so that neighbours share a unit. With
 ``split=all`` a team splits every document, which moves more and leaves all its ranks with the same work. Settings that are not given are
-searched, but for the last: the one with the least predicted time, copies included, is taken (:func:`flexcp.schedule.predict.predict`),
+searched, but for the last: the one with the least predicted time, copies included, is taken (:mod:`flexcp.planners.price`),
 teams of one rank only where keys have too few heads for larger ones, because the prediction flatters what moves by rows. Which settings are
 fastest events tell better: ``auto`` asks for :func:`all_groupings` of each of :func:`team_sizes`. A placement takes a few milliseconds.
 
@@ -40,10 +40,9 @@ from numpy.typing import NDArray
 from flexcp.plan.placement import Placement
 from flexcp.planners.groups.priced_documents import PricedDocuments, price_documents
 from flexcp.planners.groups.rows import Pieces, place_pieces
+from flexcp.planners.price import price_ns
 from flexcp.planners.request import Refused, Request, refuse_tolerances
-from flexcp.schedule.predict import predict
 from flexcp.shape import Shape
-from flexcp.simulator.least_copies import with_copies_ns
 
 Ints = NDArray[np.int64]
 SLACKS = (2, 12, 25)
@@ -68,7 +67,7 @@ class Settings:
 def groups(request: Request) -> Placement:
     """Place a batch in flexible groups; settings that the request does not give are those of the least predicted time."""
     found = all_groupings(request)
-    return found[0] if len(found) == 1 else min(found, key=lambda placement: _predicted(request, placement))
+    return found[0] if len(found) == 1 else min(found, key=lambda placement: price_ns(request, placement))
 
 
 def all_groupings(request: Request) -> list[Placement]:
@@ -87,11 +86,6 @@ def all_groupings(request: Request) -> list[Placement]:
             placement = place_pieces(request, priced, pieces)
             found.append(replace(placement, note=_note(placement, each)))
     return found
-
-
-def _predicted(request: Request, placement: Placement) -> int:
-    found = predict(placement, request.shape, request.cluster, request.cost, request.keep_kv)
-    return with_copies_ns(found, placement, request.shape)
 
 
 def _same(a: Pieces, b: Pieces) -> bool:

@@ -25,6 +25,7 @@ from flexcp.planners.request import Request
 from flexcp.planners.static import static
 from flexcp.planners.static.dealing import BY_LOAD, dealt
 from flexcp.shape import Kind, Shape
+from flexcp.simulator.step_parts import beyond_layers_ns
 
 Ints = NDArray[np.int64]
 Place = Callable[[Request], Placement]
@@ -153,7 +154,9 @@ class StaticBounds:
         self.heaviest = int(np.argmax(sum(m.layers * a for m, a in zip(batch.masks, self.areas, strict=True))))
         self.sees_all_before = [_sees_all_before(batch, m) for m in batch.masks]
         # Ranks of different speed share their work as if all were as fast as the fastest.
-        self.fastest = replace(cluster, nodes=1, ranks_per_node=1, speeds=(max(cluster.rank_speeds),))
+        fastest = max(cluster.rank_speeds)
+        self.fastest = replace(cluster, nodes=1, ranks_per_node=1, speeds=(fastest,))
+        self.alike = replace(cluster, speeds=(fastest,) * cluster.ranks)
         self._works: dict[tuple[int, int], list[Ints]] = {}
         self._dealt: dict[tuple[int, str, int], Ints] = {}
 
@@ -253,7 +256,7 @@ class StaticBounds:
         """Each method's slowest group, from the groups' tokens and, for each mask, pairs."""
         if not methods:
             return []
-        cost, shape = self.request.cost, self.request.shape
+        cost, shape, training = self.request.cost, self.request.shape, self.request.training
         counts = np.array([len(tokens) for tokens, _ in groups_of])
         of = _Columns(*np.repeat(np.array([m.columns for m in methods]), counts, axis=0).T)
         tokens = np.concatenate([tokens for tokens, _ in groups_of])
@@ -265,6 +268,9 @@ class StaticBounds:
             for backward in (False, True):
                 compute = cost.attention_ns(pairs * shape.heads // of.degree, shape, self.fastest, backward)
                 ns += mask.layers * self._attention_ns(of, tokens // of.degree, compute, backward)
+        if training is not None:
+            layers = self.request.batch.layers
+            ns += beyond_layers_ns(tokens // of.degree, layers, shape, self.alike, cost, training)
         return [int(x) for x in np.maximum.reduceat(ns, np.cumsum(counts) - counts)]
 
     def _attention_ns(self, of: _Columns, tokens: Ints, compute: Ints, backward: bool) -> Ints:

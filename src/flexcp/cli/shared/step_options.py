@@ -1,0 +1,30 @@
+"""``--sync`` and ``--overlap``: what a training step has beside its model, as commands that time or plan one are told it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flexcp.cli.shared.option_groups import OptionGroup
+
+if TYPE_CHECKING:
+    from flexcp.models.preset import Preset
+    from flexcp.simulator.step_parts import Training
+
+
+class StepOptions(OptionGroup):
+    """Gradient sync of a step; without a whole model there is none."""
+
+    sync: Annotated[str, typer.Option(help="Gradient sync of a step: fsdp, allreduce or none.")] = "fsdp"
+    overlap: Annotated[float, typer.Option(help="Share of a layer's time behind which gradient sync may hide.")] = 1.0
+
+    def training(self, preset: Preset | None, tp: int) -> Training | None:
+        """The step of a model as one rank has it, under tensor parallelism over ``tp``; None where no whole model is told."""
+        from flexcp.simulator.step_parts import SYNCS, Training
+
+        if self.sync not in SYNCS:
+            raise ValueError(f"--sync is {', '.join(SYNCS)}; got {self.sync!r}")
+        if not 0 <= self.overlap <= 1:
+            raise ValueError(f"--overlap is a share between 0 and 1; got {self.overlap}")
+        return None if preset is None else Training(preset, self.sync, round(1000 * self.overlap), tp)
