@@ -78,7 +78,7 @@ regimes: .venv/ready
 memory: .venv/ready
 	$(BIN)/python benchmarks/memory.py --write docs/results/memory.md
 
-# Published figures beside ours in the same settings, all simulated; writes docs/results/experiments.md. QUICK=1 draws fewer batches.
+# What other systems published beside simulations of them; writes docs/results/experiments.md. QUICK=1 draws fewer batches.
 experiments: .venv/ready
 	$(BIN)/python benchmarks/experiments.py --write docs/results/experiments.md $(if $(QUICK),--quick)
 

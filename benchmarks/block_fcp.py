@@ -1,4 +1,4 @@
-"""Block-level FCP's experiments, simulated.
+"""Block-level FCP's ring and ablation, simulated, and its setting; ``papers_fcp.py`` has its figures with `fcp` and ``auto``.
 
 Repeats: 64 query and 8 KV heads of 128, causal, 32K tokens a GPU, 16 to 256 GPUs; lengths lognormal (mean 16K),
 bimodal (16K and 64K) and equal; efficiency against one GPU; the ablation at 128 GPUs.
@@ -6,9 +6,8 @@ bimodal (16K and 64K) and equal; efficiency against one GPU; the ablation at 128
 Differs: presets ``h20`` (8 a node, 25 GB/s a rank across) and ``gb200`` (nodes of 64 here, so that counts divide); the analytic cost
 model. The length of "equal" documents is not published: several are shown. For the ablation their placement (blocks of 4K dealt by area,
 equal tokens) is ``minheap:4096``; pipelining is the overlap of stages, rounds and coalescing are this simulator's; their last step, the
-reshuffle, changes the layout outside attention and has no counterpart, because tokens are placed freely here. ``hdp``, ``wlb``, ``ring``
-and ``minheap`` are the dealing of ByteScale, WLB-LLM, ring attention and MagiAttention, not their kernels. *Efficiency* is useful FLOPs
-over those of the same kernels on one rank that has all of its documents whole.
+reshuffle, changes the layout outside attention. *Efficiency* is useful FLOPs over those of the same kernels on one rank that has all of
+its documents whole.
 """
 
 from __future__ import annotations
@@ -19,14 +18,13 @@ from flexcp.data.lengths import draw_lengths
 from flexcp.shape import Shape
 from flexcp.simulator.passes import Rules
 from flexcp.simulator.training import Simulation
-from simulated import OURS, Experiment, off, simulations, table
+from simulated import Experiment, off, simulations, table
 
 SHAPE = Shape(64, 8, 128, 128)
 COSTS = {"h20": CostModel("h20", forward_efficiency=800, backward_efficiency=720), "gb200": CostModel()}
 """An H20 has little peak and reaches most of it: their MFU of 0.75 at an efficiency of 93 % is a kernel at 0.80."""
 A_GPU = 32_768
 COUNTS = (16, 32, 64, 128, 256)
-RIVALS = ("minheap", "hdp", "wlb", "ring")
 RING = {16: 0.696, 256: 0.273}
 ABLATION = (
     ("none of them", 0.29, Rules(in_line=True, ahead=0)),
@@ -76,31 +74,6 @@ def ablation() -> list[str]:
     return table(["lengths", "rules", "MFU simulated", "published", "off by"], rows)
 
 
-def scaling(
-    counts: tuple[int, ...] = COUNTS,
-    presets: tuple[str, ...] = ("h20", "gb200"),
-    lengths: tuple[str, ...] = ("lognormal16k", "bimodal", "equal"),
-) -> list[str]:
-    """Ours beside the rivals, forward and backward together, and efficiency."""
-    rows = [_scaled(p, name, ranks) for p in presets for name in lengths for ranks in counts]
-    heads = ["preset", "lengths", "GPUs", "auto ms", "blocks", "groups", *RIVALS]
-    heads += ["best rival / auto", "auto's efficiency", "best rival / best of ours", "its efficiency"]
-    return table([*heads, "optimality of auto"], rows)
-
-
-def _scaled(preset: str, name: str, ranks: int) -> list[str]:
-    where = Experiment(machine(preset, ranks), SHAPE, COSTS[preset])
-    names = [*OURS, "minheap", "hdp", "wlb", f"ring:{ranks}"]
-    found = simulations(where.compare(draw_lengths(name, ranks * A_GPU, 0), names), names)
-    times = {n: s.attention_ns for n, s in found.items()}
-    best = min((n for n in times if n.partition(":")[0] in RIVALS), key=lambda n: times[n])
-    texts = [f"{times[n] / 1e6:.1f}" if n in times else "refused" for n in names]
-    ours = min(OURS, key=lambda n: times[n])
-    last = [f"{times[best] / times['auto']:.2f} ({best})", f"{efficiency(found['auto']):.1%}"]
-    last += [f"{times[best] / times[ours]:.2f} ({ours})", f"{efficiency(found[ours]):.1%}"]
-    return [preset, name, str(ranks), *texts, *last, f"{found['auto'].optimality:.2f}"]
-
-
 def sample() -> float:
     """One cell, for CI: efficiency of auto on 16 ranks with short batches."""
     where = Experiment(machine("h20", 16), SHAPE, COSTS["h20"])
@@ -109,4 +82,4 @@ def sample() -> float:
 
 
 if __name__ == "__main__":
-    print("\n".join([*ring_absolutes(), *ablation(), *scaling()]))
+    print("\n".join([*ring_absolutes(), *ablation()]))

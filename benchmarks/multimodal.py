@@ -1,8 +1,8 @@
 """Vision-language batches under static layouts, ``groups`` and ``blocks``: balance, bytes, predicted and measured time.
 
 ``make multimodal`` writes docs/results/multimodal.md. Two kinds of batches, of the sizes that the ``video`` and ``images`` distributions
-have: documents that are one long video, and documents of text with a few images in it. Encoder and language model are Qwen2-VL 7B's. A step
-is both, one after the other; a static layout is the same method for both, as users run it, whatever degree is the best for each batch.
+have: documents that are one long video, and documents of text with a few images in it. Encoder and language model are Qwen2-VL 7B's, but
+for the table by model. A step is both, one after the other; a static layout is the same method for both, as users run it.
 
 The measured part runs the attention of one layer of each on CPU ranks of this machine, forward and backward, with lengths divided by
 ``SHRINK``; ratios are what it is good for, and those of ranks that share cores are of total work more than of balance.
@@ -31,6 +31,8 @@ from flexcp.executor.local_rows import local_stream
 from flexcp.plan.plan import Plan
 from flexcp.planners.request import Refused
 from flexcp.schedule.predict import predict
+from papers_dhp import fixed_methods
+from vision_models import MODELS, VisionModel, part_ns, video_batch
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -39,6 +41,7 @@ FRAME = 256
 """Tokens of a video's frame, and a quarter of its patches."""
 LAYERS = {"encoder": 32, "language": 28}
 SEEDS = 3
+MODEL_SEEDS = 2
 TOKENS_A_RANK = 8192
 CLUSTERS = {"h100 1x8": flexcp.cluster("h100", 1, 8), "h100 8x8": flexcp.cluster("h100", 8, 8)}
 STATIC = ("dp", "zigzag", "zigzag:8", "allgather", "allgather:8", "ulysses:4", "usp:4,2", "usp:4,4")
@@ -150,6 +153,36 @@ def total(rows: dict[str, Row]) -> float:
     return sum(row.milliseconds for row in rows.values())
 
 
+def by_model(seeds: int, clusters: dict[str, Cluster]) -> list[str]:
+    """Lines of the table of whole models: both parts under one static method, under `dhp`, and under ``auto``."""
+    lines = []
+    for name, where in clusters.items():
+        for model in MODELS.values():
+            batches = [video_batch(TOKENS_A_RANK * where.ranks, seed, model.window) for seed in range(seeds)]
+            lines.append(f"| {model.name} | {name} | " + " | ".join(_model_cells(model, batches, where)) + " |")
+    return lines
+
+
+def _model_cells(model: VisionModel, batches: list[ImageBatch], where: Cluster) -> list[str]:
+    methods = fixed_methods(where.ranks)["any fixed"]
+    found = {each: [part_ns(model, batch, where, each) for batch in batches] for each in (*methods, "dhp", "auto")}
+    steps = {each: [sum(parts) for parts in all_parts if parts] for each, all_parts in found.items()}
+    ran = {each: times for each, times in steps.items() if len(times) == len(batches)}
+    static = [each for each in methods if each in ran]
+    fixed = min(static, key=lambda each: sum(ran[each]))
+    best = [min(ran[each][batch] for each in static) for batch in range(len(batches))]
+    encoder, language = (statistics.fmean(parts[i] for parts in found["auto"] if parts) / 1e6 for i in range(2))
+    means = [statistics.fmean(times) / 1e6 for times in (best, ran[fixed], ran["dhp"], ran["auto"])]
+    texts = [
+        f"{encoder:,.1f}",
+        f"{language:,.1f}",
+        f"{means[0]:,.1f}",
+        f"{means[1]:,.1f} ({fixed})",
+        *(f"{x:,.1f}" for x in means[2:]),
+    ]
+    return [*texts, f"{means[0] / means[3]:.2f}", f"{means[1] / means[3]:.2f}"]
+
+
 # --- measured ---------------------------------------------------------------------------------------------------------
 
 
@@ -249,6 +282,19 @@ def page(console: Console, measure: bool) -> str:
         plans = plans_of(batch, where, "blocks")
         own = row_of(plans["encoder"]).milliseconds
         lines.append(f"| {kind} | {own:,.1f} | {beside(batch, where, plans['language']):,.1f} |")
+    lines += [
+        "",
+        "## By model",
+        "",
+        f"Simulated by events, whole steps with FSDP, mean of {MODEL_SEEDS} batches of videos: encoder and language model of each family, "
+        "one after the other, spans that see both ways. Qwen2.5-VL's encoder attends in windows in 28 of 32 layers, those of the others "
+        "over frames. Static methods are rings, Ulysses and both in all powers of two, and data parallelism; the same for both parts.",
+        "",
+        "| model | cluster | encoder, auto ms | language, auto ms | step: best static of each batch | one fixed | dhp | auto | auto over "
+        "static of each batch | over one fixed |",
+        "| --- " * 10 + "|",
+        *by_model(MODEL_SEEDS, CLUSTERS),
+    ]
     lines += ["", "## Measured on CPU ranks", ""]
     if not measure:
         return (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from flexcp.batch import make_batch
@@ -19,7 +19,6 @@ from flexcp.simulator.passes import Rules
 from flexcp.simulator.step_parts import Training
 from flexcp.simulator.training import Simulation
 
-OURS = ("auto", "blocks", "groups")
 STATIC = ("dp", "ring", "zigzag", "allgather", "ulysses", "usp")
 
 
@@ -76,11 +75,6 @@ def simulations(found: Comparison, names: Iterable[str]) -> dict[str, Simulation
         for row in found.rows
         if row.simulation is not None and (row.name in wanted or row.name.partition(":")[0] in wanted)
     }
-
-
-def best(found: dict[str, Simulation], names: Iterable[str], time: Callable[[Simulation], int]) -> tuple[str, int]:
-    """The fastest of the named and its time."""
-    return min(((name, time(found[name])) for name in names if name in found), key=lambda each: each[1])
 
 
 def row_of(found: Comparison, name: str) -> Row:

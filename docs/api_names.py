@@ -69,7 +69,7 @@ OTHERS = {
     "frameworks.shared_forward": ("share_forward",),
     "frameworks.rollouts": ("shared_rollouts", "RolloutPart"),
     "frameworks.fsdp": ("sum_gradients",),
-    "frameworks.multimodal": ("turn_on", "qwen2_vl", "image_rows", "VisionDocument"),
+    "frameworks.multimodal": ("turn_on", "encoder_masks", "qwen_vl", "image_rows", "VisionDocument"),
     "frameworks.pipeline": ("PlannedMicroBatches", "PlannedStage"),
     "report.page": ("write_report",),
     "report.plan_tables": ("plan_section",),

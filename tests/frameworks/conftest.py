@@ -16,7 +16,11 @@ from flexcp.measure.ranks import RankPool
 
 HEAVY = {
     "megatron": ["megatron.core.models.gpt", "megatron.core.distributed", "megatron.core.pipeline_parallel"],
-    "transformers": ["transformers.models.qwen2_vl.modeling_qwen2_vl"],
+    "transformers": [
+        "transformers.models.qwen2_vl.modeling_qwen2_vl",
+        "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
+        "transformers.models.qwen3_vl.modeling_qwen3_vl",
+    ],
 }
 for package, modules in HEAVY.items():
     if find_spec(package):

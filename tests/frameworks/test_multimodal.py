@@ -126,7 +126,7 @@ def two_plans(group: dist.ProcessGroup, both_ways: bool, strategy: str) -> tuple
     stream = torch.cat([d.tokens for d in found])
 
     def backward() -> float:
-        logits = multimodal.qwen2_vl(vlm, found, batch, encoder, language)
+        logits = multimodal.qwen_vl(vlm, found, batch, encoder, language)
         loss = language.loss(logits, language.labels(stream))
         loss.backward()
         total = loss.detach().clone()
@@ -250,16 +250,16 @@ def test_a_step_that_no_attention_uses_raises() -> None:
     found, batch, encoder, language = alone()
     vlm = model("eager")
     with pytest.raises(RuntimeError, match="never used it"):  # nobody turned it on
-        multimodal.encoded(vlm.model.visual, found, encoder)
+        multimodal.encoded(vlm.model.visual, found, batch, encoder)
     multimodal.turn_on(vlm.model.visual)
     with pytest.raises(RuntimeError, match="never used it"):  # one part of two
-        multimodal.qwen2_vl(vlm, found, batch, encoder, language)
+        multimodal.qwen_vl(vlm, found, batch, encoder, language)
     multimodal.turn_on(vlm)
-    assert len(multimodal.encoded(vlm.model.visual, found, encoder)) == sum(batch.encoder_lengths)
-    multimodal.qwen2_vl(vlm, found, batch, encoder, language)
+    assert len(multimodal.encoded(vlm.model.visual, found, batch, encoder)) == sum(batch.encoder_lengths)
+    multimodal.qwen_vl(vlm, found, batch, encoder, language)
     vlm.model.language_model.set_attn_implementation("eager")
     with pytest.raises(RuntimeError, match="never used it"):
-        multimodal.qwen2_vl(vlm, found, batch, encoder, language)
+        multimodal.qwen_vl(vlm, found, batch, encoder, language)
     with pytest.raises(RuntimeError, match="never used it"):  # a loop of one's own
         tokens = torch.cat([d.tokens for d in found])[None]
         vlm.model.language_model(tokens, position_ids=language.positions[None], use_cache=False, step=language)

@@ -3,37 +3,52 @@
 The *language* batch is the documents, in which an image or a video is a span of tokens that may see each other. The *encoder* batch is the
 frames of all images and videos, in order of appearance: many small documents of patches with full attention. ``merge`` neighbouring patches
 become one token of the span. Each batch has a plan of its own over the same ranks; ``sources`` says where the encoder's rows go.
+
+An encoder with windows (Qwen2.5-VL) attends inside squares of ``window`` x ``window`` tokens in most layers, and over whole frames in the
+others. Its stream has the patches of a frame window by window, as the model itself orders them, so that a window is a range of rows and
+both kinds of layers are masks of one plan: ``encoder_order`` is that order, ``encoder_masks`` are the masks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from math import isqrt
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcp.masks import Mask, causal, modality
+from flexcp.masks import Mask, causal, from_slices, full, modality
 
 Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Span:
-    """An image or a video in a document: its tokens ``start..stop``, and the frames that attend alone in the encoder."""
+    """An image or a video in a document: its tokens ``start..stop``, and the frames that attend alone in the encoder.
+
+    ``width`` is the patches in a row of a frame, which only encoders with windows need.
+    """
 
     start: int
     stop: int
     frames: int = 1
+    width: int = 0
 
 
 @dataclass(frozen=True)
 class ImageBatch:
-    """Documents of ``lengths`` tokens with ``spans[document]`` in them; ``merge`` patches make a token."""
+    """Documents of ``lengths`` tokens with ``spans[document]`` in them; ``merge`` patches, a square of them, make a token.
+
+    ``window`` is the side, in tokens, of the squares that most layers of the encoder attend in; 0 where it has none.
+    """
 
     lengths: tuple[int, ...]
     spans: tuple[tuple[Span, ...], ...]
     merge: int = 4
+    window: int = 0
 
     def __post_init__(self) -> None:
         if len(self.spans) != len(self.lengths):
@@ -48,7 +63,18 @@ class ImageBatch:
                 if span.frames < 1 or (span.stop - span.start) * self.merge % span.frames:
                     patches = (span.stop - span.start) * self.merge
                     raise ValueError(f"{span} has {patches} patches, which are no {span.frames} frames of equal size")
+                if self.window:
+                    self._check_width(span)
                 end = span.stop
+
+    def _check_width(self, span: Span) -> None:
+        tokens = (span.stop - span.start) // span.frames
+        across = span.width // isqrt(self.merge)
+        if across < 1 or span.width % isqrt(self.merge) or tokens % across:
+            raise ValueError(
+                f"{span} has no rows of width={span.width} patches, {tokens} tokens a frame of {self.merge} patches each; windows need "
+                "the patches of a row, as in Span(start, stop, frames, width=grid[2])"
+            )
 
     @property
     def encoder_lengths(self) -> list[int]:
@@ -56,6 +82,30 @@ class ImageBatch:
         found: list[int] = []
         for span in (s for spans in self.spans for s in spans):
             found += [(span.stop - span.start) * self.merge // span.frames] * span.frames
+        return found
+
+    def encoder_masks(self) -> dict[str, list[Mask]]:
+        """The frames' masks by kind of layer, ``"full"`` and, where the encoder has windows, ``"window"``."""
+        found = [full()] * len(self.encoder_lengths)
+        if not self.window:
+            return {"full": found}
+        tiles = [_tiled(*frame, self.window, self.merge)[1] for frame in self._frames()]
+        return {"full": found, "window": tiles}
+
+    def encoder_order(self) -> Ints:
+        """The patch, counted frame by frame and row of tokens by row, at each row of the encoder's stream."""
+        if not self.window:
+            return np.arange(sum(self.encoder_lengths))
+        orders = [_tiled(*frame, self.window, self.merge)[0] for frame in self._frames()]
+        begin = np.concatenate([[0], np.cumsum(self.encoder_lengths)])[:-1]
+        return np.concatenate([begin[:0], *(order + at for order, at in zip(orders, begin, strict=True))])
+
+    def _frames(self) -> list[tuple[int, int]]:
+        """(height, width) in tokens of every frame."""
+        found: list[tuple[int, int]] = []
+        for span in (s for spans in self.spans for s in spans):
+            across = span.width // isqrt(self.merge)
+            found += [((span.stop - span.start) // span.frames // across, across)] * span.frames
         return found
 
     def masks(self) -> list[Mask]:
@@ -72,7 +122,22 @@ class ImageBatch:
                 found[begin + span.start : begin + span.stop] = np.arange(row, row + count).reshape(-1, self.merge)
                 row += count
             begin += n
-        return found
+        if not self.window:
+            return found
+        row_of_patch = np.argsort(self.encoder_order())
+        return np.where(found < 0, -1, row_of_patch[found])
+
+
+@lru_cache(maxsize=1024)
+def _tiled(height: int, width: int, window: int, merge: int) -> tuple[Ints, Mask]:
+    """(Patches of a frame in the order of its windows, the mask under which each sees its window)."""
+    down, across = (each.reshape(-1) for each in np.mgrid[:height, :width])
+    order = np.lexsort((across, down, across // window, down // window))
+    number = (down // window * width + across // window)[order]
+    ends = [0, *(np.flatnonzero(np.diff(number)) + 1).tolist(), height * width]
+    slices = [(a * merge, b * merge, a * merge, b * merge, None, None) for a, b in pairwise(ends)]
+    patches = (order[:, None] * merge + np.arange(merge)).reshape(-1)
+    return patches, from_slices(height * width * merge, slices)
 
 
 def with_images(

@@ -6,13 +6,15 @@ keeps its token, with gradients on the way back. Patches are merged into tokens 
 together.
 
     multimodal.turn_on(model)                                            # both parts attend under the step they are given
-    encoder  = flexcp.bind(vision_planner(batch.encoder_lengths, flexcp.full()), group)
+    encoder  = flexcp.bind(vision_planner(batch.encoder_lengths, masks=multimodal.encoder_masks(model, batch)), group)
     language = flexcp.bind(text_planner(batch.lengths, batch.masks()), group)
-    logits   = multimodal.qwen2_vl(model, documents, batch, encoder, language)      # [local tokens, vocabulary]
+    logits   = multimodal.qwen_vl(model, documents, batch, encoder, language)       # [local tokens, vocabulary]
 
 The plan's mask decides who attends whom, in both directions if it says so: Transformers' own mask is not built. What would be ignored
-raises: padding, windows, borders of documents, keywords nobody here knows, and a step that no attention used. :func:`qwen2_vl` is for the
-Qwen2-VL family, whose encoder works patch by patch besides attention; other models need their own dozen lines of the same kind.
+raises: padding, windows, borders of documents, keywords nobody here knows, and a step that no attention used. :func:`qwen_vl` is for
+Qwen2-VL, Qwen2.5-VL and Qwen3-VL, whose encoders work patch by patch besides attention; other models need their own dozen lines of the same
+kind. Of these three, Qwen2.5-VL has windows in most layers of its encoder, a second mask of the encoder's plan; Qwen3-VL has learned
+positions, and gives its language model the patches of several layers, which travel together.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from flexcp.executor.step import Step
 from flexcp.frameworks import used
 from flexcp.frameworks.huggingface_attention import refuse_ignored, refuse_padding
 from flexcp.frameworks.huggingface_checks import check_use, positions_given
+from flexcp.masks import Mask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,12 +46,16 @@ TEXT, IMAGE, VIDEO = 0, 1, 2
 
 @dataclass(frozen=True)
 class VisionDocument:
-    """Token ids (placeholders inside spans), the kind of each token, the patches of all its frames, and its grids ``[spans, 3]``."""
+    """Token ids (placeholders inside spans), the kind of each token, the patches of all its frames, and its grids ``[spans, 3]``.
+
+    ``seconds`` are those between the frames of each video, which Qwen2.5-VL counts positions by; 1 without them.
+    """
 
     tokens: Tensor
     kinds: Tensor
     patches: Tensor
     grids: Tensor
+    seconds: Tensor | None = None
 
 
 def turn_on(model: PreTrainedModel) -> None:
@@ -70,7 +77,7 @@ def _refuse_no_positions(module: nn.Module, arguments: tuple[Any, ...], keywords
     if isinstance(keywords.get("step"), Step) and at is not None and given is None:
         raise ValueError(
             f"{type(module).__name__} was given a step without position_ids: pass this rank's rows of the model's own positions, "
-            "step.shard(positions), as multimodal.qwen2_vl does"
+            "step.shard(positions), as multimodal.qwen_vl does"
         )
 
 
@@ -87,22 +94,24 @@ def planned_attention(
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
     step: Step | None = None,
+    layer_mask: str | None = None,
     position_ids: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """What Transformers calls in every layer: ``[1, H, S, D]`` in, ``[1, S, H, D]`` out.
 
-    ``is_causal`` is the plan's to say, and ``position_ids`` are in the queries and keys already.
+    ``layer_mask`` names the plan's mask, where it has several. ``is_causal`` is the plan's to say, and ``position_ids`` are in the queries
+    and keys already.
     """
     refuse_ignored(module, others)
     if step is None:
         raise ValueError(f"{type(module).__name__} was called without a step; pass step=flexcp.bind(plan, group)")
     if attention_mask is not None or sliding_window:
-        raise NotImplementedError("the plan has one mask for these layers; drop attention_mask and sliding_window")
+        raise NotImplementedError("the plan has the mask of these layers; drop attention_mask and sliding_window")
     if query.shape[0] != 1:
         raise ValueError(f"a rank's tokens are one row [1, tokens]; got {query.shape[0]} rows")
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    out = attention(q, k, v, step, scale=scaling, softcap=softcap, sinks=s_aux, dropout=dropout)
+    out = attention(q, k, v, step, mask=layer_mask, scale=scaling, softcap=softcap, sinks=s_aux, dropout=dropout)
     assert isinstance(out, Tensor)
     return out[None], None
 
@@ -138,44 +147,107 @@ def image_rows(features: Tensor, encoder: Step, language: Step, batch: ImageBatc
     return torch.from_numpy(rows).to(features.device), found.unflatten(0, (len(rows), batch.merge))
 
 
-def qwen2_vl(
+def encoder_masks(model: Any, batch: ImageBatch) -> dict[str, tuple[list[Mask], int]]:
+    """``masks=`` of the encoder's plan: those of the batch's frames with the number of layers of ``model`` that use each."""
+    visual = model.model.visual
+    _check_window(visual, batch)
+    layers, whole = len(visual.blocks), len(getattr(visual, "fullatt_block_indexes", visual.blocks))
+    count = {"full": whole if batch.window else layers, "window": layers - whole}
+    return {name: (masks, count[name]) for name, masks in batch.encoder_masks().items()}
+
+
+def qwen_vl(
     model: Any, documents: Sequence[VisionDocument], batch: ImageBatch, encoder: Step, language: Step
 ) -> Tensor:
-    """Logits ``[local tokens, vocabulary]`` of a ``Qwen2VLForConditionalGeneration``. Every rank is given all documents."""
-    features = encoded(model.model.visual, documents, encoder)  # [local patches, width]
-    text = model.model.language_model
+    """Logits ``[local tokens, vocabulary]`` of a Qwen2-VL, Qwen2.5-VL or Qwen3-VL ``ForConditionalGeneration``.
+
+    Every rank is given all documents. The encoder's plan has the masks of :func:`encoder_masks`. In a document for Qwen3-VL, which writes
+    a time before every frame of a video, each frame is a span of its own.
+    """
+    visual, text = model.model.visual, model.model.language_model
+    features = encoded(visual, documents, batch, encoder)  # [local patches, levels, width]
     stream = torch.cat([d.tokens for d in documents])
     embeddings = text.embed_tokens(language.shard(stream))
-    rows, patches = image_rows(features, encoder, language, batch)
-    embeddings = embeddings.index_copy(0, rows, model.model.visual.merger(patches.flatten(0, 1)))
+    rows, patches = image_rows(features, encoder, language, batch)  # [rows, merge, levels, width]
+    mergers = (visual.merger, *getattr(visual, "deepstack_merger_list", ()))
+    merged = [merger(patches[:, :, level].flatten(0, 1).contiguous()) for level, merger in enumerate(mergers)]
+    embeddings = embeddings.index_copy(0, rows, merged[0])
     positions = torch.cat([_positions(model.model, d) for d in documents], dim=1)
     local = language.shard(positions.T).T[:, None]
+    deeper: dict[str, Any] = {}
+    if len(merged) > 1:
+        seen = torch.zeros(1, len(embeddings), dtype=torch.bool, device=embeddings.device)
+        seen[0, rows] = True
+        deeper = {"visual_pos_masks": seen, "deepstack_visual_embeds": merged[1:]}
     with used(language):
-        found = text(inputs_embeds=embeddings[None], position_ids=local, use_cache=False, step=language)
+        found = text(inputs_embeds=embeddings[None], position_ids=local, use_cache=False, step=language, **deeper)
     logits: Tensor = model.lm_head(found.last_hidden_state.flatten(0, 1))
     return logits
 
 
-def encoded(visual: Any, documents: Sequence[VisionDocument], step: Step) -> Tensor:
-    """This rank's patches through the encoder's blocks; unmerged."""
+def encoded(visual: Any, documents: Sequence[VisionDocument], batch: ImageBatch, step: Step) -> Tensor:
+    """``[local patches, levels, width]``: this rank's patches, unmerged, after the last block and after those that Qwen3-VL taps."""
     from transformers.vision_utils import get_vision_position_ids
 
-    patches = step.shard(torch.cat([d.patches for d in documents]))
-    places = get_vision_position_ids(torch.cat([d.grids for d in documents]), visual.spatial_merge_size)
-    hidden: Tensor = visual.patch_embed(patches)
-    angles = visual.rotary_pos_emb(hidden, step.shard(places))
-    # One stretch for Transformers: which patches are a frame is in the plan.
+    _check_window(visual, batch)
+    order = torch.from_numpy(batch.encoder_order()) if batch.window else slice(None)
+    grids = torch.cat([d.grids for d in documents])
+    places = get_vision_position_ids(grids, visual.spatial_merge_size)
+    hidden: Tensor = visual.patch_embed(step.shard(torch.cat([d.patches for d in documents])[order]))
+    if hasattr(visual, "pos_embed"):
+        hidden = hidden + _learned_positions(visual, grids, step).to(hidden.dtype)
+    angles = visual.rotary_pos_emb(hidden, step.shard(places[order]))
+    # One stretch for Transformers: which patches are a frame or a window is in the plan.
     whole = torch.tensor([0, len(hidden)])
+    full, tapped = getattr(visual, "fullatt_block_indexes", ()), getattr(visual, "deepstack_visual_indexes", ())
+    taps: list[Tensor] = []
     with used(step):
-        for block in visual.blocks:
-            hidden = block(hidden, cu_seqlens=whole, position_embeddings=angles, step=step)
-    return hidden
+        for number, block in enumerate(visual.blocks):
+            name = None if not batch.window else "full" if number in full else "window"
+            hidden = block(hidden, cu_seqlens=whole, position_embeddings=angles, step=step, layer_mask=name)
+            taps += [hidden] if number in tapped else []
+    return torch.stack([hidden, *taps], dim=1)
+
+
+def _learned_positions(visual: Any, grids: Tensor, step: Step) -> Tensor:
+    """Qwen3-VL's table of positions, interpolated for this rank's patches."""
+    from transformers.vision_utils import get_vision_interpolation_indices_and_weights
+
+    indices, weights = get_vision_interpolation_indices_and_weights(
+        grids,
+        num_grid_per_side=visual.num_grid_per_side,
+        mode=visual.interpolation_mode,
+        align_corners=visual.interpolation_align_corners,
+        spatial_merge_size=visual.spatial_merge_size,
+    )
+    found: Tensor = (visual.pos_embed(step.shard(indices)) * step.shard(weights)[:, :, None]).sum(1)
+    return found
+
+
+def _check_window(visual: Any, batch: ImageBatch) -> None:
+    """Raise for a batch whose windows are not the encoder's."""
+    side = 0
+    if hasattr(visual, "fullatt_block_indexes"):
+        side = visual.window_size // visual.spatial_merge_size // visual.patch_size
+    if batch.window != side:
+        raise ValueError(
+            f"{type(visual).__name__} has windows of {side} x {side} tokens, but the batch has window={batch.window}; "
+            f"make it with ImageBatch(..., window={side})"
+        )
 
 
 def _positions(model: Any, document: VisionDocument) -> Tensor:
     """``[3, tokens]``: time, height and width of each token, as the model counts them."""
+    if hasattr(model.visual, "deepstack_merger_list") and (document.grids[:, 0] > 1).any():
+        raise ValueError(
+            f"a span of {int(document.grids[:, 0].max())} frames: Qwen3-VL writes a time before every frame, so give each frame of a "
+            "video a span and a grid (1, height, width) of its own"
+        )
     spans = document.kinds[document.kinds.diff(prepend=document.kinds.new_tensor([TEXT])).nonzero().flatten()]
     spans = spans[spans != TEXT]
     grids = {kind: document.grids[spans == kind] for kind in (IMAGE, VIDEO)}
-    found: Tensor = model.get_rope_index(document.tokens[None], document.kinds[None], grids[IMAGE], grids[VIDEO])[0]
+    times = {} if document.seconds is None else {"second_per_grid_ts": document.seconds}
+    found: Tensor = model.get_rope_index(
+        document.tokens[None], document.kinds[None], grids[IMAGE], grids[VIDEO], **times
+    )[0]
     return found[:, 0]
