@@ -29,8 +29,8 @@ PAPERS: dict[str, tuple[str, Callable[[bool, Runs], list[Row]]]] = {
         "document of the data set; DCP has the best of its block sizes; end to end a batch has as many tokens as its longest document "
         "may have, and Megatron-LM context parallelism over all 16 ranks. Lengths are drawn like its data sets', not from them; two "
         "ranks share a 100 Gb/s card. **Why ratios are not the published ones**: over all 32 ranks the baselines simulate near their "
-        "published times (in brackets), but `dcp` takes a few times less here than the published 7.0 to 13.3 ms: its instructions, "
-        "buffers and transfers cost time that its plan does not explain and that flexcp's executor does not have. Where LongAlign's "
+        "published times (in brackets), but `dcp` takes a few times less here than the published 7.0 to 13.3 ms. Its own "
+        "instructions, buffers and transfers may take the difference; nobody measured that. Where LongAlign's "
         "longest document is taken as 64K, rings fit into nodes, simulate far below the published times, and `dcp` gains little or "
         "nothing over them: its one weight for tokens and work leaves a rank two to three times the mean of work.",
         papers_dcp.rows,
