@@ -436,7 +436,7 @@ def test_turning_on_again_changes_nothing() -> None:
         huggingface.turn_on(model)
         hooks = len(model._forward_pre_hooks), len(model._forward_hooks)
         assert model(**huggingface.inputs(TOKENS, step)).loss.isfinite()
-    assert hooks == (5, 1)
+    assert hooks == (6, 1)
 
 
 def test_models_of_one_config_are_turned_on_together_and_those_of_a_copy_are_not() -> None:

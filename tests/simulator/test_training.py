@@ -144,10 +144,26 @@ def test_sync_costs_what_compute_does_not_hide() -> None:
     none, fsdp, reduce = (step_ns(simulate(plan, training=Training(LLAMA, s))) for s in ("none", "fsdp", "allreduce"))  # type: ignore[arg-type]
     bare = step_ns(simulate(plan, training=Training(LLAMA, "fsdp", overlap_permille=0)))
     assert none < reduce and none < fsdp < bare
-    # Everything exposed: one gather forward, a gather and a scatter backward for each of 4 layers, and the first gather.
-    size = 2 * LLAMA.layer_parameters
-    each = int(plan.cost.link_ns(np.array([size // 4]), machine.inter_mbps)[0]) + machine.latency_ns
-    assert bare - none == pytest.approx(each * (4 * 3 + 1), rel=0.01)
+    # Everything exposed: one gather forward, a gather and a scatter backward for each of 4 layers, the first gather, and a gather and a
+    # scatter of embedding and head.
+    layer, words = (
+        int(plan.cost.link_ns(np.array([2 * weights // 4]), machine.inter_mbps)[0]) + machine.latency_ns
+        for weights in (LLAMA.layer_parameters, 2 * LLAMA.vocabulary * LLAMA.model.hidden)
+    )
+    assert bare - none == pytest.approx(layer * (4 * 3 + 1) + 2 * words, rel=0.01)
+
+
+@pytest.mark.parametrize("overlap", [1000, 0])
+def test_sync_knows_the_weights_of_the_vocabulary(overlap: int) -> None:
+    """The last gradients of an all-reduce are the embedding's; the head's are exposed too where nothing hides."""
+    machine = flexcp.cluster("a100", 2, 2)
+    plan = planned("zigzag", [4000], machine, layers=4)
+    few, many = (replace(LLAMA, vocabulary=words) for words in (1000, 1000 + 2**17))
+    less, more = (simulate(plan, training=Training(model, "allreduce", overlap)).step for model in (few, many))
+    assert less is not None and more is not None
+    size = 2 * 2**17 * LLAMA.model.hidden // 4
+    expected = 2 * int(plan.cost.link_ns(np.array([size]), machine.inter_mbps)[0]) * (2 if overlap == 0 else 1)
+    assert more.sync_ns - less.sync_ns == pytest.approx(expected, rel=0.001)
 
 
 @pytest.mark.parametrize("sync", ["fsdp", "allreduce", "none"])

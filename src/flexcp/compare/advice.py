@@ -107,8 +107,8 @@ class Answer:
 
     @property
     def compute_imbalance(self) -> float:
-        """The worst step's attention, max / mean over ranks."""
-        return max(imbalance(plan.work()) for plan in self.plans)
+        """The worst step's attention over all layers, max / mean over ranks."""
+        return max(imbalance(plan.work_of_layers()) for plan in self.plans)
 
     @property
     def busiest_words(self) -> str:

@@ -23,7 +23,8 @@ from flexcp.arrays.totals import imbalance
 from flexcp.cost import CostModel, Model
 from flexcp.plan.placement import Placement
 from flexcp.plan.plan import Plan
-from flexcp.planners.auto.auto import auto_plan
+from flexcp.plan.statistics import bytes_a_layer
+from flexcp.planners.auto.auto import auto_plan, step_ns
 from flexcp.planners.request import Refused, Request
 from flexcp.planners.static.bounds import static_methods
 from flexcp.planners.static.dealing import BY_LOAD, deals_by_load
@@ -37,6 +38,9 @@ from flexcp.simulator.training import Ints, Simulation, simulate
 STATIC_BY_LOAD = tuple(name + BY_LOAD for name in STATIC)
 NAMES = tuple(name for name in STRATEGIES if name not in SLOW)
 """What is compared unless told."""
+NEAR_PERCENT = 15
+"""Degrees of a static method whose times in closed form differ by no more than this, about its error, are told apart by simulation."""
+MOST_SIMULATED = 3
 Compute = Callable[[Plan, int, bool], Ints]
 ATTENTION_ONLY = Model("attention only", hidden=1, layers=1, feed_forward=1)
 """A token costs nothing besides attention."""
@@ -70,16 +74,15 @@ class Row:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes of one layer of each mask, forward and backward."""
+        """Bytes of one layer, forward and backward, the mean of all layers."""
         assert self.simulation is not None
-        plan = self.simulation.plan
-        return sum(int(plan.bytes(way, m).sum()) for m in range(len(plan.programs)) for way in (False, True))
+        return bytes_a_layer(self.simulation.plan)
 
     @property
     def work_imbalance(self) -> float:
-        """Largest over mean of attention's pairs under the first mask."""
+        """Largest over mean of attention's pairs over all layers."""
         assert self.simulation is not None
-        return imbalance(self.simulation.plan.work())
+        return imbalance(self.simulation.plan.work_of_layers())
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,9 +188,10 @@ def method_of(name: str) -> str:
 
 
 def common_degree(requests: Sequence[Request], name: str) -> str | None:
-    """Of a static strategy named without a degree, the one degree that serves all requests in the least predicted time; None if none does.
+    """Of a static strategy named without a degree, the one degree that serves all requests in the least time; None if none does.
 
-    Its name is for :func:`compare` without ``search``. Any other name is its own answer.
+    Degrees are priced in closed form, and those near the least are simulated. The name is for :func:`compare` without ``search``. Any other
+    name is its own answer.
     """
     if not _is_searched(name):
         return name
@@ -195,7 +199,12 @@ def common_degree(requests: Sequence[Request], name: str) -> str | None:
     for request in requests:
         found = {method: ns for ns, method, _ in _degrees(request, name)}
         totals = found if totals is None else {m: totals[m] + ns for m, ns in found.items() if m in totals}
-    return min(totals, key=totals.__getitem__) if totals else None
+    if not totals:
+        return None
+    near = _near([(ns, method) for method, ns in totals.items()])
+    if len(near) == 1:
+        return near[0]
+    return min(near, key=lambda method: sum(_step_ns(request, _place(request, method), method) for request in requests))
 
 
 def attention_only(request: Request) -> Request:
@@ -218,7 +227,15 @@ def planned(request: Request, name: str, search: bool = True) -> tuple[str, Plan
     if name == "auto":  # which schedules what it simulates
         return name, auto_plan(request)
     name, placement = _placed(request, name) if search else (name, _place(request, name))
-    return name, make_plan(placement, request.shape, request.cluster, request.cost, name)
+    return name, _scheduled(request, placement, name)
+
+
+def _scheduled(request: Request, placement: Placement, name: str) -> Plan:
+    return make_plan(placement, request.shape, request.cluster, request.cost, name)
+
+
+def _step_ns(request: Request, placement: Placement, name: str) -> int:
+    return step_ns(_scheduled(request, placement, name), request.training)
 
 
 def _row(request: Request, name: str, rules: Rules, compute: Compute | None, search: bool) -> Row:
@@ -248,8 +265,17 @@ def _placed(request: Request, name: str) -> tuple[str, Placement]:
             return name, _place(request, name)
         except Refused as refusal:
             raise Refused(f"no degree of {name} suits this request; {(*refusals, refusal)[0]}") from None
-    _, name, placement = min(placements, key=lambda found: found[0])
-    return name, placement
+    placed = {name: placement for _, name, placement in placements}
+    near = _near([(ns, name) for ns, name, _ in placements])
+    best = near[0] if len(near) == 1 else min(near, key=lambda name: _step_ns(request, placed[name], name))
+    return best, placed[best]
+
+
+def _near(priced: list[tuple[int, str]]) -> list[str]:
+    """The degrees worth simulating: those whose price in closed form is near the least, a few of them, the cheapest first."""
+    ordered = sorted(priced, key=lambda found: found[0])
+    most = ordered[0][0] * (100 + NEAR_PERCENT) // 100
+    return [name for ns, name in ordered[:MOST_SIMULATED] if ns <= most]
 
 
 def _is_searched(name: str) -> bool:

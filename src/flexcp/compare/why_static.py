@@ -28,10 +28,11 @@ def why_static(advice: Advice) -> str:
     static, bound = advice.static, max(advice.bound_ns, 1)
     if advice.question.cluster.ranks == 1:
         return "there is one rank, so nothing has to be divided"
-    if len(set(advice.lengths)) == 1 and static.compute_imbalance <= 1 + advice.margin:
+    equal = len(advice.lengths) > 1 and len(set(advice.lengths)) == 1
+    if equal and static.compute_imbalance <= 1 + advice.margin and static.share("wait") <= advice.margin:
         return (
             f"all documents have {advice.lengths[0]:,} tokens, so equal shares of documents are equal work: "
-            f"{static.name} keeps every rank within {100 * (static.compute_imbalance - 1):.1f} % of the mean"
+            f"{static.name} gives no rank more than {100 * (static.compute_imbalance - 1):.1f} % over the mean"
         )
     times = static.total_ns / bound
     if times <= 1 + advice.margin:

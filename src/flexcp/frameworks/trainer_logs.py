@@ -26,8 +26,7 @@ class SharedBatches:
         self.began = time.perf_counter() if self.began is None else self.began
         plan = step.plan
         self.tokens += plan.batch.tokens
-        work = np.sum([plan.work(number) * mask.layers for number, mask in enumerate(plan.batch.masks)], axis=0)
-        self.work.append(_unevenness(work))
+        self.work.append(_unevenness(plan.work_of_layers()))
         self.rows.append(_unevenness(plan.placement.tokens))
 
     def entries(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Sizes: bytes as people write them."""
+"""Sizes: bytes and counts as people write them."""
 
 from __future__ import annotations
 
@@ -10,3 +10,8 @@ def size(count: float) -> str:
             break
         count /= 1000
     return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+
+
+def count_of(number: int, what: str) -> str:
+    """``1 layer``, ``4,096 layers``."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

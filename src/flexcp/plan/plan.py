@@ -138,6 +138,12 @@ class Plan:
         """Area x query heads of each rank."""
         return self.placement.work(mask)
 
+    def work_of_layers(self) -> Ints:
+        """The same over all layers: the work of every mask as often as layers have it."""
+        from flexcp.plan.statistics import work_of_layers
+
+        return work_of_layers(self)
+
     def rounds(
         self, mask: int = 0, backward: bool = False, chunk_bytes: int | None = None, rounds_per_call: int | None = None
     ) -> Rounds:

@@ -1,4 +1,4 @@
-"""Statistics: who sends how much to whom in a plan."""
+"""Statistics: who sends how much to whom in a plan, and what ranks compute over all layers."""
 
 from __future__ import annotations
 
@@ -22,6 +22,25 @@ def bytes_between_nodes(plan: Plan, backward: bool, mask: int) -> int:
     """Bytes of one layer that cross between nodes."""
     node = np.arange(plan.ranks) // plan.cluster.ranks_per_node
     return int(bytes_between(plan, backward, mask)[node[:, None] != node[None, :]].sum())
+
+
+def bytes_a_layer(plan: Plan) -> int:
+    """Bytes of one layer, forward and backward: the mean over all layers, whatever their masks."""
+    masks = plan.batch.masks
+    moved = sum(
+        mask.layers * int(plan.programs[m][way].transfers.bytes(plan.shape).sum())
+        for m, mask in enumerate(masks)
+        for way in (False, True)
+    )
+    return moved // sum(mask.layers for mask in masks)
+
+
+def work_of_layers(plan: Plan) -> Ints:
+    """Area x query heads of each rank, summed over all layers."""
+    found = np.zeros(plan.ranks, np.int64)
+    for number, mask in enumerate(plan.batch.masks):
+        found += mask.layers * plan.work(number)
+    return found
 
 
 def peers_of(plan: Plan, rank: int) -> list[int]:

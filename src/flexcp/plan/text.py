@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexcp.arrays.totals import imbalance
-from flexcp.io.sizes import size
+from flexcp.io.sizes import count_of, size
 from flexcp.io.terminal_text import visible
 from flexcp.plan.plan import Plan
 
@@ -48,7 +48,7 @@ def _title(plan: Plan) -> str:
     batch = plan.batch
     masks = ", ".join(f"{m.name}: {m.rules[0] if len(m.rules) == 1 else 'one per document'}" for m in batch.masks)
     return (
-        f"plan {plan.hash[:12]}: {plan.label} on {plan.cluster}; {batch.documents} documents, {batch.tokens} tokens"
+        f"plan {plan.hash[:12]}: {plan.label} on {plan.cluster}; {count_of(batch.documents, 'document')}, {count_of(batch.tokens, 'token')}"
         f"{f' and {plan.placement.pads} pads' if plan.placement.pads else ''}; {masks}"
     )
 
@@ -106,7 +106,7 @@ def _rows(plan: Plan) -> list[str]:
 
 
 def _table(plan: Plan) -> list[str]:
-    work, tokens = plan.work(), plan.placement.tokens
+    work, tokens = plan.work_of_layers(), plan.placement.tokens
     forward, backward = plan.bytes(), plan.bytes(backward=True)
     mean = max(1.0, float(work.mean()))
     lines = ["rank    tokens   work/mean   sent fwd   received fwd   sent bwd   received bwd     memory"]

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from flexcp.compare.advice import Advice, Answer
 from flexcp.compare.why_static import why_static
-from flexcp.io.sizes import size
+from flexcp.io.sizes import count_of, size
 from flexcp.known_errors.words import in_a_sentence, sure_words
 from flexcp.masks import Mask, area
 
@@ -39,7 +39,8 @@ def how_sure(advice: Advice) -> str:
 def _documents(advice: Advice) -> str:
     lengths = np.array(advice.lengths, np.int64)
     if len(set(advice.lengths)) == 1:
-        return f"{len(lengths):,} document{'s, all' if len(lengths) > 1 else ''} of {int(lengths[0]):,} tokens."
+        all_of = ", all" if len(lengths) > 1 else ""
+        return f"{count_of(len(lengths), 'document')}{all_of} of {count_of(int(lengths[0]), 'token')}."
     order = np.argsort(-lengths, kind="stable")[: max(1, len(lengths) // 10)]
     longest, work = lengths[order].astype(float), _pairs(lengths, advice.question.masks)
     pairs = 100 * work[order].sum() / work.sum()
@@ -73,7 +74,7 @@ def _setting(advice: Advice) -> str:
         )
     left, divided = _sentence(advice.left_out), _sentence(q.divided)
     return (
-        f"{q.preset.model.name} with {_attention(q.masks)} attention on {q.cluster} ({q.cluster.ranks} ranks), at most "
+        f"{q.preset.model.name} on {q.cluster} ({count_of(q.cluster.ranks, 'rank')}), attention {_attention(q.masks)}, at most "
         f"{q.max_tokens_per_rank:,} tokens a rank: "
         f"the documents make {passes}{looked} ({tokens:,} tokens).{longest}{left}{divided}"
     )
@@ -87,7 +88,7 @@ def _sentence(words: str) -> str:
 def _attention(masks: Mapping[str, tuple[Mask, int]]) -> str:
     if len(masks) == 1:
         return " ".join(str(mask) for mask, _ in masks.values())
-    return " and ".join(f"{mask} ({layers} layers)" for mask, layers in masks.values())
+    return " and ".join(f"{mask} ({count_of(layers, 'layer')})" for mask, layers in masks.values())
 
 
 def _share(answer: Answer) -> str:
@@ -103,7 +104,7 @@ def _static(advice: Advice) -> str:
     return (
         f"{advice.baseline}, takes {static.total_ns / 1e6 / len(static.steps):,.1f} ms a pass, forward and backward: {_share(static)}. "
         f"Of its ranks {static.busiest_words} {static.compute_imbalance:.2f} times the mean's attention. "
-        f"Compute divided perfectly, with no transfer beside it, would save {lost:.0f} %."
+        f"Compute divided perfectly, with no transfer or collective beside it, would save {lost:.0f} %."
         + (
             f" The best one that deals documents to its groups by load instead, {by_load.name}, takes {_ms(by_load)} a pass."
             if by_load is not None

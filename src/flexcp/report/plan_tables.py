@@ -61,7 +61,7 @@ def _tiles(plan: Plan, time: PlanTime, bound: int) -> str:
             (f"simulated {time.what}", f"{time.total_ns / 1e6:,.2f} ms"),
             ("predicted for all layers, closed form", f"{_predicted_ns(plan) / 1e6:,.2f} ms"),
             ("over perfect compute", f"{time.total_ns / max(bound, 1):.3f} x"),
-            ("compute, max / mean", f"{imbalance(plan.work()):.3f}"),
+            ("compute, max / mean", f"{imbalance(plan.work_of_layers()):.3f}"),
             ("tokens, max / mean", f"{imbalance(plan.placement.tokens):.3f}"),
             ("bytes, forward / backward", f"{size(forward)} / {size(backward)}"),
             ("between nodes, forward", size(plan.inter_node_bytes())),

@@ -53,16 +53,28 @@ def beyond_layers_ns(
 ) -> Ints:
     """What a step of ranks with so many tokens takes at least beyond attention and the rest of its layers.
 
-    The vocabulary's projection, the collectives of tensor parallelism, and the first layer's weights; all other sync may be hidden.
+    The vocabulary's projection, the collectives of tensor parallelism, and the sync that has nothing to hide behind.
     """
     head = cost.head_ns(tokens, training.model.head_flops_per_token, shape, cluster)
     inside = tensor_parallel_ns(tokens, shape, cluster, cost, training)
-    return head + layers * inside + first_weights_ns(cluster, cost, training)
+    return head + layers * inside + sync_at_the_ends_ns(cluster, cost, training)
 
 
-def first_weights_ns(cluster: Cluster, cost: CostModel, training: Training) -> int:
-    """The gather of the first layer's weights, which has nothing to hide behind."""
-    return collective_ns(cluster, cost, training) if training.sync == "fsdp" else 0
+def sync_at_the_ends_ns(cluster: Cluster, cost: CostModel, training: Training) -> int:
+    """Sync before the first layer and behind the last, which has nothing to hide behind.
+
+    ``"fsdp"`` gathers the first layer's weights, and those of embedding and head, which belong to no layer, once; their gradients are
+    scattered at the end, as ``fully_shard`` of a model does. ``"allreduce"`` sums the embedding's gradients, the last to be there, at the
+    end; those of the head, the first, hide as far as anything does.
+    """
+    if training.sync == "none":
+        return 0
+    words = training.model.vocabulary * training.model.model.hidden
+    if training.sync == "fsdp":
+        first = collective_ns(cluster, cost, training.model.layer_parameters)
+        return first + 2 * collective_ns(cluster, cost, 2 * words)
+    of_one = 2 * collective_ns(cluster, cost, words)
+    return of_one + of_one * (1000 - training.overlap_permille) // 1000
 
 
 def tensor_parallel_ns(tokens: Ints, shape: Shape, cluster: Cluster, cost: CostModel, training: Training) -> Ints:
@@ -75,9 +87,9 @@ def tensor_parallel_ns(tokens: Ints, shape: Shape, cluster: Cluster, cost: CostM
     return cost.link_ns(size, cluster.intra_mbps) + 8 * cluster.latency_ns
 
 
-def collective_ns(cluster: Cluster, cost: CostModel, training: Training) -> int:
-    """An all-gather or reduce-scatter of a layer's weights over all ranks."""
-    size = np.array([WEIGHT_BYTES * training.model.layer_parameters], np.int64)
+def collective_ns(cluster: Cluster, cost: CostModel, weights: int) -> int:
+    """An all-gather or reduce-scatter of so many weights over all ranks."""
+    size = np.array([WEIGHT_BYTES * weights], np.int64)
     inside = int(cost.link_ns(size * (cluster.ranks - 1) // cluster.ranks, cluster.intra_mbps)[0])
     if cluster.nodes == 1:
         return inside + cluster.latency_ns

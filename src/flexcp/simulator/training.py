@@ -10,10 +10,10 @@ for each other between layers but where messages make them, and where the gradie
   the next layer is asked for when a rank begins this one and needs all ranks, so no rank is a whole layer ahead.
 - ``allreduce``: gradients of a layer are reduced while earlier layers go backward; nothing waits until the end of the step.
 
-A collective hides behind the layer's compute, as much of it as ``overlap_permille`` says; what is left, and the very first gather, is
-exposed. What collectives and attention's messages cost each other at the ports is left out. Under tensor parallelism the rest of a layer
-includes that one's collectives inside the node. The vocabulary's projection comes last. What a step has of all this is a
-:class:`~flexcp.simulator.step_parts.Training`.
+A collective hides behind the layer's compute, as much of it as ``overlap_permille`` says; what is left, and what comes before the first
+layer and behind the last (embedding and head among it), is exposed. What collectives and attention's messages cost each other at the ports
+is left out. Under tensor parallelism the rest of a layer includes that one's collectives inside the node. The vocabulary's projection comes
+last. What a step has of all this is a :class:`~flexcp.simulator.step_parts.Training`.
 
 Layers under one mask are alike: two are simulated, and in each of the others ranks that reach each other by messages take equally long, as
 long as the last of them took from the second layer to its end, and no less than the busiest works. Every nanosecond of a rank goes into one
@@ -35,7 +35,7 @@ from flexcp.plan.program import Transfers
 from flexcp.simulator.bounds import Bounds, pass_bounds
 from flexcp.simulator.passes import Event, Pass, PassModel, Rules, pass_model, run_pass
 from flexcp.simulator.slot_work import MaskWork
-from flexcp.simulator.step_parts import Training, collective_ns, first_weights_ns, tensor_parallel_ns
+from flexcp.simulator.step_parts import Training, collective_ns, sync_at_the_ends_ns, tensor_parallel_ns
 
 Ints = NDArray[np.int64]
 SIMULATED_LAYERS = 2
@@ -181,7 +181,7 @@ def _whole_step(plan: Plan, cost: CostModel, models: list[tuple[PassModel, PassM
     ways = ((False, forward), (True, linear + inside - forward))
     # Attention, waits, other layers and sync of each rank so far; their sum is when it is ready for what comes next.
     spent = np.zeros((4, plan.ranks), np.int64)
-    spent[3] += first_weights_ns(cluster, cost, training)
+    spent[3] += sync_at_the_ends_ns(cluster, cost, training)
     for backward, rest in ways:
         for model, mask, programs in zip(models, plan.batch.masks, plan.programs, strict=True):
             simulated = min(mask.layers, SIMULATED_LAYERS)
@@ -238,7 +238,7 @@ def _late_weights_ns(plan: Plan, cost: CostModel, training: Training, last_begin
     """
     found = np.zeros((4, plan.ranks), np.int64)
     if training.sync == "fsdp":
-        collective = collective_ns(plan.cluster, cost, training)
+        collective = collective_ns(plan.cluster, cost, training.model.layer_parameters)
         late = np.maximum(last_begin + collective - ready, 0)
         found[3] = np.minimum(late, collective)
         found[1] = late - found[3]
@@ -252,4 +252,4 @@ def _exposed_ns(plan: Plan, cost: CostModel, training: Training, backward: bool,
     # An all-reduce is a scatter and a gather, of gradients only.
     times = 2 * backward if training.sync == "allreduce" else 1 + backward
     hidden = layer_ns * training.overlap_permille // 1000
-    return np.maximum(times * collective_ns(plan.cluster, cost, training) - hidden, 0)
+    return np.maximum(times * collective_ns(plan.cluster, cost, training.model.layer_parameters) - hidden, 0)

@@ -126,8 +126,7 @@ class StepRecord:
     @cached_property
     def compute_balance(self) -> float:
         """Largest / mean over ranks of area x query heads, masks weighted by their layers."""
-        masks = self.plan.batch.masks
-        return imbalance(sum((self.plan.work(i) * m.layers for i, m in enumerate(masks)), np.int64(0)))  # type: ignore[arg-type]
+        return imbalance(self.plan.work_of_layers())
 
     @property
     def token_balance(self) -> float:

@@ -102,7 +102,7 @@ def _report(number: int, loss: float, plan: Plan, planning: float, seconds: floa
     prediction = predict(plan.placement, plan.shape, plan.cluster, plan.cost)
     layers = [mask.layers for mask in plan.batch.masks]
     moved = sum(n * int(plan.bytes(way, mask).sum()) for mask, n in enumerate(layers) for way in (False, True))
-    work = sum((n * plan.work(mask) for mask, n in enumerate(layers)), 0 * plan.work())
+    work = plan.work_of_layers()
     return StepReport(
         number,
         loss,

@@ -210,6 +210,7 @@ def as_data(advice: Advice, code: list[tuple[str, str]]) -> dict[str, Any]:
 
 def _report(path: Path, advice: Advice, code: list[tuple[str, str]]) -> None:
     from flexcp.cli.shared.reports import write
+    from flexcp.plan.statistics import bytes_a_layer
     from flexcp.report.advice_words import advice_words
     from flexcp.report.sections import code_section, words_section
     from flexcp.report.strategies_table import StrategyTime, strategies_section
@@ -224,7 +225,7 @@ def _report(path: Path, advice: Advice, code: list[tuple[str, str]]) -> None:
             continue
         count = len(found.steps)
         parts = [sum(getattr(step, f"{part}_ns") for step in found.steps) // count for part in ("attention", "wait")]
-        moved = sum(int(p.bytes(way).sum()) for p in found.plans for way in (False, True)) // count
+        moved = sum(map(bytes_a_layer, found.plans)) // count
         other = found.total_ns // count - sum(parts)
         times.append(StrategyTime(found.name, parts[0], parts[1], other, moved, found.compute_imbalance, mark))
     passes = len(advice.static.steps)

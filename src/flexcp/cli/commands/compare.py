@@ -129,7 +129,7 @@ def _units(row: Row) -> str:
     masks = row.simulation.plan.batch.masks
     layers = sum(mask.layers for mask in masks)
     whole = "attention, forward and backward, of" if row.simulation.step is None else "a whole step of"
-    one = "one layer" if len(masks) == 1 else f"one layer of each of the {len(masks)} masks"
+    one = "one layer" if len(masks) == 1 else "a layer, on average over all of them"
     return f"ms: {whole} {layers} {'layer' if layers == 1 else 'layers'}. MB/layer: what ranks send in {one}, forward and backward."
 
 

@@ -105,7 +105,7 @@ def summary(plan: Plan, times_ms: list[float] | None = None) -> dict[str, Any]:
         "backward_bytes": int(plan.bytes(backward=True).sum()),
         "max_rank_sent_bytes": int(forward.sum(axis=1).max()),
         "max_rank_received_bytes": int(forward.sum(axis=0).max()),
-        "compute_imbalance": round(imbalance(plan.work()), 6),
+        "compute_imbalance": round(imbalance(plan.work_of_layers()), 6),
         "token_imbalance": round(imbalance(plan.placement.tokens), 6),
         "stages": plan.programs[0][0].stages,
         "max_rank_peers": max(len(plan.peers(rank)) for rank in range(plan.ranks)),

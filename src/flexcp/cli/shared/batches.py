@@ -94,8 +94,9 @@ def take_batch(text: str, ranks: int, max_tokens_per_rank: int | None, number: i
     return Taken(
         taken,
         cap,
-        f"batch {at} of {len(batches)} in {text.removeprefix('@')} ({which} of the file; {sum(taken):,} of {sum(lengths):,} tokens; "
-        f"up to {most:,} a batch, 7/8 of {ranks} ranks x {cap:,}{own}; --batch and --max-tokens-per-rank choose others){left}",
+        f"batch {at} of {len(batches)} in {text.removeprefix('@')} ({which} of the file, counted from 0; "
+        f"{sum(taken):,} of {sum(lengths):,} tokens; up to {most:,} a batch, "
+        f"7/8 of {ranks} ranks x {cap:,}{own}; --batch and --max-tokens-per-rank choose others){left}",
     )
 
 
