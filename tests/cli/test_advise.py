@@ -34,8 +34,8 @@ from flexcp.simulator.step_parts import Training
 from flexcp.simulator.training import StepTime
 
 KEYS = [
-    "simulated", "documents", "tokens", "passes", "simulated_passes", "left_out", "micro_batches", "error", "margin_permille", "bound_ms",
-    "baseline", "static", "static_by_load", "swap", "static_in_layout", "free", "pays", "verdict", "why", "code",
+    "simulated", "documents", "tokens", "passes", "simulated_passes", "longest_in", "left_out", "micro_batches", "error", "margin_permille",
+    "bound_ms", "baseline", "static", "static_by_load", "swap", "static_in_layout", "free", "pays", "verdict", "why", "code",
 ]  # fmt: skip
 
 

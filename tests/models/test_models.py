@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flexcp.masks import causal, full, window
-from flexcp.models.config import EVEN_HEADS, MULTI_HEAD, WINDOWED, WITHOUT_WINDOWS
+from flexcp.models.config import EVEN_HEADS, MULTI_HEAD, SWITCHED, TIED, WINDOWED, WITHOUT_WINDOWS
 from flexcp.models.find import PRESETS, find_model, make_model
 from flexcp.models.preset import Preset
 from flexcp.shape import Shape
@@ -21,6 +21,8 @@ LLAMA = {
     "num_key_value_heads": 8, "vocab_size": 128256, "torch_dtype": "bfloat16",
 }  # fmt: skip
 QWEN = LLAMA | {"model_type": "qwen2", "sliding_window": 131072, "max_window_layers": 28, "use_sliding_window": False}
+BARE_QWEN = LLAMA | {"model_type": "qwen2"}
+MOE = LLAMA | {"num_experts": 8, "num_experts_per_tok": 2}
 
 
 def written(folder: Path, values: Any) -> Path:
@@ -87,7 +89,7 @@ def test_experts_and_older_names(tmp_path: Path) -> None:
     assert read(tmp_path, LLAMA | shared).model.experts_active == 8
     gpt2 = read(tmp_path, {"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12, "vocab_size": 50257})
     assert (gpt2.shape.head_dim, gpt2.model.feed_forward) == (64, 2048)
-    assert gpt2.parameters == pytest.approx(124e6 + 768 * 50257, rel=0.02), "its head and embedding are counted apart"
+    assert gpt2.parameters == pytest.approx(124e6, rel=0.02), "its head and embedding are one matrix"
 
 
 def test_missing_heads_are_those_that_transformers_fills_in_or_refused(tmp_path: Path) -> None:
@@ -106,6 +108,10 @@ def test_missing_heads_are_those_that_transformers_fills_in_or_refused(tmp_path:
         if family in MULTI_HEAD and family != "gpt_bigcode":
             assert (getattr(config, "num_key_value_heads", None) or 6) == 6, family
         assert (getattr(config, "head_dim", None) or 48) == 48, family
+    for family in sorted((EVEN_HEADS | WINDOWED | {"qwen3", "gemma"}) & known - {"qwen2_vl", "qwen2_5_vl"}):
+        config = transformers.AutoConfig.for_model(family)
+        assert (family in TIED) == bool(getattr(config, "tie_word_embeddings", False)), family
+        assert (family in SWITCHED) == hasattr(config, "use_sliding_window"), family
     for family in sorted(WITHOUT_WINDOWS & known):
         assert not hasattr(transformers.AutoConfig.for_model(family), "sliding_window"), family
     for family in sorted(WINDOWED):
@@ -154,6 +160,12 @@ def _cluster() -> Any:
         (json.dumps(LLAMA | {"num_attention_heads": "32"}), ["num_attention_heads must be a whole number", "got '32'"]),
         (json.dumps(LLAMA | {"num_key_value_heads": 5}), ["config.json: heads must be a multiple of kv_heads"]),
         (json.dumps(LLAMA | {"hidden_size": None}), ["has no hidden_size"]),
+            (json.dumps(LLAMA | {"tie_word_embeddings": 1}), ["tie_word_embeddings must be true or false", "got 1"]),
+        (json.dumps(BARE_QWEN | {"sliding_window": 512}), ["sliding_window 512 but no use_sliding_window", "'qwen2'", "layer_types"]),
+        (json.dumps(BARE_QWEN | {"sliding_window": 512, "use_sliding_window": True}), ["but no max_window_layers", "'qwen2'"]),
+        (json.dumps(LLAMA | {"sliding_window": 512}), ["sliding_window 512", "type 'llama' do not read", "model_type"]),
+        (json.dumps(MOE | {"mlp_only_layers": list(range(16))}), ["16 of 32 layers without experts", "--layers"]),
+        (json.dumps(MOE | {"decoder_sparse_step": 2}), ["16 of 32 layers without experts"]),
         (json.dumps(LLAMA | {"hidden_size": -1}), ["hidden_size must be", "-1"]),
         (json.dumps(LLAMA | {"hidden_size": 1e400}), ["hidden_size must be", "inf"]),
         (json.dumps(LLAMA | {"kv_lora_rank": 512}), ["multi-latent attention", "--kv-heads"]),

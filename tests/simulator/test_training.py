@@ -164,6 +164,10 @@ def test_sync_knows_the_weights_of_the_vocabulary(overlap: int) -> None:
     size = 2 * 2**17 * LLAMA.model.hidden // 4
     expected = 2 * int(plan.cost.link_ns(np.array([size]), machine.inter_mbps)[0]) * (2 if overlap == 0 else 1)
     assert more.sync_ns - less.sync_ns == pytest.approx(expected, rel=0.001)
+    for sync in ("allreduce", "fsdp"):
+        tied, apart = (simulate(plan, training=Training(replace(many, tied=t), sync, 0)).step for t in (True, False))  # type: ignore[arg-type]
+        assert tied is not None and apart is not None
+        assert apart.sync_ns - tied.sync_ns == pytest.approx(expected / (2 if overlap == 0 else 1), rel=0.02)
 
 
 @pytest.mark.parametrize("sync", ["fsdp", "allreduce", "none"])

@@ -53,6 +53,29 @@ WITHOUT_WINDOWS = frozenset(
     }
 )  # fmt: skip
 """Families whose models in Transformers see all keys, whatever a file says of a window."""
+SWITCHED = frozenset(
+    {
+        "qwen2",
+        "qwen2_5_vl",
+        "qwen2_5_vl_text",
+        "qwen2_moe",
+        "qwen2_vl",
+        "qwen2_vl_text",
+        "qwen3",
+        "qwen3_moe",
+        "smollm3",
+    }
+)
+"""Families whose window is used only where ``use_sliding_window`` says so, by layers from ``max_window_layers`` on."""
+TIED = frozenset(
+    {
+        "bloom", "cohere", "cohere2", "ernie4_5_moe", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_bigcode", "gpt_neo", "mpt",
+        "opt", "qwen3_vl_moe_text", "smollm3", "starcoder2",
+    }
+)  # fmt: skip
+"""Families whose embedding and head are one matrix where the file does not say."""
+DENSE_PART = 8
+"""Up to this part of a model's layers may have no experts and be priced as if they had."""
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -110,8 +133,10 @@ class _Reader:
             shape = Shape(heads, kv_heads, head_dim, head_dim, self._dtype())
         except ValueError as error:
             raise ValueError(f"{self.file}: {error}") from None
+        if experts > 1:
+            self._refuse_dense(layers)
         model = Model(self._name(), hidden, layers, width, active)
-        return Preset(model, shape, self._need("vocab_size"), experts, self._windows(layers))
+        return Preset(model, shape, self._need("vocab_size"), experts, self._windows(layers), self._tied())
 
     def _derived(self, name: str, value: int, families: frozenset[str]) -> int:
         """What a missing field follows from, where the family is one that makes it so and not one with a default of its own."""
@@ -130,6 +155,18 @@ class _Reader:
             )
         if self.config.get("is_encoder_decoder") is True:
             raise NotImplementedError(f"{self.file} is an encoder with a decoder; only decoders are read from a file")
+
+    def _refuse_dense(self, layers: int) -> None:
+        """Models with experts of which many layers have none: all layers are priced alike."""
+        given = self.config.get("mlp_only_layers")
+        every = self._count("decoder_sparse_step") or self._count("interleave_moe_layer_step") or 1
+        dense = set(given) if isinstance(given, list) else set()
+        dense |= set(range(self._count("first_k_dense_replace") or 0)) | {i for i in range(layers) if (i + 1) % every}
+        if DENSE_PART * len(dense) > layers:
+            raise NotImplementedError(
+                f"{self.file} has {len(dense)} of {layers} layers without experts, and layers are priced as one kind; describe the model "
+                "with --heads, --kv-heads, --head-dim, --hidden and --layers"
+            )
 
     def _name(self) -> str:
         """The last part of the name the model was saved under, or where its file is."""
@@ -155,6 +192,15 @@ class _Reader:
         width = self._count("moe_intermediate_size") or dense or self._need("moe_intermediate_size")
         shared = self._count("n_shared_experts") or -(-(self._count("shared_expert_intermediate_size") or 0) // width)
         return width, self._need("num_experts_per_tok", "experts_per_token") + shared, experts + shared
+
+    def _tied(self) -> bool:
+        """Whether embedding and head are one matrix."""
+        value = self.config.get("tie_word_embeddings")
+        if value is None:
+            return self.family in TIED
+        if not isinstance(value, bool):
+            raise ValueError(f"{self.file}: tie_word_embeddings must be true or false; got {value!r:.60}")
+        return value
 
     def _windows(self, layers: int) -> tuple[tuple[int, int], ...]:
         """(keys, layers) of the layers that see a window only."""
@@ -188,6 +234,13 @@ class _Reader:
         """Kinds of layers of a file from before ``layer_types``."""
         if keys is None or self.config.get("use_sliding_window") is False:
             return ["full_attention"] * layers
+        if self.family in SWITCHED:
+            for name in ("use_sliding_window", "max_window_layers"):
+                if self.config.get(name) is None and (self.family, name) != ("qwen3_moe", "max_window_layers"):
+                    raise ValueError(
+                        f"{self.file} has sliding_window {keys} but no {name}, of which models of the type {self.family!r} have a default: "
+                        "write it, or layer_types, into the file, or save the file with config.save_pretrained(folder)"
+                    )
         every = self._count("sliding_window_pattern") or ALTERNATING.get(self.family)
         first = self._count("max_window_layers") or 0
         return [

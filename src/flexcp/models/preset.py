@@ -13,7 +13,8 @@ from flexcp.shape import Shape
 class Preset:
     """A model with its attention shape; ``experts`` are all of a layer's feed-forwards, of which a token uses some.
 
-    ``windows`` are (keys, layers) of the layers that see no more than so many keys; all other layers are causal.
+    ``windows`` are (keys, layers) of the layers that see no more than so many keys; all other layers are causal. A ``tied`` model has one
+    matrix of its vocabulary for embedding and head.
     """
 
     model: Model
@@ -21,6 +22,7 @@ class Preset:
     vocabulary: int
     experts: int = 1
     windows: tuple[tuple[int, int], ...] = ()
+    tied: bool = False
 
     def masks(self, mask: Mask | None = None) -> dict[str, tuple[Mask, int]]:
         """The masks of the layers with their counts, for a batch: the model's own, or ``mask`` in all of them."""
@@ -42,7 +44,12 @@ class Preset:
     @property
     def parameters(self) -> int:
         """Weights of all layers, the embedding and the head."""
-        return self.model.layers * self.layer_parameters + 2 * self.vocabulary * self.model.hidden
+        return self.model.layers * self.layer_parameters + self.vocabulary_parameters
+
+    @property
+    def vocabulary_parameters(self) -> int:
+        """Weights of the embedding and the head."""
+        return (1 if self.tied else 2) * self.vocabulary * self.model.hidden
 
     @property
     def head_flops_per_token(self) -> int:

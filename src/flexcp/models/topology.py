@@ -97,6 +97,7 @@ def divided_preset(preset: Preset, *, tp: int = 1, pp: int = 1, ep: int = 1) -> 
         -(-preset.vocabulary // tp),
         preset.experts // ep,
         tuple((keys, layers // pp) for keys, layers in preset.windows if layers >= pp),
+        preset.tied,
     )
 
 

@@ -146,11 +146,18 @@ def _ms(answer: Answer) -> str:
     return f"{answer.total_ns / 1e6 / len(answer.steps):,.1f} ms"
 
 
+def _in_what_was_seen(advice: Advice) -> str:
+    """A verdict of passes without the longest documents is one of those passes."""
+    if advice.longest_in[0] or not advice.longest_in[1]:
+        return ""
+    return " in the simulated passes, none of which has a document of the greatest length (flexcp compare --batch looks at one that has)"
+
+
 def _todo(advice: Advice) -> list[str]:
     if advice.verdict == "static":
         return [
-            f"Do not bother: stay with {advice.static.name}. The gain is under {100 * advice.margin:g} %, because "
-            f"{why_static(advice)}.",
+            f"Do not bother: stay with {advice.static.name}. The gain is under {100 * advice.margin:g} %{_in_what_was_seen(advice)}, "
+            f"because {why_static(advice)}.",
             how_sure(advice),
             "Ask again when lengths, ranks or the mask change, or with --cost and your own calibration (flexcp calibrate).",
         ]

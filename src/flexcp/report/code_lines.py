@@ -203,7 +203,10 @@ def _training(training: Training) -> str:
     model = ", ".join(f"{field.name}={getattr(preset.model, field.name)!r}" for field in fields(preset.model))
     sizes = ", ".join(repr(size) for size in astuple(preset.shape))
     experts = f", experts={preset.experts}" if preset.experts > 1 else ""
-    whole = f"flexcp.Preset(flexcp.Model({model}), flexcp.Shape({sizes}), vocabulary={preset.vocabulary}{experts})"
+    tied = ", tied=True" if preset.tied else ""
+    whole = (
+        f"flexcp.Preset(flexcp.Model({model}), flexcp.Shape({sizes}), vocabulary={preset.vocabulary}{experts}{tied})"
+    )
     overlap = f", overlap_permille={training.overlap_permille}" if training.overlap_permille != 1000 else ""
     return (
         f'flexcp.Training({whole}, sync="{training.sync}"{overlap}{f", tp={training.tp}" if training.tp > 1 else ""})'

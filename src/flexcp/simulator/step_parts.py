@@ -65,16 +65,16 @@ def sync_at_the_ends_ns(cluster: Cluster, cost: CostModel, training: Training) -
 
     ``"fsdp"`` gathers the first layer's weights, and those of embedding and head, which belong to no layer, once; their gradients are
     scattered at the end, as ``fully_shard`` of a model does. ``"allreduce"`` sums the embedding's gradients, the last to be there, at the
-    end; those of the head, the first, hide as far as anything does.
+    end; those of the head, the first, hide as far as anything does, where it has a matrix of its own.
     """
     if training.sync == "none":
         return 0
-    words = training.model.vocabulary * training.model.model.hidden
+    model = training.model
     if training.sync == "fsdp":
-        first = collective_ns(cluster, cost, training.model.layer_parameters)
-        return first + 2 * collective_ns(cluster, cost, 2 * words)
-    of_one = 2 * collective_ns(cluster, cost, words)
-    return of_one + of_one * (1000 - training.overlap_permille) // 1000
+        first = collective_ns(cluster, cost, model.layer_parameters)
+        return first + 2 * collective_ns(cluster, cost, model.vocabulary_parameters)
+    of_one = 2 * collective_ns(cluster, cost, model.vocabulary * model.model.hidden)
+    return of_one if model.tied else of_one + of_one * (1000 - training.overlap_permille) // 1000
 
 
 def tensor_parallel_ns(tokens: Ints, shape: Shape, cluster: Cluster, cost: CostModel, training: Training) -> Ints:

@@ -190,6 +190,7 @@ def as_data(advice: Advice, code: list[tuple[str, str]]) -> dict[str, Any]:
         "tokens": sum(advice.lengths),
         "passes": advice.passes,
         "simulated_passes": len(advice.static.steps),
+        "longest_in": dict(zip(("simulated", "all"), advice.longest_in, strict=True)),
         "left_out": advice.left_out or None,
         "micro_batches": question.micro_batches,
         "error": error_data(question.cost),

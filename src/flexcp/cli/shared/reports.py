@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexcp.cli.shared.progress import compiling, say
+from flexcp.io.sizes import count_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,8 +48,8 @@ def about(plan: Plan) -> str:
     batch, shape = plan.batch, plan.shape
     masks = ", ".join(f"{m.rules[0]}" if len(m.rules) == 1 else "one mask per document" for m in batch.masks)
     return (
-        f"{batch.documents:,} documents, {batch.tokens:,} tokens, {masks}; {shape.heads} query and {shape.kv_heads} KV heads of "
-        f"{shape.head_dim}, {shape.dtype}; plan {plan.hash[:12]}"
+        f"{count_of(batch.documents, 'document')}, {count_of(batch.tokens, 'token')}, {masks}; "
+        f"{shape.heads} query and {shape.kv_heads} KV heads of {shape.head_dim}, {shape.dtype}; plan {plan.hash[:12]}"
     )
 
 

@@ -14,6 +14,7 @@ from flexcp.cli.shared.model_and_cluster_options import ClusterOptions, ModelOpt
 from flexcp.cli.shared.option_groups import OptionGroup
 from flexcp.cli.shared.parallel import ParallelOptions
 from flexcp.cli.shared.step_options import StepOptions
+from flexcp.io.sizes import count_of
 
 if TYPE_CHECKING:
     from flexcp.calibration import Calibration
@@ -55,8 +56,9 @@ class Scenario:
         model = "attention alone" if training is None else f"a step of {training.model.model.name}"
         masks = ", ".join(str(m.rules[0]) if len(m.rules) == 1 else "one mask per document" for m in batch.masks)
         return (
-            f"simulated: {model} on {self.request.cluster}, {batch.documents:,} documents, {batch.tokens:,} tokens, {masks}, "
-            f"{shape.heads} / {shape.kv_heads} heads of {shape.head_dim}; {error_words(self.request.cost, self.calibration.held_out)}"
+            f"simulated: {model} on {self.request.cluster}, {count_of(batch.documents, 'document')}, "
+            f"{count_of(batch.tokens, 'token')}, {masks}, {shape.heads} / {shape.kv_heads} heads of {shape.head_dim}; "
+            f"{error_words(self.request.cost, self.calibration.held_out)}"
             f"{f'; {self.taken}' if self.taken else ''}{f'; {self.divided}' if self.divided else ''}"
         )
 
