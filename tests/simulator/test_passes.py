@@ -22,6 +22,7 @@ from flexcp.simulator.copies import Copies
 from flexcp.simulator.messages import TimedChunks
 from flexcp.simulator.passes import TRACKS, Pass, PassModel, Rules, pass_model, run_pass
 from flexcp.simulator.slot_work import SlotWork
+from flexcp.simulator.training import simulate
 
 LATENCY = 5
 CALM = Rules(contention=False)
@@ -219,3 +220,24 @@ def test_measured_compute_takes_the_models_place() -> None:
     assert run_pass(model, ints(0, 0)).done.min() >= slots * 10**9
     with pytest.raises(ValueError, match=r"\[rank, slot\] = \(2, 2\).*got an array of \(2, 3\)"):
         pass_model(plan, 0, False, plan.cost, Rules(), np.zeros((2, 3), np.int64))
+
+
+def test_a_pass_of_minutes_is_on_a_coarser_clock() -> None:
+    """Nine minutes do not fit the clock of events: such a pass once took no time at all."""
+    work, chunks, long = [[40, 30], [10, 90]], [(1, 0, 1, 25), (1, 1, 0, 60)], 1 << 36
+    short = run_pass(replace(hand_made(work, chunks), latency_ns=0), ints(0, 3))
+    scaled = [[ns * long for ns in row] for row in work], [(*chunk[:3], chunk[3] * long) for chunk in chunks]
+    found = run_pass(replace(hand_made(*scaled), latency_ns=0), ints(0, 3 * long))
+    assert short.done.min() > 0 and np.array_equal(found.done, short.done * long)
+    assert np.array_equal(found.wait_ns, short.wait_ns * long) and np.array_equal(
+        found.compute_ns, short.compute_ns * long
+    )
+
+
+def test_a_long_pass_of_a_plan_is_no_faster_than_its_bound() -> None:
+    """A document of half a million tokens on slow ranks."""
+    plan = flexcp.Planner(8, 8, 128, cluster=flexcp.cluster("cpu", 1, 2), strategy="zigzag")([600_000])
+    found = simulate(plan)
+    for backward in (False, True):
+        assert found.pass_ns(backward) > 1 << 39 and found.pass_optimality(backward) >= 1
+    assert min(int(p.wait_ns.min()) for p in found.passes[0]) >= 0

@@ -24,6 +24,8 @@ from flexcp.simulator.slot_work import MaskWork, SlotWork, slot_ns, slot_work
 
 Ints = NDArray[np.int64]
 TRACKS = ("compute", "wait", "send inside", "send across", "receive inside", "receive across")
+ROOMY_BITS = 36
+"""A pass of 68 seconds; the clock of events has 39 bits."""
 
 
 @dataclass(frozen=True)
@@ -214,13 +216,28 @@ def run_pass(model: PassModel, start: Ints) -> Pass:
     ports = np.stack([everyone, ranks + everyone // model.rules.ranks_per_nic])
     out, into = ports[c.across, c.source], ports[c.across, c.target]
     ends = np.zeros_like(c.ns)
-    table = np.stack([stage, out, into, c.source, c.target, c.ns, ends, ends], axis=1)
-    rule = np.array([model.latency_ns, model.rules.in_line], np.int64)
+    coarser = _bits_too_long(start, work, copies, c.ns, out)
+    table = np.stack([stage, out, into, c.source, c.target, c.ns >> coarser, ends, ends], axis=1)
+    rule = np.array([model.latency_ns >> coarser, model.rules.in_line], np.int64)
     tables = (table, ports, rule, np.ascontiguousarray(pace), opens)
-    begin, end = run_events(np.ascontiguousarray(start, np.int64), np.ascontiguousarray(work), copies, *tables)
+    times = (np.ascontiguousarray(x, np.int64) >> coarser for x in (start, work, copies))
+    begin, end = run_events(*times, *tables)
+    begin, end = begin << coarser, end << coarser
+    table[:, -2:] <<= coarser
     if in_turns:
         begin, end = begin[:, 1::3], end[:, 1::3]
     return Pass(model, start, begin, end, *table[:, -2:].T.copy())
+
+
+def _bits_too_long(start: Ints, work: Ints, copies: Ints, chunk_ns: Ints, port: Ints) -> int:
+    """By how many bits the times of a pass must be shortened for the clock of events: none, unless it takes minutes.
+
+    What takes longest is estimated by the busiest rank and the busiest port, with room for what they wait and are slowed by.
+    """
+    longest = int(start.max()) + int(work.sum(axis=1).max()) + int(copies.sum(axis=2).max())
+    if len(chunk_ns):
+        longest += int(np.bincount(port, chunk_ns).max())
+    return max(0, longest.bit_length() - ROOMY_BITS)
 
 
 def _in_turns(work: Ints, copies: Ints, stage: Ints, how: Execution, pace: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
