@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 
 import flexcp
+from flexcp.fuzz.readers import change_value
 from flexcp.masks import Mask
 from flexcp.plan import file as wire
 from flexcp.plan.plan import Plan
@@ -126,7 +127,7 @@ def sealed(data: bytes, _: Plan, rng: random.Random) -> bytes:
     if rng.random() < 0.5:
         facts = json.loads(body[8 : 8 + size])
         for _ in range(rng.choice((1, 1, 2))):
-            _change_value(facts, rng)
+            change_value(facts, rng)
         text = json.dumps(facts).encode()
         if rng.random() < 0.1:
             text = rng.choice((b"[" * 100_000, b'{"a":' * 20_000, b"1" * 100_000, b"NaN", b'"\\ud800"', text[:-1]))
@@ -146,31 +147,6 @@ def sealed(data: bytes, _: Plan, rng: random.Random) -> bytes:
     said = rng.choice(EXTREMES) % (1 << 64) if rng.random() < 0.05 else len(body)
     head = wire._PREFIX.pack(wire.MAGIC, wire.VERSION, start + len(deflated), said, bytes(16))
     return wire._sealed(head, deflated)
-
-
-def _change_value(facts: Any, rng: random.Random) -> None:
-    """Another value somewhere inside nested JSON."""
-    here = facts
-    while True:
-        keys = list(here) if isinstance(here, dict) else list(range(len(here)))
-        if not keys:
-            return
-        key = rng.choice(keys)
-        if isinstance(here[key], dict | list) and here[key] and rng.random() < 0.85:
-            here = here[key]
-            continue
-        action = rng.randrange(6)
-        if action == 0:
-            here.pop(key)
-        elif action == 1 and isinstance(here, list):
-            here.insert(key, copy.deepcopy(here[key]))
-        elif action == 2:
-            here[key] = rng.choice([None, True, False, "", "x" * 1000, [], {}, [[]], {"a": 1}, 0.5, -0.0, 1e308])
-        elif action == 3:
-            here[key] = [here[key]] * rng.choice((1, 3, 1000))
-        else:
-            here[key] = rng.choice(EXTREMES)
-        return
 
 
 def forged(_: bytes, plan: Plan, rng: random.Random) -> bytes:

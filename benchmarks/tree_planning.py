@@ -19,8 +19,9 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from rich.console import Console
@@ -103,7 +104,8 @@ def _timed(call: Callable[[], Answer], repeats: int = REPEATS) -> tuple[Answer, 
 
 
 def _planned(planner: flexcp.Planner, mask: Mask) -> Plan:
-    plan = planner([sum(mask.params[1])], [mask])  # type: ignore[arg-type]
+    assert mask.length is not None  # a tree's
+    plan = planner([mask.length], [mask])
     _ = plan.hash
     return plan
 
@@ -152,9 +154,9 @@ def _bytes_table() -> list[str]:
             rival = _planned(flexcp.Planner(32, 8, 128, cluster=where, strategy="minheap"), mask)
             key = int(rival.shape.bytes_per_token_head()[Kind.KV, 0]) * rival.shape.kv_heads
             for strategy in ("blocks", "auto", "minheap"):
-                limits = {} if strategy == "minheap" else TOLERANCES
-                planner = flexcp.Planner(32, 8, 128, cluster=where, strategy=strategy, **limits)  # type: ignore[arg-type]
-                plan, ms = _timed(lambda planner=planner, mask=mask: _planned(planner, mask))  # type: ignore[misc]
+                limits: dict[str, Any] = {} if strategy == "minheap" else TOLERANCES
+                planner = flexcp.Planner(32, 8, 128, cluster=where, strategy=strategy, **limits)
+                plan, ms = _timed(partial(_planned, planner, mask))
                 by_rank, by_node = (n * key for n in key_bounds(plan))
                 moved, across = int(plan.bytes().sum()), plan.inter_node_bytes()
                 lines.append(
@@ -187,14 +189,14 @@ def _many_table() -> list[str]:
     }
     for name, make in trees.items():
         mask, _ = _timed(make, 1)
-        columns = mask.params[:2]
-        _, mask_ms = _timed(lambda columns=columns: flexcp.tree(*columns), 2)  # type: ignore[misc]
+        columns: tuple[Any, ...] = mask.params[:2]
+        _, mask_ms = _timed(partial(flexcp.tree, *columns), 2)
         for nodes in (1, 4):
             where = flexcp.cluster("h100", nodes, 8)
             planners = [flexcp.Planner(32, 8, 128, cluster=where, strategy=s) for s in ("blocks", "auto")]
-            times = [_timed(lambda p=p, mask=mask: _planned(p, mask), 2)[1] for p in planners]  # type: ignore[misc]
+            times = [_timed(partial(_planned, planner, mask), 2)[1] for planner in planners]
             plan = _planned(planners[0], mask)
-            _, step_ms = _timed(lambda plan=plan: _step_of_rank_0(plan), 2)  # type: ignore[misc]
+            _, step_ms = _timed(partial(_step_of_rank_0, plan), 2)
             tracemalloc.start()
             _planned(planners[0], mask)
             most = tracemalloc.get_traced_memory()[1]

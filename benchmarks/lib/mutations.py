@@ -147,8 +147,8 @@ def _change(statement: ast.stmt, kind: str, number: int, rng: random.Random) -> 
         node.ops[0] = COMPARISONS[type(node.ops[0])]()
     elif isinstance(node, ast.BinOp):
         node.op = OPERATIONS[type(node.op)]()
-    elif isinstance(node, ast.Constant):
-        node.value = int(node.value) + rng.choice((-1, 1))  # type: ignore[arg-type]
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int):
+        node.value = int(node.value) + rng.choice((-1, 1))
     elif isinstance(node, ast.If | ast.IfExp | ast.While):
         node.test = ast.UnaryOp(ast.Not(), node.test)
     elif isinstance(node, ast.Call):

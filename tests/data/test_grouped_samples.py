@@ -117,8 +117,10 @@ def test_every_position_of_every_sample_once(pool: RankPool, kind: str, ranks: i
     assert (len(results[0]) > 1) == (budget == 10)
 
 
-def test_a_stream_goes_on_where_it_was() -> None:
-    options: dict[str, Any] = {"budget": 10, "workers": 0, "lookahead": 1, "tree_by": "prompt", "group": "alone"}
+@pytest.mark.parametrize("more", [{"budget": 10}, {"budget": 9, "too_long": "cut"}])
+def test_a_stream_goes_on_where_it_was(more: dict[str, Any]) -> None:
+    """With the smaller budget in the middle of a tree that was cut."""
+    options = {"workers": 0, "lookahead": 1, "tree_by": "prompt", "group": "alone", **more}
     with Loader(RowStream(ROLLOUTS), planner(1, "blocks"), **options) as loader:
         whole = [batch.tokens.tolist() for batch in loader]
     with Loader(RowStream(ROLLOUTS), planner(1, "blocks"), **options) as loader:
@@ -127,7 +129,7 @@ def test_a_stream_goes_on_where_it_was() -> None:
     with Loader(RowStream(ROLLOUTS), planner(1, "blocks"), **options) as loader:
         loader.load_state_dict(state)
         rest = [batch.tokens.tolist() for batch in loader]
-    assert len(whole) > 1 and first + rest == whole
+    assert len(whole) > (2 if "too_long" in more else 1) and first + rest == whole
 
 
 def test_labels_are_refused_and_named_edges() -> None:
@@ -237,20 +239,6 @@ def test_micro_batches_cut_trees_that_do_not_fit(
     for found, cut, batches in results:
         assert found == pytest.approx(whole, abs=1e-12) and batches > 1
         assert cut["repeated"] == repeated and cut["saved"] == counts["saved"] - cut["repeated"]
-
-
-def test_a_cut_tree_goes_on_where_it_was() -> None:
-    options: dict[str, Any] = {"budget": 9, "workers": 0, "lookahead": 1, "tree_by": "prompt", "group": "alone"}
-    options["too_long"] = "cut"
-    with Loader(RowStream(ROLLOUTS), planner(1, "blocks"), **options) as loader:
-        whole = [batch.tokens.tolist() for batch in loader]
-    with Loader(RowStream(ROLLOUTS), planner(1, "blocks"), **options) as loader:
-        first = [next(iter(loader)).tokens.tolist()]
-        state = loader.state_dict()
-    with Loader(RowStream(ROLLOUTS), planner(1, "blocks"), **options) as loader:
-        loader.load_state_dict(state)
-        rest = [batch.tokens.tolist() for batch in loader]
-    assert len(whole) > 2 and first + rest == whole
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from vision_runs import Arrays, summed_backward, trained
 
 import flexcp
 from flexcp.arrays.totals import imbalance
@@ -26,7 +27,6 @@ GRIDS = [[(1, 4, 8), (1, 2, 2)], [], [(3, 4, 4)], [(1, 8, 6)], [(1, 2, 4)]]
 TEXTS = [(5, 3, 9), (7,), (2, 11), (1, 4), (3, 1)]
 """Text tokens before, between and after the spans of each document."""
 STEPS = 3
-Arrays = dict[str, np.ndarray]
 
 
 def documents() -> tuple[list[VisionDocument], ImageBatch]:
@@ -72,21 +72,10 @@ def objective(logits: Tensor, labels: Tensor, valid: int) -> Tensor:
     return nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum") / valid
 
 
-def trained(vlm: Any, backward: Any) -> tuple[list[float], Arrays]:
-    """Losses of some steps (``backward`` leaves gradients and returns the loss), and the first step's gradients."""
-    optimizer, losses, gradients = torch.optim.AdamW(vlm.parameters(), lr=3e-3, eps=1e-6), [], {}
-    for _ in range(STEPS):
-        losses.append(backward())
-        gradients = gradients or {n: p.grad.numpy().copy() for n, p in vlm.named_parameters()}
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, gradients
-
-
 def one_process(group: dist.ProcessGroup, both_ways: bool) -> tuple[list[float], Arrays]:
     """The stock model, document by document; for spans that see both ways its mask is given to it."""
     vlm = model("eager")
-    return trained(vlm, lambda: stock_backward(vlm, both_ways))
+    return trained(vlm, lambda: stock_backward(vlm, both_ways), STEPS)
 
 
 def stock_backward(vlm: Any, both_ways: bool) -> float:
@@ -128,15 +117,10 @@ def two_plans(group: dist.ProcessGroup, both_ways: bool, strategy: str) -> tuple
     def backward() -> float:
         logits = multimodal.qwen_vl(vlm, found, batch, encoder, language)
         loss = language.loss(logits, language.labels(stream))
-        loss.backward()
-        total = loss.detach().clone()
-        dist.all_reduce(total, group=group)
-        for parameter in vlm.parameters():
-            dist.all_reduce(parameter.grad, group=group)
-        return float(total)
+        return summed_backward(vlm, loss, group)
 
     places = int((language.shard(stream) == PLACE).sum())
-    return *trained(vlm, backward), [encoder.local_tokens, language.local_tokens, places]
+    return *trained(vlm, backward, STEPS), [encoder.local_tokens, language.local_tokens, places]
 
 
 @pytest.mark.parametrize(

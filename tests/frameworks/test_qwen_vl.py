@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from vision_runs import Arrays, summed_backward, trained
 
 import flexcp
 from flexcp.data.images import ImageBatch, Span
@@ -29,7 +30,6 @@ GRIDS = [[(1, 4, 10), (1, 2, 2)], [], [(3, 6, 4)], [(1, 8, 6)]]
 TEXTS = [(5, 3, 9), (7,), (2, 11), (1, 4)]
 """Text tokens before, between and after the images and videos of each document."""
 STEPS = 2
-Arrays = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -103,17 +103,6 @@ def model(family: str) -> Any:
     return made(config(vision_config=vision, text_config=text, attn_implementation="eager", **names)).double()
 
 
-def trained(vlm: Any, backward: Any) -> tuple[list[float], Arrays]:
-    """Losses of some steps (``backward`` leaves gradients and returns the loss), and the first step's gradients."""
-    optimizer, losses, gradients = torch.optim.AdamW(vlm.parameters(), lr=3e-3, eps=1e-6), [], {}
-    for _ in range(STEPS):
-        losses.append(backward())
-        gradients = gradients or {n: p.grad.numpy().copy() for n, p in vlm.named_parameters()}
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, gradients
-
-
 def one_process(group: dist.ProcessGroup, family: str) -> tuple[list[float], Arrays]:
     """The stock model, document by document."""
     vlm = model(family)
@@ -134,7 +123,7 @@ def one_process(group: dist.ProcessGroup, family: str) -> tuple[list[float], Arr
             total += float(loss.detach())
         return total
 
-    return trained(vlm, backward)
+    return trained(vlm, backward, STEPS)
 
 
 def two_plans(group: dist.ProcessGroup, family: str, strategy: str) -> tuple[list[float], Arrays, int]:
@@ -150,14 +139,9 @@ def two_plans(group: dist.ProcessGroup, family: str, strategy: str) -> tuple[lis
 
     def backward() -> float:
         loss = language.loss(multimodal.qwen_vl(vlm, found, batch, encoder, language), language.labels(stream))
-        loss.backward()
-        total = loss.detach().clone()
-        dist.all_reduce(total, group=group)
-        for parameter in vlm.parameters():
-            dist.all_reduce(parameter.grad, group=group)
-        return float(total)
+        return summed_backward(vlm, loss, group)
 
-    return *trained(vlm, backward), encoder.local_tokens
+    return *trained(vlm, backward, STEPS), encoder.local_tokens
 
 
 @pytest.mark.parametrize(("ranks", "strategy"), [(2, "zigzag"), (3, "blocks")])

@@ -128,7 +128,7 @@ def changed(reader: Reader, rng: random.Random) -> bytes:
         return _changed_bytes(reader.good, rng)
     lines = [json.loads(line) for line in (reader.good.splitlines() if reader.suffix == ".jsonl" else [reader.good])]
     for _ in range(rng.choice((1, 1, 2, 4))):
-        _change_value(lines, rng)
+        change_value(lines, rng)
     return b"\n".join(json.dumps(line).encode() for line in (lines if isinstance(lines, list) else [lines]))
 
 
@@ -150,8 +150,8 @@ def _changed_bytes(data: bytes, rng: random.Random) -> bytes:
     return bytes(out)
 
 
-def _change_value(here: Any, rng: random.Random) -> None:
-    """Another value somewhere inside; the outermost list stays."""
+def change_value(here: Any, rng: random.Random) -> None:
+    """Another value somewhere inside nested JSON; what is outermost stays."""
     while True:
         keys = list(here) if isinstance(here, dict) else list(range(len(here)))
         if not keys:
