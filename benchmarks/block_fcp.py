@@ -3,11 +3,10 @@
 Repeats: 64 query and 8 KV heads of 128, causal, 32K tokens a GPU, 16 to 256 GPUs; lengths lognormal (mean 16K),
 bimodal (16K and 64K) and equal; efficiency against one GPU; the ablation at 128 GPUs.
 
-Differs: presets ``h20`` (8 a node, 25 GB/s a rank across) and ``gb200`` (nodes of 64 here, so that counts divide); the analytic cost
-model. The length of "equal" documents is not published: several are shown. For the ablation their placement (blocks of 4K dealt by area,
-equal tokens) is ``minheap:4096``; pipelining is the overlap of stages, rounds and coalescing are this simulator's; their last step, the
-reshuffle, changes the layout outside attention. *Efficiency* is useful FLOPs over those of the same kernels on one rank that has all of
-its documents whole.
+Differs: the preset ``h20`` (8 a node, 25 GB/s a rank across) and the analytic cost model. The length of "equal" documents is not published:
+several are shown. For the ablation their placement (blocks of 4K dealt by area, equal tokens) is ``minheap:4096``; pipelining is the
+overlap of stages, rounds and coalescing are this simulator's; their last step, the reshuffle, changes the layout outside attention.
+*Efficiency* is useful FLOPs over those of the same kernels on one rank that has all of its documents whole.
 """
 
 from __future__ import annotations
@@ -21,22 +20,22 @@ from flexcp.simulator.training import Simulation
 from simulated import Experiment, off, simulations, table
 
 SHAPE = Shape(64, 8, 128, 128)
-COSTS = {"h20": CostModel("h20", forward_efficiency=800, backward_efficiency=720), "gb200": CostModel()}
+COST = CostModel("h20", forward_efficiency=800, backward_efficiency=720)
 """An H20 has little peak and reaches most of it: their MFU of 0.75 at an efficiency of 93 % is a kernel at 0.80."""
 A_GPU = 32_768
 COUNTS = (16, 32, 64, 128, 256)
 RING = {16: 0.696, 256: 0.273}
 ABLATION = (
-    ("none of them", 0.29, Rules(in_line=True, ahead=0)),
+    ("no pipeline, no rounds", 0.29, Rules(in_line=True, ahead=0)),
     ("pipeline", 0.48, Rules(in_line=True)),
     ("rounds, posted one by one", 0.62, Rules(rounds_per_call=1)),
     ("rounds, 16 together", 0.70, Rules(rounds_per_call=16)),
 )
 
 
-def machine(name: str, ranks: int) -> Cluster:
-    """H20-like nodes of 8, or NVL72-like ones of at most 64."""
-    return cluster("h20", ranks // 8, 8) if name == "h20" else cluster("gb200", max(1, ranks // 64), min(ranks, 64))
+def machine(ranks: int) -> Cluster:
+    """H20-like nodes of 8."""
+    return cluster("h20", ranks // 8, 8)
 
 
 def efficiency(s: Simulation, backward: bool | None = None) -> float:
@@ -51,7 +50,7 @@ def ring_absolutes(counts: tuple[int, ...] = COUNTS) -> list[str]:
     for length in (32_768, 65_536, 131_072):
         texts = []
         for ranks in counts:
-            where = Experiment(machine("h20", ranks), SHAPE, COSTS["h20"])
+            where = Experiment(machine(ranks), SHAPE, COST)
             name = f"zigzag:{ranks}"
             found = simulations(where.compare([length] * (A_GPU * ranks // length), [name]), [name])
             value = efficiency(found[name])
@@ -67,7 +66,7 @@ def ablation() -> list[str]:
     for name in ("lognormal16k", "bimodal"):
         lengths = draw_lengths(name, 128 * A_GPU, 0)
         for words, published, rules in ABLATION:
-            where = Experiment(machine("h20", 128), SHAPE, COSTS["h20"], rules)
+            where = Experiment(machine(128), SHAPE, COST, rules)
             found = simulations(where.compare(lengths, ["minheap:4096"]), ["minheap:4096"])
             value = found["minheap:4096"].mfu(False)
             rows.append([name, words, f"{value:.2f}", f"{published:.2f}", off(value, published)])
@@ -76,7 +75,7 @@ def ablation() -> list[str]:
 
 def sample() -> float:
     """One cell, for CI: efficiency of auto on 16 ranks with short batches."""
-    where = Experiment(machine("h20", 16), SHAPE, COSTS["h20"])
+    where = Experiment(machine(16), SHAPE, COST)
     found = simulations(where.compare(draw_lengths("bimodal", 16 * 8192, 0), ["auto"]), ["auto"])
     return efficiency(found["auto"])
 

@@ -2,7 +2,8 @@
 
 Figures share batches (an efficiency, a ladder of rules and a planning time are of the same plan), so a page is made with one
 :class:`Runs`, which keeps what it made. :func:`over_static` sets a strategy beside static methods of any degree: the best of each batch,
-which no training run has, and the one that serves all batches of the setting best, which it would configure.
+which no training run has, and the one that serves all batches of the setting best, which it would configure. Both deal documents to their
+groups by tokens or by load, whichever is faster.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
-from flexcp.compare.compare import STATIC, attention_only, common_degree, planned
+from flexcp.compare.compare import STATIC, STATIC_BY_LOAD, attention_only, common_degree, planned
 from flexcp.masks import Mask
 from flexcp.plan.plan import Plan
 from flexcp.planners.request import Refused, Request
@@ -41,6 +42,7 @@ class Runs:
     def __init__(self) -> None:
         self._plans: dict[Hashable, Planned | None] = {}
         self._simulations: dict[Hashable, Simulation | None] = {}
+        self._searched: dict[Hashable, list[str]] = {}
 
     def plan(self, where: Experiment, lengths: Sequence[int], name: str, mask: Mask | None = None) -> Planned | None:
         """The strategy's plan of a batch; None where it refuses."""
@@ -87,19 +89,26 @@ class Runs:
         best = min(ran, key=ran.__getitem__)
         return best, ran[best]
 
+    def searched(self, where: Experiment, batches: Sequence[Sequence[int]], mask: Mask | None = None) -> list[str]:
+        """Every static method that runs, in the one degree that serves all batches best."""
+        key = (where, tuple(map(tuple, batches)), mask)
+        if key not in self._searched:
+            requests = [asked(where, lengths, mask) for lengths in batches]
+            found = (common_degree(requests, method) for method in (*STATIC, *STATIC_BY_LOAD))
+            self._searched[key] = [degree for degree in found if degree is not None]
+        return self._searched[key]
+
     def over_static(
         self, where: Experiment, batches: Sequence[Sequence[int]], name: str, time: Time, mask: Mask | None = None, also: Sequence[str] = ()
     ) -> OverStatic:  # fmt: skip
-        """The strategy's speed over static methods, documents dealt by tokens: of each the degree that the closed form finds best, and
-        those of ``also``, so that no baseline of a row is stronger."""
-        requests = [asked(where, lengths, mask) for lengths in batches]
-        searched = [degree for method in STATIC if (degree := common_degree(requests, method)) is not None]
-        fixed = list(dict.fromkeys([*searched, *also]))
+        """The strategy's speed over static methods, documents dealt by tokens and by load: of each the degree that the closed form finds
+        best, and those of ``also``, so that no baseline of a row is stronger."""
+        fixed = list(dict.fromkeys([*self.searched(where, batches, mask), *also]))
         configured = self.least(where, batches, fixed, time, mask)[0]
         each, one = [], []
-        for lengths, request in zip(batches, requests, strict=True):
+        for lengths in batches:
             mine = time(self.run(where, lengths, name, mask))
-            of_batch = [degree for method in STATIC if (degree := common_degree([request], method)) is not None]
+            of_batch = self.searched(where, [lengths], mask)
             each.append(self.least(where, [lengths], [*fixed, *of_batch], time, mask)[1] / mine)
             one.append(time(self.run(where, lengths, configured, mask)) / mine)
         return OverStatic(mean(each), mean(one))

@@ -29,6 +29,7 @@ SYNCS = ("fsdp", "allreduce", "none")
 MOST_SEEDS = 100
 MOST_TOKENS = 1 << 28
 MOST_RANKS = 4096
+MOST_LINES = 1_000_000
 
 
 def distribution(text: str) -> tuple[str, int] | None:
@@ -194,6 +195,7 @@ PARSERS: dict[str, Callable[[Any], Any]] = {
     "stated": _flag,
     "assumed": _text,
     "reason": _text,
+    "again": _count(MOST_LINES),
 }
 WORDS = {
     "source": "say where the figure is published",

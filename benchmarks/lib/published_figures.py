@@ -25,6 +25,7 @@ field             what it holds
 ``stated``        whether the source states the setting; where it does not, ``assumed`` says what was taken
 ``assumed``       what the source leaves open, or what stands in for data that is not here
 ``reason``        why the simulated figure is off, where somebody knows
+``again``         an earlier line with the same published value, which this one simulates in another way: only the earlier one counts
 ================  =====================================================================================================================
 
 The first ten are needed. A file with a mistake is refused whole, with the line, the field and the way out of every mistake.
@@ -74,6 +75,7 @@ class Figure:
     stated: bool = True
     assumed: str = ""
     reason: str = ""
+    again: int | None = None
 
     @property
     def shape(self) -> Shape:
@@ -112,10 +114,25 @@ def read_figures(path: Path | str) -> list[tuple[int, Figure]]:
             found.append((number, parse_figure(json_line(line, "it"))))
         except ValueError as error:
             mistakes += [f"{path}, line {number}: {each}" for each in str(error).splitlines()]
+    mistakes += _wrong_again(path, dict(found))
     if mistakes:
         raise FiguresError("\n".join(mistakes))
     if not found:
         raise FiguresError(f"{path} holds no figures; it should hold one JSON object a line")
+    return found
+
+
+def _wrong_again(path: Path | str, figures: dict[int, Figure]) -> list[str]:
+    """Lines that repeat none: the line they name is not before them, repeats one itself, or has another value."""
+    found = []
+    for number, figure in figures.items():
+        first = figures.get(figure.again) if figure.again is not None and figure.again < number else None
+        known = first is not None and first.again is None and (first.value, first.unit) == (figure.value, figure.unit)
+        if figure.again is not None and not known:
+            found.append(
+                f"{path}, line {number}: field 'again': line {figure.again} is no earlier figure of {figure.value:g} {figure.unit}; "
+                "name the line that has this published value first, or drop it"
+            )
     return found
 
 

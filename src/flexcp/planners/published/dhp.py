@@ -49,7 +49,7 @@ def dhp(request: Request) -> Placement:
     """DHP: documents in atomic groups, and each group the degree that makes the slowest fastest."""
     refuse_layout(request, "dhp")
     refuse_tolerances(request)
-    _, groups, degrees = min((_solved(request, budget) for budget in _budgets(request)), key=lambda found: found[0])
+    _, groups, degrees = _fastest(request)
     order = sorted(range(len(groups)), key=lambda g: -degrees[g])
     free = request.ranks - sum(degrees)
     note = (
@@ -57,6 +57,15 @@ def dhp(request: Request) -> Placement:
     )
     sizes, dealt = [degrees[g] for g in order] + [1] * free, [groups[g] for g in order] + [[]] * free
     return in_rings(request, "dhp", sizes, dealt, note)
+
+
+def predicted_ns(request: Request) -> int:
+    """What its cost model says of the slowest group in the layers of a step, with the groups and degrees of :func:`dhp`."""
+    return _fastest(request)[0]
+
+
+def _fastest(request: Request) -> tuple[int, list[list[int]], list[int]]:
+    return min((_solved(request, budget) for budget in _budgets(request)), key=lambda found: found[0])
 
 
 def _budgets(request: Request) -> list[int]:
