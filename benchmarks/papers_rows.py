@@ -84,7 +84,8 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         key = (row.aspect, row.comparison or f"{row.figure}: {row.cell}")
         found.append(AGAIN if row.verdict != NONE and key in seen else row.verdict)
-        seen.add(key)
+        if row.verdict != NONE:
+            seen.add(key)
     return found
 
 

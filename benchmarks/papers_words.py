@@ -51,12 +51,12 @@ def dcp(rows: Sequence[Row]) -> list[str]:
         "and 21 are here of one length and one batch.",
         "**Why ratios are not the published ones.** Over all 32 ranks the fastest baseline of 12a is off its published time by "
         f"{span(micro, '{:+.0%}'.format)}: one flat ring is bound by the network here and takes the same at every scale, while the "
-        "published times fall with the scale. LoongTrain's double ring, which uses all cards of a node at once, is such a flat ring here. `dcp` "
-        "itself takes a few times less than the published 7.0 to 13.3 ms: its instructions, buffers and transfers are not simulated, and nobody "
-        "here measured them. So ratios are too large from both sides. That two ranks share a 100 Gb/s card, and 262,144 as a second "
-        "reading of LongAlign's longest document, were chosen with published times in sight. Where that document is 64K (*LongAlign in "
-        f"groups*), baselines run in groups of 8 and 16 ranks, far below the published times, and `dcp` reaches {span(groups)} in 12a; its "
-        "one weight for tokens and work leaves a rank two to three times the mean of work.",
+        "published times fall with the scale. LoongTrain's double ring, which uses all cards of a node at once, is such a flat ring here. "
+        "`dcp` itself takes a few times less than the published 7.0 to 13.3 ms: its instructions, buffers and transfers are not simulated, "
+        "and nobody here measured them. So ratios are too large from both sides. That two ranks share a 100 Gb/s card, and 262,144 as a "
+        "second reading of LongAlign's longest document, were chosen with published times in sight. Where that document is 64K (*LongAlign "
+        f"in groups*), baselines run in groups of 8 and 16 ranks, far below the published times, and `dcp` reaches {span(groups)} in 12a; "
+        "its one weight for tokens and work leaves a rank two to three times the mean of work.",
         f"End to end Megatron-LM's steps take {span(steps)} of the published seconds here: tensor parallelism's collectives, the "
         "optimiser and the host's own time are left out. Waits of Megatron-LM are larger here than the published 27.7 to 44.6 %: "
         "our network model, not theirs, decides that, and gains at 131,072 tokens are too large with it.",

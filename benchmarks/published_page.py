@@ -186,11 +186,11 @@ def page(results: Sequence[Result]) -> str:
         "# Published figures, simulated",
         "",
         f"**Simulated**, by `make published` on {date.today().isoformat()}: {len(counted_once(results))} published figures "
-        "(benchmarks/published.jsonl), each planned with the strategy that stands for its method and run by the event simulator. Links are NCCL's in public tables and "
-        "kernels are rates measured on one GPU; nothing is fitted to a figure that is counted. Figures and parameters were committed "
-        "before the script first ran; settings of MagiAttention, DCP, FCP, DHP and Libra had been simulated earlier, by "
-        "[scripts of their own](experiments.md). `python benchmarks/published.py FILE` does the same with figures of yours; the format is "
-        "at the top of benchmarks/lib/published_figures.py.",
+        "(benchmarks/published.jsonl), each planned with the strategy that stands for its method and run by the event simulator. Links are "
+        "NCCL's in public tables and kernels are rates measured on one GPU; nothing is fitted to a figure that is counted. Figures and "
+        "parameters were committed before the script first ran; settings of MagiAttention, DCP, FCP, DHP and Libra had been simulated "
+        "earlier, by [scripts of their own](experiments.md). `python benchmarks/published.py FILE` does the same with figures of yours; "
+        "the format is at the top of benchmarks/lib/published_figures.py.",
         "",
         "A source *states its setting* when it names the GPU, the nodes, the network between them where there are several, heads, lengths "
         "or their distribution, mask and method. Something *stands in* where it does, but the data is not here. Misses stay in every "

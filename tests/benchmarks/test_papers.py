@@ -1,18 +1,25 @@
-"""Proves the page of the three papers: verdicts, the baselines' degrees, and that every row has its cells."""
+"""Proves the page of the three papers: verdicts, each comparison's once, the summary, the baselines' degrees, and that every row has its
+cells."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+import papers
 import papers_dcp
 import papers_dhp
 import papers_fcp
+from flexcp.clusters import cluster
 from flexcp.data.lengths import draw_lengths
+from flexcp.models.find import find_model
 from flexcp.simulator.passes import Rules
-from papers_rows import HEADS, Row, absent
-from papers_runs import Runs, attention_ns
+from papers_rows import BYTES, HEADS, PLANNING, Row, absent, counts, percent, verdicts
+from papers_runs import OverStatic, Runs, attention_ns
+from papers_summary import summary, told
+from simulated import step_of
 
 
 @pytest.mark.parametrize(
@@ -27,7 +34,62 @@ def test_verdicts_compare_auto_with_the_published_planner(
 
 def test_a_figure_that_is_not_here_says_why() -> None:
     found = absent("20", "loss", "the same", "not here").cells()
-    assert found == ["20", "loss", "the same", *["-"] * 5, "not here"]
+    assert found == ["20", "loss", "the same", *["-"] * 6, "not here"]
+
+
+def compared(planner: float, auto: float, comparison: str = "", **more: Any) -> Row:
+    return Row("14", f"over {planner}", 1.5, planner, auto, "simulated", comparison=comparison, **more)
+
+
+def test_a_comparison_is_judged_once() -> None:
+    """Rows over other baselines repeat it; another aspect or another batch does not."""
+    rows = [
+        compared(1.0, 1.2, "a batch"),
+        compared(2.0, 2.4, "a batch"),
+        compared(2.0, 2.4, "another batch"),
+        compared(5.0, 4.0, "a batch", aspect=BYTES, more_is_better=False),
+        compared(3.0, 3.6),
+        compared(3.5, 4.2),
+        compared(1.0, 9.0, aspect=None),
+        absent("20", "loss", "the same", "not here"),
+    ]
+    assert verdicts(rows) == ["better", "as above", "better", "better", "better", "better", "-", "-"]
+    assert counts(rows) == {"time": {"better": 4}, "bytes": {"better": 1}}
+    assert rows[1].cells(verdicts(rows)[1])[5] == "as above"
+
+
+def test_rows_without_a_verdict_hide_no_later_one() -> None:
+    rows = [compared(1.0, 2.0, "a batch", aspect=None), compared(1.0, 2.0, "a batch")]
+    assert verdicts(rows) == ["-", "better"]
+
+
+def test_the_summary_has_a_line_for_every_figure_and_counts_each_comparison_once() -> None:
+    static = OverStatic(1.1, 1.3)
+    rows = [
+        compared(1.0, 1.2, "a batch", static=static),
+        compared(2.0, 2.4, "a batch", static=static),
+        compared(4.0, 3.0, static=OverStatic(0.9, 1.0)),
+        compared(1.0, 3.0, part="elsewhere"),
+        Row("17", "planning", "under 10", 3.0, 0.2, "measured", False, aspect=PLANNING),
+        Row("imbalance", "of a rival", "48 to 75 %", 0.5, None, "counted in plans", False, percent),
+        absent("20", "loss", "the same", "not here"),
+    ]
+    lines = summary(rows)
+    assert lines[2:-1] == [
+        "| 14 | 3 | 1.50 | 2.00 (1.00 to 4.00) | 2.40 (1.20 to 3.00) | 1 better, 1 worse | 1.10 | 1.30 |",
+        "| 14, elsewhere | 1 | 1.50 | 1.00 | 3.00 | 1 better | - | - |",
+        "| 17 | 1 | under 10 | 3.00 | 0.20 | 1 better | - | - |",
+        "| imbalance | 1 | 48 to 75 % | 50.0% | - | - | - | - |",
+    ]
+    assert told(rows) == "time: 2 better, 0 the same, 1 worse; planning: 1 better, 0 the same, 0 worse"
+
+
+def test_the_page_begins_with_the_summary() -> None:
+    rows = {name: [compared(1.0, 1.2, "a batch"), compared(2.0, 2.4, "a batch")] for name in papers.PAPERS}
+    words = {name: replace(paper, words=lambda rows: ["why"]) for name, paper in papers.PAPERS.items()}
+    text = papers.written(rows, False, 11.4, words)
+    assert text.index("## In short") < text.index("1 better, 0 the same, 0 worse") < text.index("## DCP (arXiv")
+    assert text.count("| as above |") == 3 and "its lead is an upper bound" in text and "in 11 CPU minutes" in text
 
 
 @pytest.mark.parametrize(
@@ -50,9 +112,18 @@ def test_end_to_end_batches_are_as_long_as_their_longest_document_may_be() -> No
 
 def test_fixed_methods_have_ulysses_and_usp() -> None:
     found = papers_dhp.fixed_methods(16)
-    assert {"dp", "zigzag:16"} <= set(found["Megatron-LM"]) and {"dp", "ulysses:8"} <= set(found["DeepSpeed"])
+    assert {"dp", "zigzag:16"} <= set(found["Megatron-LM"]) and {"dp", "ulysses:16"} <= set(found["DeepSpeed"])
     assert {*found["Megatron-LM"], *found["DeepSpeed"], "usp:8,2", "usp:2,8"} <= set(found["any fixed"])
     assert not any(name.startswith("usp") for whose in ("Megatron-LM", "DeepSpeed") for name in found[whose])
+
+
+def test_ulysses_has_any_degree_that_divides_the_heads() -> None:
+    """32 query heads over 8 KV heads run on 32 ranks; of 28 heads only 2 and 4 of the powers of two do."""
+    runs = Runs()
+    for model, most in (("llama3-8b", 32), ("qwen2.5-vl-7b", 4)):
+        where = step_of(find_model(model), cluster("ascend910b", 8, 8))
+        ran = {d for d in (2, 4, 8, 16, 32, 64) if runs.plan(where, [64 * 512], f"ulysses:{d}") is not None}
+        assert ran == {d for d in (2, 4, 8, 16, 32, 64) if d <= most}
 
 
 def test_no_ratio_is_over_magiattention() -> None:
@@ -64,6 +135,7 @@ def test_plans_are_made_once_and_static_baselines_are_of_the_batch_and_of_the_ru
     batches = [draw_lengths("web", 8 * 2048, seed) for seed in range(2)]
     found = runs.over_static(where, batches, "auto", attention_ns)
     assert found.of_one_fixed >= found.of_each_batch >= 0.9, "the best of a batch is never behind the one of the run"
+    assert any(name.endswith("@load") for name in runs.searched(where, batches)), "dealt by load as well"
     first = runs.plan(where, batches[0], "auto")
     assert first is not None and runs.plan(where, batches[0], "auto") is first
     rules = replace(where, rules=Rules(in_line=True))

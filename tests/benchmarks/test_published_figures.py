@@ -264,6 +264,38 @@ def test_the_page_has_every_figure_and_its_misses() -> None:
     assert "| 5 | the network |" in text and "| all | 2 of 3 | 52% | 100% | 100% |" in text
 
 
+def test_a_figure_simulated_again_is_shown_and_not_counted() -> None:
+    first, again = result(10, 20, reason="ours stood for it"), replace(result(10, 11, method="ring:4", again=1), line=2)
+    other = replace(result(20, 21, method="dp"), line=3)
+    text = published_page.page([first, again, other])
+    assert "2 published figures" in text and "| all | 2 of 2 | 52% | 100% | 100% |" in text
+    assert "| 10 ms | 20 | +100% | stated; first run |" in text
+    assert "| 10 ms | 11 | +10% | stated; line 1 again, not counted |" in text
+    assert f"| {published_page.SAME_FIGURES} | 1 of 1 | 10% |" in text
+    assert "| 1 | ours | +100% | ours stood for it; first run, again in line 2 |" in text
+    assert [r.line for r in published_page.counted_once([first, again, other])] == [1, 3]
+
+
+@pytest.mark.parametrize(("line", "value"), [(3, 1.5), (2, 1.5), (1, 2.0), (9, 1.5)])
+def test_again_names_an_earlier_line_of_the_same_value(line: int, value: float, tmp_path: Path) -> None:
+    path = tmp_path / "figures.jsonl"
+    path.write_text("\n".join(json.dumps(each) for each in (GOOD, {**GOOD, "value": value, "again": line}, GOOD)))
+    with pytest.raises(FiguresError, match=f"line 2: field 'again': line {line} is no earlier figure of {value:g} ms"):
+        read_figures(path)
+
+
+def test_lines_of_our_file_that_were_counted_still_are() -> None:
+    """Lines with the papers' own planners came later, and repeat values that count already."""
+    figures = read_figures(published.FIGURES)
+    assert [line for line, f in figures if f.again is None] == list(range(1, 78))
+    assert {f.system.partition(",")[0] for _, f in figures if f.again is not None} == {
+        "DCP",
+        "Megatron-LM",
+        "FCP",
+        "DHP",
+    }
+
+
 def test_ratios_are_judged_by_source_with_a_reason_where_one_misses() -> None:
     ours = [result(10, 20), result(20, 22, method="ring:4")]
     theirs = [result(v, 31, method=m, source="DCP, a chart", lengths=[4096]) for v, m in ((30, "dp"), (40, "ring:4"))]
