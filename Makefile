@@ -129,9 +129,9 @@ fuzz: .venv/ready
 fuzz-readers: .venv/ready
 	$(BIN)/python benchmarks/fuzz_readers.py
 
-# 200 automatically made mutants of the sources, and how many of them the tests notice; hours; writes docs/results/mutants.md.
+# 200 automatically made mutants of the sources, and how many of them the tests notice; writes docs/results/mutants.md.
 mutants: .venv/ready
-	$(BIN)/python benchmarks/mutants.py --count 200 --write docs/results/mutants.md
+	$(BIN)/python benchmarks/mutants.py --count 200 --jobs $$(nproc) --page docs/results/mutants.md
 
 # A bug put into each area, and how soon the fuzzer finds it; writes docs/results/planted.md.
 planted: .venv/ready
