@@ -131,6 +131,7 @@ def forward(
 
 backward = cute_kernel.backward
 close_dq = cute_kernel.close_dq
+make_statistics = cute_kernel.make_statistics
 
 
 def backward_alone(
