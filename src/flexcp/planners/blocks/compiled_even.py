@@ -22,10 +22,10 @@ from flexcp.planners.blocks.compiled_shared import (
     LO,
     LOAD,
     bin_cost,
-    chains,
+    cost_now,
     fetched,
     load_of,
-    most_spans,
+    with_chains,
     write_item,
 )
 
@@ -63,9 +63,8 @@ def even_rows(work, targets, limit, ruler, kv, row, reads):
         room[u] *= team[u]
     for i in range(n):
         room[items[i, BIN]] -= items[i, LOAD]
-    most = most_spans(reads)
-    ranges, spans = np.zeros((len(items) + 3, 2), np.int64), np.zeros(((len(items) + 3) * most, 2), np.int64)
-    chain = chains(items, n, len(reads.thin))
+    table = with_chains(items, n, reads)
+    chain = table.chain
     lists = np.full((2, max(ranks, len(items))), -1, np.int64)
     for i in range(n - 1, -1, -1):
         lists[1, i], lists[0, items[i, BIN]] = lists[0, items[i, BIN]], i
@@ -78,9 +77,7 @@ def even_rows(work, targets, limit, ruler, kv, row, reads):
         if donor < 0 or n + 2 * ranks >= len(items):
             break
         wanted = excess[donor]
-        taker, before, via, tail = path(
-            items, chain, lists, unit, excess, room, donor, wanted, ruler, kv, row, reads, ranges, spans
-        )
+        taker, before, via, tail = path(table, lists, unit, excess, room, donor, wanted, ruler, kv, row)
         if taker < 0:
             given_up[donor] = True
             continue
@@ -116,9 +113,10 @@ def even_rows(work, targets, limit, ruler, kv, row, reads):
 
 
 @compiled
-def path(items, chain, lists, unit, excess, room, donor, rows, ruler, kv, row, reads, ranges, spans):
+def path(table, lists, unit, excess, room, donor, rows, ruler, kv, row):
     """The cheapest way for ``rows`` rows from ``donor`` to a unit that lacks some: (taker or -1, and for each unit on the way: the
     one before, the item there that gives, whether it gives its last rows)."""
+    items, chain, reads, ranges, spans = table
     units = len(excess)
     limit = rows * (row + kv) // kv
     cost = np.full(units, limit, np.int64)
@@ -149,8 +147,8 @@ def path(items, chain, lists, unit, excess, room, donor, rows, ruler, kv, row, r
                 part = load_of(ruler, d, x, y)
                 if a != donor and carried[a] - part > room[a]:
                     continue
-                change = cost[a] - bin_cost(items, chain, a, d, -1, 0, 0, 0, 0, reads, ranges, spans)
-                change += bin_cost(items, chain, a, d, i, r0, r1, 0, 0, reads, ranges, spans)
+                change = cost[a] - cost_now(table, a, d)
+                change += bin_cost(table, a, d, i, r0, r1, 0, 0)
                 other = chain[0, d]
                 while other >= 0:
                     b = items[other, BIN]
@@ -158,8 +156,8 @@ def path(items, chain, lists, unit, excess, room, donor, rows, ruler, kv, row, r
                     if b < 0 or done[b] or near[b] == 2 * i + end or (excess[b] < 0 and part > room[b]):
                         continue
                     near[b] = 2 * i + end
-                    total = change - bin_cost(items, chain, b, d, -1, 0, 0, 0, 0, reads, ranges, spans)
-                    total += bin_cost(items, chain, b, d, -1, x, y, 0, 0, reads, ranges, spans)
+                    total = change - cost_now(table, b, d)
+                    total += bin_cost(table, b, d, -1, x, y, 0, 0)
                     total = max(total, cost[a])
                     if total < cost[b]:
                         cost[b], before[b], via[b], tail[b], carried[b] = total, a, i, end == 1, part
