@@ -98,6 +98,11 @@ def _compute(
     group_id: gl.constexpr, common, buffers, results, PACK: gl.constexpr, D: gl.constexpr, V: gl.constexpr, N: gl.constexpr,
     STAGES: gl.constexpr, SOFTCAP: gl.constexpr, FRESH: gl.constexpr,
 ):  # fmt: skip
+    """One warp group's rows of every tile of this program: gradients of queries, summed over keys.
+
+    In one piece: products are started in one step of the loop over keys and awaited in the next, so what is in flight belongs to no part of
+    it alone.
+    """
     tiles, segments, n_tiles, groups, chunk = common
     n_programs = n_tiles * groups
     q_smem, do_smem, k_smem, v_smem, q_bars, k_bars, v_bars = buffers
