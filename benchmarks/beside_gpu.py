@@ -107,23 +107,23 @@ def measured(slot: dict[str, Any]) -> dict[str, Any]:
 
     device = torch.device("cuda", torch.cuda.current_device())
     beside = torch.cuda.Stream(priority=-1)
-    source = torch.ones(4 * margin.BYTES, dtype=torch.int8, device=device).view(torch.float32)
+    source = torch.ones(1 << 30, dtype=torch.int8, device=device).view(torch.float32)
     target = torch.empty_like(source)
     ready = RankLists("cute", slot["lists"], slot["backward"])
     channels = margin.CHANNELS[slot["where"]]
 
-    def copy(size: int) -> Any:
-        return partial(margin.copy_by_blocks, source[:size], target[:size], channels, 1)
+    def copy(size: int) -> None:
+        margin.copy_by_blocks(source[:size], target[:size], channels, 1)
 
-    all_of_it = margin.median_ms(partial(margin.timed_together, None, copy(len(source)), beside))[1]
+    all_of_it = margin.in_turns([(None, partial(copy, len(source)))], beside)[0][1]
     size = min(len(source), max(1, round(slot["transfer ns"] / 1e6 / all_of_it * len(source))))
-    copied = margin.median_ms(partial(margin.timed_together, None, copy(size), beside))[1]
-    rows = []
-    for left in MARGINS:
-        work = partial(ready.launch, Settings(128**-0.5, sm_margin=left))
-        alone = margin.median_ms(partial(margin.timed_together, work, None, beside))[0]
-        together = margin.median_ms(partial(margin.timed_together, work, copy(size), beside))
-        rows.append({"margin": left, "work alone ms": alone, "work ms": together[0], "copy ms": together[1]})
+    works = [partial(ready.launch, Settings(128**-0.5, sm_margin=left)) for left in MARGINS]
+    pairs = [(work, other) for work in works for other in (None, partial(copy, size))]
+    (_, copied), *times = margin.in_turns([(None, partial(copy, size)), *pairs], beside)
+    rows = [
+        {"margin": left, "work alone ms": alone[0], "work ms": both[0], "copy ms": both[1]}
+        for left, alone, both in zip(MARGINS, times[::2], times[1::2], strict=True)
+    ]
     return {**{k: v for k, v in slot.items() if k != "lists"}, "copy alone ms": copied, "rows": rows}
 
 

@@ -54,6 +54,8 @@ SIZES: dict[str, dict[str, Any]] = {
 VOCABULARY = 32_768
 WORDS = 512
 """Tokens that occur: few, so that a loss falls within some hundred steps."""
+SHORT, LONG = 16, 1
+"""Packed documents have the lengths of ``longtail`` divided by this."""
 FLEX = "benchmark_flex"
 FA4 = "benchmark_fa4"
 STATIC = "sdpa", FLEX, FA4
@@ -182,8 +184,8 @@ def one_document(tokens: int, number: int) -> list[Tensor]:
     return [torch.cat(Documents("longtail", tokens, WORDS, shrink=1).step(number))]
 
 
-def packed_documents(tokens: int, number: int) -> list[Tensor]:
-    return Documents("longtail", tokens, WORDS, shrink=16).step(number)
+def packed_documents(tokens: int, shrink: int, number: int) -> list[Tensor]:
+    return Documents("longtail", tokens, WORDS, shrink=shrink).step(number)
 
 
 def step_times(size: str, baselines: tuple[str, ...], documents: Any, repeats: int = 12) -> dict[str, Any]:
@@ -239,7 +241,7 @@ def ranks_losses(groups: dict[int, Any], tokens: int, steps: int) -> list[float]
     planner = huggingface.planner(model.config, flexcp.cluster("h200", ranks_per_node=mesh.size()), "bfloat16")
     found = []
     for number in range(steps):
-        parts = packed_documents(tokens, number)
+        parts = packed_documents(tokens, SHORT, number)
         step = flexcp.bind(planner([len(part) for part in parts], masks=huggingface.masks(model.config)), mesh["cp"])
         loss = planned_loss(model, torch.cat(parts).cuda(), step)
         loss.backward()
@@ -278,7 +280,7 @@ def all_ranks(tokens: int, steps: int) -> dict[str, Any]:
     """Four ranks and one process, at once."""
     with ThreadPoolExecutor(1) as pool:
         four = pool.submit(on_nccl_ranks, 4, ranks_losses, tokens, steps, patience=600.0)
-        documents = partial(packed_documents, tokens)
+        documents = partial(packed_documents, tokens, SHORT)
         one = losses("small", huggingface.NAME, documents, steps, recompute=False)
         again = losses("small", huggingface.NAME, lambda number: documents(number)[::-1], steps, recompute=False)
         ranks = four.result()
@@ -301,10 +303,14 @@ def main() -> None:
     asked = parser.parse_args()
     sizes = [size for size in SIZES if size != "small"][: asked.sizes]
     static = ("sdpa", FA4) if find_spec("flash_attn") else ("sdpa",)
-    long, packed = partial(one_document, asked.tokens), partial(packed_documents, asked.tokens)
+    long = partial(one_document, asked.tokens)
     parts: dict[str, Any] = {
         "steps": lambda: [step_times(size, static, long) for size in sizes],
-        "packed": lambda: [step_times(size, (FLEX,), packed) for size in sizes],
+        "packed": lambda: [
+            {"shrink": shrink} | step_times(size, (FLEX,), partial(packed_documents, asked.tokens, shrink))
+            for size in sizes
+            for shrink in (SHORT, LONG)
+        ],
         "losses": lambda: all_losses(asked.loss_tokens, asked.steps),
         "ranks": lambda: all_ranks(4096, 50),
     }

@@ -105,20 +105,20 @@ class Contention:
 
 
 H200_CONTENTION = (
-    Contention(0, 6088, 8629, 1000, 1000, 869),
-    Contention(4, 6913, 3080, 1046, 1127, 879),
-    Contention(8, 4434, 3624, 1101, 1164, 912),
-    Contention(16, 1178, 1174, 1113, 1174, 912),
-    Contention(24, 1224, 1210, 1224, 1210, 912),
+    Contention(0, 9561, 35765, 1000, 1000, 884),
+    Contention(4, 11643, 22067, 1010, 1000, 884),
+    Contention(8, 9540, 21125, 1046, 1027, 884),
+    Contention(16, 1135, 1098, 1103, 1079, 884),
+    Contention(24, 1241, 1187, 1167, 1168, 884),
 )
 """An H200 with a transfer of 16 blocks, as NCCL has inside a node, beside the ``cute`` kernel. This and the next are what
 ``flexcp.measure.calibrate`` makes of the table in docs/results/kernels.md."""
 H200_CONTENTION_ACROSS = (
-    Contention(0, 7847, 4942, 1000, 1000, 840),
-    Contention(4, 1057, 1127, 1046, 1127, 840),
-    Contention(8, 1101, 1164, 1101, 1164, 844),
-    Contention(16, 1128, 1174, 1113, 1174, 895),
-    Contention(24, 1224, 1210, 1224, 1210, 926),
+    Contention(0, 9167, 40882, 1000, 1000, 890),
+    Contention(4, 1018, 1000, 1009, 1000, 890),
+    Contention(8, 1052, 1028, 1042, 1024, 890),
+    Contention(16, 1125, 1079, 1106, 1079, 890),
+    Contention(24, 1197, 1167, 1186, 1164, 890),
 )
 """The same with a transfer of 4 blocks, as NCCL has across nodes."""
 NO_CONTENTION = (Contention(0, 1000, 1000, 1000, 1000, 1000),)

@@ -32,6 +32,8 @@ from flexcp.shape import Shape
 Run = Callable[..., list[Any]]
 STANDSTILL = 100_000
 """Per mille: attention that makes no progress beside a transfer."""
+NOISE = 0.02
+"""Speeds of transfers at two margins that differ by less are the same."""
 
 
 @dataclass(frozen=True)
@@ -163,11 +165,14 @@ def contention_rows(table: list[dict[str, Any]]) -> tuple[Contention, ...]:
 
 
 def rising(values: Sequence[int]) -> list[int]:
-    """The nearest values that never fall: runs that would are their mean. More multiprocessors left do not make a transfer slower."""
+    """The nearest values that never fall, nor rise by less than ``NOISE``: runs that would are their mean.
+
+    More multiprocessors left do not make a transfer slower, and a plan should not leave more of them for a gain that is noise.
+    """
     runs: list[list[int]] = []
     for value in values:
         runs.append([value])
-        while len(runs) > 1 and statistics.fmean(runs[-2]) > statistics.fmean(runs[-1]):
+        while len(runs) > 1 and statistics.fmean(runs[-2]) * (1 + NOISE) > statistics.fmean(runs[-1]):
             last = runs.pop()
             runs[-1] += last
     return [round(statistics.fmean(run)) for run in runs for _ in run]

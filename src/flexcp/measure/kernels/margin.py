@@ -10,7 +10,8 @@ beside attention.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,20 +20,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexcp import masks
 from flexcp.executor.kernels import Settings
 from flexcp.executor.kernels.choose import choose_kernel
+from flexcp.masks.slices import K1
 from flexcp.measure.calibrate.kernels import keep_busy
 from flexcp.measure.kernels.bench import Heads, random_tensors
-from flexcp.measure.kernels.work import workload
 
 BLOCK = 8192
 CHANNELS = {"inside": 16, "across": 4}
 """Blocks of a copy, by where its peer is."""
-BYTES = 1 << 28
+BYTES = 1 << 26
+ROWS, KEYS = 8192, 5000
+"""Attention that is measured: all of so many rows over so many keys, as large as a slot of a plan with 8,192 tokens a rank."""
 HEAD_START = 10_000
 """Cycles by which a copy begins before attention."""
 OUTLASTS, FITS = 1.5, 0.4
 """How long a copy takes of attention's time where it outlasts attention, and where attention outlasts it."""
+
+Pair = tuple[Callable[[], Any] | None, Callable[[], Any] | None]
+"""Attention and a copy that is started before it."""
 
 
 @triton.jit(do_not_specialize=["n", "times"])
@@ -44,7 +51,9 @@ def copy_kernel(source, target, n, times, BLOCK: tl.constexpr):  # type: ignore[
             tl.store(target + i, tl.load(source + i, mask=i < n), mask=i < n)
 
 
-def margin_table(margins: tuple[int, ...] = (0, 4, 8, 16, 24), tokens: int = 16_384) -> list[dict[str, Any]]:
+def margin_table(
+    margins: tuple[int, ...] = (0, 4, 8, 16, 24), rows: int = ROWS, keys: int = KEYS
+) -> list[dict[str, Any]]:
     """One row per kind of transfer, direction and margin."""
     heads, device = Heads(), torch.device("cuda", torch.cuda.current_device())
     chosen = choose_kernel(device, heads.dtype, heads.head_dim).kernel
@@ -53,31 +62,30 @@ def margin_table(margins: tuple[int, ...] = (0, 4, 8, 16, 24), tokens: int = 16_
     source = torch.ones(BYTES // 4, device=device)
     target = torch.empty_like(source)
     beside = torch.cuda.Stream(priority=-1)
-    rows = []
-    for margin in margins:
-        for way, attention in _calls(kernel, tokens, heads, device, margin).items():
-            alone = median_ms(partial(timed_together, attention, None, beside))[0]
-            for where, channels in CHANNELS.items():
-                once = median_ms(
-                    partial(timed_together, None, partial(copy_by_blocks, source, target, channels, 1), beside)
-                )[1]
-                longer, shorter = (
-                    partial(copy_by_blocks, source, target, channels, max(1, round(share * alone / once)))
-                    for share in (OUTLASTS, FITS)
-                )
-                copy_alone = median_ms(partial(timed_together, None, shorter, beside))[1]
-                slowed = median_ms(partial(timed_together, attention, longer, beside))[0]
-                delayed, copied = median_ms(partial(timed_together, attention, shorter, beside))
-                rows.append(
+    attentions = {margin: _calls(kernel, rows, keys, heads, device, margin) for margin in margins}
+    found = []
+    for way in ("forward", "backward"):
+        for where, channels in CHANNELS.items():
+            copy = partial(copy_by_blocks, source, target, channels)
+            (whole, _), (_, once) = in_turns([(attentions[0][way], None), (None, partial(copy, 1))], beside)
+            longer, shorter = (partial(copy, max(1, round(share * whole / once))) for share in (OUTLASTS, FITS))
+            # All margins in one run of turns: how fast the chip clocks differs more from minute to minute than what is measured here.
+            calls = [attentions[margin][way] for margin in margins]
+            pairs = [(call, other) for call in calls for other in (None, longer, shorter)]
+            (_, copy_alone), *times = in_turns([(None, shorter), *pairs], beside)
+            for margin, at in zip(margins, range(0, len(times), 3), strict=True):
+                (alone, _), (slowed, _), (delayed, copied) = times[at : at + 3]
+                found.append(
                     {
                         "kernel": kernel, "way": way, "where": where, "margin": margin, "channels": channels,
+                        "rows": rows, "keys": keys,
                         "attention alone ms": alone, "attention with copy ms": slowed, "slowdown": slowed / alone,
                         "attention with short copy ms": delayed,
                         "copy alone ms": copy_alone, "copy with attention ms": copied, "link": copy_alone / copied,
                         "copy GB/s alone": 2 * BYTES / once / 1e6,
                     }
                 )  # fmt: skip
-    return rows
+    return found
 
 
 def copy_by_blocks(source: Tensor, target: Tensor, channels: int, times: int) -> None:
@@ -85,12 +93,15 @@ def copy_by_blocks(source: Tensor, target: Tensor, channels: int, times: int) ->
     copy_kernel[(channels,)](source, target, source.numel(), times, BLOCK=BLOCK, num_warps=16)
 
 
-def _calls(kernel: str, tokens: int, heads: Heads, device: torch.device, margin: int) -> dict[str, Callable[[], Any]]:
+def _calls(
+    kernel: str, rows: int, keys: int, heads: Heads, device: torch.device, margin: int
+) -> dict[str, Callable[[], Any]]:
     from flexcp.measure.kernels.bench import our_calls
 
     settings = Settings(heads.head_dim**-0.5, sm_margin=margin)
-    work = workload("causal", tokens)
-    calls = our_calls(kernel, work.slices(), random_tensors(tokens, heads, device), heads, settings)
+    rectangle = masks.full().slices(rows).copy()
+    rectangle[:, K1] = keys
+    calls = our_calls(kernel, rectangle, random_tensors(max(rows, keys), heads, device), heads, settings)
     return {"forward": calls.forward, "backward": calls.backward}
 
 
@@ -119,8 +130,20 @@ def timed_together(
     return events[0].elapsed_time(events[1]), events[2].elapsed_time(events[3])
 
 
-def median_ms(measure: Callable[[], tuple[float, float]], rounds: int = 7) -> tuple[float, float]:
-    """Medians of both times over so many rounds, after one that does not count."""
-    measure()
-    samples = [measure() for _ in range(rounds)]
-    return statistics.median(s[0] for s in samples), statistics.median(s[1] for s in samples)
+def in_turns(
+    pairs: Sequence[Pair], beside: torch.cuda.Stream, rounds: int = 9, warm_s: float = 0.12
+) -> list[tuple[float, float]]:
+    """Median milliseconds of attention and of the copy for each of several pairs of them, either of which may be missing.
+
+    The pairs are timed in turns, after all of them ran for a while: a chip that has just done lighter work clocks higher for a tenth of
+    a second, and what was timed then would not compare with the others.
+    """
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < warm_s:
+        for pair in pairs:
+            timed_together(*pair, beside)
+    samples = [[timed_together(*pair, beside) for pair in pairs] for _ in range(rounds)]
+    return [
+        (statistics.median(s[i][0] for s in samples), statistics.median(s[i][1] for s in samples))
+        for i in range(len(pairs))
+    ]
