@@ -187,8 +187,8 @@ class Backward:
     def load(self, tensors, atoms, buffers, sStat, rings, statistics, rows, heads, mT, mG, mI, groups):
         """Bring what the tiles of this program need, as buffers become free.
 
-        In one piece: it goes over tiles, chunks of heads and blocks of queries just as ``compute`` and ``store`` do, and the three must
-        agree on every step, so they are written as the same nest of loops.
+        In one piece: it must go over tiles, chunks of heads and blocks of queries in the order of ``compute``, as ``store`` does; the two
+        are written as the same nest of loops, so that this can be seen.
         """
         D, V, P = self.D, self.V, self.pack
         mQ, mK, mV, mdO = tensors
@@ -247,8 +247,8 @@ class Backward:
     def store(self, mdQ, dq_atom, sdQ, dq, dq_memory, rows, mT, mG, mI, groups):
         """Add each block's dq to memory, one half of the columns after the other.
 
-        In one piece: it goes over tiles, chunks of heads and blocks of queries just as ``load`` and ``compute`` do, and the three must
-        agree on every step, so they are written as the same nest of loops.
+        In one piece: it must go over tiles, chunks of heads and blocks of queries in the order of ``compute``, as ``load`` does; the two
+        are written as the same nest of loops, so that this can be seen.
         """
         D, P = self.D, self.pack
         chunks = self.share // P

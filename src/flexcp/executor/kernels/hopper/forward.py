@@ -111,8 +111,8 @@ def _compute(
 ):  # fmt: skip
     """One warp group's rows of every tile of this program: logits, softmax and the sum of values.
 
-    In one piece: products are started in one step of the loop over keys and awaited in the next, so what is in flight belongs to no part of
-    it alone.
+    In one piece: a step of the loop over keys has the logits of one block and the sum over values of the block before in flight together,
+    so neither can be a function that starts its product and awaits it.
     """
     tiles, segments, n_tiles, groups, chunk = common
     n_programs = n_tiles * groups

@@ -100,8 +100,8 @@ def _compute(
 ):  # fmt: skip
     """One warp group's rows of every tile of this program: gradients of queries, summed over keys.
 
-    In one piece: products are started in one step of the loop over keys and awaited in the next, so what is in flight belongs to no part of
-    it alone.
+    In one piece: a step of the loop over keys has the sum of one block and the logits of the next in flight together, so neither can be
+    a function that starts its product and awaits it.
     """
     tiles, segments, n_tiles, groups, chunk = common
     n_programs = n_tiles * groups
