@@ -92,17 +92,9 @@ def advise(
     from flexcp.data.lengths import batch_tokens
     from flexcp.masks import parse_mask
     from flexcp.models.find import find_model
-    from flexcp.planners.strategies import find_strategy
     from flexcp.report.code_lines import FRAMEWORKS, Lines, code_lines
 
-    if max_tokens_per_rank < 1:
-        raise ValueError(f"--max-tokens-per-rank is at least 1; got {max_tokens_per_rank}")
-    if tokens_per_step is not None and tokens_per_step < 1:
-        raise ValueError(f"--tokens-per-step is at least 1; got {tokens_per_step}")
-    if framework != "all" and framework not in FRAMEWORKS:
-        code_lines(framework, None)  # type: ignore[arg-type]  # raises with the nearest name
-    if today is not None:
-        find_strategy(today)
+    _check(max_tokens_per_rank, tokens_per_step, framework, today)
     rule = None if mask is None else parse_mask(mask)
     if isinstance(rule, list):
         raise ValueError(f"advise takes one mask for all documents, as in causal or window:4096; {mask} gives one each")
@@ -140,6 +132,20 @@ def advise(
         typer.echo(json.dumps(as_data(found, code), indent=2))
         return
     typer.echo(text(found, code))
+
+
+def _check(max_tokens_per_rank: int, tokens_per_step: int | None, framework: str, today: str | None) -> None:
+    from flexcp.planners.strategies import find_strategy
+    from flexcp.report.code_lines import FRAMEWORKS, code_lines
+
+    if max_tokens_per_rank < 1:
+        raise ValueError(f"--max-tokens-per-rank is at least 1; got {max_tokens_per_rank}")
+    if tokens_per_step is not None and tokens_per_step < 1:
+        raise ValueError(f"--tokens-per-step is at least 1; got {tokens_per_step}")
+    if framework != "all" and framework not in FRAMEWORKS:
+        code_lines(framework, None)  # type: ignore[arg-type]  # raises with the nearest name
+    if today is not None:
+        find_strategy(today)
 
 
 def text(advice: Advice, code: list[tuple[str, str]]) -> str:

@@ -31,12 +31,6 @@ A module may have a function for a dq that several lists add to one after the ot
         and for views of some heads; this turns it into the gradient, in place, once, before anybody else reads it or adds to it; with
         ``finished_THD`` (a module whose ``FINISHES`` is True) it writes it there, in the model's dtype
 
-One for what several backwards over the same rows would each make of them:
-
-    make_statistics(lse_TH, delta_TH, work, dtype) -> statistics
-        LSE and delta as this kernel reads them, for inputs in ``dtype``; ``backward(..., statistics=statistics)`` then does not make them
-        again. They are the same for every list of a model over the same rows and heads
-
 And one for a list whose rows nobody else adds to, each of which sees a key:
 
     backward_alone(q_THD, k_TGD, v_TGV, lse_TH, back, work, settings) -> dq, dk, dv in the model's dtype

@@ -131,7 +131,6 @@ def forward(
 
 backward = cute_kernel.backward
 close_dq = cute_kernel.close_dq
-make_statistics = cute_kernel.make_statistics
 
 
 def backward_alone(

@@ -96,7 +96,6 @@ class _PassRun:
         self.prepared, self.program = prepared, prepared.program
         self.runtime, self.backward = runtime, backward
         self.shelves: Shelves = {}
-        self.statistics: dict[tuple[int, int], Tensor] = {}
         self.exchange, self.memory, self.kept = runtime.exchange, memory, kept
         self.may_open = backward and not runtime.settings.deterministic
         self.finishes = rounded and prepared.finishes and (self.may_open or not backward)
@@ -161,21 +160,10 @@ class _PassRun:
         if self.backward:
             inputs = (q["q"], kv["k"], kv["v"], q["do"], q["lse"], q["delta"])
             settings = replace(settings, open_dq=self.may_open and work.open_dq)
-            results = (q["dq"], kv["dk"], kv["dv"])
-            kernel.backward(*inputs, work.list, settings, *results, **self._statistics(work, q))
+            kernel.backward(*inputs, work.list, settings, q["dq"], kv["dk"], kv["dv"])
         else:
             last = {"finished_THV": q["finished"]} if "finished" in q else {}
             kernel.forward(q["q"], kv["k"], kv["v"], work.list, settings, q["out"], q["lse"], **last)
-
-    def _statistics(self, work: PreparedWork, q: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What the kernel makes of own rows' LSE and delta, made by the first list over these heads; others' rows have few lists."""
-        kernel = self.prepared.kernel
-        if work.work.q_shelf != QUERIES or not hasattr(kernel, "make_statistics"):
-            return {}
-        heads = (work.work.h0, work.work.h1)
-        if heads not in self.statistics:
-            self.statistics[heads] = kernel.make_statistics(q["lse"], q["delta"], work.list, q["q"].dtype)
-        return {"statistics": self.statistics[heads]}
 
 
 def _flat(x: Tensor) -> Tensor:

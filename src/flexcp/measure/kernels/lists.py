@@ -80,7 +80,6 @@ class RankLists:
         self._shelves: dict[int, tuple[Tensor, ...]] = {}
         self._begun: dict[int, bool] = {}
         self._calls: list[Callable[[Settings], Any]] = []
-        self._packed: dict[tuple[int, int], Tensor] = {}
         finishes = getattr(self.module, "FINISHES", False)
         may_open = backward and hasattr(self.module, "close_dq")
         for x in lists:
@@ -90,7 +89,6 @@ class RankLists:
 
     def run(self, settings: Settings) -> None:
         """All of them, with what a pass does before the first and after the last."""
-        self._packed.clear()
         for number, (*_, result, lse, _) in self._shelves.items():
             if self.backward:
                 result.zero_()
@@ -105,20 +103,6 @@ class RankLists:
         """The lists alone, as in a slot that is neither the first nor the last."""
         for call in self._calls:
             call(settings)
-
-    def _statistics(
-        self, x: Listed, work: Any, lse: Tensor, delta: Tensor, dtype: torch.dtype
-    ) -> Callable[[], dict[str, Tensor]]:
-        """What own rows' LSE and delta are made into, by the first list over these heads that runs."""
-        if x.shelf != QUERIES or not hasattr(self.module, "make_statistics"):
-            return dict
-
-        def made() -> dict[str, Tensor]:
-            if (x.h0, x.h1) not in self._packed:
-                self._packed[x.h0, x.h1] = self.module.make_statistics(lse, delta, work, dtype)
-            return {"statistics": self._packed[x.h0, x.h1]}
-
-        return made
 
     def _add(self, x: Listed, finishes: bool, may_open: bool) -> None:
         device, module = torch.device("cuda", torch.cuda.current_device()), self.module
@@ -136,10 +120,9 @@ class RankLists:
         if self.backward:
             dk, dv = torch.zeros(kv.k.shape, device=device), torch.zeros(kv.v.shape, device=device)
             opened = may_open and x.open_dq
-            packed = self._statistics(x, work, lse, delta, q.dtype)
             self._calls.append(
                 lambda s: module.backward(
-                    q, kv.k, kv.v, do, lse, delta, work, replace(s, open_dq=opened), result, dk, dv, **packed()
+                    q, kv.k, kv.v, do, lse, delta, work, replace(s, open_dq=opened), result, dk, dv
                 )
             )
         else:

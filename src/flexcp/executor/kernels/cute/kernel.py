@@ -243,7 +243,7 @@ def forward(
 
 def backward(
     q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, do_THV: Tensor, lse_TH: Tensor, delta_TH: Tensor, work: CuteWork,
-    settings: Settings, dq_THD: Tensor, dk_TGD: Tensor, dv_TGV: Tensor, statistics: Tensor | None = None,
+    settings: Settings, dq_THD: Tensor, dk_TGD: Tensor, dv_TGV: Tensor,
 ) -> None:  # fmt: skip
     """Add the slices' gradients to ``dq``, ``dk`` and ``dv``. With ``settings.fresh`` dq is written; with ``settings.open_dq`` it is left
     open."""
@@ -257,19 +257,14 @@ def backward(
     programs, tables = work.backward_tables(programs_of(FAR, settings, work))
     order = "open" if settings.open_dq or settings.fresh else "rows"
     run = compiled_backward(q.dtype, work.share, work.pack, settings.softcap is not None, order)
-    packed = make_statistics(lse_TH, delta_TH, work, q.dtype) if statistics is None else statistics
+    statistics = pack_statistics(lse_TH, delta_TH, work.pack, base_of(q.dtype))
     sums = torch.zeros(dq_THD.shape, dtype=torch.float32, device=q.device) if settings.fresh else dq_THD
     run(
-        *_addresses(q, k, v, do, packed, sums, dk_TGD, dv_TGV, *tables), len(q), len(k), work.heads, work.kv_heads,
+        *_addresses(q, k, v, do, statistics, sums, dk_TGD, dv_TGV, *tables), len(q), len(k), work.heads, work.kv_heads,
         *_strides(q, k, v, do, sums, dk_TGD, dv_TGV), *_numbers(settings), 0, programs, _stream(q.device),
     )  # fmt: skip
     if settings.fresh:
         _close(sums, dq_THD, settings)
-
-
-def make_statistics(lse_TH: Tensor, delta_TH: Tensor, work: CuteWork, dtype: torch.dtype) -> Tensor:
-    """LSE and delta packed as the backward reads them."""
-    return pack_statistics(lse_TH, delta_TH, work.pack, base_of(dtype))
 
 
 def close_dq(dq_THD: Tensor, settings: Settings, finished_THD: Tensor | None = None) -> None:
