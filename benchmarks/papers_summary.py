@@ -50,9 +50,10 @@ def _line(figure: str, part: str, found: Sequence[tuple[Row, str]]) -> list[str]
 
 
 def _theirs(rows: Sequence[Row]) -> str:
-    """Published numbers as a range; words where all rows have the same."""
+    """Published numbers as a range, and published words, each once."""
     numbers = [row.theirs for row in rows if not isinstance(row.theirs, str)]
-    words = list(dict.fromkeys(row.theirs for row in rows if isinstance(row.theirs, str)))
+    texts = [row.theirs for row in rows if isinstance(row.theirs, str)]
+    words = list(dict.fromkeys(part for text in texts for part in text.split("; ")))
     return "; ".join([*([span(numbers, rows[0].show)] if numbers else []), *words])
 
 
