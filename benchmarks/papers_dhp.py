@@ -5,7 +5,7 @@ The paper compares with Megatron-LM, whose context parallelism is a ring, and wi
 run: here zig-zag rings and ``ulysses`` in the best degree for all batches together, documents dealt by tokens, with data parallelism
 outside. Ulysses has any degree that divides the query heads, so up to 32 of 32; 28 heads leave 2 and 4 of the powers of two. ``usp``, heads
 and a ring, is in neither, and mostly the strongest fixed method: a third row has it. ``qwen2.5-vl-7b`` in these rows is its language model
-alone with a causal mask; :func:`video` has models with their encoders and spans that see both ways, on 16 and 64 devices.
+alone with a causal mask; :func:`video` has models with their encoders and spans that see both ways, on 16 devices.
 *Unbalanced* batches have one document with half of all tokens beside short ones, our reading of the paper's extremely unbalanced batches,
 whose lengths are not published.
 """
@@ -230,7 +230,6 @@ def rows(quick: bool, runs: Runs) -> list[Row]:
     return [
         *speed_ups(runs, seeds, counts),
         *video(seeds, 16, ("Qwen2.5-VL 7B",) if quick else tuple(MODELS)),
-        *([] if quick else video(1, 64)),
         *solver(runs),
         *cost_model(runs, counts, seeds),
         *degrees(runs),

@@ -103,7 +103,7 @@ def dhp(rows: Sequence[Row]) -> list[str]:
         "By subject. `dhp` has its packing and its dynamic program. Devices are like an Ascend 910B, 8,192 tokens each. The paper compares "
         "with Megatron-LM (rings) and DeepSpeed (Ulysses), whose degrees it does not give in full: here each in the best degree for all "
         "batches. Ulysses has up to as many ranks as query heads; 28 heads allow only 2 and 4 of the powers of two. `qwen2.5-vl-7b` in "
-        "*throughput* and *scaling* is the language model alone, causal; models with their encoders are in *video*, on 16 and 64 devices. "
+        "*throughput* and *scaling* is the language model alone, causal; models with their encoders are in *video*, on 16 devices only. "
         "*First version*: of the preprint; later ones have other numbers.",
         f"**Why gains are not the published ones.** `dhp` reaches here, from 8 to 64 devices: {'; '.join(gains)}. Ulysses of 28 heads "
         "ends at 4 ranks, too few for a long document: there it gains most. `usp`, heads and a ring, which the paper does not compare "
