@@ -82,7 +82,7 @@ def fcp(rows: Sequence[Row]) -> list[str]:
         "because its dealing simulates within 10 % of its [published rates](published.md) at 16 and 32 GPUs, not at 64. Of the others "
         "`wlb` (WLB-LLM) gathers all keys over all ranks, and `hdp` (ByteScale) sends keys to every rank that reads them, without the "
         "relays inside a node that `auto` has. Equal documents have 131,072 tokens because a ring then comes nearest to the published one.",
-        f"**The last rung is not reproduced**: the published step gains, 0.70 to 0.75, and here it falls, {span(fourth)} to {span(last)}. "
+        f"**The last rung is not reproduced**: the published step gains, from 0.70 to 0.75; here MFU is {span(fourth)} before it and {span(last)} after. "
         "Here rungs 1 to 4 place tokens freely and pay nothing at the *door*, where queries, keys and outputs are moved between the "
         "model's order of tokens and attention's; the fifth keeps them in contiguous order and pays the door unhidden, while FCP hides it "
         "behind local work.",
