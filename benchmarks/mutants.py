@@ -1,171 +1,164 @@
 """Mutants: of automatically changed sources, how many do the tests notice?
 
-    python benchmarks/mutants.py --count 200 --seed 0 --write docs/results/mutants.md
+    python benchmarks/mutants.py --count 200 --jobs 16 --write build/mutants.json --page docs/results/mutants.md
 
-Each mutant is one small change (:mod:`lib.mutations`) of a file of the areas below, in a copy of the checkout. The tests that mirror the
-file run with ``-x``, the nearest first; a mutant is killed when one fails, or when they take four times as long as without it. Survivors
-are listed with their change: some mean the same as the original, the others are tests to write.
+Each mutant is one small change (:mod:`lib.mutations`) of a source of :data:`lib.mutant_areas.AREAS`, in a copy of the checkout
+(:mod:`lib.mutant_runs`). It is killed when one of its tests fails, or takes more than three times as long as without it. Changes that
+compile to the same code as the original are recognised and never drawn. All others count, also those that a reader would call equivalent.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import random
-import shutil
-import subprocess
+import platform
+import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass
+from concurrent.futures import as_completed
 from datetime import date
 from pathlib import Path
+from typing import Any
 
-from lib.mutations import Mutant, mutants
+from flexcp.measure.warmup import warm
+from lib.mutant_areas import AREAS, Area
+from lib.mutant_runs import START_SECONDS, Copies, Verdict, baseline, drawn, nearest_tests, tried
 
 ROOT = Path(__file__).parents[1]
+WANTED = 0.9
+"""The share of mutants that tests must kill."""
 
 
-@dataclass(frozen=True)
-class Area:
-    """Files of ``src/flexcp``, and the tests that are theirs, nearest first."""
-
-    files: tuple[str, ...]
-    tests: tuple[str, ...]
+def say(text: str) -> None:
+    """Progress."""
+    print(text, file=sys.stderr, flush=True)
 
 
-AREAS = {
-    "masks": Area(
-        ("masks/named.py", "masks/slices.py", "masks/tree.py", "masks/conversions.py", "masks/mask.py"),
-        ("tests/masks", "tests/fuzz/test_references.py"),
-    ),
-    "planners": Area(
-        ("planners/token_runs.py", "planners/microbatch.py", "planners/static/static.py", "planners/static/dealing.py",
-         "planners/groups/groups.py", "planners/groups/rows.py", "planners/blocks/blocks.py", "planners/auto/auto.py"),
-        ("tests/planners/test_token_runs.py", "tests/planners/test_microbatch.py", "tests/planners/test_dealing.py",
-         "tests/test_planner.py", "tests/planners/groups", "tests/planners/test_strategies.py", "tests/planners/test_auto.py"),
-    ),
-    "schedule": Area(
-        ("schedule/work.py", "schedule/needs.py", "schedule/routes.py", "schedule/stages.py", "schedule/transfers.py"),
-        ("tests/schedule", "tests/test_planner.py", "tests/plan/test_check.py"),
-    ),
-    "exchange": Area(
-        ("executor/exchange/transports.py", "executor/exchange/arena.py", "executor/exchange/plan_agreement.py",
-         "executor/run/packing.py", "executor/run/message_layout.py", "executor/run/rank_program.py"),
-        ("tests/executor/exchange/test_transports.py", "tests/executor/exchange/test_arena.py", "tests/executor/run"),
-    ),
-    "merge": Area(("executor/kernels/__init__.py", "executor/kernels/cpu.py"), ("tests/executor/kernels/test_kernels.py",)),
-    "backward": Area(
-        ("executor/kernels/sinks_and_delta.py", "executor/run/executor.py", "executor/run/one_device.py"),
-        ("tests/executor/test_edges.py", "tests/executor/test_attention.py"),
-    ),
-    "loader": Area(
-        ("data/documents.py", "data/order.py", "data/loader.py", "data/row_sharing.py", "data/local_batch.py"),
-        ("tests/data/test_state.py", "tests/data/test_loader.py", "tests/data/test_micro_batches.py"),
-    ),
-    "report": Area(
-        ("report/plan_data.py", "report/page.py", "report/markup.py", "report/plan_time.py", "report/timeline.py"),
-        ("tests/report/test_page.py", "tests/report/test_plan_time.py", "tests/report/test_rounds_table.py"),
-    ),
-}  # fmt: skip
+def measured(root: Path, areas: dict[str, Area], asked: argparse.Namespace) -> tuple[list[Verdict], dict[str, Any]]:
+    """Verdicts in the order of drawing, and what else is worth keeping. Stops at ``asked.minutes``; rewrites ``asked.write`` as it goes."""
+    begin, verdicts = time.monotonic(), dict[int, Verdict]()
+    with tempfile.TemporaryDirectory(prefix="flexcp-mutants-") as folder:
+        copies = Copies(root, Path(folder), asked.jobs)
+        seconds = baseline(copies, {test for area in areas.values() for test in area.tests}, asked.slowest, say)
+        places = drawn(root, areas, asked.count, asked.seed)
+        facts = {
+            "date": str(date.today()),
+            "seed": asked.seed,
+            "asked": len(places),
+            "jobs": asked.jobs,
+            "cores": os.cpu_count(),
+            "machine": platform.machine(),
+            "tests": seconds,
+        }
 
+        def one(number: int) -> Verdict | None:
+            place = places[number]
+            if asked.minutes and time.monotonic() - begin > 60 * asked.minutes:
+                return None
+            tests = nearest_tests(root, place.source, areas[place.area], seconds)
+            if not tests:
+                raise ValueError(f"no test of {place.area} passes on the unchanged sources")
+            limit = 3 * sum(seconds[test] for test in tests) + START_SECONDS
+            return copies.with_copy(lambda copy: tried(place, tests, limit, copy, copies.stop))
 
-def run_tests(checkout: Path, tests: tuple[str, ...], seconds: float) -> tuple[str, float]:
-    """ "killed", "survived" or "killed (too slow)", and how long it took."""
-    there = [test for test in tests if (checkout / test).exists()]
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "--no-header", "-p", "no:randomly", *there]
-    # Loops that were compiled for the checkout serve its copy, where the source is the same.
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{checkout / 'src'}:{checkout / 'benchmarks'}",
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
-    begin = time.monotonic()
-    process = subprocess.Popen(
-        command,
-        cwd=checkout,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        code = process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        process.wait()
-        return "killed (too slow)", time.monotonic() - begin
-    return ("survived" if code == 0 else "killed"), time.monotonic() - begin
-
-
-def drawn(count: int, seed: int, areas: list[str]) -> list[tuple[str, str, Mutant]]:
-    """(area, file, mutant): the areas in turn, files of each at random."""
-    rng, found = random.Random(seed), []
-    streams = {}
-    for area in areas:
-        files = [(file, mutants((ROOT / "src/flexcp" / file).read_text(), rng)) for file in AREAS[area].files]
-        streams[area] = files
-    while len(found) < count:
-        area = areas[len(found) % len(areas)]
-        file, stream = rng.choice(streams[area])
-        mutant = next(stream, None)
-        if mutant is not None:
-            found.append((area, file, mutant))
-    return found
-
-
-def main() -> int:
-    """Make mutants, run tests, write a table; 1 when fewer than 90 % were killed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--areas", default=",".join(AREAS))
-    parser.add_argument("--seconds", type=float, default=900.0, help="the most that the tests of a mutant may take")
-    parser.add_argument("--write", type=Path)
-    asked = parser.parse_args()
-    areas = asked.areas.split(",")
-    killed, all_of, survivors = Counter[str](), Counter[str](), []
-    with tempfile.TemporaryDirectory() as folder:
-        checkout = Path(folder) / "checkout"
-        kept = shutil.ignore_patterns(
-            ".git", ".venv", "__pycache__", ".mypy_cache", ".ruff_cache", ".hypothesis", "build"
-        )
-        shutil.copytree(ROOT, checkout, ignore=kept)
-        limit = {}
-        for area in areas:
-            verdict, took = run_tests(checkout, AREAS[area].tests, asked.seconds)
-            if verdict != "survived":
-                print(
-                    f"the tests of {area} do not pass on the unchanged source; nothing can be said about its mutants",
-                    file=sys.stderr,
+        with copies.threads() as pool:
+            runs = {pool.submit(one, number): number for number in range(len(places))}
+            for run in as_completed(runs):
+                verdict = run.result()
+                if verdict is None:
+                    continue
+                verdicts[runs[run]] = verdict
+                facts["seconds"] = round(time.monotonic() - begin)
+                place = verdict.place
+                say(
+                    f"{len(verdicts)}/{len(places)} {verdict.how} in {verdict.seconds:.0f} s: {place.source} {place.mutant.kind}, "
+                    f"{place.mutant.diff()}"
                 )
-                return 1
-            limit[area] = min(asked.seconds, 4 * took + 60)
-        for number, (area, file, mutant) in enumerate(drawn(asked.count, asked.seed, areas)):
-            path = checkout / "src/flexcp" / file
-            original = path.read_text()
-            path.write_text(mutant.source)
-            verdict, took = run_tests(checkout, AREAS[area].tests, limit[area])
-            path.write_text(original)
-            all_of[area] += 1
-            killed[area] += verdict != "survived"
-            print(
-                f"{number + 1}/{asked.count} {verdict} ({took:.0f} s) {file} {mutant.kind}, {mutant.diff()}", flush=True
-            )
-            if verdict == "survived":
-                survivors.append(f"| {area} | {file} | {mutant.kind} | {mutant.diff()} |")
-    share = 100 * killed.total() / max(1, all_of.total())
-    summary = f"{killed.total()} of {all_of.total()} mutants killed ({share:.0f} %)"
-    print(summary)
-    if asked.write is not None:
-        head = f"# Mutants\n\n**Measured** {date.today()} by `python benchmarks/mutants.py --count {asked.count} --seed {asked.seed}`"
-        rows = [f"| {area} | {all_of[area]} | {killed[area]} |" for area in areas]
-        lines = [f"{head}: {summary}.\n", "| area | mutants | killed |", "| --- | --- | --- |", *rows]
-        lines += ["\n## Survivors\n", "| area | file | change | where |", "| --- | --- | --- | --- |", *survivors]
-        asked.write.write_text("\n".join(lines) + "\n")
-    return int(share < 90)
+                if asked.write is not None:
+                    write(asked.write, [verdicts[number] for number in sorted(verdicts)], facts)
+    return [verdicts[number] for number in sorted(verdicts)], facts
+
+
+def write(path: Path, verdicts: list[Verdict], facts: dict[str, Any]) -> None:
+    """As JSON."""
+    rows = [
+        {
+            "area": v.place.area,
+            "source": v.place.source,
+            "kind": v.place.mutant.kind,
+            "change": v.place.mutant.diff(),
+            "verdict": v.how,
+            "seconds": v.seconds,
+        }
+        for v in verdicts
+    ]
+    path.write_text(json.dumps({**facts, "mutants": rows}, indent=1) + "\n")
+
+
+def page(content: dict[str, Any]) -> str:
+    """The table, from what was written as JSON."""
+    rows = content["mutants"]
+    all_of = Counter(row["area"] for row in rows)
+    killed = Counter(row["area"] for row in rows if row["verdict"] != "survived")
+    head = (
+        f"# Mutants\n\n**Measured** {content['date']} by `python benchmarks/mutants.py --count {content['asked']} --seed {content['seed']} "
+        f"--jobs {content['jobs']}` on {content['cores']} cores ({content['machine']}) in {content['seconds']} s: {summary(rows)}. Changes "
+        "that compile to the same code are not drawn; all others count, also those that mean the same to a reader.\n"
+    )
+    table = [f"| {area} | {count} | {killed[area]} |" for area, count in all_of.items()]
+    survivors = [
+        f"| {row['area']} | {row['source']} | {row['kind']} | {row['change']} |"
+        for row in rows
+        if row["verdict"] == "survived"
+    ]
+    lines = [head, "| area | mutants | killed |", "| --- | --- | --- |", *table, "\n## Survivors\n"]
+    return "\n".join([*lines, "| area | file | change | where |", "| --- | --- | --- | --- |", *survivors]) + "\n"
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """In a line."""
+    killed = sum(row["verdict"] != "survived" for row in rows)
+    return f"{killed} of {len(rows)} mutants killed ({100 * killed / max(1, len(rows)):.0f} %)"
+
+
+def main(words: list[str] | None = None, root: Path = ROOT, areas: dict[str, Area] = AREAS) -> int:
+    """Make mutants, run tests, write; 1 when too few were killed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=200, help="mutants in all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--areas", default=",".join(areas))
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="copies of the checkout in which tests run beside each other"
+    )
+    parser.add_argument(
+        "--slowest", type=float, default=120.0, help="seconds; a test file that takes longer is left out"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=0.0, help="no further mutant is tried after this; 0 for no limit"
+    )
+    parser.add_argument("--write", type=Path, help="JSON, rewritten after every mutant")
+    parser.add_argument("--page", type=Path, help="the table")
+    asked = parser.parse_args(words)
+    unknown = set(asked.areas.split(",")) - set(areas)
+    if unknown:
+        parser.error(f"no areas {', '.join(sorted(unknown))}; there are {', '.join(areas)}")
+    with tempfile.TemporaryDirectory() as folder:
+        asked.write = asked.write or Path(folder) / "mutants.json"
+        verdicts, _ = measured(root, {name: areas[name] for name in asked.areas.split(",")}, asked)
+        if not verdicts:
+            print("no mutant was tried within --minutes", file=sys.stderr)
+            return 1
+        content = json.loads(asked.write.read_text())
+    print(summary(content["mutants"]))
+    if asked.page is not None:
+        asked.page.write_text(page(content))
+    return int(sum(verdict.killed for verdict in verdicts) < WANTED * len(verdicts))
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    warm()  # copies take compiled loops with them
     sys.exit(main())

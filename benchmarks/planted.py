@@ -1,76 +1,92 @@
 """Bugs put in on purpose, one an area: does ``flexcp fuzz`` find each, and how soon?
 
-    python benchmarks/planted.py --minutes 5 --write docs/results/planted.md
+    python benchmarks/planted.py --jobs 2 --write out/planted.json --page docs/results/planted.md
 
-A bug that is not found within the limit fails the run.
+A bug that is not found within the limit fails the run, and so does one that is found by the wrong means: a process that dies of it says
+nothing about what was compared.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import platform
 import sys
 import tempfile
-import time
-from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
 
-from flexcp.fuzz.campaign import Found, campaign
-from lib.planted_bugs import BUGS, plant_on_rank, planted
+from flexcp.fuzz.campaign import Limits, campaign
+from flexcp.fuzz.worker import Task
+from flexcp.measure.warmup import warm
+from lib.planted_bugs import BUGS, plant, plant_on_pool
 
 
-def found_with(area: str, seed: int, seconds: float, most_ranks: int) -> Found:
-    """A campaign with the bug of an area, until it is found or the time is over."""
+@dataclass(frozen=True)
+class Hunt:
+    """A bug, the check that found it (empty: none did), after how many cases and seconds."""
+
+    area: str
+    bug: str
+    check: str
+    cases: int
+    seconds: float
+
+    @property
+    def found(self) -> bool:
+        return self.check not in ("", "process")
+
+    def row(self) -> str:
+        """Of the table."""
+        return f"| {self.area} | {self.bug} | {self.check if self.found else 'NOT FOUND'} | {self.cases} | {self.seconds:.0f} |"
+
+
+def hunt(area: str, seed: int, seconds: float, most_ranks: int, jobs: int) -> Hunt:
+    """A campaign with the bug of an area, until a case fails or the time is over."""
     bug = BUGS[area]
-    with tempfile.TemporaryDirectory() as folder, nullcontext() if bug.on_ranks else planted(area):
-        found: Found | None = None
+    with tempfile.TemporaryDirectory() as folder:
+        if bug.on_ranks:
+            task = Task(seed, 1.0, Path(folder), most_ranks, prepare_ranks=partial(plant_on_pool, area))
+        else:
+            task = Task(seed, 0.0, Path(folder), most_ranks, prepare=partial(plant, area))
+        found = campaign(task, Limits(seconds=seconds, failures=1), jobs)
+    return Hunt(area, bug.says, found.failures[0].check if found.failures else "", found.cases, round(found.seconds, 1))
 
-        def tell(now: Found) -> None:
-            nonlocal found
-            found = now
 
-        def more(_: int, spent: float) -> bool:
-            return spent < seconds and not (found is not None and found.failures)
-
-        share = 1.0 if bug.on_ranks else 0.0
-        return campaign(
-            seed,
-            share,
-            Path(folder),
-            more,
-            tell,
-            most_ranks,
-            (lambda pool: pool.run(plant_on_rank, area)) if bug.on_ranks else (lambda _: None),
-        )
+def page(hunts: list[Hunt], command: str, jobs: int) -> str:
+    """A table."""
+    head = (
+        f"# Planted bugs\n\n**Measured** {date.today()} by `{command}` with `--jobs {jobs}` on {os.cpu_count()} cores "
+        f"({platform.machine()}): a bug put into each area, and after how many cases and seconds `flexcp fuzz` failed. Seconds include "
+        "starting the processes.\n\n| area | bug | found by | cases | seconds |\n| --- | --- | --- | --- | --- |\n"
+    )
+    return head + "\n".join(one.row() for one in hunts) + "\n"
 
 
 def main() -> int:
-    """One row an area."""
+    """One row an area; 1 when a bug was not found."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--minutes", type=float, default=5.0, help="for each bug")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--most-ranks", type=int, default=4)
+    parser.add_argument("--jobs", type=int, default=1, help="processes that judge cases")
     parser.add_argument("--areas", default=",".join(BUGS))
-    parser.add_argument("--write", type=Path)
+    parser.add_argument("--write", type=Path, help="JSON, rewritten after every bug")
+    parser.add_argument("--page", type=Path, help="the table")
     asked = parser.parse_args()
-    rows, missed = [], []
+    warm()  # compiled loops are kept for the workers
+    hunts = []
     for area in asked.areas.split(","):
-        begin = time.monotonic()
-        found = found_with(area, asked.seed, 60 * asked.minutes, asked.most_ranks)
-        took = time.monotonic() - begin
-        check = found.failures[0].check if found.failures else ""
-        if not found.failures:
-            missed.append(area)
-        rows.append(f"| {area} | {BUGS[area].says} | {check or 'NOT FOUND'} | {found.cases} | {took:.0f} |")
-        print(rows[-1], flush=True)
-    if asked.write is not None:
-        head = (
-            f"# Planted bugs\n\n**Measured** {date.today()} by `python benchmarks/planted.py --seed {asked.seed}`: a bug put into each "
-            "area, and after how many cases `flexcp fuzz` failed. Seconds include making the failing case small.\n\n"
-            "| area | bug | found by | cases | seconds |\n| --- | --- | --- | --- | --- |\n"
-        )
-        asked.write.write_text(head + "\n".join(rows) + "\n")
-    return int(bool(missed))
+        hunts.append(hunt(area, asked.seed, 60 * asked.minutes, asked.most_ranks, asked.jobs))
+        print(hunts[-1].row(), flush=True)
+        if asked.write is not None:
+            asked.write.write_text(json.dumps([asdict(one) for one in hunts], indent=1) + "\n")
+    if asked.page is not None:
+        asked.page.write_text(page(hunts, f"python benchmarks/planted.py --seed {asked.seed}", asked.jobs))
+    return int(not all(one.found for one in hunts))
 
 
 if __name__ == "__main__":

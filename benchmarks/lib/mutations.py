@@ -12,6 +12,7 @@ import copy
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import CodeType
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.In: ast.NotIn,
@@ -52,7 +53,7 @@ def mutants(source: str, rng: random.Random) -> Iterator[Mutant]:
         for number in range(count)
     ]
     rng.shuffle(places)
-    lines = source.splitlines(keepends=True)
+    lines, unchanged = source.splitlines(keepends=True), _code(source)
     for statement, kind, number in places:
         changed = copy.deepcopy(statement)
         _change(changed, kind, number, rng)
@@ -65,13 +66,25 @@ def mutants(source: str, rng: random.Random) -> Iterator[Mutant]:
         body = "".join(f"{indent}{line}\n" for line in after.splitlines())
         text = "".join([*lines[:first], body, *lines[last:]])
         try:
-            ast.parse(text)
+            same = _code(text) == unchanged
         except SyntaxError:  # a statement that shares its line with another
+            continue
+        if same:
             continue
         shown_before, shown_after = before.splitlines()[0], after.splitlines()[0]
         if shown_before == shown_after:
             shown_before, shown_after = _first_difference(before, after)
         yield Mutant(kind, statement.lineno, shown_before, shown_after, text)
+
+
+def _code(source: str) -> CodeType:
+    """What a source compiles to, whatever its lines are: a change that gives equal code is no mutant."""
+
+    def bare(code: CodeType) -> CodeType:
+        inside = tuple(bare(part) if isinstance(part, CodeType) else part for part in code.co_consts)
+        return code.replace(co_consts=inside, co_linetable=b"", co_firstlineno=1)
+
+    return bare(compile(source, "mutant", "exec"))
 
 
 def _first_difference(before: str, after: str) -> tuple[str, str]:

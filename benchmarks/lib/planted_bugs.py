@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from flexcp.measure.ranks import RankPool
+
 
 @dataclass(frozen=True)
 class Bug:
@@ -154,7 +156,17 @@ def planted(area: str) -> Iterator[None]:
         setattr(place, bug.name, before)
 
 
-def plant_on_rank(group: dist.ProcessGroup, area: str) -> None:
-    """Called on ranks: from now on they have the bug."""
+def plant(area: str) -> None:
+    """From now on this process has the bug."""
     bug = BUGS[area]
     setattr(bug.place(), bug.name, bug.wrong(getattr(bug.place(), bug.name)))
+
+
+def plant_on_rank(group: dist.ProcessGroup, area: str) -> None:
+    """Called on ranks."""
+    plant(area)
+
+
+def plant_on_pool(area: str, pool: RankPool) -> None:
+    """All ranks of a pool have the bug."""
+    pool.run(plant_on_rank, area)

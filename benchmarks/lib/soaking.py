@@ -84,6 +84,7 @@ def _drawn(rng: random.Random, ranks: int) -> Plan:
 
 def _step(step: flexcp.Step, seed: int) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(seed * 1000 + step.rank)
+    assert len(step.indices) == step.local_tokens  # asked for, as a training loop does: otherwise attention warns
 
     def rows(heads: int) -> torch.Tensor:
         return torch.randn(step.local_tokens, heads, 16, generator=generator).requires_grad_()

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
+import time
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from flexcp.cli.main import app
-from flexcp.fuzz.campaign import campaign
-from flexcp.fuzz.cases import Case, Layer, is_case_file, read_case, save_case
+from flexcp.fuzz.campaign import Limits, campaign
+from flexcp.fuzz.cases import Case, Layer, Run, is_case_file, read_case, save_case
 from flexcp.fuzz.draw import draw
+from flexcp.fuzz.findings import Found
 from flexcp.fuzz.judge import Extras, Outcome, judge
 from flexcp.fuzz.shrink import shrunk, simplifications
+from flexcp.fuzz.worker import Task
 from flexcp.measure.ranks import RankPool
-from lib.planted_bugs import BUGS, plant_on_rank, planted
+from lib.planted_bugs import BUGS, plant, plant_on_rank, planted
 
 SMALL = Case([7, 2], [Layer("one", 2, ["window", 2, 1])], {"name": "cpu", "nodes": 1, "ranks_per_node": 2},
              {"heads": 2, "kv_heads": 1, "head_dim": 8, "v_head_dim": 8, "dtype": "float64"}, {"strategy": "blocks"})  # fmt: skip
@@ -30,11 +36,58 @@ def test_cases_follow_from_seed_and_number() -> None:
     assert all(draw(0, n, 3).cluster.ranks <= 3 for n in range(30))
 
 
-def test_flexcp_passes(tmp_path: Path) -> None:
-    found = campaign(0, 0.0, tmp_path, lambda cases, _: cases < 40)
+def test_flexcp_passes_and_workers_share_the_cases(tmp_path: Path) -> None:
+    found = campaign(Task(0, 0.0, tmp_path), Limits(cases=40), jobs=2)
     assert not found.failures, found.failures[0].message
-    assert found.cases == 40 and found.plans > 20 and found.refused < 20
+    assert found.cases == 40 and found.plans > 20 and found.refused < 20 and found.unfinished == 0
+    assert found.checks["check"] == found.checks["file"] == found.plans > found.checks["loader"] > 0
     assert len(found.covered["strategy"]) > 5 and len(found.covered["mask"]) > 5
+    assert not _children()
+
+
+def test_a_campaign_finds_makes_small_and_goes_on(tmp_path: Path) -> None:
+    found = campaign(Task(5, 0.0, tmp_path, prepare=partial(plant, "report")), Limits(cases=8))
+    assert found.cases == 8 and {failure.check for failure in found.failures} == {"report"}
+    for failure in found.failures:
+        assert sum(read_case(failure.file).lengths) < sum(draw(5, failure.number).lengths)
+
+
+def test_time_ends_a_campaign_whatever_its_workers_do(tmp_path: Path) -> None:
+    """A worker that sleeps for ever is never ready; the campaign ends all the same, and nothing is left."""
+    begin = time.monotonic()
+    found = campaign(Task(0, 0.0, tmp_path, prepare=partial(time.sleep, 3600)), Limits(seconds=1.0))
+    assert time.monotonic() - begin < 60 and found.cases == 0
+    assert not _children()
+
+
+def test_a_worker_that_dies_is_a_failure_and_is_replaced(tmp_path: Path) -> None:
+    found = campaign(Task(0, 0.0, tmp_path, prepare=_die_while_planning), Limits(cases=5, failures=2))
+    assert [failure.check for failure in found.failures] == ["process"] * 2
+    assert "ended with code 7" in found.failures[0].message and is_case_file(found.failures[0].file)
+
+
+def _die_while_planning() -> None:
+    import flexcp.fuzz.worker as worker
+
+    worker.judge = lambda *_: os._exit(7)
+
+
+def _children() -> list[str]:
+    """Workers and ranks of this test run that still live, but for those of the pool that tests share."""
+
+    def living() -> Iterator[str]:
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                words, parent = (
+                    (path / "cmdline").read_bytes(),
+                    (path / "stat").read_text().rpartition(")")[2].split()[1],
+                )
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if b"spawn_main" in words and parent == str(os.getpid()):
+                yield words.decode()
+
+    return list(living())
 
 
 def test_ranks_pass_and_their_number_is_bounded(pool: RankPool) -> None:
@@ -44,6 +97,11 @@ def test_ranks_pass_and_their_number_is_bounded(pool: RankPool) -> None:
         assert outcome.verdict != "failed", outcome.message
         ran += outcome.verdict == "passed"
     assert ran >= 6
+
+
+def test_a_rank_alone_does_not_wait_for_the_others_of_its_pool(pool: RankPool) -> None:
+    alone = replace(SMALL, machine={"name": "cpu", "nodes": 1, "ranks_per_node": 1}, run=Run(sinks=True))
+    assert "ranks" in judge(alone, Extras(False, False, False, pool)).checks
 
 
 @pytest.mark.parametrize("area", FOUND_IN)
@@ -101,20 +159,48 @@ def test_a_file_that_is_no_case_is_refused_by_name(change: dict[str, object], tm
         read_case(path)
 
 
-def test_the_command_says_what_it_covered_and_verify_replays_a_case(tmp_path: Path) -> None:
-    asked = ["fuzz", "--cases", "8", "--seed", "5", "--ranks-share", "0", "--write", str(tmp_path)]
+def test_the_command_says_what_it_covered(tmp_path: Path) -> None:
+    summary = tmp_path / "summary.json"
+    asked = [
+        "fuzz",
+        "--cases",
+        "8",
+        "--seed",
+        "5",
+        "--ranks-share",
+        "0",
+        "--folder",
+        str(tmp_path),
+        "--write",
+        str(summary),
+    ]
     ended = CliRunner().invoke(app, asked)
     assert ended.exit_code == 0 and "seed 5: 8 cases" in ended.stdout and "strategy:" in ended.stdout
+    written = json.loads(summary.read_text())
+    assert written["seed"] == 5 and written["cases"] == 8 and written["failures"] == []
+    assert f"check {written['checks']['check']}" in ended.stdout
+
+
+def test_the_command_names_what_failed_and_verify_replays_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with planted("report"):
-        found = CliRunner().invoke(app, [*asked, "--json"])
-    (file, *_) = [failure["file"] for failure in json.loads(found.stdout)["failures"]]
-    assert found.exit_code == 1
-    again = CliRunner().invoke(app, ["verify", f"@{file}"])
+        number = next(n for n in range(20) if judge(draw(5, n)).verdict == "failed")
+    failure = Task(5, 0.0, tmp_path).failed(number, draw(5, number), Outcome("failed", "report", "why"))
+    found = Found(5, cases=number + 1, failures=[failure])
+    monkeypatch.setattr("flexcp.fuzz.campaign.campaign", lambda *_: found)
+    ended = CliRunner().invoke(app, ["fuzz", "--cases", "8"])
+    assert ended.exit_code == 1 and f"flexcp verify @{failure.file}" in ended.stdout
+    again = CliRunner().invoke(app, ["verify", f"@{failure.file}"])
     assert again.exit_code == 0 and again.stdout.startswith("passed")
 
 
 def test_wrong_options_are_refused() -> None:
-    for wrong in (["--ranks-share", "2"], ["--minutes", "-1"], ["--write", "/nowhere"], ["--most-ranks", "0"]):
+    for wrong in (
+        ["--ranks-share", "2"],
+        ["--minutes", "-1"],
+        ["--folder", "/nowhere"],
+        ["--jobs", "-1"],
+        ["--most-ranks", "0"],
+    ):
         assert isinstance(CliRunner().invoke(app, ["fuzz", *wrong]).exception, ValueError)
 
 

@@ -148,6 +148,13 @@ def test_of_many_cuts_the_longest_documents_are_drawn() -> None:
     assert 0 < len(drawn) < len(lengths)
     assert min(lengths[d] for d in drawn) >= max(lengths[d] for d in range(len(lengths)) if d not in set(drawn))
     assert "Striped" in plan_section(plan).body(0)
+    runs, starts = plan.placement.runs, plan.batch.starts.tolist()
+    held = [[starts[d], starts[d] + lengths[d]] for d in drawn]
+    rows = zip(runs.rank.tolist(), runs.start.tolist(), runs.stop.tolist(), strict=True)
+    of_drawn = [row for row in rows if any(row[1] < stop and start < row[2] for start, stop in held)]
+    shown = data_of(plan)["runs"]
+    assert list(zip(*(shown[name] for name in ("rank", "start", "stop")), strict=True)) == of_drawn  # type: ignore[index]
+    assert len(of_drawn) < len(runs)
 
 
 def test_many_pairs_are_told_by_node(monkeypatch: pytest.MonkeyPatch) -> None:

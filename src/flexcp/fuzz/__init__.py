@@ -12,6 +12,8 @@ loader_check.py     what is asked of a loader over its documents
 rank_check.py       what is asked of real ranks
 judge.py            one case through all of them
 shrink.py           a failing case made small
-campaign.py         many cases, and what they covered
+findings.py         what a campaign did, and which cases failed
+worker.py           a process that judges cases by their numbers
+campaign.py         many cases on many workers
 readers.py          changed files of every kind that a user can hand over
 """

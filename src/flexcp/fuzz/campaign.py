@@ -1,150 +1,166 @@
-"""Campaign: many cases one after the other, failing ones shrunk and written to files, and what was covered.
+"""Campaign: many cases, judged by worker processes that ask for one number after the other; what they found is joined here.
 
-Case ``n`` of seed ``s`` is the same in every campaign. Which cases run on real ranks follows from the number too.
+Case ``n`` of seed ``s`` is the same in every campaign, however many workers there are. The clock is kept here, outside of what is tested:
+when the time is over, the workers and their ranks are ended, wherever they are. A worker that dies, or does not answer for
+:data:`CASE_SECONDS`, makes its case a failure, and another takes its place.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 import time
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import cast
 
-from flexcp.fuzz.cases import Case, save_case
-from flexcp.fuzz.draw import ON_RANKS, draw
-from flexcp.fuzz.judge import Extras, Outcome, judge
-from flexcp.fuzz.shrink import shrunk
-from flexcp.measure.ranks import RankPool
+from flexcp.fuzz.findings import Found
+from flexcp.fuzz.judge import Outcome
+from flexcp.fuzz.worker import PATIENCE, SHRINKING_SECONDS, Judged, Task, serve
+from flexcp.measure.fork_server import without_interrupt
 
-SHRINKING_SECONDS = 60.0
 MOST_FAILURES = 10
 """A campaign ends when so many cases have failed: one mistake fails many."""
-PATIENCE = 300.0
-"""Seconds for ranks to answer, on a busy machine too; what they wait for among each other has a limit below that."""
+CASE_SECONDS = 2 * PATIENCE + SHRINKING_SECONDS
+"""After so long a worker is held for lost. Ranks that do not answer are noticed earlier, by their pool."""
+TELL_SECONDS = 1.0
+LEAVE_SECONDS = 2.0
+"""What workers are given to close their ranks before they are killed."""
 
 
 @dataclass(frozen=True)
-class Failure:
-    """A failing case: its number, the file it was shrunk to, which check failed and what it said."""
+class Limits:
+    """When a campaign ends: after so many cases or seconds (0: no such limit), or failures."""
 
-    number: int
-    file: Path
-    check: str
-    message: str
+    cases: int = 0
+    seconds: float = 0.0
+    failures: int = MOST_FAILURES
 
 
 @dataclass
-class Found:
-    """What a campaign did, and what was in it."""
+class _Worker:
+    """A process, the number it is at, and since when. ``number`` is None until it asks for its first."""
 
-    seed: int
-    cases: int = 0
-    plans: int = 0
-    refused: int = 0
-    on_ranks: int = 0
-    seconds: float = 0.0
-    slowest: tuple[float, int] = (0.0, -1)
-    """Seconds of the slowest case, and its number."""
-    failures: list[Failure] = field(default_factory=list)
-    covered: dict[str, Counter[str]] = field(default_factory=dict)
-
-    def note(self, case: Case, outcome: Outcome) -> None:
-        """Count a case among what it covers; refused ones cover nothing."""
-        self.cases += 1
-        self.plans += outcome.plans
-        if outcome.verdict == "refused":
-            self.refused += 1
-            return
-        words = [layer.words if layer.each else [layer.words] for layer in case.layers]
-        layout = case.call.get("layout", case.call.get("tokens", "free"))
-        told = {
-            name for name, value in case.planner.items() if name not in ("strategy", "effort") and value is not None
-        }
-        facts = {
-            "strategy": {case.strategy.partition(":")[0].partition("@")[0]},
-            "mask": {word[0] for some in words for word in some},
-            "ranks": {str(case.cluster)[len(case.machine["name"]) + 1 :]},
-            "dtype": {str(case.attention["dtype"])},
-            "layout": {"index map" if isinstance(layout, list) else layout},
-            "masks a model": {str(len(case.layers))},
-            "option": told | ({"micro_batches"} if case.micro_batches else set()),
-        }
-        for what, values in facts.items():
-            self.covered.setdefault(what, Counter()).update(values)
+    process: SpawnProcess
+    number: int | None
+    since: float
 
 
-def campaign(
-    seed: int,
-    share: float,
-    folder: Path,
-    more: Callable[[int, float], bool],
-    tell: Callable[[Found], None] = lambda _: None,
-    most_ranks: int = ON_RANKS,
-    started: Callable[[RankPool], None] = lambda _: None,
-) -> Found:
-    """Judge cases until ``more(cases, seconds)`` says no; the ``share`` of them that runs on real ranks is between 0 and 1.
-
-    At most ``most_ranks`` processes are started for those, and ``started`` is told of every pool of them.
-    """
-    found, begin = Found(seed), time.monotonic()
-    with _Ranks(most_ranks, started) as ranks:
-        while more(found.cases, time.monotonic() - begin) and len(found.failures) < MOST_FAILURES:
-            number, since = found.cases, time.monotonic()
-            on_ranks = int((number + 1) * share) > int(number * share)
-            case = draw(seed, number, most_ranks if on_ranks else None)
-            extras = Extras(number % 4 == 0, number % 7 == 0, number % 9 == 0, ranks.pool() if on_ranks else None)
-            outcome = judge(case, extras)
-            found.note(case, outcome)
-            found.on_ranks += on_ranks and outcome.verdict == "passed"
-            if outcome.verdict == "failed":
-                found.failures.append(_failure(number, case, outcome, extras, ranks, folder, seed))
-            found.slowest = max(found.slowest, (time.monotonic() - since, number))
-            found.seconds = time.monotonic() - begin
-            tell(found)
+def campaign(task: Task, limits: Limits, jobs: int = 1, tell: Callable[[Found], None] = lambda _: None) -> Found:
+    """Judge cases until a limit is reached; ``tell`` hears about once a second how far it is."""
+    found = Found(task.seed, jobs)
+    begin = time.monotonic()
+    numbers = iter(range(limits.cases)) if limits.cases else _endless()
+    crew: dict[Connection, _Worker] = {}
+    told = begin
+    try:
+        for _ in range(min(jobs, limits.cases or jobs)):
+            _start(task, crew)
+        while crew and len(found.failures) < limits.failures:
+            now = time.monotonic()
+            found.seconds = now - begin
+            left = limits.seconds - found.seconds if limits.seconds else CASE_SECONDS
+            if left <= 0:
+                break
+            for pipe in wait(list(crew), min(left, TELL_SECONDS)):
+                _hear(task, cast(Connection, pipe), crew, found, numbers)
+            for pipe, worker in list(crew.items()):
+                if time.monotonic() - worker.since > CASE_SECONDS:
+                    _lost(task, pipe, crew, found, f"did not answer for {CASE_SECONDS:g} s")
+            if now - told >= TELL_SECONDS:
+                told = now
+                tell(found)
+        found.unfinished = sum(worker.number is not None for worker in crew.values())
+    finally:
+        _end([worker.process for worker in crew.values()])
+    found.seconds = time.monotonic() - begin
+    found.failures.sort(key=lambda failure: failure.number)
+    tell(found)
     return found
 
 
-def _failure(
-    number: int, case: Case, outcome: Outcome, extras: Extras, ranks: _Ranks, folder: Path, seed: int
-) -> Failure:
-    """Shrink and write."""
-    end = time.monotonic() + SHRINKING_SECONDS
-    # Only what failed is looked for again.
-    only = {name: getattr(extras, name) and outcome.check == name for name in ("again", "report", "loader")}
-
-    def again(simpler: Case) -> Outcome:
-        pool = ranks.fresh() if outcome.check == "ranks" else None
-        return judge(simpler, replace(extras, pool=pool, **only))
-
-    small, said = shrunk(case, outcome, again, lambda: time.monotonic() < end)
-    file = folder / f"fuzz-{seed}-{number}.json"
-    save_case(file, small, said.check, said.message)
-    return Failure(number, file, said.check, said.message)
+def _endless() -> Iterator[int]:
+    number = 0
+    while True:
+        yield number
+        number += 1
 
 
-class _Ranks:
-    """A pool of ranks, started when first needed and anew when it has stopped."""
+def _start(task: Task, crew: dict[Connection, _Worker]) -> None:
+    """A new process, which does not hear of Ctrl-C: only its parent is to, and ends it."""
+    context = multiprocessing.get_context("spawn")
+    with without_interrupt():
+        resource_tracker.ensure_running()  # starting it later would unblock the signal
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(task, theirs))
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()
+        crew[ours] = _Worker(process, None, time.monotonic())
 
-    def __init__(self, size: int, started: Callable[[RankPool], None]) -> None:
-        self._pool: RankPool | None = None
-        self._size, self._started = size, started
 
-    def pool(self) -> RankPool:
-        if self._pool is None or not all(process.is_alive() for process in self._pool.processes):
-            self._pool = RankPool(self._size, PATIENCE)
-            self._started(self._pool)
-        return self._pool
+def _hear(task: Task, pipe: Connection, crew: dict[Connection, _Worker], found: Found, numbers: Iterator[int]) -> None:
+    """Take a worker's message, and give it its next number."""
+    worker = crew[pipe]
+    try:
+        judged: Judged | None = pipe.recv()
+    except (EOFError, ConnectionResetError):
+        worker.process.join(LEAVE_SECONDS)
+        _lost(task, pipe, crew, found, f"ended with code {worker.process.exitcode}")
+        return
+    if judged is not None:
+        _note(task, judged, found)
+        if not judged.final:
+            return
+    worker.number, worker.since = next(numbers, None), time.monotonic()
+    with suppress(BrokenPipeError):  # a dead worker is heard of as one
+        pipe.send(worker.number)
+    if worker.number is None:
+        _end([crew.pop(pipe).process], LEAVE_SECONDS)
 
-    def fresh(self) -> RankPool:
-        """Ranks that nothing failed on: those of a failed case may be anywhere in their program."""
-        self.__exit__()
-        return self.pool()
 
-    def __enter__(self) -> _Ranks:
-        return self
+def _note(task: Task, judged: Judged, found: Found) -> None:
+    if judged.failure is not None:
+        found.failures = [failure for failure in found.failures if failure.number != judged.number]
+        found.failures.append(judged.failure)
+        if judged.final:
+            return  # counted when it was told first
+    found.note(task.case(judged.number), judged.outcome)
+    found.on_ranks += "ranks" in judged.outcome.checks and judged.outcome.verdict == "passed"
+    found.slowest = max(found.slowest, (judged.seconds, judged.number))
 
-    def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
+
+def _lost(task: Task, pipe: Connection, crew: dict[Connection, _Worker], found: Found, how: str) -> None:
+    """A worker that is no use any more: its case has failed, and another takes its place."""
+    worker = crew.pop(pipe)
+    _end([worker.process])
+    if worker.number is None:
+        raise RuntimeError(f"a process of the fuzzer {how} before its first case; its own words are above")
+    case, outcome = task.case(worker.number), Outcome("failed", "process", f"the process that judged it {how}")
+    known = any(failure.number == worker.number for failure in found.failures)
+    if not known:  # otherwise it was lost while it made a case small that it had told of
+        _note(task, Judged(worker.number, outcome, time.monotonic() - worker.since, None), found)
+        found.failures.append(task.failed(worker.number, case, outcome))
+    _start(task, crew)
+
+
+def _end(processes: list[SpawnProcess], patience: float = LEAVE_SECONDS) -> None:
+    """End processes with all that they started: first asked, then forced."""
+    for process in processes:
+        process.terminate()
+    end = time.monotonic() + patience
+    for process in processes:
+        process.join(max(0.0, end - time.monotonic()))
+        assert process.pid is not None
+        with suppress(ProcessLookupError):  # a worker that does not lead its group yet has started nothing
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.join()

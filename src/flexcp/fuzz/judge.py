@@ -41,6 +41,8 @@ class Outcome:
     check: str = ""
     message: str = ""
     plans: int = 0
+    checks: tuple[str, ...] = ()
+    """The checks that were passed, one for each plan."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class _TooLong(Exception):  # noqa: N818
 
 def judge(case: Case, extras: Extras = Extras()) -> Outcome:  # noqa: B008 - immutable
     """Run all checks that apply."""
-    at = "plan"
+    at, passed = "plan", list[str]()
     try:
         with _limited(extras.seconds):
             parts = _planned(case)
@@ -70,18 +72,20 @@ def judge(case: Case, extras: Extras = Extras()) -> Outcome:  # noqa: B008 - imm
                 for name, check in _checks(case, documents, plan, extras):
                     at = name
                     check()
+                    passed.append(name)
             if extras.loader and case.small:
                 at = "loader"
                 from flexcp.fuzz.loader_check import check_loader
 
                 check_loader(case)
+                passed.append(at)
     except (Wrong, PlanError, PlanFormatError) as finding:
         return Outcome("failed", at, str(finding))
     except _TooLong:
         return Outcome("failed", at, f"took more than {extras.seconds} s of computing")
     except Exception:
         return Outcome("failed", at, traceback.format_exc())
-    return Outcome("passed", plans=len(parts))
+    return Outcome("passed", plans=len(parts), checks=tuple(passed))
 
 
 def _planned(case: Case) -> list[tuple[list[int], Plan]] | Outcome:

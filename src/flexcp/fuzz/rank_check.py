@@ -106,7 +106,8 @@ def _one_mask(step: Step, stream: Stream, how: Run, name: str) -> dict[str, torc
     found = {n: step.gather(_there(x).detach()) for n, x in local.items()}
     if sinks is not None:
         total = _there(sinks.grad).double()
-        dist.all_reduce(total, group=step.group)
+        if step.group is not None:  # a rank alone has none, and torch would take None for all processes of the pool
+            dist.all_reduce(total, group=step.group)
         found["dsinks"] = total
     return found
 

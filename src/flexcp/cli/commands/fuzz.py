@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flexcp.cli.shared import options as o
-from flexcp.cli.shared.progress import compiling
+from flexcp.cli.shared.progress import compiling, say
+from flexcp.io.atomic_files import write_whole
 from flexcp.io.terminal_text import visible, visible_lines
 
 if TYPE_CHECKING:
-    from flexcp.fuzz.campaign import Found
+    from flexcp.fuzz.findings import Found
 
-Minutes = Annotated[float, typer.Option(help="How long to go on. One minute where neither this nor --cases is given.")]
+Minutes = Annotated[
+    float,
+    typer.Option(help="How long to go on, once loops are compiled. One where neither this nor --cases is given."),
+]
 Cases = Annotated[int, typer.Option(help="How many cases, 0 for no limit but --minutes.")]
-Seed = Annotated[int, typer.Option(help="Cases follow from it: the same seed gives the same ones in the same order.")]
+Seed = Annotated[int, typer.Option(help="Cases follow from it: the same seed gives the same ones, whatever --jobs is.")]
 Share = Annotated[float, typer.Option(help="Share of the cases that real processes run, 0 to 1.")]
 MostRanks = Annotated[int, typer.Option(help="The most processes that are started for a case.")]
+Jobs = Annotated[int, typer.Option(help="Processes that judge cases, each with ranks of its own; 0 for one a core.")]
 Folder = Annotated[Path, typer.Option(help="Where failing cases are written, for `flexcp verify @FILE`.")]
+Write = Annotated[
+    Path | None,
+    typer.Option(callback=o.writable, help="Write what was done and found as JSON, every few seconds and at the end."),
+]
+WRITE_SECONDS = 15.0
 
 
 def fuzz(
@@ -29,7 +42,9 @@ def fuzz(
     seed: Seed = 0,
     ranks_share: Share = 0.05,
     most_ranks: MostRanks = 8,
-    write: Folder = Path(),
+    jobs: Jobs = 1,
+    folder: Folder = Path(),
+    write: Write = None,
     as_json: o.Json = False,
 ) -> None:
     """Look for mistakes of flexcp itself: random batches, masks, machines and options. Exit code 1: a case failed.
@@ -40,24 +55,40 @@ def fuzz(
     """
     if not 0 <= ranks_share <= 1:
         raise ValueError(f"--ranks-share is a share between 0 and 1; got {ranks_share:g}")
-    if minutes < 0 or cases < 0:
-        raise ValueError(f"--minutes and --cases are 0 or more; got {minutes:g} and {cases}")
+    if minutes < 0 or cases < 0 or jobs < 0:
+        raise ValueError(f"--minutes, --cases and --jobs are 0 or more; got {minutes:g}, {cases} and {jobs}")
     if most_ranks < 1:
         raise ValueError(f"--most-ranks is 1 or more; got {most_ranks}")
-    if not write.is_dir():
-        raise ValueError(f"--write is a folder that exists; got {write}")
-    from flexcp.fuzz.campaign import campaign
+    if not folder.is_dir():
+        raise ValueError(f"--folder is a folder that exists; got {folder}")
+    from flexcp.fuzz.campaign import Limits, campaign
+    from flexcp.fuzz.worker import Task
+    from flexcp.measure.warmup import warm
 
-    limit = 60 * minutes if minutes or cases else 60.0
-
-    def more(done: int, seconds: float) -> bool:
-        return (not cases or done < cases) and (not limit or seconds < limit)
-
+    limits = Limits(cases, 60 * minutes if minutes or cases else 60.0)
     with compiling("drawing the first cases") as progress:
-        found = campaign(seed, ranks_share, write, more, lambda now: progress.update(_now(now)), most_ranks)
-    typer.echo(json.dumps(_as_data(found), indent=2) if as_json else _as_text(found))
+        warm()  # once here, instead of in every worker at the same time
+        written = time.monotonic()
+
+        def tell(found: Found) -> None:
+            nonlocal written
+            progress.update(_now(found))
+            if time.monotonic() - written > WRITE_SECONDS:
+                written = time.monotonic()
+                _write(write, found)
+                if not sys.stderr.isatty():  # where a spinner cannot be seen
+                    say(_now(found))
+
+        found = campaign(Task(seed, ranks_share, folder, most_ranks), limits, jobs or os.cpu_count() or 1, tell)
+    _write(write, found)
+    typer.echo(json.dumps(found.as_data(), indent=2) if as_json else _as_text(found))
     if found.failures:
         raise typer.Exit(1)
+
+
+def _write(path: Path | None, found: Found) -> None:
+    if path is not None:
+        write_whole(path, json.dumps(found.as_data(), indent=2) + "\n")
 
 
 def _now(found: Found) -> str:
@@ -67,25 +98,9 @@ def _now(found: Found) -> str:
     )
 
 
-def _as_data(found: Found) -> dict[str, object]:
-    return {
-        "seed": found.seed,
-        "cases": found.cases,
-        "plans": found.plans,
-        "refused": found.refused,
-        "on_ranks": found.on_ranks,
-        "seconds": round(found.seconds, 1),
-        "slowest": {"seconds": round(found.slowest[0], 2), "case": found.slowest[1]},
-        "covered": {what: dict(counts.most_common()) for what, counts in found.covered.items()},
-        "failures": [
-            {"case": f.number, "file": str(f.file), "check": f.check, "message": f.message} for f in found.failures
-        ],
-    }
-
-
 def _as_text(found: Found) -> str:
     lines = [f"seed {found.seed}: {_now(found)}; the slowest was case {found.slowest[1]} ({found.slowest[0]:.1f} s)"]
-    for what, counts in found.covered.items():
+    for what, counts in {"plans that passed": found.checks, **found.covered}.items():
         lines.append(f"  {what}: {', '.join(f'{value} {count}' for value, count in counts.most_common())}")
     for failure in found.failures:
         lines += [

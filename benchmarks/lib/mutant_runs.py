@@ -1,0 +1,181 @@
+"""Mutant runs: copies of a checkout in which a source is changed and tests are run, several beside each other.
+
+Every worker has a copy of its own, so that nothing is ever changed in the checkout. Tests of a copy import the copy. They run in a session
+of their own with a time limit, and whatever they started ends with them.
+
+First each test file runs once on the unchanged sources. One that fails or is slow there is left out: it would say nothing about a mutant,
+or take the time of many. A mutant's tests are then those of its area, first the files that name its module, the fastest first, until one
+fails.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from lib.mutant_areas import Area
+from lib.mutations import Mutant, mutants
+
+Result = TypeVar("Result")
+LEFT_BEHIND = (".git", ".venv", ".mypy_cache", ".ruff_cache", ".hypothesis", "build", "out", "site")
+"""What copies do without. Compiled loops, in ``__pycache__``, go with them: they belong to sources that no mutant changes."""
+LOOK_SECONDS = 0.5
+START_SECONDS = 30.0
+"""What tests may take in addition to three times as long as without the mutant."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A mutant and where it belongs."""
+
+    area: str
+    source: str
+    mutant: Mutant
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a mutant: killed, killed by the time limit, or survived; by which tests and after how long."""
+
+    place: Place
+    how: str
+    seconds: float
+    tests: tuple[str, ...]
+
+    @property
+    def killed(self) -> bool:
+        return self.how != "survived"
+
+
+class Copies:
+    """``jobs`` copies of a checkout in a folder; work takes one and gives it back. ``stop`` ends the tests that run in them."""
+
+    def __init__(self, root: Path, folder: Path, jobs: int) -> None:
+        self.jobs = jobs
+        self.stop = threading.Event()
+        self._free: queue.SimpleQueue[Path] = queue.SimpleQueue()
+        for number in range(jobs):
+            copy = folder / str(number)
+            shutil.copytree(root, copy, ignore=shutil.ignore_patterns(*LEFT_BEHIND))
+            self._free.put(copy)
+
+    @contextmanager
+    def threads(self) -> Iterator[ThreadPoolExecutor]:
+        """One for each copy. Whatever ends the block early, Ctrl-C too, ends them and their tests."""
+        pool = ThreadPoolExecutor(self.jobs)
+        try:
+            yield pool
+        except BaseException:
+            self.stop.set()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def with_copy(self, work: Callable[[Path], Result]) -> Result:
+        """Call ``work`` with a copy that nobody else has."""
+        copy = self._free.get()
+        try:
+            return work(copy)
+        finally:
+            self._free.put(copy)
+
+
+def run_tests(copy: Path, tests: tuple[str, ...], limit: float, stop: threading.Event) -> tuple[str, float]:
+    """("passed", "failed" or "too slow", seconds)."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests]
+    paths = os.pathsep.join((str(copy / "src"), str(copy / "benchmarks")))
+    environment = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    begin, quiet = time.monotonic(), subprocess.DEVNULL
+    process = subprocess.Popen(
+        command, cwd=copy, env=environment, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True
+    )
+    code = None
+    while code is None and time.monotonic() - begin < limit and not stop.is_set():
+        with suppress(subprocess.TimeoutExpired):
+            code = process.wait(LOOK_SECONDS)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # what tests have started, too
+    process.wait()
+    return {None: "too slow", 0: "passed"}.get(code, "failed"), time.monotonic() - begin
+
+
+def baseline(copies: Copies, tests: set[str], limit: float, say: Callable[[str], None]) -> dict[str, float]:
+    """Seconds of each test file that passes on the unchanged sources within the limit."""
+    found: dict[str, float] = {}
+    with copies.threads() as pool:
+        runs = {
+            pool.submit(copies.with_copy, lambda copy, t=test: run_tests(copy, (t,), limit, copies.stop)): test
+            for test in sorted(tests)
+        }
+        for run in as_completed(runs):
+            how, seconds = run.result()
+            left_out = "" if how == "passed" else f"; {how}, so it is left out"
+            say(f"unchanged: {runs[run]} in {seconds:.0f} s{left_out}")
+            if how == "passed":
+                found[runs[run]] = round(seconds, 1)
+    return found
+
+
+def nearest_tests(root: Path, source: str, area: Area, seconds: dict[str, float]) -> tuple[str, ...]:
+    """The area's test files: first those that name the source's module, each kind the fastest first."""
+    parts = Path(source).with_suffix("").parts[1:]
+    module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    def order(test: str) -> tuple[bool, float]:
+        named = Path(test).stem == f"test_{parts[-1]}" or module in (root / test).read_text()
+        return not named, seconds[test]
+
+    return tuple(sorted((test for test in area.tests if test in seconds), key=order))
+
+
+def drawn(root: Path, areas: dict[str, Area], count: int, seed: int) -> list[Place]:
+    """``count`` mutants, the areas in turn."""
+    streams = {name: _stream(root, name, area, random.Random(f"{seed}/{name}")) for name, area in areas.items()}
+    found: list[Place] = []
+    while streams and len(found) < count:
+        for name in list(streams):
+            place = next(streams[name], None)
+            if place is None:
+                del streams[name]
+            elif len(found) < count:
+                found.append(place)
+    return found
+
+
+def _stream(root: Path, name: str, area: Area, rng: random.Random) -> Iterator[Place]:
+    """All mutants of an area, each made when it is asked for: a source is drawn by its length, then a place in it."""
+    texts = {source: (root / source).read_text() for source in area.sources}
+    streams = {source: mutants(text, rng) for source, text in texts.items()}
+    while streams:
+        source = rng.choices(list(streams), [len(texts[source]) for source in streams])[0]
+        mutant = next(streams[source], None)
+        if mutant is None:
+            del streams[source]
+        else:
+            yield Place(name, source, mutant)
+
+
+def tried(place: Place, tests: tuple[str, ...], limit: float, copy: Path, stop: threading.Event) -> Verdict:
+    """Put a mutant into a copy, run its tests, and take it out again."""
+    path = copy / place.source
+    original = path.read_text()
+    path.write_text(place.mutant.source)
+    try:
+        how, seconds = run_tests(copy, tests, limit, stop)
+    finally:
+        path.write_text(original)
+    words = {"passed": "survived", "failed": "killed", "too slow": "killed (too slow)"}
+    return Verdict(place, words[how], round(seconds, 1), tests)

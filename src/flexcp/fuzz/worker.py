@@ -1,0 +1,164 @@
+"""Worker: a process of a campaign. It is given numbers of cases, judges each, and makes failing ones small.
+
+It leads a process group of its own, with the ranks it starts, so that a campaign can end all of them whatever they are doing. Asked to end
+(SIGTERM), it closes its ranks and goes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import FrameType
+
+from flexcp.fuzz.cases import Case, save_case
+from flexcp.fuzz.draw import ON_RANKS, draw
+from flexcp.fuzz.findings import Failure
+from flexcp.fuzz.judge import Extras, Outcome, judge
+from flexcp.fuzz.shrink import shrunk
+from flexcp.measure.ranks import RankPool
+from flexcp.measure.warmup import warm
+
+SHRINKING_SECONDS = 60.0
+PATIENCE = 300.0
+"""Seconds for ranks to answer, on a busy machine too; what they wait for among each other has a limit below that."""
+
+
+def _nothing(*_: object) -> None:
+    """Nothing is to be prepared."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Which cases a campaign is made of: case ``n`` follows from the seed, and so does whether it runs on real ranks.
+
+    ``prepare`` is called in every worker, and ``prepare_ranks`` with every pool of ranks; both must be importable by name.
+    """
+
+    seed: int
+    share: float
+    folder: Path
+    most_ranks: int = ON_RANKS
+    prepare: Callable[[], object] = _nothing
+    prepare_ranks: Callable[[RankPool], object] = _nothing
+
+    def on_ranks(self, number: int) -> bool:
+        """Whether real ranks run a case."""
+        return int((number + 1) * self.share) > int(number * self.share)
+
+    def case(self, number: int) -> Case:
+        """Drawn, the same every time."""
+        return draw(self.seed, number, self.most_ranks if self.on_ranks(number) else None)
+
+    def failed(self, number: int, case: Case, outcome: Outcome) -> Failure:
+        """Written to its file."""
+        file = self.folder / f"fuzz-{self.seed}-{number}.json"
+        save_case(file, case, outcome.check, outcome.message)
+        return Failure(number, file, outcome.check, outcome.message)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What became of a case. One that failed is told twice: as it was drawn (not ``final``), and when it is small."""
+
+    number: int
+    outcome: Outcome
+    seconds: float
+    failure: Failure | None = None
+    final: bool = True
+
+
+def serve(task: Task, pipe: Connection) -> None:
+    """A worker's life: judge the numbers that come through the pipe until it closes or None comes."""
+    os.setsid()
+    signal.signal(signal.SIGTERM, _leave)
+    import torch
+
+    torch.set_num_threads(1)  # workers share the machine
+    warm()
+    task.prepare()
+    with _Ranks(task.most_ranks, task.prepare_ranks) as ranks:
+        try:
+            pipe.send(None)
+            while (number := pipe.recv()) is not None:
+                judge_number(task, number, ranks, pipe.send)
+        except (EOFError, BrokenPipeError):
+            return  # the campaign is gone
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(0)
+
+
+def judge_number(task: Task, number: int, ranks: _Ranks, tell: Callable[[Judged], None]) -> None:
+    """Judge one case and tell of it."""
+    since, case = time.monotonic(), task.case(number)
+    extras = Extras(number % 4 == 0, number % 7 == 0, number % 9 == 0)
+    try:
+        if task.on_ranks(number):
+            extras = replace(extras, pool=ranks.pool())
+        outcome = judge(case, extras)
+    except Exception:  # ranks that do not start
+        outcome = Outcome("failed", "ranks", traceback.format_exc())
+    failure = None
+    if outcome.verdict == "failed":
+        failure = task.failed(number, case, outcome)
+        tell(Judged(number, outcome, time.monotonic() - since, failure, final=False))
+        failure = _made_small(task, number, case, outcome, extras, ranks)
+    tell(Judged(number, outcome, time.monotonic() - since, failure))
+
+
+def _made_small(task: Task, number: int, case: Case, outcome: Outcome, extras: Extras, ranks: _Ranks) -> Failure:
+    end = time.monotonic() + SHRINKING_SECONDS
+    # Only what failed is looked for again.
+    only = {name: getattr(extras, name) and outcome.check == name for name in ("again", "report", "loader")}
+
+    def again(simpler: Case) -> Outcome:
+        pool = ranks.fresh() if outcome.check == "ranks" else None
+        return judge(simpler, replace(extras, pool=pool, **only))
+
+    try:
+        small, said = shrunk(case, outcome, again, lambda: time.monotonic() < end)
+    except Exception:  # as above; the case stays as it was drawn
+        small, said = case, outcome
+    if outcome.check == "ranks":
+        ranks.close()  # they may be anywhere in their program
+    return task.failed(number, small, said)
+
+
+class _Ranks:
+    """A pool of ranks, started when first needed and anew when it has stopped."""
+
+    def __init__(self, size: int, started: Callable[[RankPool], object]) -> None:
+        self._pool: RankPool | None = None
+        self._size, self._started = size, started
+
+    def pool(self) -> RankPool:
+        if self._pool is None or not all(process.is_alive() for process in self._pool.processes):
+            self.close()
+            self._pool = RankPool(self._size, PATIENCE)
+            self._started(self._pool)
+        return self._pool
+
+    def fresh(self) -> RankPool:
+        """Ranks that nothing failed on."""
+        self.close()
+        return self.pool()
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    def __enter__(self) -> _Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

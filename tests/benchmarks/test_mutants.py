@@ -1,0 +1,71 @@
+"""Proves that mutants are made, run in copies, and told apart: a test kills what it looks at and misses what it does not."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from lib.mutant_areas import AREAS, Area
+from lib.mutant_runs import drawn, nearest_tests
+from lib.mutations import mutants
+from mutants import ROOT, main
+
+SOURCE = "def both(a, b):\n    return a + 3, b + 8\n"
+TEST = "from tiny import both\n\n\ndef test_both():\n    assert both(1, 5)[0] == 4\n"
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    """A checkout of one module, one test that looks at half of it, and one that fails."""
+    root = tmp_path / "tiny"
+    for name, text in (("src/tiny.py", SOURCE), ("tests/test_tiny.py", TEST), ("tests/test_bad.py", "assert False\n")):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_a_test_kills_what_it_looks_at(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    areas = {"tiny": Area(("src/tiny.py",), ("tests/test_bad.py", "tests/test_tiny.py"))}
+    file, page = tmp_path / "found.json", tmp_path / "page.md"
+    code = main(["--count", "9", "--jobs", "2", "--write", str(file), "--page", str(page)], tiny, areas)
+    found = json.loads(file.read_text())
+    verdicts = {row["change"].partition("-> ")[2]: row["verdict"] for row in found["mutants"]}
+    assert len(verdicts) == 4 and list(found["tests"]) == ["tests/test_tiny.py"]
+    assert verdicts["`return (a - 3, b + 8)`"] == "killed" and verdicts["`return (a + 3, b - 8)`"] == "survived"
+    assert sorted(verdicts.values()) == ["killed", "killed", "survived", "survived"]
+    assert code == 1 and "2 of 4 mutants killed (50 %)" in capsys.readouterr().out
+    assert "| tiny | 4 | 2 |" in page.read_text() and "b - 8" in page.read_text() and "a - 3" not in page.read_text()
+    assert (tiny / "src/tiny.py").read_text() == SOURCE
+
+
+def test_a_mutant_that_does_not_end_is_killed(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tiny / "src/tiny.py").write_text("def both(a, b):\n    while a < 4:\n        a += 3\n    return (a, b)\n")
+    monkeypatch.setattr("mutants.START_SECONDS", 0.0)
+    file = tmp_path / "found.json"
+    main(["--write", str(file)], tiny, {"tiny": Area(("src/tiny.py",), ("tests/test_tiny.py",))})
+    left_out = [row for row in json.loads(file.read_text())["mutants"] if row["kind"] == "statement left out"]
+    assert [row["verdict"] for row in left_out] == ["killed (too slow)"]
+
+
+def test_equal_code_is_no_mutant() -> None:
+    """Exchanging equal arguments, or a constant that is folded away, changes nothing."""
+    assert [m.after for m in mutants("def f(a):\n    return max(a, a)\n", random.Random(0))] == []
+    assert [m.after for m in mutants("def f(a):\n    return max(a, 3 - 3)\n", random.Random(0))]
+
+
+def test_every_area_has_sources_tests_and_mutants() -> None:
+    for name, area in AREAS.items():
+        for path in (*area.sources, *area.tests):
+            assert (ROOT / path).is_file(), path
+        places = drawn(ROOT, {name: area}, 25, 0)
+        assert len({(place.source, place.mutant.source) for place in places}) == 25
+    assert drawn(ROOT, AREAS, 16, 3) == drawn(ROOT, AREAS, 16, 3) != drawn(ROOT, AREAS, 16, 4)
+
+
+def test_the_nearest_tests_come_first() -> None:
+    seconds = {"tests/masks/test_masks.py": 1.0, "tests/masks/test_tree.py": 9.0, "tests/masks/test_named.py": 2.0}
+    ordered = nearest_tests(ROOT, "src/flexcp/masks/tree.py", AREAS["masks"], seconds)
+    assert ordered[0] == "tests/masks/test_tree.py" and set(ordered) == set(seconds)
