@@ -22,6 +22,7 @@ TRAINER = "test_huggingface_trainer.py::test_the_trainer_trains_as_without_flexc
 REFUSALS = "test_huggingface_trainer.py::test_what_would_make_another_loss_is_refused"
 TITAN = "test_torchtitan.py::test_torchtitans_trainer_trains_the_same_model"
 TITAN_REFUSALS = "test_torchtitan.py::test_what_torchtitan_would_do_otherwise_is_refused"
+RESUMES = "test_trainer_resumes.py::test_a_run_goes_on_in_the_middle_of_an_epoch"
 LEAKS = "test_leaks.py::test_a_changed_document_changes_its_own_positions_alone"
 MEGATRON = "test_megatron.py::test_five_steps_equal_stock_megatron"
 
@@ -51,11 +52,13 @@ TRAINERS = (
              "FSDP2": "test_huggingface_trainer.py::test_under_fsdp2_the_trainer_trains_as_under_ddp",
              "resume": "test_huggingface_trainer.py::test_a_run_goes_on_in_the_middle_of_an_epoch"},
             {"TP": REFUSALS}, "`cp_size` and `sp_size` above 1, `average_tokens_across_devices=False`"),
-    Trainer("TRL `SFTTrainer`", "trl", "trl_sft", {"packing": EXAMPLES, "evaluation": EXAMPLES}, {"TP": REFUSALS},
+    Trainer("TRL `SFTTrainer`", "trl", "trl_sft",
+            {"packing": EXAMPLES, "resume": RESUMES, "evaluation": EXAMPLES}, {"TP": REFUSALS},
             "packing without positions, images, prompt learning"),
     Trainer("TRL `DPOTrainer`", "trl", "trl_dpo", {"evaluation": EXAMPLES}, {"TP": REFUSALS}, "images"),
     Trainer("TRL `GRPOTrainer`", "trl", "trl_grpo", {}, {"TP": REFUSALS}, "continuous batching"),
-    Trainer("Lightning", "lightning", "lightning_fsdp2", {"packing": EXAMPLES, "FSDP2": EXAMPLES}, {}, ""),
+    Trainer("Lightning", "lightning", "lightning_fsdp2",
+            {"packing": EXAMPLES, "FSDP2": EXAMPLES, "resume": RESUMES, "evaluation": EXAMPLES}, {}, ""),
     Trainer("an RL loop of your own", "torch", "rl_loop", {"packing": EXAMPLES}, {}, "a rank without any rollout"),
     Trainer("torchtitan", "torchtitan", "[its section](frameworks.md#torchtitan)",
             dict.fromkeys(("packing", "windows", "FSDP2", "recompute", "resume"), TITAN),
@@ -79,10 +82,27 @@ TRAINERS = (
 
 
 def added_lines(example: str) -> list[str]:
-    """What a trainer's example has that its plain twin has not, beyond the description at its head."""
-    before, after = ((ROOT / "examples" / f"{example}{twin}.py").read_text() for twin in ("_plain", ""))
-    old, new = (text[text.index("from __future__") :].splitlines() for text in (before, after))
-    return [line for line in unified_diff(old, new, n=0) if line[0] == "+" and line[1:].strip() and line[:3] != "+++"]
+    """What a trainer's example, settings included, has that its plain twin has not, beyond the description at its head."""
+    before, after = (_program(example + twin) for twin in ("_plain", ""))
+    return [
+        line for line in unified_diff(before, after, n=0) if line[0] == "+" and line[1:].strip() and line[:3] != "+++"
+    ]
+
+
+def _program(name: str) -> list[str]:
+    """The lines of an example after its description, and those of its settings where it has a file of them."""
+    script = ROOT / "examples" / f"{name}.py"
+    settings, text = script.with_suffix(".yaml"), script.read_text()
+    lines = text[text.index("from __future__") :].splitlines()
+    return lines + (settings.read_text().splitlines() if settings.exists() else [])
+
+
+def tested_version(package: str) -> str:
+    """The version that was tested: of this environment, or the one that an environment of its own is made with."""
+    own = ROOT / "examples" / f"{package}_requirements.txt"
+    if not own.exists():
+        return version(package).partition("+")[0]
+    return next(line.partition("==")[2] for line in own.read_text().splitlines() if line.startswith(f"{package}=="))
 
 
 def table(failed: Collection[str] = ()) -> str:
@@ -96,7 +116,7 @@ def _row(trainer: Trainer, failed: Collection[str]) -> tuple[str, ...]:
     twin = (ROOT / "examples" / f"{trainer.where}_plain.py").exists()
     how = f"`examples/{trainer.where}.py`" if twin else trainer.where
     lines = str(len(added_lines(trainer.where))) if twin else ""
-    tested = f"{trainer.package} {version(trainer.package).partition('+')[0]}"
+    tested = f"{trainer.package} {tested_version(trainer.package)}"
     cells = (_cell(trainer, column, failed) for column in COLUMNS)
     return (trainer.name, tested, how, lines, *cells, trainer.else_refused)
 
