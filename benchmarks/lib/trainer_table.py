@@ -82,27 +82,10 @@ TRAINERS = (
 
 
 def added_lines(example: str) -> list[str]:
-    """What a trainer's example, settings included, has that its plain twin has not, beyond the description at its head."""
-    before, after = (_program(example + twin) for twin in ("_plain", ""))
-    return [
-        line for line in unified_diff(before, after, n=0) if line[0] == "+" and line[1:].strip() and line[:3] != "+++"
-    ]
-
-
-def _program(name: str) -> list[str]:
-    """The lines of an example after its description, and those of its settings where it has a file of them."""
-    script = ROOT / "examples" / f"{name}.py"
-    settings, text = script.with_suffix(".yaml"), script.read_text()
-    lines = text[text.index("from __future__") :].splitlines()
-    return lines + (settings.read_text().splitlines() if settings.exists() else [])
-
-
-def tested_version(package: str) -> str:
-    """The version that was tested: of this environment, or the one that an environment of its own is made with."""
-    own = ROOT / "examples" / f"{package}_requirements.txt"
-    if not own.exists():
-        return version(package).partition("+")[0]
-    return next(line.partition("==")[2] for line in own.read_text().splitlines() if line.startswith(f"{package}=="))
+    """What a trainer's example has that its plain twin has not, beyond the description at its head."""
+    before, after = ((ROOT / "examples" / f"{example}{twin}.py").read_text() for twin in ("_plain", ""))
+    old, new = (text[text.index("from __future__") :].splitlines() for text in (before, after))
+    return [line for line in unified_diff(old, new, n=0) if line[0] == "+" and line[1:].strip() and line[:3] != "+++"]
 
 
 def table(failed: Collection[str] = ()) -> str:
@@ -116,7 +99,7 @@ def _row(trainer: Trainer, failed: Collection[str]) -> tuple[str, ...]:
     twin = (ROOT / "examples" / f"{trainer.where}_plain.py").exists()
     how = f"`examples/{trainer.where}.py`" if twin else trainer.where
     lines = str(len(added_lines(trainer.where))) if twin else ""
-    tested = f"{trainer.package} {tested_version(trainer.package)}"
+    tested = f"{trainer.package} {version(trainer.package).partition('+')[0]}"
     cells = (_cell(trainer, column, failed) for column in COLUMNS)
     return (trainer.name, tested, how, lines, *cells, trainer.else_refused)
 
