@@ -15,6 +15,7 @@ from flexcp.cli.shared.batches import MaybeMask
 from flexcp.cli.shared.model_and_cluster_options import ClusterOptions, ModelOptions
 from flexcp.cli.shared.parallel import ParallelOptions
 from flexcp.cli.shared.progress import compiling
+from flexcp.cli.shared.step_options import StepOptions
 
 if TYPE_CHECKING:
     from flexcp.compare.advice import Advice, Answer
@@ -63,6 +64,7 @@ def advise(
     described: ModelOptions,
     place: ClusterOptions,
     parallel: ParallelOptions,
+    beside: StepOptions,
     max_tokens_per_rank: Cap = 32_768,
     mask: MaybeMask = None,
     tokens_per_step: StepTokens = None,
@@ -108,7 +110,12 @@ def advise(
     assert divided.preset is not None
     preset, where = divided.preset, divided.topology.cluster
     whole = tokens_per_step or batch_tokens(max_tokens_per_rank, where.ranks)
-    asked = Question(preset, where, rule, known.cost, max_tokens_per_rank, whole, today, parallel.tp, divided.words)
+    step = beside.training(preset, parallel.tp)
+    assert step is not None
+    asked = Question(
+        preset, where, rule, known.cost, max_tokens_per_rank, whole, today, parallel.tp, divided.words,
+        sync=step.sync, overlap_permille=step.overlap_permille,
+    )  # fmt: skip
     trees = read_trees(Path(lengths.removeprefix("@")))
     if trees is not None:
         with compiling("planning trees") as progress:
