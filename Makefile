@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start hundreds of Python processes: bytecode is kept whatever the environment says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test tests loops kernels lint docs screenshots verify-all planning trees simulator-speed training-thread auto groups regimes memory multimodal models experiments papers published trainers box kernel-fit hypergraph properties data fuzz fuzz-plans fuzz-readers mutants planted soak clean
+.PHONY: demo test tests loops kernels lint docs screenshots verify-all planning trees simulator-speed training-thread auto groups regimes memory multimodal models experiments papers published trainers box kernel-fit hypergraph properties data fuzz fuzz-plans fuzz-readers families mutants planted soak clean
 
 demo: .venv/ready
 	$(BIN)/flexcp demo
@@ -128,6 +128,10 @@ fuzz: .venv/ready
 # 50,000 changed files of every kind that a user can hand over.
 fuzz-readers: .venv/ready
 	$(BIN)/python benchmarks/fuzz_readers.py
+
+# Every change of a config.json with every family of models, read and compared with a small model of Transformers; minutes.
+families: .venv/ready
+	$(BIN)/python -m pytest tests/models/test_families.py tests/models/test_text_parts.py --all-changes
 
 # 200 automatically made mutants of the sources, and how many of them the tests notice; writes docs/results/mutants.md.
 mutants: .venv/ready

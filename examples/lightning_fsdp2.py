@@ -48,26 +48,38 @@ class Module(LightningModule):
         self.print(f"step {len(self.logged)} loss {float(mean):.6f}")
         return loss
 
+    def validation_step(self, batch: dict[str, Any]) -> None:
+        loss = self.model(**prepared(batch, self.planner, gradients="averaged")).loss
+        self.log("eval_loss", loss, batch_size=1, sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        self.logged.append({"eval_loss": float(self.trainer.callback_metrics["eval_loss"])})
+        self.print(f"evaluation loss {self.logged[-1]['eval_loss']:.6f}")
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+
+
+def loader(texts: list[str]) -> DataLoader[Any]:
+    words = made_text.tokenizer()
+    documents = [words(text) for text in texts]
+    dealt = DistributedSampler(documents, RANKS, int(os.environ.get("RANK", 0)), shuffle=False)
+    return DataLoader(documents, 8 // RANKS, sampler=dealt, collate_fn=DataCollatorWithFlattening())
 
 
 def main() -> list[dict[str, float]]:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
-    words, texts = made_text.tokenizer(), made_text.prompts(200)["prompt"]
-    documents = [words(text) for text in texts]
-    dealt = DistributedSampler(documents, RANKS, int(os.environ.get("RANK", 0)), shuffle=False)
-    loader = DataLoader(documents, 8 // RANKS, sampler=dealt, collate_fn=DataCollatorWithFlattening())
+    training, held_out = loader(made_text.prompts(200)["prompt"]), loader(made_text.prompts(32, seed=1)["prompt"])
     sharded = ModelParallelStrategy(data_parallel_size=RANKS, tensor_parallel_size=1)
     trainer = Trainer(
         accelerator="cpu", devices=RANKS, strategy=sharded if RANKS > 1 else "auto", max_steps=options.steps, logger=False,
-        use_distributed_sampler=False,
+        use_distributed_sampler=False, val_check_interval=options.steps, check_val_every_n_epoch=None, num_sanity_val_steps=0,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     module = Module()
-    trainer.fit(module, loader)
+    trainer.fit(module, training, held_out)
     return module.logged
 
 

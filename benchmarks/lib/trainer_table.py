@@ -22,6 +22,7 @@ TRAINER = "test_huggingface_trainer.py::test_the_trainer_trains_as_without_flexc
 REFUSALS = "test_huggingface_trainer.py::test_what_would_make_another_loss_is_refused"
 TITAN = "test_torchtitan.py::test_torchtitans_trainer_trains_the_same_model"
 TITAN_REFUSALS = "test_torchtitan.py::test_what_torchtitan_would_do_otherwise_is_refused"
+RESUMES = "test_trainer_resumes.py::test_a_run_goes_on_in_the_middle_of_an_epoch"
 LEAKS = "test_leaks.py::test_a_changed_document_changes_its_own_positions_alone"
 MEGATRON = "test_megatron.py::test_five_steps_equal_stock_megatron"
 
@@ -51,11 +52,13 @@ TRAINERS = (
              "FSDP2": "test_huggingface_trainer.py::test_under_fsdp2_the_trainer_trains_as_under_ddp",
              "resume": "test_huggingface_trainer.py::test_a_run_goes_on_in_the_middle_of_an_epoch"},
             {"TP": REFUSALS}, "`cp_size` and `sp_size` above 1, `average_tokens_across_devices=False`"),
-    Trainer("TRL `SFTTrainer`", "trl", "trl_sft", {"packing": EXAMPLES, "evaluation": EXAMPLES}, {"TP": REFUSALS},
+    Trainer("TRL `SFTTrainer`", "trl", "trl_sft",
+            {"packing": EXAMPLES, "resume": RESUMES, "evaluation": EXAMPLES}, {"TP": REFUSALS},
             "packing without positions, images, prompt learning"),
     Trainer("TRL `DPOTrainer`", "trl", "trl_dpo", {"evaluation": EXAMPLES}, {"TP": REFUSALS}, "images"),
     Trainer("TRL `GRPOTrainer`", "trl", "trl_grpo", {}, {"TP": REFUSALS}, "continuous batching"),
-    Trainer("Lightning", "lightning", "lightning_fsdp2", {"packing": EXAMPLES, "FSDP2": EXAMPLES}, {}, ""),
+    Trainer("Lightning", "lightning", "lightning_fsdp2",
+            {"packing": EXAMPLES, "FSDP2": EXAMPLES, "resume": RESUMES, "evaluation": EXAMPLES}, {}, ""),
     Trainer("an RL loop of your own", "torch", "rl_loop", {"packing": EXAMPLES}, {}, "a rank without any rollout"),
     Trainer("torchtitan", "torchtitan", "[its section](frameworks.md#torchtitan)",
             dict.fromkeys(("packing", "windows", "FSDP2", "recompute", "resume"), TITAN),

@@ -286,6 +286,16 @@ def test_leaves_count_no_references(source: Path) -> None:
     assert not leaf.targetoptions["_nrt"]
 
 
+def test_inlined_functions_are_compiled_and_kept_with_their_callers_only(
+    source: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source.write_text(LEAVES.replace("compiled_leaf", "compiled_inline"))
+    assert records(caplog, source) == ["compiling compiled_small.total"]
+    assert records(caplog, source) == []
+    source.write_text(source.read_text().replace("* by", "* by * 1"))
+    assert records(caplog, source) == ["compiling compiled_small.total"], "a change in one is a change in its callers"
+
+
 # --- other users and processes --------------------------------------------------------------------------------------------
 
 PROCESS = """

@@ -505,3 +505,17 @@ def test_a_gain_says_what_it_is_over(tmp_path: Path) -> None:
         assert f"{found['baseline']}, takes" in text and f"times the speed of {static['strategy']}" in text
         assert f"deals documents to its groups by load instead, {by_load['strategy']}, takes" in text
     assert advice(str(file), *words, "8k", "--today", "dp")["baseline"] == "dp, what you use today"
+
+
+def test_gradient_sync_is_that_of_the_options(tmp_path: Path) -> None:
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("700\n300\n500\n200\n" * 4)
+    words = ["advise", str(lengths), "--model", "llama3-8b", "--cluster", "h100:1x2", "--max-tokens-per-rank", "4k"]
+    shown = {
+        more: re.search(r"exposed gradient sync (\d+) %", " ".join(invoke(*words, *more).stdout.split()))
+        for more in (("--sync", "none"), ("--sync", "allreduce", "--overlap", "0"), ("--sync", "allreduce"))
+    }
+    none, exposed, hidden = (int(found[1]) for found in shown.values() if found is not None)
+    assert none == 0 < exposed and hidden <= exposed
+    with pytest.raises(ValueError, match="--sync is fsdp, allreduce, none; got 'nope'"):
+        invoke(*words, "--sync", "nope")

@@ -311,3 +311,18 @@ def test_stages_and_experts_are_divided_or_refused() -> None:
         (["--model", "llama3-8b", "--tp", "5"], "tp=5 does not divide"),
     ):
         assert says in str(run(*words, *more).exception)
+
+
+def test_bars_say_of_which_mask_they_are(tmp_path: Path) -> None:
+    sizes = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "hidden_size": 96,
+        "num_hidden_layers": 2,
+    }
+    sizes |= {"intermediate_size": 192, "vocab_size": 80, "sliding_window": 64}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma2", **sizes}))
+    words = ["simulate", "--lengths", "300,200", "--ranks", "2", "--strategy", "dp", "--model", str(tmp_path)]
+    assert "one layer of the mask 'full', the first of 2 (# computes, . waits)" in run(*words).output
+    assert "the first of" not in run("simulate", *SMALL, "--strategy", "zigzag").output

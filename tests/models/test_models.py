@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from flexcp.masks import causal, full, window
-from flexcp.models.config import EVEN_HEADS, MULTI_HEAD, SWITCHED, TIED, WINDOWED, WITHOUT_WINDOWS
 from flexcp.models.find import PRESETS, find_model, make_model
 from flexcp.models.preset import Preset
 from flexcp.shape import Shape
@@ -22,7 +21,8 @@ LLAMA = {
 }  # fmt: skip
 QWEN = LLAMA | {"model_type": "qwen2", "sliding_window": 131072, "max_window_layers": 28, "use_sliding_window": False}
 BARE_QWEN = LLAMA | {"model_type": "qwen2"}
-MOE = LLAMA | {"num_experts": 8, "num_experts_per_tok": 2}
+MINISTRAL = LLAMA | {"model_type": "ministral", "head_dim": 128}
+MOE = LLAMA | {"model_type": "qwen3_moe", "moe_intermediate_size": 768, "num_experts": 8, "num_experts_per_tok": 2}
 
 
 def written(folder: Path, values: Any) -> Path:
@@ -59,7 +59,7 @@ def test_a_file_and_its_folder_are_the_preset_of_the_same_sizes(tmp_path: Path) 
             {"full": (causal(), 5), "window": (window(1023), 29)},
         ),
         (
-            LLAMA | {"num_hidden_layers": 2, "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"]},
+            MINISTRAL | {"num_hidden_layers": 2, "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"]},
             {"full": (causal(), 1), "window": (window(127), 1)},
         ),
     ],
@@ -78,7 +78,7 @@ def test_experts_and_older_names(tmp_path: Path) -> None:
     })  # fmt: skip
     assert qwen3.parameters == PRESETS["qwen3-30b-a3b"].parameters
     assert qwen3.shape == Shape(32, 4, 128, 128)
-    mixtral = read(tmp_path, LLAMA | {"num_local_experts": 8, "num_experts_per_tok": 2})
+    mixtral = read(tmp_path, LLAMA | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2})
     assert (mixtral.model.feed_forward, mixtral.model.experts_active, mixtral.experts) == (14_336, 2, 8)
     shared = {
         "num_experts": 60,
@@ -86,15 +86,13 @@ def test_experts_and_older_names(tmp_path: Path) -> None:
         "moe_intermediate_size": 1408,
         "shared_expert_intermediate_size": 5632,
     }
-    assert read(tmp_path, LLAMA | shared).model.experts_active == 8
+    assert read(tmp_path, LLAMA | shared | {"model_type": "qwen2_moe"}).model.experts_active == 8
     gpt2 = read(tmp_path, {"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12, "vocab_size": 50257})
     assert (gpt2.shape.head_dim, gpt2.model.feed_forward) == (64, 2048)
     assert gpt2.parameters == pytest.approx(124e6, rel=0.02), "its head and embedding are one matrix"
 
 
-def test_missing_heads_are_those_that_transformers_fills_in_or_refused(tmp_path: Path) -> None:
-    """Every family of decoders that Transformers knows and derives its heads, and some with defaults of their own."""
-    transformers = pytest.importorskip("transformers")
+def test_a_field_with_a_default_of_its_family_is_asked_for(tmp_path: Path) -> None:
     given = {
         "num_attention_heads": 6,
         "hidden_size": 288,
@@ -102,30 +100,18 @@ def test_missing_heads_are_those_that_transformers_fills_in_or_refused(tmp_path:
         "vocab_size": 99,
         "intermediate_size": 64,
     }
-    known = set(transformers.CONFIG_MAPPING)
-    for family in sorted((EVEN_HEADS & known) - {"bloom", "dbrx", "mpt", "qwen2_vl", "qwen2_5_vl"}):
-        config = transformers.AutoConfig.for_model(family, num_attention_heads=6, hidden_size=288)
-        if family in MULTI_HEAD and family != "gpt_bigcode":
-            assert (getattr(config, "num_key_value_heads", None) or 6) == 6, family
-        assert (getattr(config, "head_dim", None) or 48) == 48, family
-    for family in sorted((EVEN_HEADS | WINDOWED | {"qwen3", "gemma"}) & known - {"qwen2_vl", "qwen2_5_vl"}):
-        config = transformers.AutoConfig.for_model(family)
-        assert (family in TIED) == bool(getattr(config, "tie_word_embeddings", False)), family
-        assert (family in SWITCHED) == hasattr(config, "use_sliding_window"), family
-    for family in sorted(WITHOUT_WINDOWS & known):
-        assert not hasattr(transformers.AutoConfig.for_model(family), "sliding_window"), family
-    for family in sorted(WINDOWED):
-        assert transformers.AutoConfig.for_model(family).sliding_window, family
-        with pytest.raises(ValueError, match="have a window by default"):
-            read(tmp_path, given | {"model_type": family, "num_key_value_heads": 2, "head_dim": 64})
     for family, missing in (
         ("mistral", "num_key_value_heads"),
         ("gemma2", "head_dim"),
         ("qwen2", "num_key_value_heads"),
     ):
-        whole = given | {"model_type": family, "num_key_value_heads": 2, "head_dim": 64, "sliding_window": None}
+        whole = (
+            given
+            | {"model_type": family, "num_key_value_heads": 2, "head_dim": 64, "sliding_window": 64}
+            | {"use_sliding_window": False}
+        )
         assert read(tmp_path, whole).shape.kv_heads == 2
-        with pytest.raises(ValueError, match=f"has no {missing}, and models of the type '{family}' may have a default"):
+        with pytest.raises(ValueError, match=f"has no {missing}, and models of the type '{family}' have a default"):
             read(tmp_path, {name: value for name, value in whole.items() if name != missing})
 
 
@@ -171,7 +157,11 @@ def _cluster() -> Any:
         (json.dumps(LLAMA | {"kv_lora_rank": 512}), ["multi-latent attention", "--kv-heads"]),
         (json.dumps(LLAMA | {"layer_types": ["linear_attention"] * 32}), ["layers of kind linear_attention"]),
         (json.dumps(LLAMA | {"layer_types": ["full_attention"]}), ["layer_types", "32 layers"]),
-        (json.dumps(LLAMA | {"layer_types": ["sliding_attention"] * 32}), ["32 window layers but no sliding_window"]),
+        (json.dumps(LLAMA | {"layer_types": ["sliding_attention"] * 32}), ["layer_types, which models of the type 'llama' do not read"]),
+        (json.dumps(LLAMA | {"num_experts": 8}), ["num_experts 8", "do not read"]),
+        (json.dumps(LLAMA | {"model_type": "bloom"}), ["'bloom'", "ALiBi"]),
+        (json.dumps(LLAMA | {"model_type": "mamba"}), ["'mamba'", "softmax"]),
+        (json.dumps(LLAMA | {"model_type": "novel"}), ["'novel'", "not known here", "--heads"]),
     ],
 )  # fmt: skip
 def test_a_bad_file_is_one_line_with_its_name(tmp_path: Path, content: str, words: list[str]) -> None:

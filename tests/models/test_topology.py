@@ -111,6 +111,10 @@ def test_heads_layers_and_experts_that_do_not_divide_are_refused() -> None:
         topology(EIGHT, Shape(48, 6, 128, 128), tp=8)
     with pytest.raises(ValueError, match=re.escape("pp=3 does not divide the 32 layers of llama3-8b")):
         divided_preset(LLAMA, pp=3)
+    # Degrees that are named divide the GPUs and the layers: eight stages of 28 layers are not equal.
+    for pp in (3, 8):
+        with pytest.raises(ValueError, match=re.escape("[1, 2, 4]")):
+            topology(EIGHT, LLAMA.shape, replace(LLAMA.model, layers=28), pp=pp)
     with pytest.raises(ValueError, match="llama3-8b has no experts; leave ep out"):
         divided_preset(LLAMA, ep=2)
     with pytest.raises(ValueError, match="ep=3 does not divide the 128 experts of qwen3-30b-a3b"):

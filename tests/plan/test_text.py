@@ -143,3 +143,9 @@ def test_a_log_line_with_a_plan_is_one_line() -> None:
 )
 def test_sizes_for_people(count: float, expected: str) -> None:
     assert size(count) == expected
+
+
+def test_bytes_are_those_of_the_first_mask_where_there_are_several() -> None:
+    masks = {"full": (flexcp.causal(), 1), "near": (flexcp.window(3), 2)}
+    assert str(plan_for([16, 8], 2, masks=masks)).endswith("bytes are of one layer of the mask 'full', the first of 2")
+    assert "the first of" not in str(plan_for([16, 8], 2))

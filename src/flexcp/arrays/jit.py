@@ -58,6 +58,15 @@ def compiled_leaf(function: Loop) -> Loop:
     return _compiled(function, _nrt=False, forceinline=True)
 
 
+def compiled_inline(function: Loop) -> Loop:
+    """A function that becomes part of whatever loop calls it before that one is compiled, and is never compiled by itself.
+
+    For the parts that a long loop is written in, each called in few places: a leaf of leaves is compiled once more for every level. Inside
+    a leaf, as it has the caller's options.
+    """
+    return _compiled(function, inline="always")
+
+
 def compiled_fused(function: Loop) -> Loop:
     """Like :func:`compiled`, with a product and a sum in one instruction where the processor has that.
 

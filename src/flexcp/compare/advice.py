@@ -36,7 +36,7 @@ from flexcp.planners.request import Refused, Request
 from flexcp.planners.token_runs import user_layout
 from flexcp.schedule.predict import lower_bound
 from flexcp.simulator.passes import Rules
-from flexcp.simulator.step_parts import Training
+from flexcp.simulator.step_parts import Sync, Training
 from flexcp.simulator.training import StepTime
 
 MOST_PASSES = 3
@@ -59,6 +59,8 @@ class Question:
     tp: int = 1
     divided: str = ""
     rules: Rules = Rules()  # noqa: RUF009 - immutable
+    sync: Sync = "fsdp"
+    overlap_permille: int = 1000
 
     @property
     def micro_batches(self) -> int:
@@ -73,7 +75,7 @@ class Question:
     @property
     def training(self) -> Training:
         """The step whose time counts."""
-        return Training(self.preset, tp=self.tp)
+        return Training(self.preset, self.sync, self.overlap_permille, self.tp)
 
     @property
     def masks(self) -> dict[str, tuple[Mask, int]]:

@@ -142,12 +142,7 @@ class Loader:
         telemetry: Watcher | None = None,
         follow_speeds: int = 0,
     ) -> None:
-        for name, value in (("lookahead", lookahead), ("workers", workers)):
-            if not isinstance(value, int) or value < 0:
-                raise ValueError(f"{name} is a count of 0 or more; got {value!r}")
-        for name, value in (("budget", budget), ("max_length", budget if max_length is None else max_length)):
-            if not isinstance(value, int | np.integer):
-                raise ValueError(f"{name} is a whole number of tokens; got {value!r}")
+        _check_numbers(lookahead, workers, budget, budget if max_length is None else max_length)
         self.group = group_of(group)
         self.timeout = timedelta(seconds=timeout)
         self.peers = Peers(cpu_group if cpu_group is not None else self.group, self.timeout)
@@ -401,6 +396,15 @@ class Loader:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _check_numbers(lookahead: object, workers: object, budget: object, longest: object) -> None:
+    for name, value in (("lookahead", lookahead), ("workers", workers)):
+        if not isinstance(value, int) or value < 0:
+            raise ValueError(f"{name} is a count of 0 or more; got {value!r}")
+    for name, value in (("budget", budget), ("max_length", longest)):
+        if not isinstance(value, int | np.integer):
+            raise ValueError(f"{name} is a whole number of tokens; got {value!r}")
 
 
 def may_differ(strategy: str) -> bool:

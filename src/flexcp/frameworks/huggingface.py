@@ -82,7 +82,7 @@ def masks(
     document. Layers with a window then have the same trees in that window. Without it all documents are causal.
     """
     model = _inside(model)
-    config: PreTrainedConfig = getattr(model, "config", model)
+    config = _text_config(model)
     layers = int(config.num_hidden_layers)
     keys = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if keys else "full_attention"] * layers
@@ -112,6 +112,12 @@ def masks(
     return found
 
 
+def _text_config(model: PreTrainedModel | PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration of a model's text layers, which stands inside that of a model with images."""
+    config: PreTrainedConfig = getattr(model, "config", model)
+    return config.get_text_config()
+
+
 def _in_window(mask: MaskLike, left: int) -> MaskLike:
     if not isinstance(mask, Mask):
         return [_in_window(each, left) for each in mask]  # type: ignore[misc]
@@ -139,10 +145,13 @@ def planner(
     computes in another one.
     """
     model = _inside(model)
-    config: PreTrainedConfig = getattr(model, "config", model)
+    config = _text_config(model)
     dtype = dtype or getattr(model, "dtype", None) or getattr(config, "dtype", None) or "float32"
     heads = int(config.num_attention_heads)
-    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    # GPT-BigCode has a switch in the place of a number.
+    kv_heads = int(
+        getattr(config, "num_key_value_heads", None) or (1 if getattr(config, "multi_query", False) else heads)
+    )
     if heads % tp or kv_heads % tp:
         raise ValueError(f"{heads} query and {kv_heads} KV heads cannot be split over tp={tp} ranks")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -66,10 +66,11 @@ def topology(cluster: Cluster, shape: Shape, model: Model | None = None, *, tp: 
     _check_degree("tp", tp)
     _check_degree("pp", pp)
     if model is not None:
-        divided: Model | None = _divided_model(model, tp, pp)
+        stages = [n for n in _divisors(cluster.ranks) if _divides_cluster(cluster, n) and model.layers % n == 0]
+        divided: Model | None = _divided_model(model, tp, pp, stages)
     else:  # the model that planning assumes is made of all heads, so it must be made before they are divided
         divided = _divided_model(dense_model(shape), tp, 1) if tp > 1 else None
-    nodes, gpus = _stage(cluster, pp)
+    nodes, gpus = _stage(cluster, pp, 0 if model is None else model.layers)
     fits = [n for n in _divisors(gpus) if _divides_heads(shape, n)]
     if gpus % tp:
         where = f"{gpus} GPUs that a stage has on a node" if pp > 1 else f"{gpus} GPUs of a node"
@@ -101,17 +102,21 @@ def divided_preset(preset: Preset, *, tp: int = 1, pp: int = 1, ep: int = 1) -> 
     )
 
 
-def _stage(cluster: Cluster, pp: int) -> tuple[int, int]:
-    """(nodes of a stage, its GPUs on each)."""
+def _divides_cluster(cluster: Cluster, pp: int) -> bool:
     nodes, each = cluster.nodes, cluster.ranks_per_node
-    if nodes % pp == 0:
-        return nodes // pp, each
-    if pp % nodes == 0 and each % (pp // nodes) == 0:
-        return 1, each // (pp // nodes)
-    fits = [n for n in _divisors(cluster.ranks) if nodes % n == 0 or n % nodes == 0]
-    raise ValueError(
-        f"pp={pp} does not divide {cluster} into stages of whole nodes or of equal parts of a node; stages that do: {fits}"
-    )
+    return nodes % pp == 0 or (pp % nodes == 0 and each % (pp // nodes) == 0)
+
+
+def _stage(cluster: Cluster, pp: int, layers: int) -> tuple[int, int]:
+    """(nodes of a stage, its GPUs on each); ``layers`` are the model's, or 0, for the degrees to name."""
+    nodes, each = cluster.nodes, cluster.ranks_per_node
+    if not _divides_cluster(cluster, pp):
+        fits = [n for n in _divisors(cluster.ranks) if _divides_cluster(cluster, n) and layers % n == 0]
+        both = " and divide the layers" if layers else ""
+        raise ValueError(
+            f"pp={pp} does not divide {cluster} into stages of whole nodes or of equal parts of a node; stages that do{both}: {fits}"
+        )
+    return (nodes // pp, each) if nodes % pp == 0 else (1, each // (pp // nodes))
 
 
 def _divided_cluster(cluster: Cluster, tp: int, pp: int, nodes: int, ranks_per_node: int) -> Cluster:
@@ -138,10 +143,11 @@ def _divides_heads(shape: Shape, tp: int) -> bool:
     return shape.heads % tp == 0 and (shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0)
 
 
-def _divided_model(model: Model, tp: int, pp: int) -> Model:
+def _divided_model(model: Model, tp: int, pp: int, fits: list[int] | None = None) -> Model:
+    """``fits`` are the stages to name where ``pp`` does not divide the layers, all that do unless given."""
     if model.layers % pp:
         raise ValueError(
-            f"pp={pp} does not divide the {model.layers} layers of {model.name}; equal stages need one of {_divisors(model.layers)}"
+            f"pp={pp} does not divide the {model.layers} layers of {model.name}; equal stages need one of {fits or _divisors(model.layers)}"
         )
     return replace(model, layers=model.layers // pp, feed_forward=-(-model.feed_forward // tp))
 

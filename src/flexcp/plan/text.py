@@ -125,4 +125,8 @@ def _table(plan: Plan) -> list[str]:
         f"all   {int(tokens.sum()):>8}   imbalance: compute {imbalance(work):.3f}, tokens {imbalance(tokens):.3f}; "
         f"forward {size(forward.sum())} ({size(plan.inter_node_bytes())} between nodes), backward {size(backward.sum())}"
     )
+    if len(plan.batch.masks) > 1:
+        lines.append(
+            f"      bytes are of one layer of the mask {plan.batch.masks[0].name!r}, the first of {len(plan.batch.masks)}"
+        )
     return lines

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flexcp.arrays.jit import compiled, compiled_leaf
+from flexcp.arrays.jit import compiled, compiled_inline, compiled_leaf
 
 SLOW, ALONE, LINK = range(3)
 
@@ -44,52 +44,78 @@ def thinnest(own, rest, at_keys, there, back, home, reads, limits, shares, start
     inputs, gradients and results travel. ``limits`` are the parts of a whole, of the thinnest and of the thickest end, and the stages.
     """
     ranks = len(own)
-    whole, least, most, count = limits
     first, last = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
-    held, borders = np.zeros(ranks, np.int64), np.zeros((ranks, count + 1), np.int64)
+    held, borders = np.zeros(ranks, np.int64), np.zeros((ranks, limits[3] + 1), np.int64)
     best, best_held, best_borders = -1, held, borders
     for share in shares:
         for same in range(2):
-            for r in range(ranks):
-                # What the first end has besides hides as much of what travels.
-                left = max(there[r] - at_keys[r], 0)
-                first[r] = max(least, min(most, share * whole // 1000 * left // (rest[r] + left + 1)))
-                last[r] = 0
-                if count == 3:
-                    last[r] = max(least, min(most, share * whole // 1000 * back[r] // (rest[r] + back[r] + 1)))
+            thin_ends(first, last, rest, at_keys, there, back, limits, share)
             if same == 1:
-                thick_first, thick_last = 0, 0
-                for r in range(ranks):
-                    if reads[r]:
-                        thick_first, thick_last = max(thick_first, first[r]), max(thick_last, last[r])
-                first[:] = thick_first
-                last[:] = thick_last
-            for r in range(ranks):
-                borders[r, 1:] = whole
-                if reads[r]:
-                    borders[r, 1] = first[r]
-                    if count == 3:
-                        borders[r, 2] = whole - last[r]
+                as_thick_as_the_thickest(first, last, reads)
+            write_borders(borders, first, last, reads, limits)
             for way in range(3):
-                work, beside = np.zeros((count + 2, ranks), np.int64), np.zeros((count + 2, ranks), np.int64)
-                for r in range(ranks):
-                    there_first = there[r] * borders[r, 1] // whole
-                    back_last = home[r]
-                    if count == 3:
-                        back_last += back[r] * (whole - borders[r, 2]) // whole
-                        beside[3, r] = back[r] * borders[r, 2] // whole
-                    held[r] = held_back(own[r], there_first, back_last, way)
-                    after = own[r] * held[r] // 1000
-                    work[0, r] = own[r] - after
-                    work[1, r] = at_keys[r]
-                    for s in range(count):
-                        work[s + 1, r] += rest[r] * (borders[r, s + 1] - borders[r, s]) // whole
-                    work[count + 1 if reads[r] else 2, r] += after
-                    beside[0, r], beside[1, r], beside[count + 1, r] = there_first, there[r] - there_first, back_last
+                work, beside = lay_slots(held, borders, own, rest, at_keys, there, back, home, reads, limits, way)
                 ns = together_ns(work, beside, start, across, rows, source, target)
                 if best < 0 or ns < best:
                     best, best_held, best_borders = ns, held.copy(), borders.copy()
     return best, best_borders, best_held
+
+
+@compiled_inline
+def thin_ends(first, last, rest, at_keys, there, back, limits, share):
+    """Write how thick each rank's first and last stage are, in parts of the whole; ``share`` is per mille of what would hide all."""
+    whole, least, most, count = limits
+    for r in range(len(first)):
+        # What the first end has besides hides as much of what travels.
+        left = max(there[r] - at_keys[r], 0)
+        first[r] = max(least, min(most, share * whole // 1000 * left // (rest[r] + left + 1)))
+        last[r] = 0
+        if count == 3:
+            last[r] = max(least, min(most, share * whole // 1000 * back[r] // (rest[r] + back[r] + 1)))
+
+
+@compiled_inline
+def as_thick_as_the_thickest(first, last, reads):
+    """Make all ends as thick as the thickest of a rank that reads."""
+    thick_first, thick_last = 0, 0
+    for r in range(len(first)):
+        if reads[r]:
+            thick_first, thick_last = max(thick_first, first[r]), max(thick_last, last[r])
+    first[:] = thick_first
+    last[:] = thick_last
+
+
+@compiled_inline
+def write_borders(borders, first, last, reads, limits):
+    """Write where stages begin and end, in parts of the whole; all of it in the first for a rank that does not read."""
+    whole, _, _, count = limits
+    for r in range(len(first)):
+        borders[r, 1:] = whole
+        if reads[r]:
+            borders[r, 1] = first[r]
+            if count == 3:
+                borders[r, 2] = whole - last[r]
+
+
+@compiled_inline
+def lay_slots(held, borders, own, rest, at_keys, there, back, home, reads, limits, way):
+    """(work, what travels beside it), both ``[slot, rank]``; writes the own work that each rank holds back, by one of three ways."""
+    whole, _, _, count = limits
+    work, beside = np.zeros((count + 2, len(own)), np.int64), np.zeros((count + 2, len(own)), np.int64)
+    for r in range(len(own)):
+        there_first, back_last = there[r] * borders[r, 1] // whole, home[r]
+        if count == 3:
+            back_last += back[r] * (whole - borders[r, 2]) // whole
+            beside[3, r] = back[r] * borders[r, 2] // whole
+        held[r] = held_back(own[r], there_first, back_last, way)
+        after = own[r] * held[r] // 1000
+        work[0, r] = own[r] - after
+        work[1, r] = at_keys[r]
+        for s in range(count):
+            work[s + 1, r] += rest[r] * (borders[r, s + 1] - borders[r, s]) // whole
+        work[count + 1 if reads[r] else 2, r] += after
+        beside[0, r], beside[1, r], beside[count + 1, r] = there_first, there[r] - there_first, back_last
+    return work, beside
 
 
 @compiled_leaf

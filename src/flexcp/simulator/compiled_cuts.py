@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcp.arrays.jit import compiled, compiled_leaf
+from flexcp.arrays.jit import compiled, compiled_inline, compiled_leaf
 from flexcp.simulator.compiled_rings import band_area
 
 Ints = NDArray[np.int64]
@@ -49,16 +49,29 @@ def sum_parts(
             f, g = both[pair, QUERIES] * ranks + rank, both[pair, KEYS] * ranks + rank
             k_begin, k_end, low, high = first_key[g], first_key[g + 1], both[pair, LOW], both[pair, HIGH]
             for s in range(at, end if k_begin < k_end else at):
-                i = first_behind(queries, first_query[f], first_query[f + 1], slices[s, 0])
-                while i >= 0:
-                    i, count = add_slice(
-                        found, passed, launches, count, remembered, region, regions, slices, s, queries, i, first_query[f + 1],
-                        keys, k_begin, k_end, low, high, shelves,
-                    )  # fmt: skip
-                    if i >= 0:  # there was no more room for launches
-                        launches = np.concatenate((launches, np.empty(len(launches) + k_end - k_begin, np.int64)))
+                launches, count = add_whole_slice(
+                    found, passed, launches, count, remembered, region, regions, slices, s, queries, first_query[f], first_query[f + 1],
+                    keys, k_begin, k_end, low, high, shelves,
+                )  # fmt: skip
         at = end
     return found, launches[:count]
+
+
+@compiled_inline
+def add_whole_slice(
+    found, passed, launches, count, remembered, region, regions, slices, s, queries, q_begin, q_end, keys, k_begin, k_end,
+    low, high, shelves,
+):  # fmt: skip
+    """Count slice ``s``, with more room for launches whenever there is none left: (launches, how many are noted)."""
+    i = first_behind(queries, q_begin, q_end, slices[s, 0])
+    while i >= 0:
+        i, count = add_slice(
+            found, passed, launches, count, remembered, region, regions, slices, s, queries, i, q_end, keys, k_begin, k_end,
+            low, high, shelves,
+        )  # fmt: skip
+        if i >= 0:
+            launches = np.concatenate((launches, np.empty(len(launches) + k_end - k_begin, np.int64)))
+    return launches, count
 
 
 @compiled_leaf

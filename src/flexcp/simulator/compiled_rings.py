@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexcp.arrays.compiled_sort import stable_order
-from flexcp.arrays.jit import compiled, compiled_fused, compiled_leaf
+from flexcp.arrays.jit import compiled, compiled_fused, compiled_inline, compiled_leaf
 from flexcp.cost import TILE_ROWS
 
 Ints = NDArray[np.int64]
@@ -271,16 +271,21 @@ def sweep(runs, low, high, slices, s, seat, keys, keys_of, pairs, home_pairs, se
                 continue
             found = band_area(rows0, rows1, max(runs[j, BEGIN], k0), min(runs[j, END], k1), lo, hi)
             if found > 0:
-                of = runs[j, OWNER]
-                pairs[rank, seat[NUMBER, of]] += found
-                sees[g, seat[NUMBER, of]] = 1
-                if seat[NUMBER, of] == number:
-                    home_pairs[rank, seat[MEMBER, of]] += found
-                    at_home[g] += found
-                    if of == rank:
-                        own[g, member] += found
+                add_pairs(found, rank, g, runs[j, OWNER], seat, pairs, home_pairs, sees, at_home, own)
             j += 1
         i += 1
+
+
+@compiled_inline
+def add_pairs(found, rank, g, of, seat, pairs, home_pairs, sees, at_home, own):
+    """Pairs of rows of ``rank``, region ``g``, and keys of rank ``of``."""
+    pairs[rank, seat[NUMBER, of]] += found
+    sees[g, seat[NUMBER, of]] = 1
+    if seat[NUMBER, of] == seat[NUMBER, rank]:
+        home_pairs[rank, seat[MEMBER, of]] += found
+        at_home[g] += found
+        if of == rank:
+            own[g, seat[MEMBER, rank]] += found
 
 
 @compiled_leaf

@@ -15,6 +15,7 @@ from flexcp.cli.shared.batches import MaybeMask
 from flexcp.cli.shared.model_and_cluster_options import ClusterOptions, ModelOptions
 from flexcp.cli.shared.parallel import ParallelOptions
 from flexcp.cli.shared.progress import compiling
+from flexcp.cli.shared.step_options import StepOptions
 
 if TYPE_CHECKING:
     from flexcp.compare.advice import Advice, Answer
@@ -63,6 +64,7 @@ def advise(
     described: ModelOptions,
     place: ClusterOptions,
     parallel: ParallelOptions,
+    beside: StepOptions,
     max_tokens_per_rank: Cap = 32_768,
     mask: MaybeMask = None,
     tokens_per_step: StepTokens = None,
@@ -92,17 +94,9 @@ def advise(
     from flexcp.data.lengths import batch_tokens
     from flexcp.masks import parse_mask
     from flexcp.models.find import find_model
-    from flexcp.planners.strategies import find_strategy
     from flexcp.report.code_lines import FRAMEWORKS, Lines, code_lines
 
-    if max_tokens_per_rank < 1:
-        raise ValueError(f"--max-tokens-per-rank is at least 1; got {max_tokens_per_rank}")
-    if tokens_per_step is not None and tokens_per_step < 1:
-        raise ValueError(f"--tokens-per-step is at least 1; got {tokens_per_step}")
-    if framework != "all" and framework not in FRAMEWORKS:
-        code_lines(framework, None)  # type: ignore[arg-type]  # raises with the nearest name
-    if today is not None:
-        find_strategy(today)
+    _check(max_tokens_per_rank, tokens_per_step, framework, today)
     rule = None if mask is None else parse_mask(mask)
     if isinstance(rule, list):
         raise ValueError(f"advise takes one mask for all documents, as in causal or window:4096; {mask} gives one each")
@@ -116,7 +110,12 @@ def advise(
     assert divided.preset is not None
     preset, where = divided.preset, divided.topology.cluster
     whole = tokens_per_step or batch_tokens(max_tokens_per_rank, where.ranks)
-    asked = Question(preset, where, rule, known.cost, max_tokens_per_rank, whole, today, parallel.tp, divided.words)
+    step = beside.training(preset, parallel.tp)
+    assert step is not None
+    asked = Question(
+        preset, where, rule, known.cost, max_tokens_per_rank, whole, today, parallel.tp, divided.words,
+        sync=step.sync, overlap_permille=step.overlap_permille,
+    )  # fmt: skip
     trees = read_trees(Path(lengths.removeprefix("@")))
     if trees is not None:
         with compiling("planning trees") as progress:
@@ -140,6 +139,20 @@ def advise(
         typer.echo(json.dumps(as_data(found, code), indent=2))
         return
     typer.echo(text(found, code))
+
+
+def _check(max_tokens_per_rank: int, tokens_per_step: int | None, framework: str, today: str | None) -> None:
+    from flexcp.planners.strategies import find_strategy
+    from flexcp.report.code_lines import FRAMEWORKS, code_lines
+
+    if max_tokens_per_rank < 1:
+        raise ValueError(f"--max-tokens-per-rank is at least 1; got {max_tokens_per_rank}")
+    if tokens_per_step is not None and tokens_per_step < 1:
+        raise ValueError(f"--tokens-per-step is at least 1; got {tokens_per_step}")
+    if framework != "all" and framework not in FRAMEWORKS:
+        code_lines(framework, None)  # type: ignore[arg-type]  # raises with the nearest name
+    if today is not None:
+        find_strategy(today)
 
 
 def text(advice: Advice, code: list[tuple[str, str]]) -> str:

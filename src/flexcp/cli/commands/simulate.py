@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 Events = Annotated[
     Path | None,
-    typer.Option(callback=o.writable, help="Write one layer's timeline as JSON: rank, track, name, begin, end, bytes."),
+    typer.Option(
+        callback=o.writable,
+        help="Write the timeline of one layer of the first mask as JSON: rank, track, name, begin, end, bytes.",
+    ),
 ]
 WIDTH, MOST_RANKS = 60, 32
 
@@ -117,8 +120,10 @@ def text(found: Simulation, name: str) -> str:
             f"{step.wait_ns / 1e6:.3f}, other layers {step.linear_ns / 1e6:.3f}, exposed gradient sync {step.sync_ns / 1e6:.3f}; "
             f"{found.plan.batch.tokens / step.total_ns * 1e9:,.0f} tokens/s"
         )
+    masks = found.plan.batch.masks
+    of = f" of the mask {masks[0].name!r}, the first of {len(masks)}" if len(masks) > 1 else ""
     for one in found.passes[0]:
-        lines += ["", f"{one.model.name}, one layer (# computes, . waits):", *_bars(one)]
+        lines += ["", f"{one.model.name}, one layer{of} (# computes, . waits):", *_bars(one)]
     return "\n".join(lines)
 
 

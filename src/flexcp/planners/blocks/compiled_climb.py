@@ -8,25 +8,92 @@ bin over a limit (or, if it is over already, further over). Sweeps over all item
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 
-from flexcp.arrays.jit import compiled, compiled_leaf
+from flexcp.arrays.jit import compiled, compiled_inline, compiled_leaf
 from flexcp.planners.blocks.compiled_shared import (
     BIN,
     DOC,
     HI,
     LO,
     LOAD,
+    Bins,
+    Item,
+    Ruler,
+    Table,
     bin_cost,
     chains,
     cost_change,
+    cost_now,
+    filled,
     head_within,
+    item_at,
     load_of,
-    most_spans,
+    pass_on,
     tail_within,
     tried_items,
+    with_chains,
     write_item,
 )
+
+TAIL, HEAD = range(2)
+"""Ends of an item: its last rows, its first."""
+WHOLE_FOR_WHOLE, WHOLE_FOR_TAIL, WHOLE_FOR_HEAD, TAIL_FOR_WHOLE, HEAD_FOR_WHOLE = range(5)
+"""Exchanges: what an item gives, and what it gets for that of an item in the other bin."""
+
+
+class Search(NamedTuple):
+    """What a sweep works on. The items of bin b are the list from ``lists[0, b]`` on, ``lists[1, i]`` is the one after i, -1 the end.
+
+    ``seen[b]`` is the last item that bin b was looked at for, ``changed[b]`` the last sweep that moved rows of bin b.
+    """
+
+    table: Table
+    lists: Any
+    bins: Bins
+    ruler: Ruler
+    seen: Any
+    changed: Any
+
+
+class Move(NamedTuple):
+    """Rows ``lo..hi`` of an item go to bin ``to``, for rows ``back_lo..back_hi`` of the item ``back`` there, or for nothing (-1).
+
+    ``change`` is by how much the keys change that the two bins fetch.
+    """
+
+    change: int
+    to: int
+    lo: int
+    hi: int
+    back: int
+    back_lo: int
+    back_hi: int
+
+
+class Leaving(NamedTuple):
+    """Keys that an item's bin fetches of its document, and how that changes when the item, a little of its tail or of its head leaves."""
+
+    here: int
+    whole: int
+    tail: int
+    head: int
+
+
+class Visit(NamedTuple):
+    """An item beside another bin: keys that its own bin and the other fetch of its document, and how these change when the item, a little
+    of its tail or of its head goes there, whatever the limits."""
+
+    number: int
+    item: Item
+    to: int
+    here: int
+    there: int
+    whole: int
+    tail: int
+    head: int
 
 
 @compiled_leaf
@@ -98,160 +165,220 @@ def climb(items, n, bins, ruler, cap_load, cap_rows, reads, sweeps):
 
     For each item: all of it, or as much of either end as fits, to another bin; or all of it, or an end, against an item or an end there.
     """
-    grain = ruler.grain
-    load, rows = np.zeros(bins, np.int64), np.zeros(bins, np.int64)
-    for i in range(n):
-        load[items[i, BIN]] += items[i, LOAD]
-        rows[items[i, BIN]] += items[i, HI] - items[i, LO]
-    most = most_spans(reads)
-    ranges = np.zeros((len(items) + 3, 2), np.int64)
-    spans = np.zeros(((len(items) + 3) * most, 2), np.int64)
-    changed, ends, short = np.zeros(bins, np.int64), np.zeros(2, np.int64), np.zeros(2, np.int64)
-    steps = 0
+    held, changed, tried = filled(items, n, cap_load, cap_rows), np.zeros(bins, np.int64), 0
     for sweep in range(sweeps):
         n = joined(items, n, len(reads.thin))
-        chain = chains(items, n, len(reads.thin))
-        lists = np.full((2, max(bins, len(items))), -1, np.int64)
-        tried, count = tried_items(items, n, chain, bins)
+        table, lists = with_chains(items, n, reads), np.full((2, max(bins, len(items))), -1, np.int64)
+        listed, count = tried_items(items, n, table.chain, bins)
         for at in range(count - 1, -1, -1):
-            i = tried[at]
+            i = listed[at]
             lists[1, i], lists[0, items[i, BIN]] = lists[0, items[i, BIN]], i
-        seen = np.full(bins, -1, np.int64)
-        improved = False
-        for i in range(n):
-            a, d, lo, hi = items[i, BIN], items[i, DOC], items[i, LO], items[i, HI]
-            if a < 0 or n + 2 >= len(items):
-                continue
-            here = -1
-            best, best_b, best_x, best_y, best_j, best_u, best_v = 0, -1, 0, 0, -1, 0, 0
-            other = chain[0, d]
-            seen[a] = i
-            while other >= 0:
-                b = items[other, BIN]
-                other = chain[1, other]
-                if b < 0 or seen[b] == i:
-                    continue
-                seen[b] = i
-                if changed[a] < sweep - 1 and changed[b] < sweep - 1:
-                    continue  # nothing new since the last sweep
-                if here < 0:
-                    here = bin_cost(items, chain, a, d, -1, 0, 0, 0, 0, reads, ranges, spans)
-                    without = bin_cost(items, chain, a, d, i, 0, 0, 0, 0, reads, ranges, spans) - here
-                    x, y = max(lo, hi - grain), min(hi, lo + grain)
-                    short[0] = bin_cost(items, chain, a, d, i, lo, x, 0, 0, reads, ranges, spans) - here
-                    short[1] = bin_cost(items, chain, a, d, i, y, hi, 0, 0, reads, ranges, spans) - here
-                there = bin_cost(items, chain, b, d, -1, 0, 0, 0, 0, reads, ranges, spans)
-                room_load, room_rows = max(cap_load[b] - load[b], 0), max(cap_rows[b] - rows[b], 0)
-                whole = without + bin_cost(items, chain, b, d, -1, lo, hi, 0, 0, reads, ranges, spans) - there
-                if items[i, LOAD] <= room_load and hi - lo <= room_rows:
-                    if whole < best:
-                        best, best_b, best_x, best_y, best_j = whole, b, lo, hi, -1
-                    continue
-                # As much of either end as fits. An end that saves nothing when a little of it moves will not do so when more does.
-                for end in range(2):
-                    x, y = (lo, min(hi, lo + grain)) if end else (max(lo, hi - grain), hi)
-                    ends[end] = short[end] + bin_cost(items, chain, b, d, -1, x, y, 0, 0, reads, ranges, spans) - there
-                    if ends[end] >= 0:
-                        continue
-                    x, y = lo, hi
-                    if end == 0:
-                        x = max(tail_within(ruler, d, lo, hi, room_load), hi - room_rows // grain * grain)
-                    else:
-                        y = min(head_within(ruler, d, lo, hi, room_load), lo + room_rows // grain * grain)
-                    if x >= y:
-                        continue
-                    r0, r1 = (lo, x) if end == 0 else (y, hi)
-                    change = bin_cost(items, chain, a, d, i, r0, r1, 0, 0, reads, ranges, spans) - here
-                    change += bin_cost(items, chain, b, d, -1, x, y, 0, 0, reads, ranges, spans) - there
-                    if change < best:
-                        best, best_b, best_x, best_y, best_j = change, b, x, y, -1
-                # Against rows of b. What rows of another document save is found when they are looked at.
-                foreign = whole < 0 or ends[0] < 0 or ends[1] < 0
-                j = lists[0, b]
-                while j >= 0:
-                    steps += 1
-                    e, p, q = items[j, DOC], items[j, LO], items[j, HI]
-                    for kind in range(5 if d == e or foreign else 0):
-                        # 0: i for j; 1, 2: i for the tail, the head of j; 3, 4: the tail, the head of i for j.
-                        x, y, u, v = lo, hi, p, q
-                        if kind < 3 and d != e and whole >= 0:
-                            continue
-                        if kind == 1 or kind == 2:
-                            # At least what b must give, at most what a can take.
-                            give_load = load[b] + items[i, LOAD] - max(cap_load[b], load[b])
-                            give_rows = rows[b] + (hi - lo) - max(cap_rows[b], rows[b])
-                            if kind == 1:
-                                u = q if give_load <= 0 else tail_within(ruler, e, p, q, give_load) - grain
-                                u = min(u, q - give_rows) // grain * grain
-                                if u <= p:
-                                    continue
-                            else:
-                                v = p if give_load <= 0 else head_within(ruler, e, p, q, give_load) + grain
-                                v = (max(v, p + give_rows) + grain - 1) // grain * grain
-                                if v >= q:
-                                    continue
-                        elif kind >= 3:
-                            if ends[kind - 3] >= 0:
-                                continue
-                            give_load = load[a] + items[j, LOAD] - max(cap_load[a], load[a])
-                            give_rows = rows[a] + (q - p) - max(cap_rows[a], rows[a])
-                            if kind == 3:
-                                x = hi if give_load <= 0 else tail_within(ruler, d, lo, hi, give_load) - grain
-                                x = min(x, hi - give_rows) // grain * grain
-                                if x <= lo:
-                                    continue
-                            else:
-                                y = lo if give_load <= 0 else head_within(ruler, d, lo, hi, give_load) + grain
-                                y = (max(y, lo + give_rows) + grain - 1) // grain * grain
-                                if y >= hi:
-                                    continue
-                        if x >= y or u >= v:
-                            continue
-                        out = items[i, LOAD] if kind < 3 else load_of(ruler, d, x, y)
-                        back = load_of(ruler, e, u, v) if kind == 1 or kind == 2 else items[j, LOAD]
-                        net_load, net_rows = out - back, (y - x) - (v - u)
-                        if net_load > 0 and load[b] + net_load > cap_load[b]:
-                            continue
-                        if net_load < 0 and load[a] - net_load > cap_load[a]:
-                            continue
-                        if net_rows > 0 and rows[b] + net_rows > cap_rows[b]:
-                            continue
-                        if net_rows < 0 and rows[a] - net_rows > cap_rows[a]:
-                            continue
-                        r0, r1 = (lo, x) if x > lo else (y, hi)
-                        s0, s1 = (p, u) if u > p else (v, q)
-                        if d == e:
-                            change = bin_cost(items, chain, a, d, i, r0, r1, u, v, reads, ranges, spans) - here
-                            change += bin_cost(items, chain, b, d, j, s0, s1, x, y, reads, ranges, spans) - there
-                        else:
-                            if kind < 3:
-                                change = whole
-                            else:
-                                change = bin_cost(items, chain, a, d, i, r0, r1, 0, 0, reads, ranges, spans) - here
-                                change += bin_cost(items, chain, b, d, -1, x, y, 0, 0, reads, ranges, spans) - there
-                            if change >= 0 and kind > 0:
-                                continue
-                            change += cost_change(items, chain, b, e, j, s0, s1, reads, ranges, spans)
-                            if change >= best:
-                                continue
-                            change += cost_change(items, chain, a, e, -1, u, v, reads, ranges, spans)
-                        if change < best:
-                            best, best_b, best_x, best_y, best_j, best_u, best_v = change, b, x, y, j, u, v
-                    j = lists[1, j]
-            if best_b < 0:
-                continue
-            improved = True
-            b, j = best_b, best_j
-            changed[a], changed[b] = sweep, sweep
-            part, length = load_of(ruler, d, best_x, best_y), best_y - best_x
-            out, n = detach(items, n, chain, lists, i, best_x, best_y, part)
-            load[a], load[b], rows[a], rows[b] = load[a] - part, load[b] + part, rows[a] - length, rows[b] + length
-            if j >= 0:
-                part, length = load_of(ruler, items[j, DOC], best_u, best_v), best_v - best_u
-                back, n = detach(items, n, chain, lists, j, best_u, best_v, part)
-                load[a], load[b], rows[a], rows[b] = load[a] + part, load[b] - part, rows[a] + length, rows[b] - length
-                attach(items, chain, lists, back, a)
-            attach(items, chain, lists, out, b)
-        if not improved:
+        search = Search(table, lists, held, ruler, np.full(bins, -1, np.int64), changed)
+        n, moves, more = sweep_items(search, n, sweep)
+        tried += more
+        if moves == 0:
             break
-    return joined(items, n, len(reads.thin)), steps
+    return joined(items, n, len(reads.thin)), tried
+
+
+@compiled_leaf
+def sweep_items(search, n, sweep):
+    """Look at every item once, and do what saves most for it; (item count, moves, pairs tried)."""
+    items, moves, tried = search.table.items, 0, 0
+    for i in range(n):
+        if items[i, BIN] < 0 or n + 2 >= len(items):
+            continue
+        best, more = best_move(search, i, sweep)
+        tried += more
+        if best.to >= 0:
+            search.changed[items[i, BIN]] = search.changed[best.to] = sweep
+            n = carry_out(search, n, i, best)
+            moves += 1
+    return n, moves, tried
+
+
+@compiled_inline
+def carry_out(search, n, i, move):
+    """Do a move of item ``i``; the item count."""
+    items, chain, lists = search.table.items, search.table.chain, search.lists
+    home, part = items[i, BIN], load_of(search.ruler, items[i, DOC], move.lo, move.hi)
+    out, n = detach(items, n, chain, lists, i, move.lo, move.hi, part)
+    pass_on(search.bins, home, move.to, part, move.hi - move.lo)
+    if move.back >= 0:
+        part = load_of(search.ruler, items[move.back, DOC], move.back_lo, move.back_hi)
+        back, n = detach(items, n, chain, lists, move.back, move.back_lo, move.back_hi, part)
+        pass_on(search.bins, move.to, home, part, move.back_hi - move.back_lo)
+        attach(items, chain, lists, back, home)
+    attach(items, chain, lists, out, move.to)
+    return n
+
+
+@compiled_inline
+def better(best, move):
+    """The move that saves more keys, the first of two equal ones."""
+    return move if move.change < best.change else best
+
+
+@compiled_inline
+def best_move(search, i, sweep):
+    """The move of item ``i`` that saves most, to bin -1 where none saves anything; and how many items were tried against it."""
+    items, chain, seen, changed = search.table.items, search.table.chain, search.seen, search.changed
+    item, tried = item_at(items, i), 0
+    best, leaving = Move(0, -1, 0, 0, -1, 0, 0), Leaving(-1, 0, 0, 0)
+    seen[item.bin] = i
+    other = chain[0, item.doc]
+    while other >= 0:
+        to = items[other, BIN]
+        other = chain[1, other]
+        if to < 0 or seen[to] == i:
+            continue
+        seen[to] = i
+        if changed[item.bin] < sweep - 1 and changed[to] < sweep - 1:
+            continue  # nothing new since the last sweep
+        if leaving.here < 0:
+            leaving = when_leaving(search, i, item)
+        best, more = best_move_to(search, i, item, leaving, to, best)
+        tried += more
+    return best, tried
+
+
+@compiled_inline
+def when_leaving(search, i, item):
+    """What an item, or a little of either end, leaves behind."""
+    table, little = search.table, min(search.ruler.grain, item.hi - item.lo)
+    here = cost_now(table, item.bin, item.doc)
+    whole = bin_cost(table, item.bin, item.doc, i, 0, 0, 0, 0) - here
+    tail = bin_cost(table, item.bin, item.doc, i, item.lo, item.hi - little, 0, 0) - here
+    head = bin_cost(table, item.bin, item.doc, i, item.lo + little, item.hi, 0, 0) - here
+    return Leaving(here, whole, tail, head)
+
+
+@compiled_inline
+def best_move_to(search, i, item, leaving, to, best):
+    """The better of ``best`` and the best move of an item to bin ``to``; how many items there were tried against it."""
+    table, bins, lists = search.table, search.bins, search.lists
+    there = cost_now(table, to, item.doc)
+    whole = leaving.whole + bin_cost(table, to, item.doc, -1, item.lo, item.hi, 0, 0) - there
+    room_load, room_rows = max(bins.cap_load[to] - bins.load[to], 0), max(bins.cap_rows[to] - bins.rows[to], 0)
+    if item.load <= room_load and item.hi - item.lo <= room_rows:
+        return better(best, Move(whole, to, item.lo, item.hi, -1, 0, 0)), 0
+    little = min(search.ruler.grain, item.hi - item.lo)
+    tail = leaving.tail + bin_cost(table, to, item.doc, -1, item.hi - little, item.hi, 0, 0) - there
+    head = leaving.head + bin_cost(table, to, item.doc, -1, item.lo, item.lo + little, 0, 0) - there
+    visit = Visit(i, item, to, leaving.here, there, whole, tail, head)
+    for end in range(2):
+        # An end that saves nothing when a little of it moves will not do so when more does.
+        if (tail if end == TAIL else head) < 0:
+            best = better(best, end_that_fits(search, visit, end, room_load, room_rows))
+    saves, tried = whole < 0 or tail < 0 or head < 0, 0
+    j = lists[0, to]
+    while j >= 0:
+        tried += 1
+        # What rows of another document save is found when they are looked at.
+        if saves or table.items[j, DOC] == item.doc:
+            best = best_exchange(search, visit, j, best)
+        j = lists[1, j]
+    return best, tried
+
+
+@compiled_inline
+def end_that_fits(search, visit, end, room_load, room_rows):
+    """As much of an end of the item as fits into the other bin, as a move; one that saves nothing where no row fits."""
+    item, ruler = visit.item, search.ruler
+    lo, hi, most_rows = item.lo, item.hi, room_rows // ruler.grain * ruler.grain
+    if end == TAIL:
+        lo = max(tail_within(ruler, item.doc, lo, hi, room_load), hi - most_rows)
+    else:
+        hi = min(head_within(ruler, item.doc, lo, hi, room_load), lo + most_rows)
+    if lo >= hi:
+        return Move(0, visit.to, lo, hi, -1, 0, 0)
+    stay_lo, stay_hi = (item.lo, lo) if end == TAIL else (hi, item.hi)
+    change = bin_cost(search.table, item.bin, item.doc, visit.number, stay_lo, stay_hi, 0, 0) - visit.here
+    change += bin_cost(search.table, visit.to, item.doc, -1, lo, hi, 0, 0) - visit.there
+    return Move(change, visit.to, lo, hi, -1, 0, 0)
+
+
+@compiled_inline
+def best_exchange(search, visit, j, best):
+    """The better of ``best`` and the best exchange of an item, or one of its ends, against item ``j`` of the other bin or an end of it."""
+    item, other = visit.item, item_at(search.table.items, j)
+    for kind in range(5):
+        # Rows for those of another document are worth it only where they save keys by themselves.
+        if kind <= WHOLE_FOR_HEAD and item.doc != other.doc and visit.whole >= 0:
+            continue
+        if (kind == TAIL_FOR_WHOLE and visit.tail >= 0) or (kind == HEAD_FOR_WHOLE and visit.head >= 0):
+            continue
+        lo, hi, back_lo, back_hi = exchanged_rows(search, item, other, kind)
+        if lo >= hi or back_lo >= back_hi:
+            continue
+        out = item.load if kind <= WHOLE_FOR_HEAD else load_of(search.ruler, item.doc, lo, hi)
+        ends_come = WHOLE_FOR_TAIL <= kind <= WHOLE_FOR_HEAD
+        back = load_of(search.ruler, other.doc, back_lo, back_hi) if ends_come else other.load
+        if within_limits(search.bins, item.bin, visit.to, out - back, (hi - lo) - (back_hi - back_lo)):
+            move = Move(0, visit.to, lo, hi, j, back_lo, back_hi)
+            change = exchange_change(search.table, visit, other, move, kind, best.change)
+            best = better(best, Move(change, visit.to, lo, hi, j, back_lo, back_hi))
+    return best
+
+
+@compiled_inline
+def exchanged_rows(search, item, other, kind):
+    """First and last row that an item gives, and of ``other`` that it gets; either are none where there is no such exchange."""
+    if kind == WHOLE_FOR_WHOLE:
+        return item.lo, item.hi, other.lo, other.hi
+    if kind <= WHOLE_FOR_HEAD:
+        back_lo, back_hi = least_end(search, other, item, kind - WHOLE_FOR_TAIL)
+        return item.lo, item.hi, back_lo, back_hi
+    lo, hi = least_end(search, item, other, kind - TAIL_FOR_WHOLE)
+    return lo, hi, other.lo, other.hi
+
+
+@compiled_inline
+def least_end(search, given, taken, end):
+    """The fewest rows at an end of ``given`` with which its bin makes room for all of ``taken``; none where all of them are too few."""
+    bins, ruler, grain, b = search.bins, search.ruler, search.ruler.grain, given.bin
+    # A bin that is over a limit already may stay where it is.
+    load = bins.load[b] + taken.load - max(bins.cap_load[b], bins.load[b])
+    rows = bins.rows[b] + (taken.hi - taken.lo) - max(bins.cap_rows[b], bins.rows[b])
+    if end == TAIL:
+        cut = given.hi if load <= 0 else tail_within(ruler, given.doc, given.lo, given.hi, load) - grain
+        cut = min(cut, given.hi - rows) // grain * grain
+        return (cut, given.hi) if cut > given.lo else (given.hi, given.hi)
+    cut = given.lo if load <= 0 else head_within(ruler, given.doc, given.lo, given.hi, load) + grain
+    cut = (max(cut, given.lo + rows) + grain - 1) // grain * grain
+    return (given.lo, cut) if cut < given.hi else (given.lo, given.lo)
+
+
+@compiled_inline
+def within_limits(bins, giver, taker, load, rows):
+    """Whether ``load`` and ``rows`` (either may be negative) go from one bin to another without a bin that gets some passing its limit."""
+    if load > 0 and bins.load[taker] + load > bins.cap_load[taker]:
+        return False
+    if load < 0 and bins.load[giver] - load > bins.cap_load[giver]:
+        return False
+    if rows > 0 and bins.rows[taker] + rows > bins.cap_rows[taker]:
+        return False
+    return not (rows < 0 and bins.rows[giver] - rows > bins.cap_rows[giver])
+
+
+@compiled_inline
+def exchange_change(table, visit, other, move, kind, best):
+    """How an exchange changes the keys that both bins fetch; anything of at least ``best``, or 0, where it saves less than that."""
+    item, home, to = visit.item, visit.item.bin, visit.to
+    stay_lo, stay_hi = (item.lo, move.lo) if move.lo > item.lo else (move.hi, item.hi)
+    left_lo, left_hi = (other.lo, move.back_lo) if move.back_lo > other.lo else (move.back_hi, other.hi)
+    if item.doc == other.doc:
+        change = (
+            bin_cost(table, home, item.doc, visit.number, stay_lo, stay_hi, move.back_lo, move.back_hi) - visit.here
+        )
+        return change + bin_cost(table, to, item.doc, move.back, left_lo, left_hi, move.lo, move.hi) - visit.there
+    change = visit.whole
+    if kind >= TAIL_FOR_WHOLE:
+        change = bin_cost(table, home, item.doc, visit.number, stay_lo, stay_hi, 0, 0) - visit.here
+        change += bin_cost(table, to, item.doc, -1, move.lo, move.hi, 0, 0) - visit.there
+        if change >= 0:
+            return 0
+    change += cost_change(table, to, other.doc, move.back, left_lo, left_hi)
+    if change >= best:
+        return change
+    return change + cost_change(table, home, other.doc, -1, move.back_lo, move.back_hi)

@@ -10,9 +10,11 @@ A team with split rows is one *unit* here: who of the team keeps them is free.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 
-from flexcp.arrays.jit import compiled
+from flexcp.arrays.jit import compiled, compiled_inline, compiled_leaf
 from flexcp.planners.blocks.compiled_climb import attach, detach
 from flexcp.planners.blocks.compiled_shared import (
     BIN,
@@ -21,87 +23,145 @@ from flexcp.planners.blocks.compiled_shared import (
     HUGE,
     LO,
     LOAD,
-    bin_cost,
-    chains,
+    Ruler,
+    Table,
+    cost_change,
     fetched,
     load_of,
-    most_spans,
+    with_chains,
     write_item,
 )
+
+
+class Units(NamedTuple):
+    """Units, by their first rank: ``of[rank]`` is a rank's, ``team`` how many ranks a unit has, ``excess`` how many rows too many it keeps,
+    and ``room`` how much more load it may take."""
+
+    of: Any
+    team: Any
+    excess: Any
+    room: Any
+
+
+class Passing(NamedTuple):
+    """What rows are passed on in: the items (bins are units), those of unit u as a list from ``lists[0, u]`` on, and what rows weigh."""
+
+    table: Table
+    lists: Any
+    units: Units
+    ruler: Ruler
+
+
+class Ways(NamedTuple):
+    """The cheapest ways from one unit to each: their cost in keys, the unit ``before``, its item ``via`` that gives, whether it gives its
+    last rows (``tail``) and the load of these (``carried``); ``done``: no cheaper one is left. ``near`` is the last end of an item that a
+    unit was reached with."""
+
+    cost: Any
+    before: Any
+    via: Any
+    tail: Any
+    carried: Any
+    done: Any
+    near: Any
 
 
 @compiled
 def even_rows(work, targets, limit, ruler, kv, row, reads):
     """``work`` with rows passed on until units keep their ranks' ``targets`` (or that gets too dear), loads within ``limit``."""
     ranks = len(targets)
-    unit, team = np.arange(ranks), np.ones(ranks, np.int64)
-    for i in range(len(work)):
-        if work[i, 1] > 1:
-            for r in range(work[i, 0], work[i, 0] + work[i, 1]):
-                unit[r] = work[i, 0]
-            team[work[i, 0]] = work[i, 1]
-    room, excess = np.full(ranks, HUGE, np.int64), np.zeros(ranks, np.int64)
-    whole = limit.copy()
+    units, fixed = make_units(work, targets)
     items = np.zeros((3 * len(work) + 8 * ranks + 64, 5), np.int64)
-    fixed = np.zeros(len(work), np.bool_)
-    n = 0
-    for i in range(len(work)):
-        r = work[i, 0]
-        u = unit[r]
-        load = load_of(ruler, work[i, 2], work[i, 3], work[i, 4])
-        excess[u] += work[i, 4] - work[i, 3]
-        fixed[i] = work[i, 1] < team[u]
-        if fixed[i]:
-            whole[r] -= load
-            continue
-        write_item(items, n, work[i, 2], work[i, 3], work[i, 4], load, u)
-        n += 1
-    for r in range(ranks):
-        room[unit[r]] = min(room[unit[r]], whole[r])
-        excess[unit[r]] -= targets[r]
-    for u in range(ranks):
-        room[u] *= team[u]
-    for i in range(n):
-        room[items[i, BIN]] -= items[i, LOAD]
-    most = most_spans(reads)
-    ranges, spans = np.zeros((len(items) + 3, 2), np.int64), np.zeros(((len(items) + 3) * most, 2), np.int64)
-    chain = chains(items, n, len(reads.thin))
+    n = write_units(items, work, fixed, units, limit, ruler)
     lists = np.full((2, max(ranks, len(items))), -1, np.int64)
     for i in range(n - 1, -1, -1):
         lists[1, i], lists[0, items[i, BIN]] = lists[0, items[i, BIN]], i
+    passing = Passing(with_chains(items, n, reads), lists, units, ruler)
     given_up = np.zeros(ranks, np.bool_)
     for _ in range(4 * ranks):
         donor = -1
         for u in range(ranks):
-            if excess[u] > 0 and not given_up[u] and (donor < 0 or excess[u] > excess[donor]):
+            if units.excess[u] > 0 and not given_up[u] and (donor < 0 or units.excess[u] > units.excess[donor]):
                 donor = u
         if donor < 0 or n + 2 * ranks >= len(items):
             break
-        wanted = excess[donor]
-        taker, before, via, tail = path(
-            items, chain, lists, unit, excess, room, donor, wanted, ruler, kv, row, reads, ranges, spans
-        )
+        wanted = units.excess[donor]
+        taker, ways = path(passing, donor, wanted, kv, row)
         if taker < 0:
             given_up[donor] = True
             continue
-        rows = min(wanted, -excess[taker])
-        excess[donor] -= rows
-        excess[taker] += rows
-        # From the far end, so that what arrives is not what leaves.
-        u = taker
-        while u != donor:
-            i = via[u]
-            d, x, y = items[i, DOC], items[i, LO], items[i, HI]
-            if tail[u]:
-                x = y - rows
-            else:
-                y = x + rows
-            part = load_of(ruler, d, x, y)
-            piece, n = detach(items, n, chain, lists, i, x, y, part)
-            attach(items, chain, lists, piece, u)
-            room[u] -= part
-            room[before[u]] += part
-            u = before[u]
+        n = pass_rows(passing, n, donor, taker, ways, min(wanted, -units.excess[taker]))
+    return as_work(work, fixed, items, n, units)
+
+
+@compiled
+def make_units(work, targets):
+    """(the units, with no room yet; which rows of ``work`` stay where they are: whole items on a rank of a team)."""
+    ranks = len(targets)
+    units = Units(np.arange(ranks), np.ones(ranks, np.int64), np.zeros(ranks, np.int64), np.zeros(ranks, np.int64))
+    for i in range(len(work)):
+        if work[i, 1] > 1:
+            for r in range(work[i, 0], work[i, 0] + work[i, 1]):
+                units.of[r] = work[i, 0]
+            units.team[work[i, 0]] = work[i, 1]
+    fixed = np.zeros(len(work), np.bool_)
+    for i in range(len(work)):
+        u = units.of[work[i, 0]]
+        units.excess[u] += work[i, 4] - work[i, 3]
+        fixed[i] = work[i, 1] < units.team[u]
+    for r in range(ranks):
+        units.excess[units.of[r]] -= targets[r]
+    return units, fixed
+
+
+@compiled
+def write_units(items, work, fixed, units, limit, ruler):
+    """Write what is not fixed as items of units, and the room that units have with it; the item count."""
+    ranks, n, left = len(limit), 0, limit.copy()
+    for i in range(len(work)):
+        load = load_of(ruler, work[i, 2], work[i, 3], work[i, 4])
+        if fixed[i]:
+            left[work[i, 0]] -= load
+        else:
+            write_item(items, n, work[i, 2], work[i, 3], work[i, 4], load, units.of[work[i, 0]])
+            n += 1
+    for u in range(ranks):
+        units.room[u] = HUGE
+    for r in range(ranks):
+        units.room[units.of[r]] = min(units.room[units.of[r]], left[r])
+    for u in range(ranks):
+        units.room[u] *= units.team[u]
+    for i in range(n):
+        units.room[items[i, BIN]] -= items[i, LOAD]
+    return n
+
+
+@compiled_inline
+def pass_rows(passing, n, donor, taker, ways, rows):
+    """Pass ``rows`` rows on from unit to unit; the item count. From the far end, so that what arrives is not what leaves."""
+    table, units = passing.table, passing.units
+    units.excess[donor] -= rows
+    units.excess[taker] += rows
+    u = taker
+    while u != donor:
+        i = ways.via[u]
+        d, lo, hi = table.items[i, DOC], table.items[i, LO], table.items[i, HI]
+        if ways.tail[u]:
+            lo = hi - rows
+        else:
+            hi = lo + rows
+        part = load_of(passing.ruler, d, lo, hi)
+        piece, n = detach(table.items, n, table.chain, passing.lists, i, lo, hi, part)
+        attach(table.items, table.chain, passing.lists, piece, u)
+        units.room[u] -= part
+        units.room[ways.before[u]] += part
+        u = ways.before[u]
+    return n
+
+
+@compiled
+def as_work(work, fixed, items, n, units):
+    """What stayed and the items, as a work table."""
     found, count = np.zeros((len(work) + n, 5), np.int64), 0
     for i in range(len(work)):
         if fixed[i]:
@@ -110,70 +170,96 @@ def even_rows(work, targets, limit, ruler, kv, row, reads):
     for i in range(n):
         if items[i, LO] < items[i, HI]:
             u = items[i, BIN]
-            write_item(found, count, u, team[u], items[i, DOC], items[i, LO], items[i, HI])
+            write_item(found, count, u, units.team[u], items[i, DOC], items[i, LO], items[i, HI])
             count += 1
     return found[:count]
 
 
 @compiled
-def path(items, chain, lists, unit, excess, room, donor, rows, ruler, kv, row, reads, ranges, spans):
-    """The cheapest way for ``rows`` rows from ``donor`` to a unit that lacks some: (taker or -1, and for each unit on the way: the
-    one before, the item there that gives, whether it gives its last rows)."""
-    units = len(excess)
-    limit = rows * (row + kv) // kv
-    cost = np.full(units, limit, np.int64)
-    before, via, tail = np.full(units, -1, np.int64), np.full(units, -1, np.int64), np.zeros(units, np.bool_)
-    done = np.zeros(units, np.bool_)
-    near = np.full(units, -1, np.int64)
-    carried = np.zeros(units, np.int64)
-    cost[donor] = 0
+def path(passing, donor, rows, kv, row):
+    """The cheapest way for ``rows`` rows from ``donor`` to a unit that lacks some: (that unit or -1, ways)."""
+    count, limit = len(passing.units.excess), rows * (row + kv) // kv
+    cost, before, via = np.full(count, limit, np.int64), np.full(count, -1, np.int64), np.full(count, -1, np.int64)
+    tail, carried = np.zeros(count, np.bool_), np.zeros(count, np.int64)
+    ways = Ways(cost, before, via, tail, carried, np.zeros(count, np.bool_), np.full(count, -1, np.int64))
+    return cheapest_taker(passing, ways, donor, rows, limit), ways
+
+
+@compiled_leaf
+def cheapest_taker(passing, ways, donor, rows, limit):
+    """Find the ways from ``donor``, the cheapest first, up to a unit that lacks rows; that unit, or -1 where all cost ``limit`` or more."""
+    ways.cost[donor] = 0
     while True:
-        a = -1
-        for u in range(units):
-            if not done[u] and cost[u] < limit and (a < 0 or cost[u] < cost[a]):
-                a = u
-        if a < 0:
-            return -1, before, via, tail
-        if excess[a] < 0:
-            return a, before, via, tail
-        done[a] = True
-        stranger, strange_item, strange_tail = limit, -1, False
-        i = lists[0, a]
+        giver = -1
+        for u in range(len(ways.cost)):
+            if not ways.done[u] and ways.cost[u] < limit and (giver < 0 or ways.cost[u] < ways.cost[giver]):
+                giver = u
+        if giver < 0 or passing.units.excess[giver] < 0:
+            return giver
+        ways.done[giver] = True
+        stranger, item, tail = limit, -1, False
+        i = passing.lists[0, giver]
         while i >= 0:
-            d, lo, hi = items[i, DOC], items[i, LO], items[i, HI]
             for end in range(2):
-                x, y = (hi - rows, hi) if end else (lo, lo + rows)
-                if x < lo or y > hi:
-                    continue
-                r0, r1 = (lo, x) if end else (y, hi)
-                part = load_of(ruler, d, x, y)
-                if a != donor and carried[a] - part > room[a]:
-                    continue
-                change = cost[a] - bin_cost(items, chain, a, d, -1, 0, 0, 0, 0, reads, ranges, spans)
-                change += bin_cost(items, chain, a, d, i, r0, r1, 0, 0, reads, ranges, spans)
-                other = chain[0, d]
-                while other >= 0:
-                    b = items[other, BIN]
-                    other = chain[1, other]
-                    if b < 0 or done[b] or near[b] == 2 * i + end or (excess[b] < 0 and part > room[b]):
-                        continue
-                    near[b] = 2 * i + end
-                    total = change - bin_cost(items, chain, b, d, -1, 0, 0, 0, 0, reads, ranges, spans)
-                    total += bin_cost(items, chain, b, d, -1, x, y, 0, 0, reads, ranges, spans)
-                    total = max(total, cost[a])
-                    if total < cost[b]:
-                        cost[b], before[b], via[b], tail[b], carried[b] = total, a, i, end == 1, part
-                ranges[0, 0], ranges[0, 1] = x, y
-                alone = change + reads.thin[d] + fetched(ranges, 1, ranges, 1, reads, d, spans)
+                alone = reach_holders(passing, ways, donor, giver, i, end, rows)
                 if alone < stranger:
-                    stranger, strange_item, strange_tail = alone, i, end == 1
-            i = lists[1, i]
-        if strange_item < 0:
+                    stranger, item, tail = alone, i, end == 1
+            i = passing.lists[1, i]
+        if item >= 0:
+            reach_strangers(passing, ways, giver, item, tail, rows, stranger)
+
+
+@compiled_inline
+def end_rows(items, i, end, rows):
+    """First and last row of the first (0) or last (1) ``rows`` rows of an item."""
+    return (items[i, HI] - rows, items[i, HI]) if end == 1 else (items[i, LO], items[i, LO] + rows)
+
+
+@compiled_inline
+def reach_holders(passing, ways, donor, giver, i, end, rows):
+    """Ways on from ``giver`` to units that have rows of the document of item ``i``, which gives rows at one end.
+
+    Returns what the way to a unit that has none of it costs, HUGE where the item cannot give so many rows.
+    """
+    table, units, items, chain = passing.table, passing.units, passing.table.items, passing.table.chain
+    d, lo, hi = items[i, DOC], items[i, LO], items[i, HI]
+    x, y = end_rows(items, i, end, rows)
+    if x < lo or y > hi:
+        return HUGE
+    part = load_of(passing.ruler, d, x, y)
+    if giver != donor and ways.carried[giver] - part > units.room[giver]:
+        return HUGE
+    stay_lo, stay_hi = (lo, x) if end == 1 else (y, hi)
+    change = ways.cost[giver] + cost_change(table, giver, d, i, stay_lo, stay_hi)
+    other = chain[0, d]
+    while other >= 0:
+        taker = items[other, BIN]
+        other = chain[1, other]
+        if taker < 0 or ways.done[taker] or ways.near[taker] == 2 * i + end:
             continue
-        lo, hi = items[strange_item, LO], items[strange_item, HI]
-        x, y = (hi - rows, hi) if strange_tail else (lo, lo + rows)
-        part = load_of(ruler, items[strange_item, DOC], x, y)
-        stranger = max(stranger, cost[a])
-        for b in range(units):
-            if unit[b] == b and excess[b] < 0 and not done[b] and part <= room[b] and stranger < cost[b]:
-                cost[b], before[b], via[b], tail[b] = stranger, a, strange_item, strange_tail
+        if units.excess[taker] < 0 and part > units.room[taker]:
+            continue
+        ways.near[taker] = 2 * i + end
+        total = max(change + cost_change(table, taker, d, -1, x, y), ways.cost[giver])
+        if total < ways.cost[taker]:
+            ways.cost[taker], ways.before[taker], ways.via[taker] = total, giver, i
+            ways.tail[taker], ways.carried[taker] = end == 1, part
+    table.ranges[0, 0], table.ranges[0, 1] = x, y
+    return change + table.reads.thin[d] + fetched(table.ranges, 1, table.ranges, 1, table.reads, d, table.spans)
+
+
+@compiled_inline
+def reach_strangers(passing, ways, giver, item, tail, rows, cost):
+    """Ways on from ``giver`` to units that lack rows, by rows of a document that they have none of."""
+    units, items = passing.units, passing.table.items
+    x, y = end_rows(items, item, 1 if tail else 0, rows)
+    part, cost = load_of(passing.ruler, items[item, DOC], x, y), max(cost, ways.cost[giver])
+    for u in range(len(ways.cost)):
+        if (
+            units.of[u] == u
+            and units.excess[u] < 0
+            and not ways.done[u]
+            and part <= units.room[u]
+            and cost < ways.cost[u]
+        ):
+            ways.cost[u], ways.before[u], ways.via[u], ways.tail[u] = cost, giver, item, tail

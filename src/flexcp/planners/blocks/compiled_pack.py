@@ -1,4 +1,4 @@
-"""Loops of packing: peel, deal and repair, compiled. ``pack.py`` says what the steps mean; this file is how they run fast."""
+"""Loops of packing: peel, deal, and all steps in a row, compiled. ``pack.py`` says what the steps mean; this file is how they run fast."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import numpy as np
 from flexcp.arrays.compiled_sort import stable_order
 from flexcp.arrays.jit import compiled, compiled_leaf
 from flexcp.planners.blocks.compiled_climb import climb
+from flexcp.planners.blocks.compiled_repair import repair
 from flexcp.planners.blocks.compiled_shared import (
     BIN,
     DOC,
@@ -15,16 +16,10 @@ from flexcp.planners.blocks.compiled_shared import (
     LO,
     LOAD,
     MILLION,
-    bin_cost,
-    chains,
-    cost_change,
-    fetched,
     head_within,
     load_of,
-    most_spans,
     tail_within,
     total_cost,
-    tried_items,
     write_item,
 )
 
@@ -38,19 +33,6 @@ def snapped(cut, lo, hi, slices, s0, s1):
         if cut < slices[s, 0] <= reach and slices[s, 2] > lo:
             best = slices[s, 0]
     return best
-
-
-@compiled_leaf
-def violation(load, rows, cap_load, cap_rows, mean_load, mean_rows):
-    """How far a bin is over its limits, in millionths of the mean, linear plus ten times quadratic."""
-    found = 0
-    if load > cap_load:  # rarely: divisions are dear
-        x = min((load - cap_load) * MILLION // mean_load, 1 << 28)
-        found += x + x * x // 100_000
-    if rows > cap_rows:
-        y = min((rows - cap_rows) * MILLION // mean_rows, 1 << 28)
-        found += y + y * y // 100_000
-    return found
 
 
 @compiled
@@ -149,167 +131,6 @@ def deal(items, n, bins, cap_load, cap_rows, mean_load, mean_rows):
         items[i, BIN] = best
         load[best] += items[i, LOAD]
         rows[best] += length
-
-
-@compiled
-def repair(items, n, bins, ruler, cap_load, cap_rows, mean_load, mean_rows, reads, weight, moves):
-    """Move, cut and swap items out of the worst bin while that lowers violation x weight + keys fetched; (item count, pairs tried)."""
-    grain = ruler.grain
-    load, rows = np.zeros(bins, np.int64), np.zeros(bins, np.int64)
-    for i in range(n):
-        load[items[i, BIN]] += items[i, LOAD]
-        rows[items[i, BIN]] += items[i, HI] - items[i, LO]
-    most = most_spans(reads)
-    ranges = np.zeros((len(items) + 2, 2), np.int64)
-    spans = np.zeros(((len(items) + 2) * most, 2), np.int64)
-    chain = chains(items, n, len(reads.thin))
-    holds, known = np.zeros(bins, np.int64), np.zeros((5, 4), np.int64)
-    over, arrives, swaps = np.zeros(bins, np.int64), np.zeros(bins, np.int64), np.zeros(len(items), np.int64)
-    tried, count = tried_items(items, n, chain, bins)
-    steps = 0
-    for _ in range(moves):
-        worst, worst_value = -1, 0
-        for b in range(bins):
-            over[b] = violation(load[b], rows[b], cap_load[b], cap_rows[b], mean_load, mean_rows)
-            if over[b] > worst_value:
-                worst, worst_value = b, over[b]
-        if worst < 0 or n + 2 >= len(items):
-            break
-        w = worst
-        excess_load, excess_rows = load[w] - cap_load[w], rows[w] - cap_rows[w]
-        best_score, best_item, best_bin, best_lo, best_hi, best_swap = HUGE, -1, -1, 0, 0, -1
-        for b in range(bins):
-            holds[b] = -1
-        for at in range(count):
-            i = tried[at]
-            if items[i, BIN] != w:
-                continue
-            steps += bins
-            d, lo, hi = items[i, DOC], items[i, LO], items[i, HI]
-            here = bin_cost(items, chain, w, d, -1, 0, 0, 0, 0, reads, ranges, spans)
-            other = chain[0, d]
-            while other >= 0:
-                holds[items[other, BIN]] = i
-                other = chain[1, other]
-            for kind in range(5):
-                known[kind, 0] = -1
-            for b in range(bins):
-                if b == w:
-                    continue
-                room_load, room_rows = cap_load[b] - load[b], cap_rows[b] - rows[b]
-                before = worst_value + over[b]
-                there = -1
-                for kind in range(5):
-                    x, y = lo, hi
-                    if kind == 1 or kind == 2:
-                        if excess_load <= 0 or room_load <= 0:
-                            continue
-                        # Enough load to clear the excess, or what fits.
-                        wanted = min(excess_load, room_load)
-                        if kind == 1:
-                            x = tail_within(ruler, d, lo, hi, wanted)
-                            if excess_load <= room_load and x > lo:
-                                x = max(lo, x - grain)
-                        else:
-                            y = head_within(ruler, d, lo, hi, wanted)
-                            if excess_load <= room_load and y < hi:
-                                y = min(hi, y + grain)
-                    elif kind >= 3:
-                        if excess_rows <= 0 or room_rows <= 0:
-                            continue
-                        length = min((excess_rows + grain - 1) // grain * grain, room_rows // grain * grain)
-                        if kind == 3:
-                            x = max(lo, (hi - length + grain - 1) // grain * grain)
-                        else:
-                            y = min(hi, lo + length)
-                    if x >= y or (kind > 0 and x == lo and y == hi):
-                        continue
-                    part = load_of(ruler, d, x, y)
-                    after = violation(load[w] - part, rows[w] - (y - x), cap_load[w], cap_rows[w], mean_load, mean_rows)
-                    after += violation(
-                        load[b] + part, rows[b] + (y - x), cap_load[b], cap_rows[b], mean_load, mean_rows
-                    )
-                    if after >= before:
-                        continue
-                    if known[kind, 0] != x or known[kind, 1] != y:
-                        # The same for most bins: what w saves, and what a bin without this document fetches.
-                        r0, r1 = (lo, x) if x > lo else (y, hi)
-                        ranges[0, 0], ranges[0, 1] = x, y
-                        known[kind, 0], known[kind, 1] = x, y
-                        known[kind, 3] = reads.thin[d] + fetched(ranges, 1, ranges, 1, reads, d, spans)
-                        known[kind, 2] = bin_cost(items, chain, w, d, i, r0, r1, 0, 0, reads, ranges, spans) - here
-                    change = known[kind, 2]
-                    if holds[b] == i:
-                        if there < 0:
-                            there = bin_cost(items, chain, b, d, -1, 0, 0, 0, 0, reads, ranges, spans)
-                        change += bin_cost(items, chain, b, d, -1, x, y, 0, 0, reads, ranges, spans) - there
-                    else:
-                        change += known[kind, 3]
-                    score = (after - before) * weight // MILLION + change
-                    if score < best_score:
-                        best_score, best_item, best_bin, best_lo, best_hi, best_swap = score, i, b, x, y, -1
-        # Swaps only where no single item can move: they are many. What an exchange changes is a sum over its four sides, each known once.
-        pairs = best_item < 0
-        for at in range(count if pairs else 0):
-            swaps[tried[at]] = HUGE
-        for at in range(count if pairs else 0):
-            i = tried[at]
-            if items[i, BIN] != w:
-                continue
-            steps += count
-            d, lo, hi = items[i, DOC], items[i, LO], items[i, HI]
-            leaves = cost_change(items, chain, w, d, i, 0, 0, reads, ranges, spans)
-            for b in range(bins):
-                arrives[b] = HUGE
-            for other in range(count):
-                j = tried[other]
-                b = items[j, BIN]
-                if b == w:
-                    continue
-                part, length = items[i, LOAD] - items[j, LOAD], (hi - lo) - (items[j, HI] - items[j, LO])
-                before = worst_value + over[b]
-                after = violation(load[w] - part, rows[w] - length, cap_load[w], cap_rows[w], mean_load, mean_rows)
-                if after >= before:
-                    continue
-                after += violation(load[b] + part, rows[b] + length, cap_load[b], cap_rows[b], mean_load, mean_rows)
-                e = items[j, DOC]
-                if after >= before or e == d:
-                    continue
-                if arrives[b] == HUGE:
-                    arrives[b] = cost_change(items, chain, b, d, -1, lo, hi, reads, ranges, spans)
-                if swaps[j] == HUGE:
-                    swaps[j] = cost_change(items, chain, b, e, j, 0, 0, reads, ranges, spans)
-                    swaps[j] += cost_change(items, chain, w, e, -1, items[j, LO], items[j, HI], reads, ranges, spans)
-                score = (after - before) * weight // MILLION + leaves + arrives[b] + swaps[j]
-                if score < best_score:
-                    best_score, best_item, best_bin, best_lo, best_hi, best_swap = score, i, b, lo, hi, j
-        if best_item < 0 or best_score >= 0:
-            break
-        i, b = best_item, best_bin
-        d, lo, hi = items[i, DOC], items[i, LO], items[i, HI]
-        if best_swap >= 0:
-            j = best_swap
-            part, length = items[i, LOAD] - items[j, LOAD], (hi - lo) - (items[j, HI] - items[j, LO])
-            items[i, BIN], items[j, BIN] = b, w
-        else:
-            part, length = load_of(ruler, d, best_lo, best_hi), best_hi - best_lo
-            if length == hi - lo:
-                items[i, BIN] = b
-            else:
-                write_item(items, n, d, best_lo, best_hi, part, b)
-                chain[1, n], chain[0, d] = chain[0, d], n
-                tried[count], count = n, count + 1
-                n += 1
-                if best_lo > lo:
-                    items[i, HI] = best_lo
-                else:
-                    items[i, LO] = best_hi
-                items[i, LOAD] -= part
-        load[w] -= part
-        rows[w] -= length
-        load[b] += part
-        rows[b] += length
-    return n, steps
 
 
 @compiled

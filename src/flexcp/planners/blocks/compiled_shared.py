@@ -48,6 +48,42 @@ class Reads(NamedTuple):
     nested: Any
 
 
+class Item(NamedTuple):
+    """Rows ``lo..hi`` of a document, what they load a bin with, and their bin, -1 for none."""
+
+    doc: int
+    lo: int
+    hi: int
+    load: int
+    bin: int
+
+
+class Table(NamedTuple):
+    """Items, and what counting the keys that their bins fetch takes: their chains (:func:`chains`), what rows read, and room for ranges of
+    rows and spans of keys."""
+
+    items: Any
+    chain: Any
+    reads: Reads
+    ranges: Any
+    spans: Any
+
+
+class Bins(NamedTuple):
+    """What each bin holds of load and rows, and what it may hold."""
+
+    load: Any
+    rows: Any
+    cap_load: Any
+    cap_rows: Any
+
+
+@compiled_leaf
+def item_at(items, i):
+    """Item ``i``."""
+    return Item(items[i, DOC], items[i, LO], items[i, HI], items[i, LOAD], items[i, BIN])
+
+
 @compiled_leaf
 def write_item(items, i, d, lo, hi, load, b):
     """Write item ``i``."""
@@ -220,9 +256,37 @@ def tried_items(items, n, chain, bins):
     return found, count
 
 
+@compiled
+def with_chains(items, n, reads):
+    """The table of the first ``n`` items, with room for as many ranges as there can be items."""
+    room = len(items) + 3
+    ranges, spans = np.zeros((room, 2), np.int64), np.zeros((room * most_spans(reads), 2), np.int64)
+    return Table(items, chains(items, n, len(reads.thin)), reads, ranges, spans)
+
+
+@compiled
+def filled(items, n, cap_load, cap_rows):
+    """The bins as the first ``n`` items fill them."""
+    load, rows = np.zeros(len(cap_load), np.int64), np.zeros(len(cap_load), np.int64)
+    for i in range(n):
+        load[items[i, BIN]] += items[i, LOAD]
+        rows[items[i, BIN]] += items[i, HI] - items[i, LO]
+    return Bins(load, rows, cap_load, cap_rows)
+
+
 @compiled_leaf
-def bin_cost(items, chain, b, d, skip, x0, x1, y0, y1, reads, ranges, spans):
+def pass_on(bins, giver, taker, load, rows):
+    """Load and rows of one bin to another."""
+    bins.load[giver] -= load
+    bins.rows[giver] -= rows
+    bins.load[taker] += load
+    bins.rows[taker] += rows
+
+
+@compiled_leaf
+def bin_cost(table, b, d, skip, x0, x1, y0, y1):
     """Keys bin ``b`` fetches for document ``d`` without item ``skip`` and with the rows x0..x1 and y0..y1 (when not empty)."""
+    items, chain, ranges = table.items, table.chain, table.ranges
     count = 0
     i = chain[0, d]
     while i >= 0:
@@ -238,29 +302,31 @@ def bin_cost(items, chain, b, d, skip, x0, x1, y0, y1, reads, ranges, spans):
         count += 1
     if count == 0:
         return 0
-    return reads.thin[d] + fetched(ranges, count, ranges, count, reads, d, spans)
+    return table.reads.thin[d] + fetched(ranges, count, ranges, count, table.reads, d, table.spans)
 
 
 @compiled_leaf
-def cost_change(items, chain, b, d, skip, x0, x1, reads, ranges, spans):
+def cost_now(table, b, d):
+    """Keys bin ``b`` fetches for document ``d``."""
+    return bin_cost(table, b, d, -1, 0, 0, 0, 0)
+
+
+@compiled_leaf
+def cost_change(table, b, d, skip, x0, x1):
     """What :func:`bin_cost` becomes without item ``skip`` and with the rows x0..x1, against what it is."""
-    change = -bin_cost(items, chain, b, d, -1, 0, 0, 0, 0, reads, ranges, spans)
-    return change + bin_cost(items, chain, b, d, skip, x0, x1, 0, 0, reads, ranges, spans)
+    return bin_cost(table, b, d, skip, x0, x1, 0, 0) - cost_now(table, b, d)
 
 
 @compiled
 def total_cost(items, n, bins, reads):
     """Keys that all bins fetch."""
-    most = most_spans(reads)
-    ranges = np.zeros((n + 2, 2), np.int64)
-    spans = np.zeros(((n + 2) * most, 2), np.int64)
+    table = with_chains(items[:n], n, reads)
     total = 0
-    chain = chains(items, n, len(reads.thin))
     for i in range(n):
         # A bin's share of a document is counted at its last item in the chain.
-        j = chain[1, i]
+        j = table.chain[1, i]
         while j >= 0 and items[j, BIN] != items[i, BIN]:
-            j = chain[1, j]
+            j = table.chain[1, j]
         if j < 0:
-            total += bin_cost(items, chain, items[i, BIN], items[i, DOC], -1, 0, 0, 0, 0, reads, ranges, spans)
+            total += cost_now(table, items[i, BIN], items[i, DOC])
     return total

@@ -5,7 +5,8 @@ An *item* is a range of a document's rows with all their keys, so whoever takes 
 - *peel*: while the largest item exceeds a bin, open a bin for its last rows and fill the bin's tokens with light items. What remains of a
   causal document is just a shorter document that needs nothing from outside, and a cut at row x costs exactly x keys, so cuts are few.
 - *deal*: the rest, largest first, whole into the bin that is then fullest least in the worse of its two limits.
-- *repair*: move, cut or swap items out of the worst bin while violation, weighed against the keys it fetches, falls.
+- *repair*: move, cut or swap items out of the worst bin while violation, weighed against the keys it fetches, falls
+  (:mod:`flexcp.planners.blocks.compiled_repair`).
 - *climb*: move or exchange rows between bins that share a document while that saves keys (:mod:`flexcp.planners.blocks.compiled_climb`).
 
 *Thin rows.* A few rows that see a whole document (causal blockwise's last block) would make their rank fetch all keys. Instead

@@ -185,7 +185,11 @@ class Backward:
 
     @cute.jit
     def load(self, tensors, atoms, buffers, sStat, rings, statistics, rows, heads, mT, mG, mI, groups):
-        """Bring what the tiles of this program need, as buffers become free."""
+        """Bring what the tiles of this program need, as buffers become free.
+
+        In one piece: it must go over tiles, chunks of heads and blocks of queries in the order of ``compute``, as ``store`` does; the two
+        are written as the same nest of loops, so that this can be seen.
+        """
         D, V, P = self.D, self.V, self.pack
         mQ, mK, mV, mdO = tensors
         q_atom, k_atom, v_atom, do_atom = atoms
@@ -241,7 +245,11 @@ class Backward:
 
     @cute.jit
     def store(self, mdQ, dq_atom, sdQ, dq, dq_memory, rows, mT, mG, mI, groups):
-        """Add each block's dq to memory, one half of the columns after the other."""
+        """Add each block's dq to memory, one half of the columns after the other.
+
+        In one piece: it must go over tiles, chunks of heads and blocks of queries in the order of ``compute``, as ``load`` does; the two
+        are written as the same nest of loops, so that this can be seen.
+        """
         D, P = self.D, self.pack
         chunks = self.share // P
         turn = cute.arch.block_idx()[0]
@@ -292,7 +300,11 @@ class Backward:
         self, mmas, sQ, sK, sV, sdO, sdS, dq_memory, sStat, rings, dk, dv, strides, mT, mG, mI, groups, scale, softcap,
         whole_tiles,
     ):  # fmt: skip
-        """One warp group's keys of every tile of this program."""
+        """One warp group's keys of every tile of this program.
+
+        In one piece: accumulators and the places in the rings live in registers across tiles, chunks of heads and blocks of queries, so an
+        inner loop by itself would take and return them all. What one block does is taken out (``block``).
+        """
         D, V, P = self.D, self.V, self.pack
         mma_S = mmas[0]
         kv_full, kv_free, q_full, _q_free, do_full, _do_free = rings

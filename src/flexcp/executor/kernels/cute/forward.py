@@ -201,7 +201,10 @@ class Forward:
 
     @cute.jit
     def fetch_results(self, out, lse, strides, rings, records):
-        """Bring the results that are there to the L2 when a tile begins; they are read at its end."""
+        """Bring the results that are there to the L2 when a tile begins; they are read at its end.
+
+        In one piece: few lines, deep only because each thread asks which of its rows there are results for.
+        """
         o_row, o_head, l_row, l_head = strides
         lane = cute.arch.lane_idx()
         stage, phase = Int32(0), Int32(0)
@@ -228,7 +231,11 @@ class Forward:
 
     @cute.jit
     def compute(self, mma_S, mma_O, sQ, sK, sV, sO, out, lse, strides, rounded, rings, tables, scale, softcap):
-        """One warp group's rows of every tile of this program."""
+        """One warp group's rows of every tile of this program.
+
+        In one piece: accumulators, running maxima and the places in the rings live in registers from the first block of keys to the last,
+        and each part of the loop changes most of them, so a part by itself would take and return them all.
+        """
         records, segments, counters = tables
         V, N, P = self.V, self.N, self.pack
         q_full, q_free, k_full, k_free, v_full, v_free = rings

@@ -109,6 +109,11 @@ def _compute(
     group_id: gl.constexpr, common, buffers, results, PACK: gl.constexpr, D: gl.constexpr, V: gl.constexpr, N: gl.constexpr,
     STAGES: gl.constexpr, SOFTCAP: gl.constexpr, FRESH: gl.constexpr,
 ):  # fmt: skip
+    """One warp group's rows of every tile of this program: logits, softmax and the sum of values.
+
+    In one piece: a step of the loop over keys has the logits of one block and the sum over values of the block before in flight together,
+    so neither can be a function that starts its product and awaits it.
+    """
     tiles, segments, n_tiles, groups, chunk = common
     n_programs = n_tiles * groups
     q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, turns = buffers

@@ -126,6 +126,11 @@ def _compute(
     group_id: gl.constexpr, common, buffers, results, SHARE: gl.constexpr, PACK: gl.constexpr, D: gl.constexpr,
     V: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
+    """One warp group's keys of every tile of this program: gradients of keys and values, summed over queries.
+
+    In one piece: both sums and the places in the rings live in registers across chunks of heads and blocks of queries, so an inner loop by
+    itself would take and return them all.
+    """
     tiles, segments, groups, n_programs = common
     k_smem, v_smem, q_smem, do_smem, stat_smem, kv_bars, q_bars = buffers
     dk, dv, scale, softcap, sdk0, sdk1, sdv0, sdv1 = results

@@ -62,6 +62,11 @@ def _tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, FRESH: tl.constexpr, PRECISION: tl.constexpr,
     EDGE_STAGES: tl.constexpr, TMA: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
+    """One tile: a block of rows of PACK query heads against all keys of its entries.
+
+    In one piece: both loops over keys, of full blocks and of those at an edge, carry maxima, sums and accumulators, and take most of the
+    pointers and masks that the lines above them make.
+    """
     tile, group = whose(program, n_tiles, groups, chunk)  # a group is PACK query heads
     row0, row1 = tl.load(tiles + tile * 4), tl.load(tiles + tile * 4 + 1)
     first, last = tl.load(tiles + tile * 4 + 2), tl.load(tiles + tile * 4 + 3)

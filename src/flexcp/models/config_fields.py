@@ -1,0 +1,79 @@
+"""Fields of one ``config.json``: whole numbers, switches, and errors that name the file, the field and the way out.
+
+A quantity has several names in Transformers, and each family reads its own: :meth:`Fields.read` takes those, and refuses a file that gives
+the quantity under a name that the family passes over with another value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ALIASES = (
+    ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    ("hidden_size", "n_embd", "d_model"),
+    ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    ("num_key_value_heads", "num_kv_heads"),
+    ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
+    ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+)
+"""Names of the same quantity in files of different families."""
+NUMBERS = "describe the model with --heads, --kv-heads, --head-dim, --hidden and --layers"
+
+
+class Fields:
+    """What a file holds, for a family of models."""
+
+    def __init__(self, file: Path, config: Mapping[str, Any], family: str) -> None:
+        self.file, self.config, self.family = file, config, family
+
+    def count(self, name: str) -> int | None:
+        """A whole number of at least 1, or None where the field is missing, null or 0."""
+        value = self.config.get(name)
+        if value is None or value == 0:
+            return None
+        if type(value) is not int or value < 0 or value >= 1 << 31:
+            raise ValueError(f"{self.file}: {name} must be a whole number of at least 1; got {value!r:.60}")
+        return value
+
+    def switch(self, name: str, default: bool) -> bool:
+        """True or false, or ``default`` where the field is missing."""
+        value = self.config.get(name, default)
+        if not isinstance(value, bool):
+            raise ValueError(f"{self.file}: {name} must be true or false; got {value!r:.60}")
+        return value
+
+    def read(self, names: Sequence[str]) -> int | None:
+        """The quantity under the names that the family reads."""
+        found = next((value for name in names if (value := self.count(name)) is not None), None)
+        for name in sorted({alias for group in ALIASES if names[0] in group for alias in group} | set(names)):
+            if name in self.config:
+                self.agree(name, found, names[0])
+        return found
+
+    def agree(self, name: str, value: int | None, instead: str) -> None:
+        """Refuses a field that says something else than the family makes of the file."""
+        given = self.count(name)
+        if given is not None and given != value:
+            has = f"take {'none' if value is None else value}"
+            raise ValueError(
+                f"{self.file} has {name} {given}, which models of the type {self.family[:40]!r} do not read: they {has}; take it out of "
+                f"the file, write {instead}, or name the model_type that reads it"
+            )
+
+    def need(self, names: Sequence[str]) -> int:
+        """The quantity, which the file must have."""
+        found = self.read(names)
+        if found is None:
+            raise ValueError(
+                f"{self.file} has no {' or '.join(names)}; write the whole file with config.save_pretrained(folder), or {NUMBERS}"
+            )
+        return found
+
+    def asked(self, name: str, value: str) -> ValueError:
+        """A field that the family has a default for, with what to write."""
+        return ValueError(
+            f"{self.file} has no {name}, and models of the type {self.family[:40]!r} have a default of their own: write it into the file, "
+            f'"{name}": {value}, or save the file with config.save_pretrained(folder)'
+        )

@@ -1,0 +1,101 @@
+"""The feed-forwards of a ``config.json``: their width, and experts where a family has them.
+
+A layer is priced as one kind: in models with experts as a layer of experts, the shared ones counted among the active. A plain feed-forward
+(two matrices) is written as a gated one of the same FLOPs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from flexcp.models.config_fields import ALIASES, NUMBERS, Fields
+from flexcp.models.families import Experts, Family
+
+DENSE_PART = 8
+"""Up to this part of a model's layers may have no experts and be priced as if they had."""
+
+
+class FeedForwards(NamedTuple):
+    """Width of a gated feed-forward, how many of them a token uses, and how many there are in a layer."""
+
+    width: int
+    active: int = 1
+    all: int = 1
+
+
+def feed_forwards(fields: Fields, family: Family, hidden: int, layers: int) -> FeedForwards:
+    """Those of one layer."""
+    experts = family.experts
+    if experts is None:
+        for name in ALIASES[-1]:
+            fields.agree(name, None, "no experts")
+        return _dense(fields, family, hidden)
+    count = fields.need(experts.count) if fields.family else fields.read(experts.count)
+    if count is None:
+        return _dense(fields, family, hidden)
+    return _experts(fields, experts, count, layers)
+
+
+def _dense(fields: Fields, family: Family, hidden: int) -> FeedForwards:
+    names = [family.width] if family.sizes != "any" else ["intermediate_size", "n_inner"]
+    width = fields.read(names)
+    if width is None:
+        width = 4 * hidden if family.fourfold else fields.need(names)
+    return FeedForwards(width if family.gated else -(-2 * width // 3))
+
+
+def _experts(fields: Fields, experts: Experts, count: int, layers: int) -> FeedForwards:
+    width = next((value for name in experts.width if (value := fields.count(name))), None)
+    if width is None:
+        width = fields.need(experts.width)
+    per_token = experts.always or fields.need(experts.per_token)
+    fields.agree(experts.per_token[0], per_token, "that number")
+    if per_token > count:
+        raise ValueError(
+            f"{fields.file} has {experts.per_token[0]} {per_token} of {count} experts; a token uses no more than there are"
+        )
+    shared = _shared(fields, experts, width)
+    dense = _layers_without(fields, experts, layers)
+    if DENSE_PART * dense > layers:
+        raise NotImplementedError(
+            f"{fields.file} has {dense} of {layers} layers without experts, and layers are priced as one kind; {NUMBERS}"
+        )
+    return FeedForwards(width, per_token + shared, count + shared)
+
+
+def _shared(fields: Fields, experts: Experts, width: int) -> int:
+    """Shared experts, counted as experts of the common width."""
+    for name in (experts.shared_count, experts.shared_width):
+        if fields.family and name is not None and name not in fields.config:
+            raise fields.asked(name, "0 if there is none")
+    if experts.shared_count is not None and (count := fields.count(experts.shared_count)):
+        return count
+    total = 0 if experts.shared_width is None else fields.count(experts.shared_width) or 0
+    if total % width:
+        raise NotImplementedError(
+            f"{fields.file} has {experts.shared_width} {total}, which is no multiple of the {width} of an expert, and feed-forwards are "
+            f"priced as one width; {NUMBERS}"
+        )
+    return total // width
+
+
+def _layers_without(fields: Fields, experts: Experts, layers: int) -> int:
+    """How many layers have no experts."""
+    kinds = fields.config.get("mlp_layer_types") if experts.kinds else None
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != layers or not set(map(str, kinds)) <= {"dense", "sparse"}:
+            raise ValueError(
+                f"{fields.file}: mlp_layer_types must be a list with dense or sparse for each of the {layers} layers"
+            )
+        return kinds.count("dense")
+    dense: set[int] = set()
+    if experts.dense_first is not None:
+        given = "first_k_dense_replace" in fields.config
+        first = fields.count("first_k_dense_replace") or 0 if given else experts.dense_first
+        dense |= set(range(min(first, layers)))
+    if experts.sparse_step:
+        listed = fields.config.get("mlp_only_layers")
+        dense |= {i for i in listed if type(i) is int and 0 <= i < layers} if isinstance(listed, list) else set()
+        step = fields.count("decoder_sparse_step") or 1
+        dense |= {i for i in range(layers) if (i + 1) % step}
+    return len(dense)

@@ -1,0 +1,305 @@
+"""Loops of repairing: rows leave the bin that is furthest over its limits, compiled.
+
+For every item of the worst bin and every other bin this tries to move the item, or an end of it: enough to clear what the worst bin has too
+much of (load or rows), or what fits into the other. Only where no such move lowers the violation of the two bins, items are exchanged
+one for one. What counts is the violation, weighed, plus the keys that bins fetch. It ends when no bin is over a limit or nothing helps.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flexcp.arrays.jit import compiled, compiled_inline, compiled_leaf
+from flexcp.planners.blocks.compiled_shared import (
+    BIN,
+    DOC,
+    HI,
+    HUGE,
+    LO,
+    LOAD,
+    MILLION,
+    Bins,
+    Ruler,
+    Table,
+    bin_cost,
+    cost_change,
+    cost_now,
+    fetched,
+    filled,
+    head_within,
+    item_at,
+    load_of,
+    pass_on,
+    tail_within,
+    tried_items,
+    with_chains,
+    write_item,
+)
+
+WHOLE, TAIL_BY_LOAD, HEAD_BY_LOAD, TAIL_BY_ROWS, HEAD_BY_ROWS, PARTS = range(6)
+"""Parts of an item that may leave: all of it, or an end of so much load, or of so many rows."""
+FIRST, LAST, LEAVES, ALONE, KNOWN = range(5)
+"""What is known of a part: its rows, how its bin's keys change without it, and the keys of a bin with no other rows of the document."""
+
+
+class Search(NamedTuple):
+    """What repairing works on. Only the items ``tried`` are moved; ``over[b]`` is the violation of bin b.
+
+    Of the item at hand: ``holds[b]`` is its index where bin b has rows of its document, ``known[part]`` are the columns FIRST to ALONE. Of
+    exchanges: ``arrives[b]`` is how the keys of bin b change when the item comes, ``swaps[j]`` how keys change when item j leaves its bin
+    for the worst one; HUGE where it is not known yet.
+    """
+
+    table: Table
+    bins: Bins
+    ruler: Ruler
+    mean_load: int
+    mean_rows: int
+    weight: int
+    tried: Any
+    over: Any
+    holds: Any
+    known: Any
+    arrives: Any
+    swaps: Any
+
+
+class Move(NamedTuple):
+    """Rows ``lo..hi`` of an item go to bin ``to``, for all of the item ``back`` or for nothing (-1); the lowest score is the best."""
+
+    score: int
+    item: int
+    to: int
+    lo: int
+    hi: int
+    back: int
+
+
+@compiled
+def repair(items, n, bins, ruler, cap_load, cap_rows, mean_load, mean_rows, reads, weight, moves):
+    """Move, cut and swap items out of the worst bin while that lowers violation x weight + keys fetched; (item count, pairs tried)."""
+    table, held = with_chains(items, n, reads), filled(items, n, cap_load, cap_rows)
+    tried, count = tried_items(items, n, table.chain, bins)
+    over, holds, arrives = np.zeros(bins, np.int64), np.zeros(bins, np.int64), np.zeros(bins, np.int64)
+    known, swaps = np.zeros((PARTS, KNOWN), np.int64), np.zeros(len(items), np.int64)
+    search = Search(table, held, ruler, mean_load, mean_rows, weight, tried, over, holds, known, arrives, swaps)
+    return moved_out(search, n, count, moves)
+
+
+@compiled_leaf
+def moved_out(search, n, count, moves):
+    """Up to ``moves`` moves out of the bin that is then the worst, with ``count`` items that may move; (item count, pairs tried)."""
+    steps = 0
+    for _ in range(moves):
+        worst = worst_bin(search)
+        if worst < 0 or n + 2 >= len(search.table.items):
+            break
+        best, more = best_move(search, worst, count)
+        steps += more
+        if best.item < 0:  # else no exchanges: they are many
+            best, more = best_exchange(search, worst, count)
+            steps += more
+        if best.item < 0 or best.score >= 0:
+            break
+        n, count = carry_out(search, n, count, best)
+    return n, steps
+
+
+@compiled_inline
+def violation(search, b, load, rows):
+    """How far bin ``b`` is over its limits with so much more load and rows: millionths of the mean, linear plus ten times quadratic."""
+    bins, found = search.bins, 0
+    excess_load, excess_rows = bins.load[b] + load - bins.cap_load[b], bins.rows[b] + rows - bins.cap_rows[b]
+    if excess_load > 0:  # rarely: divisions are dear
+        part = min(excess_load * MILLION // search.mean_load, 1 << 28)
+        found += part + part * part // 100_000
+    if excess_rows > 0:
+        part = min(excess_rows * MILLION // search.mean_rows, 1 << 28)
+        found += part + part * part // 100_000
+    return found
+
+
+@compiled_inline
+def worst_bin(search):
+    """The bin that is furthest over its limits, -1 where none is; notes the violation of each."""
+    worst, most = -1, 0
+    for b in range(len(search.over)):
+        search.over[b] = violation(search, b, 0, 0)
+        if search.over[b] > most:
+            worst, most = b, search.over[b]
+    return worst
+
+
+@compiled_inline
+def better(best, move):
+    """The move of the lower score, the first of two equal ones."""
+    return move if move.score < best.score else best
+
+
+@compiled_inline
+def best_move(search, worst, count):
+    """The best move of an item of the worst bin, or a part of one, to another bin; and how many pairs of item and bin were tried."""
+    items, holds, known = search.table.items, search.holds, search.known
+    best, steps = Move(HUGE, -1, -1, 0, 0, -1), 0
+    for b in range(len(holds)):
+        holds[b] = -1
+    for at in range(count):
+        i = search.tried[at]
+        if items[i, BIN] != worst:
+            continue
+        steps += len(holds)
+        for part in range(PARTS):
+            known[part, FIRST] = -1
+        note_holders(search, i)
+        here = cost_now(search.table, worst, items[i, DOC])
+        for to in range(len(holds)):
+            if to != worst:
+                best = best_move_to(search, i, here, to, best)
+    return best, steps
+
+
+@compiled_inline
+def note_holders(search, i):
+    """Note which bins have rows of the document of item ``i``."""
+    items, chain = search.table.items, search.table.chain
+    other = chain[0, items[i, DOC]]
+    while other >= 0:
+        search.holds[items[other, BIN]] = i
+        other = chain[1, other]
+
+
+@compiled_inline
+def best_move_to(search, i, here, to, best):
+    """The better of ``best`` and the best move of item ``i`` to bin ``to``; its own bin fetches ``here`` keys of its document."""
+    table, known, item = search.table, search.known, item_at(search.table.items, i)
+    before, there = search.over[item.bin] + search.over[to], -1
+    for part in range(PARTS):
+        lo, hi = rows_of_part(search, item, to, part)
+        if lo >= hi or (part != WHOLE and lo == item.lo and hi == item.hi):
+            continue
+        load, rows = load_of(search.ruler, item.doc, lo, hi), hi - lo
+        after = violation(search, item.bin, -load, -rows) + violation(search, to, load, rows)
+        if after >= before:
+            continue
+        if known[part, FIRST] != lo or known[part, LAST] != hi:
+            learn_part(search, i, here, part, lo, hi)
+        change = known[part, LEAVES]
+        if search.holds[to] == i:
+            if there < 0:
+                there = cost_now(table, to, item.doc)
+            change += bin_cost(table, to, item.doc, -1, lo, hi, 0, 0) - there
+        else:
+            change += known[part, ALONE]
+        score = (after - before) * search.weight // MILLION + change
+        best = better(best, Move(score, i, to, lo, hi, -1))
+    return best
+
+
+@compiled_inline
+def rows_of_part(search, item, to, part):
+    """First and last row of a part of an item of the worst bin: enough to clear the excess, or what fits into bin ``to``; maybe empty."""
+    bins, ruler, grain, worst = search.bins, search.ruler, search.ruler.grain, item.bin
+    if part == WHOLE:
+        return item.lo, item.hi
+    if part <= HEAD_BY_LOAD:
+        excess, room = bins.load[worst] - bins.cap_load[worst], bins.cap_load[to] - bins.load[to]
+        if excess <= 0 or room <= 0:
+            return item.lo, item.lo
+        more = grain if excess <= room else 0
+        if part == TAIL_BY_LOAD:
+            return max(item.lo, tail_within(ruler, item.doc, item.lo, item.hi, min(excess, room)) - more), item.hi
+        return item.lo, min(item.hi, head_within(ruler, item.doc, item.lo, item.hi, min(excess, room)) + more)
+    excess, room = bins.rows[worst] - bins.cap_rows[worst], bins.cap_rows[to] - bins.rows[to]
+    if excess <= 0 or room <= 0:
+        return item.lo, item.lo
+    rows = min((excess + grain - 1) // grain * grain, room // grain * grain)
+    if part == TAIL_BY_ROWS:
+        return max(item.lo, (item.hi - rows + grain - 1) // grain * grain), item.hi
+    return item.lo, min(item.hi, item.lo + rows)
+
+
+@compiled_inline
+def learn_part(search, i, here, part, lo, hi):
+    """Note what is the same for most bins: what the worst bin saves, and what a bin without this document fetches."""
+    table, known, item = search.table, search.known, item_at(search.table.items, i)
+    stay_lo, stay_hi = (item.lo, lo) if lo > item.lo else (hi, item.hi)
+    table.ranges[0, 0], table.ranges[0, 1] = lo, hi
+    alone = fetched(table.ranges, 1, table.ranges, 1, table.reads, item.doc, table.spans)
+    known[part, FIRST], known[part, LAST] = lo, hi
+    known[part, ALONE] = table.reads.thin[item.doc] + alone
+    known[part, LEAVES] = bin_cost(table, item.bin, item.doc, i, stay_lo, stay_hi, 0, 0) - here
+
+
+@compiled_inline
+def best_exchange(search, worst, count):
+    """The best exchange of an item of the worst bin against one of another; and how many pairs of items were tried.
+
+    What an exchange changes is a sum over its four sides, each known once.
+    """
+    items, best, steps = search.table.items, Move(HUGE, -1, -1, 0, 0, -1), 0
+    for at in range(count):
+        search.swaps[search.tried[at]] = HUGE
+    for at in range(count):
+        i = search.tried[at]
+        if items[i, BIN] == worst:
+            steps += count
+            best = best_exchange_of(search, i, count, best)
+    return best, steps
+
+
+@compiled_inline
+def best_exchange_of(search, i, count, best):
+    """The better of ``best`` and the best exchange of item ``i``."""
+    table, over, arrives, swaps = search.table, search.over, search.arrives, search.swaps
+    item = item_at(table.items, i)
+    leaves = cost_change(table, item.bin, item.doc, i, 0, 0)
+    for b in range(len(arrives)):
+        arrives[b] = HUGE
+    for at in range(count):
+        j = search.tried[at]
+        other = item_at(table.items, j)
+        if other.bin == item.bin:
+            continue
+        load, rows = item.load - other.load, (item.hi - item.lo) - (other.hi - other.lo)
+        before, after = over[item.bin] + over[other.bin], violation(search, item.bin, -load, -rows)
+        if after >= before:
+            continue
+        after += violation(search, other.bin, load, rows)
+        if after >= before or other.doc == item.doc:
+            continue
+        if arrives[other.bin] == HUGE:
+            arrives[other.bin] = cost_change(table, other.bin, item.doc, -1, item.lo, item.hi)
+        if swaps[j] == HUGE:
+            swaps[j] = cost_change(table, other.bin, other.doc, j, 0, 0)
+            swaps[j] += cost_change(table, item.bin, other.doc, -1, other.lo, other.hi)
+        score = (after - before) * search.weight // MILLION + leaves + arrives[other.bin] + swaps[j]
+        best = better(best, Move(score, i, other.bin, item.lo, item.hi, j))
+    return best
+
+
+@compiled_inline
+def carry_out(search, n, count, move):
+    """Do a move; (item count, how many items may move): a part becomes an item of its own."""
+    items, chain, i = search.table.items, search.table.chain, move.item
+    item = item_at(items, i)
+    load, rows = load_of(search.ruler, item.doc, move.lo, move.hi), move.hi - move.lo
+    if move.back >= 0:
+        other = item_at(items, move.back)
+        load, rows = item.load - other.load, rows - (other.hi - other.lo)
+        items[i, BIN], items[move.back, BIN] = move.to, item.bin
+    elif rows == item.hi - item.lo:
+        items[i, BIN] = move.to
+    else:
+        write_item(items, n, item.doc, move.lo, move.hi, load, move.to)
+        chain[1, n], chain[0, item.doc] = chain[0, item.doc], n
+        search.tried[count] = n
+        n, count = n + 1, count + 1
+        if move.lo > item.lo:
+            items[i, HI] = move.lo
+        else:
+            items[i, LO] = move.hi
+        items[i, LOAD] -= load
+    pass_on(search.bins, item.bin, move.to, load, rows)
+    return n, count

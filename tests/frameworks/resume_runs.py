@@ -1,0 +1,128 @@
+"""Runs that stop in the middle of an epoch and go on, under TRL and Lightning: on the ranks of a pool, or plain in this process.
+
+Both have shuffled data that lasts a few steps, so that ten steps after a resume also cross into an epoch that has an order of its own.
+Light to import (see parallel_runs.py).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+from example_runs import EXAMPLES, loaded
+from loss_warning import refusing_the_loss_warning
+from trainer_runs import reset_accelerate
+from trl_runs import place_of_rank
+
+SAVED = 11
+"""The step whose checkpoint a run goes on from."""
+STEPS = 21
+ACCUMULATED = 2
+"""Micro-batches of a step under TRL."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a run logged, and in how many steps it goes once through its data."""
+
+    losses: list[float]
+    evaluated: list[float]
+    epoch: int
+
+
+def found(entries: list[dict[str, Any]], epoch: int) -> Found:
+    """The losses among what a trainer logged."""
+    losses, evaluated = ([entry[name] for entry in entries if name in entry] for name in ("loss", "eval_loss"))
+    return Found(losses, evaluated, epoch)
+
+
+@contextmanager
+def in_the_place_of_an_example(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """What an example finds when it is started: torchrun's environment where there are ranks, and its own folder."""
+    with (
+        patch.dict(os.environ, {} if group is None else place_of_rank()),
+        patch.object(sys, "path", [str(EXAMPLES), *sys.path]),
+        refusing_the_loss_warning(),
+    ):
+        reset_accelerate()
+        yield
+
+
+def sft(group: dist.ProcessGroup | None, folder: str, resume: bool) -> Found:
+    """TRL's SFTTrainer on packed conversations: our example's trainer on ranks, TRL's own where there are none."""
+    with in_the_place_of_an_example(group):
+        from transformers import TrainerCallback
+        from trl import SFTConfig, SFTTrainer
+
+        import flexcp
+        import made_text
+
+        ranks = 1 if group is None else dist.get_world_size(group)
+        arguments = SFTConfig(
+            folder, max_steps=STEPS, per_device_train_batch_size=4 // ranks, per_device_eval_batch_size=4 // ranks,
+            packing=True, eval_packing=True, max_length=128, assistant_only_loss=True, learning_rate=1e-3, logging_steps=1,
+            gradient_accumulation_steps=ACCUMULATED, dataloader_drop_last=True, use_cpu=True, bf16=False, report_to=[],
+            disable_tqdm=True, save_strategy="steps", save_steps=SAVED, eval_strategy="steps", eval_steps=SAVED,
+        )  # fmt: skip
+        ours: dict[str, Any] = {} if group is None else {"cluster": flexcp.cluster("cpu", ranks_per_node=ranks)}
+        trainer: Any = (SFTTrainer if group is None else loaded("trl_sft").FlexcpTrl)(
+            made_text.model(),
+            arguments,
+            train_dataset=made_text.chats(220),
+            eval_dataset=made_text.chats(60, seed=1),
+            processing_class=made_text.tokenizer(),
+            **ours,
+        )
+
+        class Seen(TrainerCallback):  # type: ignore[misc]
+            """What this run logs: a resumed run's history begins with that of the run before."""
+
+            def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **others: Any) -> None:
+                entries.append(logs)
+
+        entries: list[dict[str, Any]] = []
+        trainer.add_callback(Seen())
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{SAVED}" if resume else None)
+        return found(entries, len(trainer.get_train_dataloader()) // ACCUMULATED)
+
+
+def lightning(group: dist.ProcessGroup | None, folder: str, resume: bool) -> Found:
+    """The module of Lightning's example, or of its plain twin where there are no ranks, with checkpoints and a loader that has a state."""
+    with in_the_place_of_an_example(group):
+        from lightning.pytorch import Trainer
+        from lightning.pytorch.callbacks import ModelCheckpoint
+        from lightning.pytorch.strategies import ModelParallelStrategy
+        from torchdata.stateful_dataloader import StatefulDataLoader
+        from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+        from transformers import DataCollatorWithFlattening
+
+        import made_text
+
+        ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+        words = made_text.tokenizer()
+        documents = [words(text) for text in made_text.prompts(64)["prompt"]]
+        held_out = [words(text) for text in made_text.prompts(32, seed=1)["prompt"]]
+
+        def loader(data: list[Any], shuffle: bool) -> StatefulDataLoader[Any]:
+            # Lightning begins to iterate before it tells samplers the epoch: one without a state has drawn the first epoch's order by then.
+            dealt = StatefulDistributedSampler(data, ranks, rank, shuffle)
+            return StatefulDataLoader(data, 8 // ranks, sampler=dealt, collate_fn=DataCollatorWithFlattening())
+
+        sharded = ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
+        saving: Any = ModelCheckpoint(folder, "{step}", every_n_train_steps=SAVED, save_top_k=-1)
+        trainer = Trainer(
+            accelerator="cpu", devices=ranks, strategy=sharded if ranks > 1 else "auto", max_steps=STEPS, logger=False,
+            use_distributed_sampler=False, callbacks=[saving], val_check_interval=STEPS, check_val_every_n_epoch=None,
+            num_sanity_val_steps=0, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        module = loaded("lightning_fsdp2_plain" if group is None else "lightning_fsdp2").Module()
+        kept = Path(folder) / f"step={SAVED}.ckpt"
+        trainer.fit(module, loader(documents, True), loader(held_out, False), ckpt_path=kept if resume else None)
+        return found(module.logged, trainer.num_training_batches)
