@@ -38,7 +38,7 @@ ROWS, KEYS = (Kind.Q, Kind.O), (Kind.KV,)
 BACKWARD = {ROWS: (Kind.Q, Kind.DO, Kind.DQ), KEYS: (Kind.KV, Kind.DKV)}
 """What moves in the backward for what moves in the forward."""
 MOST_TILES = 1 << 24
-"""Tiles of a batch, empty ones included; about 2 GiB while they are made."""
+"""Tiles of a batch, empty ones included. Each takes some hundred bytes while they are made: an estimate, not measured."""
 NO_CUTS = np.zeros(0, np.int64)
 
 
