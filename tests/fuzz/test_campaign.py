@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,7 +22,7 @@ from flexcp.fuzz.draw import draw
 from flexcp.fuzz.findings import Found
 from flexcp.fuzz.judge import Extras, Outcome, judge
 from flexcp.fuzz.shrink import shrunk, simplifications
-from flexcp.fuzz.worker import Task
+from flexcp.fuzz.worker import Task, serve
 from flexcp.measure.ranks import RankPool
 from lib.planted_bugs import BUGS, plant, plant_on_rank, planted
 
@@ -209,3 +211,18 @@ def test_a_refusal_without_a_reason_is_a_failure() -> None:
     assert judge(refused).verdict == "refused"
     odd = replace(SMALL, attention={**SMALL.attention, "heads": 3, "kv_heads": 2})
     assert judge(odd).verdict == "failed"
+
+
+def test_a_worker_at_its_end_is_not_interrupted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The campaign asks it to leave while its exit functions run; what a signal raises in those is printed as a traceback."""
+    monkeypatch.setattr(os, "setsid", lambda: None)
+    monkeypatch.setattr("flexcp.fuzz.worker.warm", lambda: None)
+    monkeypatch.setattr("torch.set_num_threads", lambda _: None)
+    ours, theirs = multiprocessing.Pipe()
+    ours.send(None)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        serve(Task(0, 0.0, tmp_path), theirs)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)

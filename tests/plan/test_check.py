@@ -24,6 +24,7 @@ from flexcp.batch import MaskLike, make_batch
 from flexcp.clusters import cluster
 from flexcp.cost import CostModel
 from flexcp.masks import causal, full, lambda_, window
+from flexcp.masks import cut as slices_cut
 from flexcp.plan.check import PlanError, check_plan
 from flexcp.plan.execution import one_call_ahead
 from flexcp.plan.placement import Placement, Regions, Runs
@@ -625,6 +626,30 @@ def test_work_where_the_mask_is_empty_may_be_missing_or_double() -> None:
         check_plan(with_placement(plan, regions=(regions,)))
     with pytest.raises(PlanError, match=r"rows 0\.\.20, keys 0\.\.20 are computed \[0\] times"):
         check_plan(with_placement(plan, regions=(above.take([1, 2]),)))
+
+
+@pytest.mark.parametrize("cells", [1, 100])
+def test_broken_work_is_caught_in_any_band_of_rows(cells: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents in so many parts that their cells are not counted all at once."""
+    monkeypatch.setattr("flexcp.plan.check.MOST_CELLS", cells)
+    check_plan(valid("usp"))
+    test_broken_work_is_caught("usp")
+
+
+def test_a_document_in_thousands_of_parts_is_checked_range_by_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cells where the mask allows nothing are asked a row at a time, not one by one: half of them all are such."""
+    plan = Planner(1, 1, 8, cluster=cluster("h100", 1, 4), strategy="minheap:4")([2000], causal())
+    assert len(plan.placement.regions[0]) > 100
+    asked: list[int] = []
+
+    def counted(slices: NDArray[np.int64], *ranges: Any) -> NDArray[np.int64]:
+        asked.append(len(slices))
+        return slices_cut(slices, *ranges)
+
+    monkeypatch.setattr("flexcp.masks.cut", counted)
+    check_plan(plan)
+    assert len(asked) < 10
+    assert max(asked) <= 2 * len(plan.placement.regions[0])
 
 
 # --- broken ownership ---------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from html.parser import HTMLParser
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from flexcp.fuzz.token_machine import require
 from flexcp.plan.plan import Plan
 from flexcp.report.page import page
+from flexcp.report.plan_data import MOST_ROWS
 from flexcp.report.plan_tables import plan_section
 
 HOSTILE = '</script><!--<script>"&\u2028'
@@ -39,20 +41,21 @@ class _Page(HTMLParser):
 
 
 def check_report(plan: Plan) -> None:
-    """Bytes, runs, regions and lengths in the page are those of the plan's tables."""
+    """Bytes, runs, regions and lengths in the page are the plan's; of a plan in many parts, those of the documents that are drawn."""
     reader = _Page()
     reader.feed(page([plan_section(plan)], HOSTILE))
     require(reader.headings == HOSTILE, f"the page's title is {reader.headings!r}")
     (shown,) = json.loads(reader.data)
     require(shown["lengths"] == plan.batch.lengths.tolist(), "the report has other lengths")
     require(shown["ranks"] == plan.ranks, "the report has other ranks")
-    kept = np.zeros(plan.ranks, np.int64)
-    for rank, start, stop in zip(*(shown["runs"][name] for name in ("rank", "start", "stop")), strict=True):
-        kept[rank] += stop - start
-    require(kept.tolist() == plan.placement.tokens.tolist(), "the report's runs are not what ranks keep")
+    documents = shown["drawn"]
+    _check_drawn(plan, documents)
+    runs = list(zip(*(shown["runs"][name] for name in ("rank", "start", "stop")), strict=True))
+    require(runs == _runs_of(plan, documents), "the report's runs are not what ranks keep")
     for mask, pair in enumerate(plan.programs):
         drawn = shown["masks"][mask]
         columns = plan.placement.regions[mask]
+        columns = columns.take(np.isin(columns.document, documents))
         require(
             all(values == getattr(columns, name).tolist() for name, values in drawn["regions"].items()),
             "the report's regions are not the plan's",
@@ -65,3 +68,26 @@ def check_report(plan: Plan) -> None:
             traffic, found = drawn["bytes"][backward], np.zeros((plan.ranks, plan.ranks), np.int64)
             found[traffic["source"], traffic["target"]] = traffic["bytes"]
             require(bool((found == counted).all()), "the report's traffic is not what transfers carry")
+
+
+def _check_drawn(plan: Plan, documents: list[int]) -> None:
+    """All documents are drawn where their parts fit in a page, otherwise the longest ones."""
+    lengths, rows = plan.batch.lengths.tolist(), [len(_runs_of(plan, range(plan.batch.documents)))]
+    rows += [len(regions) for regions in plan.placement.regions]
+    left = sorted(set(range(len(lengths))) - set(documents))
+    require(len(documents) > 0, "the report draws no document")
+    # A run over several documents is a row of each.
+    require(not left or sum(rows) + len(lengths) > MOST_ROWS, f"the report leaves out documents {left} of a small plan")
+    shortest = min(lengths[d] for d in documents)
+    require(all(lengths[d] <= shortest for d in left), "the report leaves out a longer document than it draws")
+
+
+def _runs_of(plan: Plan, documents: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(rank, start, stop) of the runs that hold something of these documents; of all runs, pads too, when these are all documents."""
+    runs, starts = plan.placement.runs, plan.batch.starts
+    wanted = np.zeros(plan.placement.stream, bool)
+    for d in documents:
+        wanted[starts[d] : starts[d + 1]] = True
+    wanted[plan.batch.tokens :] = len(documents) == plan.batch.documents
+    rows = zip(runs.rank.tolist(), runs.start.tolist(), runs.stop.tolist(), strict=True)
+    return [row for row in rows if wanted[row[1] : row[2]].any()]

@@ -90,6 +90,10 @@ def serve(task: Task, pipe: Connection) -> None:
                 judge_number(task, number, ranks, pipe.send)
         except (EOFError, BrokenPipeError):
             return  # the campaign is gone
+        finally:
+            signal.signal(
+                signal.SIGTERM, signal.SIG_IGN
+            )  # it goes already; raising in an exit function would print a traceback
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -17,14 +17,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexcp import masks
+from flexcp.arrays.intervals import spread
+from flexcp.batch import LayerMask
 from flexcp.masks import K0, K1, Q0, Q1
-from flexcp.plan.placement import Placement
+from flexcp.plan.placement import Placement, Regions
 from flexcp.plan.plan import Plan
 from flexcp.plan.program import Program, Transfers
 from flexcp.shape import QUERY_SIDED, Kind
 
 Ints = NDArray[np.int64]
 NEVER = 1 << 30
+MOST_CELLS = 1 << 22
+"""Cells of a document's rows, keys and heads that are counted at once."""
 
 
 class PlanError(ValueError):
@@ -73,30 +77,42 @@ def _check_work(plan: Plan, number: int) -> None:
     first = np.searchsorted(regions.document[order], np.arange(batch.documents + 1))
     for document in range(batch.documents):
         mine = regions.take(order[first[document] : first[document + 1]])
-        length = int(batch.lengths[document])
-        slices = mask.slices[mask.first[document] : mask.first[document + 1]]
-        rows = _edges(mine.q0, mine.q1, length)
-        keys = _edges(mine.k0, mine.k1, length)
-        heads = _edges(mine.h0, mine.h1, plan.shape.heads)
-        count = np.zeros((len(rows), len(keys), len(heads)), np.int64)
-        for q0, q1, k0, k1, h0, h1 in zip(
-            *(
-                np.searchsorted(edge, x)
-                for edge, pair in ((rows, "q"), (keys, "k"), (heads, "h"))
-                for x in (getattr(mine, pair + "0"), getattr(mine, pair + "1"))
-            ),
-            strict=True,
-        ):
-            count[q0:q1, k0:k1, h0:h1] += 1
-        wrong = np.argwhere(np.any(count[:-1, :-1, :-1] != 1, axis=2))
-        for i, j in wrong:
-            cell = masks.cut(slices, rows[i], rows[i + 1], keys[j], keys[j + 1])
-            if masks.area(cell).sum():
-                times = count[i, j, :-1]
-                raise PlanError(
-                    f"document {document}, rows {rows[i]}..{rows[i + 1]}, keys {keys[j]}..{keys[j + 1]} are computed "
-                    f"{times.tolist()} times in the head ranges that begin at {heads[:-1].tolist()}"
-                )
+        _check_document(mask, document, int(batch.lengths[document]), plan.shape.heads, mine)
+
+
+def _check_document(mask: LayerMask, document: int, length: int, head_count: int, regions: Regions) -> None:
+    """How often each cell between the edges of regions is computed, a band of rows at a time, so that memory does not grow with them."""
+    rows = _edges(regions.q0, regions.q1, length)
+    keys = _edges(regions.k0, regions.k1, length)
+    heads = _edges(regions.h0, regions.h1, head_count)
+    spans = np.stack(
+        [
+            np.searchsorted(edge, x)
+            for edge, pair in ((rows, "q"), (keys, "k"), (heads, "h"))
+            for x in (getattr(regions, pair + "0"), getattr(regions, pair + "1"))
+        ]
+    )
+    width, deep = len(keys) - 1, len(heads) - 1
+    band = max(1, MOST_CELLS // (width * deep))
+    for top in range(0, len(rows) - 1, band):
+        count = np.zeros((min(band, len(rows) - 1 - top), width, deep), np.int32)
+        meets = (spans[0] < top + band) & (spans[1] > top)
+        for q0, q1, k0, k1, h0, h1 in spans[:, meets].T.tolist():
+            count[max(q0 - top, 0) : q1 - top, k0:k1, h0:h1] += 1
+        # Neighbouring cells that are not computed once are asked together: most are where the mask allows nothing.
+        border = np.diff(np.any(count != 1, axis=2).astype(np.int8), axis=1, prepend=0, append=0)
+        (row, first), last = np.nonzero(border == 1), np.nonzero(border == -1)[1]
+        asked = np.full(len(row), document), rows[top + row], rows[top + row + 1], keys[first], keys[last]
+        allowed = mask.cuts(*asked)[0]
+        if len(allowed):
+            i, cells = int(row[allowed[0]]), range(first[allowed[0]], last[allowed[0]])
+            slices = mask.slices[mask.first[document] : mask.first[document + 1]]
+            q0, q1 = rows[top + i], rows[top + i + 1]
+            j = next(j for j in cells if masks.area(masks.cut(slices, q0, q1, keys[j], keys[j + 1])).sum())
+            raise PlanError(
+                f"document {document}, rows {q0}..{q1}, keys {keys[j]}..{keys[j + 1]} are computed {count[i, j].tolist()} times in the "
+                f"head ranges that begin at {heads[:-1].tolist()}"
+            )
 
 
 def _kept_keys(forward: Program) -> Transfers:
@@ -122,6 +138,10 @@ class _Side:
     home: NDArray[np.uint64]
     expected: NDArray[np.uint64]
     sent: NDArray[np.bool_]
+
+    def reorder(self, atoms: Ints) -> None:
+        """Put what work touches into another order of atoms."""
+        self.arrived, self.complete, self.read = (x[:, :, atoms] for x in (self.arrived, self.complete, self.read))
 
 
 class _SymbolicPass:
@@ -161,6 +181,15 @@ class _SymbolicPass:
     def _atoms(self, owner: int, start: int, stop: int) -> slice:
         low, high = np.searchsorted(self.edge, [owner * self.width + start, owner * self.width + stop])
         return slice(int(low), int(high))
+
+    def _stream_order(self) -> tuple[Ints, Ints]:
+        """The atoms in the order of the stream, and where on it each of these begins."""
+        kept = self.placement.kept
+        at_home = kept.rank * self.width + kept.local
+        low, high = (np.searchsorted(self.edge, at) for at in (at_home, at_home + kept.stop - kept.start))
+        run, within = spread(high - low)
+        atoms = low[run] + within
+        return atoms, kept.start[run] + self.edge[atoms] - at_home[run]
 
     def _side(self, queries: bool) -> _Side:
         shape, regions = self.plan.shape, self.regions
@@ -291,30 +320,32 @@ class _SymbolicPass:
         shape, regions = self.plan.shape, self.regions
         labels = np.random.default_rng(0).integers(1, 1 << 63, self.plan.ranks).astype(np.uint64)
         begin = self.plan.batch.starts[regions.document[self.region]]
-        parts = []
-        for first, last in ((Q0, Q1), (K0, K1)):
-            index, owner, a, b = self.placement.owned_parts(begin + self.slices[:, first], begin + self.slices[:, last])
-            low = np.searchsorted(self.edge, owner * self.width + a)
-            high = np.searchsorted(self.edge, owner * self.width + b)
-            parts.append((np.searchsorted(index, np.arange(len(self.slices) + 1)), low, high))
-        kv0, kv1 = shape.kv_range(regions.h0, regions.h1)
-        heads = ((regions.h0, regions.h1), (kv0, kv1))
-        for i, region in enumerate(self.region):
-            rank = int(regions.rank[region])
-            spots = []
-            for side, (bounds, low, high), (h0, h1) in zip(self.sides, parts, heads, strict=True):
-                atoms = [np.arange(low[j], high[j]) for j in range(bounds[i], bounds[i + 1])]
-                spots.append((side, self._heads(side, int(h0[region]), int(h1[region])), np.concatenate(atoms)))
-            for side, span, at in spots:
-                when = side.arrived[rank, span][:, at]
-                self._require((when < NEVER).all(), f"rank {rank} computes with tokens it never receives")
-            for (side, span, at), (other, other_span, other_at) in (spots, spots[::-1]):
-                slowest = int(other.arrived[rank, other_span][:, other_at].max())
-                done = np.maximum(side.arrived[rank, span][:, at], slowest)
-                view = side.complete[rank, span]
-                view[:, at] = np.maximum(view[:, at], done)
-                side.read[rank, span][:, at] = True
+        # Rows and keys of a slice are neighbours on the stream, so in the stream's order its atoms are one range.
+        atoms, position = self._stream_order()
         for side in self.sides:
+            side.reorder(atoms)
+        parts = [
+            [np.searchsorted(position, begin + self.slices[:, column]).tolist() for column in columns]
+            for columns in ((Q0, Q1), (K0, K1))
+        ]
+        heads = ((regions.h0, regions.h1), shape.kv_range(regions.h0, regions.h1))
+        spans = [
+            [np.searchsorted(side.borders, column).tolist() for column in pair]
+            for side, pair in zip(self.sides, heads, strict=True)
+        ]
+        for i, region in enumerate(self.region.tolist()):
+            rank = int(regions.rank[region])
+            spots = [
+                (side, (rank, slice(h0[region], h1[region]), slice(low[i], high[i])))
+                for side, (low, high), (h0, h1) in zip(self.sides, parts, spans, strict=True)
+            ]
+            slowest = [int(side.arrived[at].max()) for side, at in spots]
+            self._require(max(slowest) < NEVER, f"rank {rank} computes with tokens it never receives")
+            for (side, at), others in zip(spots, slowest[::-1], strict=True):
+                np.maximum(side.complete[at], np.maximum(side.arrived[at], others), out=side.complete[at])
+                side.read[at] = True
+        for side in self.sides:
+            side.reorder(np.argsort(atoms))
             side.labels[:] = np.where(side.read, labels[:, None, None], np.uint64(0))
             side.expected[:] = side.labels.sum(axis=0, dtype=np.uint64)
             if not self.placement.assemble_own:

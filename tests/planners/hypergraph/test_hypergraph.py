@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexcp.arrays.totals import imbalance
+from flexcp.clusters import cluster
 from flexcp.masks import causal, causal_blockwise, from_slices, full, lambda_, prefix, shared_question, window
 from flexcp.plan.plan import Plan
+from flexcp.planner import Planner
 from flexcp.planners.blocks.blocks import blocks
 from flexcp.planners.hypergraph.hypergraph import DEFAULT_TOLERANCE, hypergraph
 from flexcp.planners.hypergraph.mt_kahypar import initialised
@@ -186,3 +188,16 @@ def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "mtkahypar", None)
     with pytest.raises(ValueError, match=r"pip install flexcp\[hypergraph\]"):
         hypergraph(request_for([100]))
+
+
+@pytest.mark.parametrize("strategy", ["hypergraph:16", "dcp:16"])
+def test_blocks_too_small_for_memory_are_refused_with_the_size_that_fits(strategy: str) -> None:
+    """A million tokens in blocks of 16 make thousands of millions of tiles, hundreds of GiB."""
+
+    def planner(strategy: str) -> Planner:
+        return Planner(8, 8, 8, cluster=cluster("gb200", 1, 8), strategy=strategy)
+
+    with pytest.raises(ValueError, match=r"more than 16777216; take blocks of (\d+) tokens") as refused:
+        planner(strategy)([930_000, 160_000])
+    least = int(str(refused.value).split("take blocks of ")[1].split()[0])
+    assert 16 < least <= 1024

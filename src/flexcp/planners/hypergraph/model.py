@@ -16,6 +16,7 @@ of the hypergraph, with exactly its bytes and balance, and nothing is lost befor
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,7 +28,7 @@ from flexcp.arrays.totals import sums
 from flexcp.batch import Batch
 from flexcp.masks import K0, K1, Q0, Q1, area
 from flexcp.plan.placement import Placement
-from flexcp.planners.request import Request
+from flexcp.planners.request import Refused, Request
 from flexcp.shape import Kind, Shape
 
 Ints = NDArray[np.int64]
@@ -36,6 +37,8 @@ DEFAULT_BLOCKS = 128
 ROWS, KEYS = (Kind.Q, Kind.O), (Kind.KV,)
 BACKWARD = {ROWS: (Kind.Q, Kind.DO, Kind.DQ), KEYS: (Kind.KV, Kind.DKV)}
 """What moves in the backward for what moves in the forward."""
+MOST_TILES = 1 << 24
+"""Tiles of a batch, empty ones included. Each takes some hundred bytes while they are made: an estimate, not measured."""
 NO_CUTS = np.zeros(0, np.int64)
 
 
@@ -105,6 +108,7 @@ def make_tiling(request: Request, placement: Placement, size: int | None, cuts: 
     borders = _default_borders(placement, cuts) if size is None else _borders(placement, size, cuts)
     grid = Blocks(borders[:-1], borders[1:], batch.document_of(borders[:-1]))
     groups = _head_groups(placement, request.shape)
+    _refuse_small_blocks(batch, grid, groups)
     found = [_mask_tiling(request, grid, groups, number) for number in range(len(batch.masks))]
     tiles, nets = Tiles.join([f[0] for f in found]), Nets.join([f[1] for f in found])
     tile_at, net_at = (offsets(np.array([len(f[i]) for f in found])) for i in (0, 1))
@@ -113,6 +117,19 @@ def make_tiling(request: Request, placement: Placement, size: int | None, cuts: 
     place[order] = np.arange(len(order))
     pins = [Pins(f[2].net + net_at[i], place[f[2].tile + tile_at[i]]) for i, f in enumerate(found)]
     return Tiling(batch, request.ranks, grid, tiles.take(order), nets, Pins.join(pins).sorted_by("net"))
+
+
+def _refuse_small_blocks(batch: Batch, grid: Blocks, groups: _HeadGroups) -> None:
+    """For blocks so small that their pairs would not fit in memory."""
+    blocks = np.bincount(grid.document, minlength=batch.documents)
+    tiles = int((blocks * blocks * np.diff(groups.first)).sum()) * len(batch.masks)
+    if tiles > MOST_TILES:
+        size = batch.tokens // len(grid)
+        least = size * (math.isqrt(tiles // MOST_TILES) + 1)
+        raise Refused(
+            f"blocks of {size} tokens make {tiles} tiles of rows, keys and heads in documents of up to {int(batch.lengths.max())} tokens, "
+            f"more than {MOST_TILES}; take blocks of {least} tokens, the number after the strategy's colon"
+        )
 
 
 def _default_borders(placement: Placement, cuts: Ints) -> Ints:

@@ -1,0 +1,56 @@
+"""Fuzz runs: the table of campaigns in docs/trust.md, from the summaries that ``flexcp fuzz --json`` printed.
+
+    python benchmarks/fuzz_runs.py plans.json ranks.json more.json --on "16 cores (x86_64), Python 3.12, torch 2.11"
+
+The table stands between two comments of the page, which are kept. Failures are those of the run, whatever was mended since.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).parents[1] / "docs/trust.md"
+BEGIN, END = "<!-- campaigns -->\n", "<!-- end of campaigns -->\n"
+
+
+def table(runs: list[dict[str, Any]], machine: str) -> str:
+    """One row a campaign."""
+    names = ("seed", "cases", "refused", "plans", "on real ranks", "jobs", "seconds", "failed")
+    head = f"**Measured** on {machine}:\n\n| {' | '.join(names)} |\n|{' --- |' * len(names)}"
+    rows = [
+        f"| {run['seed']} | {run['cases']:,} | {run['refused']:,} | {run['plans']:,} | {run['on_ranks']:,} | {run['jobs']} | "
+        f"{run['seconds']:.0f} | {_failed(run)} |"
+        for run in runs
+    ]
+    return "\n".join([head, *rows]) + "\n"
+
+
+def _failed(run: dict[str, Any]) -> str:
+    cases = ", ".join(str(failure["case"]) for failure in run["failures"])
+    return f"{len(run['failures'])}: cases {cases}" if cases else "0"
+
+
+def with_table(page: str, made: str) -> str:
+    """The page with this table in its place."""
+    before, _, rest = page.partition(BEGIN)
+    _, found, after = rest.partition(END)
+    if not found:
+        raise ValueError(f"the page has no {BEGIN.strip()} ... {END.strip()}")
+    return f"{before}{BEGIN}\n{made}\n{END}{after}"
+
+
+def main(words: list[str] | None = None) -> None:
+    """Read, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("summaries", type=Path, nargs="+")
+    parser.add_argument("--on", required=True, help="the machine, in words")
+    asked = parser.parse_args(words)
+    runs = [json.loads(path.read_text()) for path in asked.summaries]
+    PAGE.write_text(with_table(PAGE.read_text(), table(runs, asked.on)))
+
+
+if __name__ == "__main__":
+    main()
