@@ -60,8 +60,8 @@ def dcp(rows: Sequence[Row]) -> list[str]:
         f"`dcp` itself takes {span(of_dcp)} of its published time, least on short documents: its instructions, buffers and transfers are "
         "not simulated, and nobody here measured them. So most ratios are too large from both sides. That two ranks share a 100 Gb/s card, "
         "and 262,144 as a second reading of LongAlign's longest document, were chosen with published times in sight. Where that document "
-        f"is 64K (*LongAlign in groups*), baselines run in groups of 8 and 16 ranks, far below the published times, and `dcp` reaches {span(groups)} "
-        "in 12a; its one weight for tokens and work leaves a rank two to three times the mean of work.",
+        f"is 64K (*LongAlign in groups*), baselines run in groups of 8 and 16 ranks, far below the published times, and `dcp` "
+        f"reaches {span(groups)} in 12a; its one weight for tokens and work leaves a rank two to three times the mean of work.",
         f"End to end Megatron-LM's steps take {span(steps)} of the published seconds here: tensor parallelism's collectives, the "
         "optimiser and the host's own time are left out. Waits of Megatron-LM are larger here than the published 27.7 to 44.6 %: "
         "our network model, not theirs, decides that, and gains at 131,072 tokens are too large with it.",
