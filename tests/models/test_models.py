@@ -208,3 +208,20 @@ def test_reading_a_file_loads_neither_torch_nor_transformers(tmp_path: Path) -> 
         "assert not {'torch', 'transformers', 'numba'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number of at least 1; got 0"),
+        (
+            {"hidden_size": 2100, "num_attention_heads": 16, "num_key_value_heads": 4},
+            "16 heads do not divide a hidden size of 2100",
+        ),
+    ],
+)
+def test_numbers_that_make_no_model_are_named(tmp_path: Path, changed: dict[str, int], words: str) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LLAMA | changed))
+    with pytest.raises(ValueError, match=words):
+        find_model(str(file))

@@ -304,7 +304,9 @@ def _read(path: Path) -> list[int]:
     except UnicodeDecodeError:
         raise ValueError(f"cannot read lengths from {path}: it is not a text file") from None
     found = []
-    for number, word in ((number, word) for number, line in enumerate(lines, 1) for word in line.split()):
+    for number, word in enumerate(map(str.strip, lines), 1):
+        if not word:
+            continue
         try:
             length = parse_count(word)
         except ValueError:

@@ -221,5 +221,6 @@ def _way_out(name: str, x: Tensor, size: tuple[int, int, int], step: Step) -> st
     if x.dim() != 3 or len(x) == step.local_tokens or step.plan.ranks == 1:
         return ""
     return (
-        '; cut the batch with step.shard, or plan with layout="contiguous" where every rank keeps a part it cut itself'
+        '; cut the batch with step.shard, or plan with layout="contiguous" where every rank keeps a part that it cut itself, by '
+        "stream.tensor_split(ranks)[rank]"
     )

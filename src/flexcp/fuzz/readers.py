@@ -62,9 +62,10 @@ def readers(folder: Path) -> list[Reader]:
     """All kinds; good files of some are written to ``folder`` first, by what writes them for users."""
     plan = Planner(4, 2, 8, cluster=cluster("cpu", 1, 2), strategy="blocks")([30, 5, 1])
     config = {
-        "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2,
-        "intermediate_size": 128, "vocab_size": 100, "torch_dtype": "bfloat16", "sliding_window": 16, "head_dim": 16,
-        "architectures": ["LlamaForCausalLM"], "layer_types": ["full_attention", "sliding_attention"],
+        "model_type": "qwen3", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2,
+        "intermediate_size": 128, "vocab_size": 100, "torch_dtype": "bfloat16", "head_dim": 16,
+        "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1, "architectures": ["Qwen3ForCausalLM"],
+        "layer_types": ["full_attention", "sliding_attention"],
     }  # fmt: skip
     mask = {"documents": [{"length": 9, "slices": [[0, 9, 0, 9, None, 0]]}, {"length": 3, "slices": []}]}
     tree = {"parents": [-1, 0, 0], "lengths": [4, 2, 3], "ends": [1, 2]}

@@ -140,6 +140,10 @@ def _head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> int:
     given = fields.count("head_dim")
     if given is None and family.head_dim == "asked":
         raise fields.asked("head_dim", f"{even} if it follows from the heads")
+    if given is None and hidden % heads:
+        raise ValueError(
+            f"{fields.file}: {heads} heads do not divide a hidden size of {hidden}, and there is no head_dim; write it into the file"
+        )
     return given or even
 
 

@@ -66,6 +66,9 @@ class Fields:
         """The quantity, which the file must have."""
         found = self.read(names)
         if found is None:
+            for name in names:
+                if self.config.get(name) == 0:
+                    raise ValueError(f"{self.file}: {name} must be a whole number of at least 1; got 0")
             raise ValueError(
                 f"{self.file} has no {' or '.join(names)}; write the whole file with config.save_pretrained(folder), or {NUMBERS}"
             )

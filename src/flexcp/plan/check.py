@@ -141,7 +141,8 @@ class _Side:
 
     def reorder(self, atoms: Ints) -> None:
         """Put what work touches into another order of atoms."""
-        self.arrived, self.complete, self.read = (x[:, :, atoms] for x in (self.arrived, self.complete, self.read))
+        self.arrived, self.complete = self.arrived[:, :, atoms], self.complete[:, :, atoms]
+        self.read = self.read[:, :, atoms]
 
 
 class _SymbolicPass:
@@ -350,9 +351,9 @@ class _SymbolicPass:
             side.expected[:] = side.labels.sum(axis=0, dtype=np.uint64)
             if not self.placement.assemble_own:
                 # A rank's results for its own tokens are at home where they are computed.
-                at = np.arange(len(self.edge))
-                side.home[:] = side.labels[self.owner, :, at].T
-                side.labels[self.owner, :, at] = 0
+                every = np.arange(len(self.edge))
+                side.home[:] = side.labels[self.owner, :, every].T
+                side.labels[self.owner, :, every] = 0
 
     def _return(self, side: _Side, kind: Kind) -> None:
         t = self.program.transfers
