@@ -219,6 +219,12 @@ def test_wrong_files_are_refused(tmp_path: Path, content: bytes, words: list[str
     assert not [w for w in (str(path), *words) if w not in str(caught.value)], str(caught.value)
 
 
+def test_a_byte_order_mark_is_no_part_of_a_length(tmp_path: Path) -> None:
+    path = tmp_path / "lengths"
+    path.write_bytes(b"\xef\xbb\xbf2728\r\n9\r\n")
+    assert parse_lengths(f"@{path}") == [2728, 9]
+
+
 def test_batches_of_a_data_set_are_cut_in_order() -> None:
     assert cut_batches([30, 30, 30, 30, 30], 70) == [[30, 30], [30, 30]]
     assert cut_batches([30, 30, 30, 30, 30, 10], 70) == [[30, 30], [30, 30], [30, 10]]

@@ -298,7 +298,7 @@ def _read(path: Path) -> list[int]:
     if path.suffix == ".jsonl":
         return jsonl_lengths(path)
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text("utf-8-sig").splitlines()  # spreadsheets begin files with a byte order mark
     except OSError as error:
         raise ValueError(f"cannot read lengths from {path}: {error.strerror}") from None
     except UnicodeDecodeError:
