@@ -132,7 +132,7 @@ def test_a_file_is_a_data_set_of_which_a_batch_is_taken(tmp_path: Path, command:
 
 def test_a_document_that_no_batch_can_hold_is_told_before_its_turn(tmp_path: Path) -> None:
     file = tmp_path / "lengths.txt"
-    file.write_text("3k 1k 500 5k 200 6k")
+    file.write_text("3k\n1k\n500\n5k\n200\n6k\n")
     found = run("plan", "--lengths", str(file), "--ranks", "4", "--max-tokens-per-rank", "1k", "--strategy", "zigzag")
     says = "document 3 of the file (5,120 tokens) and 1 more can run in no batch: 4 ranks x 1,024 tokens keep 4,096"
     assert found.exit_code == 0 and says in " ".join(found.output.split())
