@@ -81,7 +81,7 @@ def sft(group: dist.ProcessGroup | None, folder: str, resume: bool) -> Found:
             **ours,
         )
 
-        class Seen(TrainerCallback):  # type: ignore[misc]
+        class Seen(TrainerCallback):  # type: ignore[misc]  # Transformers' types are Any here
             """What this run logs: a resumed run's history begins with that of the run before."""
 
             def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **others: Any) -> None:

@@ -22,10 +22,12 @@ from flexcp.fuzz.draw import ON_RANKS, draw
 from flexcp.fuzz.findings import Failure
 from flexcp.fuzz.judge import Extras, Outcome, judge
 from flexcp.fuzz.shrink import shrunk
-from flexcp.measure.ranks import RankPool
+from flexcp.measure.ranks import RankError, RankPool
 from flexcp.measure.warmup import warm
 
 SHRINKING_SECONDS = 60.0
+NO_RANKS = (RankError, OSError)
+"""What a pool of ranks that does not start raises; whatever else a case raises is its outcome."""
 PATIENCE = 300.0
 """Seconds for ranks to answer, on a busy machine too; what they wait for among each other has a limit below that."""
 
@@ -91,9 +93,8 @@ def serve(task: Task, pipe: Connection) -> None:
         except (EOFError, BrokenPipeError):
             return  # the campaign is gone
         finally:
-            signal.signal(
-                signal.SIGTERM, signal.SIG_IGN
-            )  # it goes already; raising in an exit function would print a traceback
+            # It goes already, and raising in an exit function would print a traceback.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
@@ -109,7 +110,7 @@ def judge_number(task: Task, number: int, ranks: _Ranks, tell: Callable[[Judged]
         if task.on_ranks(number):
             extras = replace(extras, pool=ranks.pool())
         outcome = judge(case, extras)
-    except Exception:  # ranks that do not start
+    except NO_RANKS:
         outcome = Outcome("failed", "ranks", traceback.format_exc())
     failure = None
     if outcome.verdict == "failed":
@@ -130,8 +131,8 @@ def _made_small(task: Task, number: int, case: Case, outcome: Outcome, extras: E
 
     try:
         small, said = shrunk(case, outcome, again, lambda: time.monotonic() < end)
-    except Exception:  # as above; the case stays as it was drawn
-        small, said = case, outcome
+    except NO_RANKS:
+        small, said = case, outcome  # as it was drawn
     if outcome.check == "ranks":
         ranks.close()  # they may be anywhere in their program
     return task.failed(number, small, said)

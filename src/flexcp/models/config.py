@@ -117,9 +117,8 @@ def _kv_heads(fields: Fields, family: Family, heads: int) -> int:
     if family.kv_heads == "falcon":
         if fields.switch("new_decoder_architecture", False):
             return fields.read(["num_kv_heads"]) or heads
-        return (
-            1 if fields.switch("multi_query", True) else heads
-        )  # such files have num_kv_heads too, and it is not read
+        # Files of the older kind have num_kv_heads too, which the model does not read.
+        return 1 if fields.switch("multi_query", True) else heads
     if own is not None:
         for name in ("num_key_value_heads", "num_kv_heads"):
             fields.agree(name, own, "the heads alone")

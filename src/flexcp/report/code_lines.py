@@ -147,12 +147,17 @@ class Lines:
         return f"tokens of a batch: the step you asked for, under the {room:,} that leave {ranks} ranks room to differ"
 
 
-def code_lines(framework: str, lines: Lines) -> tuple[str, str]:
-    """(title, code) of one framework."""
+def check_framework(framework: str) -> None:
+    """Raises for one that has no lines, with the nearest name that has."""
     if framework not in FRAMEWORKS:
         close = difflib.get_close_matches(framework, FRAMEWORKS, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise ValueError(f"unknown framework {framework!r}: {hint}known ones are {', '.join(FRAMEWORKS)}")
+
+
+def code_lines(framework: str, lines: Lines) -> tuple[str, str]:
+    """(title, code) of one framework."""
+    check_framework(framework)
     title, text = FRAMEWORKS[framework]
     if framework == "pytorch" and lines.swap:
         text = SWAP

@@ -143,14 +143,14 @@ def advise(
 
 def _check(max_tokens_per_rank: int, tokens_per_step: int | None, framework: str, today: str | None) -> None:
     from flexcp.planners.strategies import find_strategy
-    from flexcp.report.code_lines import FRAMEWORKS, code_lines
+    from flexcp.report.code_lines import check_framework
 
     if max_tokens_per_rank < 1:
         raise ValueError(f"--max-tokens-per-rank is at least 1; got {max_tokens_per_rank}")
     if tokens_per_step is not None and tokens_per_step < 1:
         raise ValueError(f"--tokens-per-step is at least 1; got {tokens_per_step}")
-    if framework != "all" and framework not in FRAMEWORKS:
-        code_lines(framework, None)  # type: ignore[arg-type]  # raises with the nearest name
+    if framework != "all":
+        check_framework(framework)
     if today is not None:
         find_strategy(today)
 
