@@ -1,17 +1,19 @@
-"""``auto`` against static methods, simulated: what it gains, and how much of what there is to gain. ``make auto`` writes
-docs/results/auto.md.
+"""``auto`` against static methods, simulated: what it gains, and how much of what there is to gain. ``make auto``
+writes docs/results/auto.md.
 
-A *setting* is a cluster, a number of tokens a rank, a mask, and whether attention alone or a whole step of llama3-8b is timed. In each,
-batches of seven length distributions and three seeds are planned by ``auto`` and by every static method, and the event simulator times
-them. For each batch there are
+A *setting* is a cluster, a number of tokens a rank, a mask, and whether attention alone or a whole step of llama3-8b is
+timed. In each, batches of seven length distributions and three seeds are planned by ``auto`` and by every static
+method, and the event simulator times them. For each batch there are
 
-- four *baselines*: the best static method of the batch, and the one fixed for the run (chosen on the batches of the other seeds), each with
-  documents dealt by tokens and by load; a method stands for the degree that the closed form finds best;
-- the *floor*, which no placement is faster than: all compute divided perfectly over the ranks, or what must move, whichever takes longer;
+- four *baselines*: the best static method of the batch, and the one fixed for the run (chosen on the batches of the
+  other seeds), each with documents dealt by tokens and by load; a method stands for the degree that the closed form
+  finds best;
+- the *floor*, which no placement is faster than: all compute divided perfectly over the ranks, or what must move,
+  whichever takes longer;
 - the *share of the gap closed*: (best static of the batch by tokens - auto) / (the same - floor).
 
-Where a static method of the batch is more than ``MOST_BEHIND`` faster than ``auto``, the page says so and this ends with an error.
-Everything but planning times is *simulated*; no time here was measured on GPUs.
+Where a static method of the batch is more than ``MOST_BEHIND`` faster than ``auto``, the page says so and this ends
+with an error. Everything but planning times is *simulated*; no time here was measured on GPUs.
 """
 
 from __future__ import annotations
@@ -164,7 +166,9 @@ class Batch:
         return max(compute, sum(layers * bound.link for layers, bound in passes))
 
     def best(self, dealing: str, others: Sequence[Batch] = ()) -> tuple[int, str]:
-        """The fastest static method: of the batch, or the one that ``others`` choose together, in this batch's nanoseconds."""
+        """The fastest static method: of the batch, or the one that ``others`` choose together, in this batch's
+        nanoseconds.
+        """
         judges = list(others) or [self]
         found = []
         for method in DEALINGS[dealing]:
@@ -195,7 +199,9 @@ def _predicted(request: Request, name: str) -> int | None:
 
 @dataclass(frozen=True)
 class Cell:
-    """One batch: what ``auto`` took, the baselines in the order of ``BASELINES``, and the floor, all in simulated nanoseconds."""
+    """One batch: what ``auto`` took, the baselines in the order of ``BASELINES``, and the floor, all in simulated
+    nanoseconds.
+    """
 
     setting: Setting
     lengths: str
@@ -242,7 +248,7 @@ def cells_of(setting: Setting, lengths: str, seeds: Sequence[int] = SEEDS) -> li
     return found
 
 
-# --- the page ------------------------------------------------------------------------------------------------------------
+# --- the page ---------------------------------------------------------------------------------------------------------
 
 
 def summary(name: str, cells: Sequence[Cell]) -> list[str]:
@@ -279,7 +285,9 @@ def summaries(cells: Sequence[Cell]) -> list[str]:
 
 
 def by_lengths(cells: Sequence[Cell]) -> list[str]:
-    """A row for each setting, a column for each distribution: the mean gain over the best static method of the batch, what was taken."""
+    """A row for each setting, a column for each distribution: the mean gain over the best static method of the batch,
+    what was taken.
+    """
     names = list(dict.fromkeys(cell.lengths for cell in cells))
     rows = []
     for setting in dict.fromkeys(cell.setting for cell in cells):
@@ -343,7 +351,8 @@ def page(cells: Sequence[Cell], planning: Sequence[str]) -> str:
             *by_lengths(cells),
             "## Planning time",
             "",
-            "Measured where this page was made: process time of one core, warm, whole steps, over the distributions, seed 0.",
+            "Measured where this page was made: process time of one core, warm, whole steps, over the distributions, "
+            "seed 0.",
             "",
             *planning,
         ]

@@ -6,7 +6,8 @@
     million    1,000,000 document lengths: time to the first batch, memory over an epoch
     fuzz       100,000 mutated plan files (benchmarks/fuzz_plans.py)
 
-Each part runs in a process of its own; ``--part NAME`` runs one and prints its numbers as JSON, ``--quick`` takes a sample.
+Each part runs in a process of its own; ``--part NAME`` runs one and prints its numbers as JSON, ``--quick`` takes a
+sample.
 """
 
 from __future__ import annotations
@@ -208,9 +209,9 @@ def table(results: dict[str, dict[str, Any]], quick: bool) -> str:
     lines = [
         "# The data pipeline under stress",
         "",
-        f"**Measured**, by `make data` on {date.today().isoformat()} ({platform.machine()}, {os.cpu_count()} cores, torch "
-        f"{torch.__version__}){', a sample' if quick else ''}. Waiting is counted after the first plan; the loop's work and the slowness "
-        "are sleeps. Memory is resident memory of the training process.",
+        f"**Measured**, by `make data` on {date.today().isoformat()} ({platform.machine()}, {os.cpu_count()} cores, "
+        f"torch {torch.__version__}){', a sample' if quick else ''}. Waiting is counted after the first plan; the "
+        "loop's work and the slowness are sleeps. Memory is resident memory of the training process.",
         "",
         "| promise | measured | holds |",
         "| --- | --- | --- |",

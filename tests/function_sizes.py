@@ -1,11 +1,12 @@
-"""How long the functions of flexcp are, and how deeply their statements are nested, read from the source without running any of it.
+"""How long the functions of flexcp are, and how deeply their statements are nested, read from the source without
+running any of it.
 
     python tests/function_sizes.py           # the longest and the deepest
     python tests/function_sizes.py OTHER/src # those of another checkout
 
-Lines are counted from ``def`` to the last, with the docstring. A *level* is a block of statements: a function's body is the first, the
-body of a loop, an ``if``, a ``with``, a ``try`` or a ``match`` in it the second, and so on. What follows ``elif`` or ``else`` is on the
-level of what follows the ``if``.
+Lines are counted from ``def`` to the last, with the docstring. A *level* is a block of statements: a function's body is
+the first, the body of a loop, an ``if``, a ``with``, a ``try`` or a ``match`` in it the second, and so on. What follows
+``elif`` or ``else`` is on the level of what follows the ``if``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Model runs: a tiny model of each Hugging Face family, trained on one process and on ranks, to be compared number by number.
+"""Model runs: a tiny model of each Hugging Face family, trained on one process and on ranks, to be compared number by
+number.
 
-The single process knows nothing of flexcp: one document per forward, plain dense attention in the model's dtype, gradients by autograd. It
-is a registered attention function of its own, because the families' own eager attention takes its softmax in float32 whatever the dtype.
-For the same reason their norms are told to compute in float64 when the model is: a float32 rounding inside would hide what is compared.
+The single process knows nothing of flexcp: one document per forward, plain dense attention in the model's dtype,
+gradients by autograd. It is a registered attention function of its own, because the families' own eager attention takes
+its softmax in float32 whatever the dtype. For the same reason their norms are told to compute in float64 when the model
+is: a float32 rounding inside would hide what is compared.
 
 Both sides see the same documents from the same weights and take the same AdamW steps; gradients are summed over ranks.
 """
@@ -33,9 +35,16 @@ DENSE = "flexcp_measure_dense"
 LIMITS = {"float64": (1e-9, 1e-9), "float32": (1e-5, 1e-4)}
 """What the loss and any parameter's gradient may be off by, relatively."""
 SIZES = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "attention_dropout": 0.0,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "attention_dropout": 0.0,
+}
 # fmt: off
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -50,7 +59,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 STRATEGIES = ("zigzag", "groups", "blocks", "auto")
 LAYOUTS = ("free", "contiguous")
 RANKS = (2, 3, 4)
-"""What families are trained under: in CI a choice of it, by ``make models`` all. ``groups`` places tokens itself and takes no layout."""
+"""What families are trained under: in CI a choice of it, by ``make models`` all. ``groups`` places tokens itself and
+takes no layout.
+"""
 
 
 @dataclass(frozen=True)
@@ -66,7 +77,9 @@ class Run:
     packed: bool = True
     """Several documents a step, lengths of 1 among them; otherwise one."""
     learning_rate: float = 3e-3
-    """At 1e-2 the loss of gemma2 rises and roundings grow tenfold every few steps: 1e-15 in a gradient becomes 2e-8 after 50."""
+    """At 1e-2 the loss of gemma2 rises and roundings grow tenfold every few steps: 1e-15 in a gradient becomes 2e-8
+    after 50.
+    """
     options: dict[str, Any] = field(default_factory=dict)
     """More arguments of the planner's call."""
 
@@ -134,9 +147,17 @@ def _exact_norm(module: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def dense_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float = 1.0,
-    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **others: Any
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float = 1.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
     """One document's attention, as plainly as it can be written: ``[1, H, S, D]`` in, ``[1, S, H, D]`` out."""
     share, size = query.shape[1] // key.shape[1], query.shape[2]
     key, value = key.repeat_interleave(share, 1), value.repeat_interleave(share, 1)
@@ -219,7 +240,9 @@ def _trained(
 
 @dataclass(frozen=True)
 class Difference:
-    """How far two runs are apart: relative in the loss, and the worst norm(a - b) / norm(b) of any parameter's gradient."""
+    """How far two runs are apart: relative in the loss, and the worst norm(a - b) / norm(b) of any parameter's
+    gradient.
+    """
 
     loss: float
     gradient: float

@@ -1,8 +1,10 @@
 """Published figures in a file: one JSON object a line, read believing nothing, so that anybody's file can be run.
 
-================  =====================================================================================================================
+================
+=====================================================================================================================
 field             what it holds
-================  =====================================================================================================================
+================
+=====================================================================================================================
 ``source``        where the figure is published: paper, table, repository
 ``system``        whose time it is
 ``cluster``       a preset or a measured machine with its size, as in ``h100:4x8``
@@ -26,9 +28,11 @@ field             what it holds
 ``assumed``       what the source leaves open, or what stands in for data that is not here
 ``reason``        why the simulated figure is off, where somebody knows
 ``again``         an earlier line with the same published value, which this one simulates in another way: only the earlier one counts
-================  =====================================================================================================================
+================
+=====================================================================================================================
 
-The first ten are needed. A file with a mistake is refused whole, with the line, the field and the way out of every mistake.
+The first ten are needed. A file with a mistake is refused whole, with the line, the field and the way out of every
+mistake.
 """
 
 from __future__ import annotations
@@ -130,8 +134,8 @@ def _wrong_again(path: Path | str, figures: dict[int, Figure]) -> list[str]:
         known = first is not None and first.again is None and (first.value, first.unit) == (figure.value, figure.unit)
         if figure.again is not None and not known:
             found.append(
-                f"{path}, line {number}: field 'again': line {figure.again} is no earlier figure of {figure.value:g} {figure.unit}; "
-                "name the line that has this published value first, or drop it"
+                f"{path}, line {number}: field 'again': line {figure.again} is no earlier figure of {figure.value:g} "
+                f"{figure.unit}; name the line that has this published value first, or drop it"
             )
     return found
 
@@ -179,7 +183,8 @@ def _check_together(figure: Figure) -> None:
         ),
         (
             figure.executor is not None and any(not is_step_by_step(m) for m in (*figure.method, *figure.over)),
-            f"field 'executor': {figure.executor} is simulated with {' or '.join(METHODS)} and a degree, as in zigzag:8; drop it",
+            f"field 'executor': {figure.executor} is simulated with {' or '.join(METHODS)} and a degree, as in "
+            "zigzag:8; drop it",
         ),
         (figure.unit == "ratio" and not figure.over, "field 'over' is missing: a ratio needs the method it is over"),
         (figure.unit != "ratio" and bool(figure.over), "field 'over' is of a ratio; drop it, or say unit ratio"),
@@ -193,11 +198,13 @@ def _check_together(figure: Figure) -> None:
         ),
         (
             figure.seeds > 1 and not figure.is_drawn,
-            "field 'seeds': these lengths are not drawn; drop it, or name a distribution without its seed, as in web:65536",
+            "field 'seeds': these lengths are not drawn; drop it, or name a distribution without its seed, as in "
+            "web:65536",
         ),
         (
             figure.scale != 1 and not figure.is_drawn,
-            "field 'scale': only a distribution without its seed is scaled, as in longalign:131072; scale the lengths yourself",
+            "field 'scale': only a distribution without its seed is scaled, as in longalign:131072; scale the lengths "
+            "yourself",
         ),
     ]
     mistakes = [words for wrong, words in checks if wrong]
@@ -208,7 +215,8 @@ def _check_together(figure: Figure) -> None:
     if figure.model is not None and find_model(figure.model).shape != figure.shape:
         own = find_model(figure.model).shape
         mistakes.append(
-            f"field 'heads': {figure.model} has {own.heads} / {own.kv_heads} heads of {own.head_dim}; got {list(figure.heads)}"
+            f"field 'heads': {figure.model} has {own.heads} / {own.kv_heads} heads of {own.head_dim}; got "
+            f"{list(figure.heads)}"
         )
     if mistakes:
         raise ValueError("\n".join(mistakes))

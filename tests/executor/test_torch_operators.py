@@ -1,5 +1,6 @@
-"""Proves that an operator of torch is made of the fields of its tuples, and that they come back to our functions in their places. And
-that whoever watches for the operators sees them, while a plain call computes the same without them."""
+"""Proves that an operator of torch is made of the fields of its tuples, and that they come back to our functions in
+their places. And that whoever watches for the operators sees them, while a plain call computes the same without them.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Proves DHP's planner: its dynamic program finds what trying all degrees finds, its packing is best fit in decreasing order, rings
-have any size."""
+"""Proves DHP's planner: its dynamic program finds what trying all degrees finds, its packing is best fit in decreasing
+order, rings have any size.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +79,9 @@ def test_a_short_document_packed_beside_a_long_one_inherits_its_degree() -> None
 
 
 def test_times_are_the_papers_terms() -> None:
-    """Doubling ranks halves computation; beyond a node links are slower; what attention hides is not paid; alone nothing moves."""
+    """Doubling ranks halves computation; beyond a node links are slower; what attention hides is not paid; alone
+    nothing moves.
+    """
     request = asked([40_000], 16, nodes=2)
     one = _times(request, [[0]])[0]
     assert one[1] * 2 == pytest.approx(one[0], rel=0.2)

@@ -1,7 +1,7 @@
 """Mask: a rule that gives every document its slices.
 
-A mask is its name and its numbers, so it is small, hashable and the same on every rank; the slices of a document are found when its length
-is known, by the rule that :mod:`flexcp.masks.named` has for the name.
+A mask is its name and its numbers, so it is small, hashable and the same on every rank; the slices of a document are
+found when its length is known, by the rule that :mod:`flexcp.masks.named` has for the name.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ EXPLICIT = "slices"
 class Mask:
     """A rule that gives every document its slices.
 
-    ``name`` and ``params`` identify a named mask; a tree has the one ``length`` it fits, too. An explicit mask has the name ``EXPLICIT``,
-    its ``length``, and its ``table``. Equality is by value; use the functions of :mod:`flexcp.masks` to make one.
+    ``name`` and ``params`` identify a named mask; a tree has the one ``length`` it fits, too. An explicit mask has the
+    name ``EXPLICIT``, its ``length``, and its ``table``. Equality is by value; use the functions of :mod:`flexcp.masks`
+    to make one.
     """
 
     name: str
@@ -100,7 +101,9 @@ def token_count(value: int) -> int:
 
 
 NO_LIMIT = 1 << 62
-"""Numbers of tokens from here on mean "no limit", as ``sys.maxsize`` does in configurations; no file or table holds a larger one."""
+"""Numbers of tokens from here on mean "no limit", as ``sys.maxsize`` does in configurations; no file or table holds a
+larger one.
+"""
 
 
 def reach(value: int) -> int:

@@ -1,7 +1,7 @@
 """Lines to copy: what turning flexcp on takes in each framework, with the user's own numbers filled in.
 
-A planner that is made of them plans what was simulated: it has the same heads, cluster, step, cost model and cap, and batches the same
-masks with their layers. The frameworks' own planners take from the framework what it knows itself.
+A planner that is made of them plans what was simulated: it has the same heads, cluster, step, cost model and cap, and
+batches the same masks with their layers. The frameworks' own planners take from the framework what it knows itself.
 """
 
 from __future__ import annotations
@@ -102,10 +102,11 @@ FRAMEWORKS = {
 class Lines:
     """What the lines are filled in with; ``swap`` keeps tokens where a contiguous split has them.
 
-    ``training`` is the step that was simulated, ``cluster`` what tensor parallelism leaves. ``cost_file`` is the calibration that was used.
+    ``training`` is the step that was simulated, ``cluster`` what tensor parallelism leaves. ``cost_file`` is the
+    calibration that was used.
 
-    ``step_tokens`` are those of a training step, which ``micro_batches`` passes take; ``longest`` is the longest document, which a batch
-    must hold.
+    ``step_tokens`` are those of a training step, which ``micro_batches`` passes take; ``longest`` is the longest
+    document, which a batch must hold.
     """
 
     training: Training
@@ -203,7 +204,9 @@ def _calibration(file: Path | None) -> str:
 
 
 def _training(training: Training) -> str:
-    """The call that makes the step: its model as a rank has it, its gradient sync, and what tensor parallelism divided it by."""
+    """The call that makes the step: its model as a rank has it, its gradient sync, and what tensor parallelism divided
+    it by.
+    """
     preset = training.model
     model = ", ".join(f"{field.name}={getattr(preset.model, field.name)!r}" for field in fields(preset.model))
     sizes = ", ".join(repr(size) for size in astuple(preset.shape))

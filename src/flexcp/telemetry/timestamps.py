@@ -1,7 +1,7 @@
 """Timestamps: a moment of a pass, taken without waiting for anything.
 
-On the CPU a stamp is the host's clock. On a GPU the host only queues work, so a stamp is an event in stream order, and what it says is
-read later, when the device has passed it.
+On the CPU a stamp is the host's clock. On a GPU the host only queues work, so a stamp is an event in stream order, and
+what it says is read later, when the device has passed it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Proves that the GPU's row packing does what the plain one does: same messages, same shelves, under every strategy.
 
-Runs the row kernels in Triton's interpreter on the CPU, on real programs: all shelves hold random numbers (some LSEs -inf), every slot is
-packed and its arrivals taken in by both. Skipped where Triton is not installed.
+Runs the row kernels in Triton's interpreter on the CPU, on real programs: all shelves hold random numbers (some LSEs
+-inf), every slot is packed and its arrivals taken in by both. Skipped where Triton is not installed.
 """
 
 from __future__ import annotations
@@ -135,7 +135,9 @@ for dtype in (torch.float32, torch.bfloat16):
 
 
 def test_row_packing_equals_plain_packing_and_takes_rows_in_turn(tmp_path: Path) -> None:
-    """One process for all scripts: the interpreter is chosen when Triton is imported, and importing takes longer than the scripts."""
+    """One process for all scripts: the interpreter is chosen when Triton is imported, and importing takes longer than
+    the scripts.
+    """
     (tmp_path / "script.py").write_text(TWICE + DELTA + SCRIPT)
     run = [sys.executable, str(tmp_path / "script.py"), json.dumps(CASES)]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
@@ -147,7 +149,9 @@ def test_row_packing_equals_plain_packing_and_takes_rows_in_turn(tmp_path: Path)
 
 
 def test_outputs_are_merged_by_one_warp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel reads a row's LSEs and then writes them. With more warps a late one read what an early one had written."""
+    """The kernel reads a row's LSEs and then writes them. With more warps a late one read what an early one had
+    written.
+    """
     asked = {}
 
     class Launched:

@@ -78,13 +78,14 @@ def advise(
 ) -> None:
     """Tell what static context parallelism costs on your documents, what flexcp would give, and which lines to change.
 
-    Without a model it is llama3-8b, without a cluster h100:4x8. Gains are over the best static method fixed for the run, documents
-    dealt by tokens, or over what you use --today.
+    Without a model it is llama3-8b, without a cluster h100:4x8. Gains are over the best static method fixed for the
+    run, documents dealt by tokens, or over what you use --today.
 
-    A .jsonl of trees (`parents` and `lengths` in every line) is told what trees save over the same sequences as documents of their own.
+    A .jsonl of trees (`parents` and `lengths` in every line) is told what trees save over the same sequences as
+    documents of their own.
 
-    Everything is simulated, and how far off such simulations were is said beside it; `flexcp compare` says the same of one pass: a
-    batch of the same file, for the same model and cluster.
+    Everything is simulated, and how far off such simulations were is said beside it; `flexcp compare` says the same of
+    one pass: a batch of the same file, for the same model and cluster.
 
     Example: `flexcp advise lengths.txt --model llama3-8b --cluster h100:4x8 --max-tokens-per-rank 32768`
     """
@@ -113,9 +114,18 @@ def advise(
     step = beside.training(preset, parallel.tp)
     assert step is not None
     asked = Question(
-        preset, where, rule, known.cost, max_tokens_per_rank, whole, today, parallel.tp, divided.words,
-        sync=step.sync, overlap_permille=step.overlap_permille,
-    )  # fmt: skip
+        preset,
+        where,
+        rule,
+        known.cost,
+        max_tokens_per_rank,
+        whole,
+        today,
+        parallel.tp,
+        divided.words,
+        sync=step.sync,
+        overlap_permille=step.overlap_permille,
+    )
     trees = read_trees(Path(lengths.removeprefix("@")))
     if trees is not None:
         with compiling("planning trees") as progress:

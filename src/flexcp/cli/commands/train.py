@@ -1,4 +1,6 @@
-"""``flexcp train``: train a model on long-tailed documents or a text file, on CPU ranks of its own or as one of torchrun's."""
+"""``flexcp train``: train a model on long-tailed documents or a text file, on CPU ranks of its own or as one of
+torchrun's.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,8 @@ def train(
 ) -> None:
     """Train, and say of every step: loss, tokens/s, balance, bytes, predicted and measured time.
 
-    Example: `flexcp train --ranks 4 --steps 20`; on GPUs `torchrun --nproc-per-node 8 --no-python flexcp train --model config.json`
+    Example: `flexcp train --ranks 4 --steps 20`; on GPUs `torchrun --nproc-per-node 8 --no-python flexcp train --model
+    config.json`
     """
     from flexcp.clusters import cluster as machine
     from flexcp.planners.strategies import find_strategy
@@ -68,8 +71,8 @@ def train(
     # A mistake ends here in one line: before torch is loaded, and not on every rank.
     if cluster and ":" in cluster:
         raise ValueError(
-            f"--cluster {cluster}: train takes the preset's name alone, --cluster {cluster.partition(':')[0]}, and its ranks from --ranks "
-            "or torchrun"
+            f"--cluster {cluster}: train takes the preset's name alone, --cluster {cluster.partition(':')[0]}, and its "
+            "ranks from --ranks or torchrun"
         )
     machine(cluster or "cpu")
     find_strategy(strategy)

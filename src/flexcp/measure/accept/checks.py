@@ -1,6 +1,7 @@
 """Checks: what was looked at, what was found, and a line for each thing that is wrong, with its value and the way out.
 
-Here are those that need only the ranks' cards: that all run the same versions, and that the cluster's nodes are the hosts.
+Here are those that need only the ranks' cards: that all run the same versions, and that the cluster's nodes are the
+hosts.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ VERSIONS = ("flexcp", "source", "python", "torch", "nccl", "device")
 
 @dataclass(frozen=True)
 class Check:
-    """What was found, in a few words; ``failures`` says what is wrong, a line for each; ``missing`` why it could not be looked at."""
+    """What was found, in a few words; ``failures`` says what is wrong, a line for each; ``missing`` why it could not be
+    looked at.
+    """
 
     name: str
     value: str
@@ -74,8 +77,8 @@ def _shared_gpu(cards: Sequence[RankCard]) -> str | None:
         other = first.setdefault((card.host, card.gpu_id), card)
         if other is not card:
             return (
-                f"ranks {other.rank} and {card.rank} share a GPU of host {card.host} ({card.gpu}); start no more ranks on a host than it "
-                "has GPUs (--nproc-per-node), or rehearse with --rehearsal"
+                f"ranks {other.rank} and {card.rank} share a GPU of host {card.host} ({card.gpu}); start no more ranks "
+                "on a host than it has GPUs (--nproc-per-node), or rehearse with --rehearsal"
             )
     return None
 

@@ -1,4 +1,5 @@
-"""What a user would otherwise pick, as strategies: published systems' planners over our tables, so that everyone can compare.
+"""What a user would otherwise pick, as strategies: published systems' planners over our tables, so that everyone can
+compare.
 
 | strategy | from | tokens | traffic |
 | --- | --- | --- | --- |
@@ -10,8 +11,8 @@
 | `hdp:b` | ByteScale | long documents over ceil(n / b) ranks, short ones whole | exactly the keys that are read |
 | `wlb` | WLB-LLM | zig-zag of each document, or of the stream if that wins | all keys to all |
 
-A file each; steps that several share are in :mod:`~flexcp.planners.published.ranges`. They are the *planning* of these systems, not their
-kernels or loaders, and they run on our executor. Where a system runs several micro-batches after one another, one plan is one of them. None
-of them knows tolerances or rank speeds, and `max_tokens_per_rank` is only checked unless its file says more. `auto`, `groups`, `blocks`
-and `hypergraph` are ours.
+A file each; steps that several share are in :mod:`~flexcp.planners.published.ranges`. They are the *planning* of these
+systems, not their kernels or loaders, and they run on our executor. Where a system runs several micro-batches after one
+another, one plan is one of them. None of them knows tolerances or rank speeds, and `max_tokens_per_rank` is only
+checked unless its file says more. `auto`, `groups`, `blocks` and `hypergraph` are ours.
 """

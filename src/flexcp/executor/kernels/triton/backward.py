@@ -1,15 +1,17 @@
 """The backward Triton kernels: one for dk and dv, one for dq.
 
-``keys_kernel``: one program per tile of keys and KV head walks the queries that see it and adds to its own dk and dv, summed over the
-query heads of the KV head. ``queries_kernel``: one program per tile of packed query rows, as in the forward, adds to its own dq (or
-writes it: ``FRESH``). Together seven matrix products a block where a fused kernel does five; fused, with dq added by atomics, was slower on
-an H200 (docs/kernels.md).
+``keys_kernel``: one program per tile of keys and KV head walks the queries that see it and adds to its own dk and dv,
+summed over the query heads of the KV head. ``queries_kernel``: one program per tile of packed query rows, as in the
+forward, adds to its own dq (or writes it: ``FRESH``). Together seven matrix products a block where a fused kernel does
+five; fused, with dq added by atomics, was slower on an H200 (docs/kernels.md).
 
-A dq has one owner, and so have dk and dv of a list without split tiles: their sums have one order, and results are bitwise the same. Of a
-list with split tiles (``SPLIT``) the parts are several programs, which add to dk and dv in any order.
+A dq has one owner, and so have dk and dv of a list without split tiles: their sums have one order, and results are
+bitwise the same. Of a list with split tiles (``SPLIT``) the parts are several programs, which add to dk and dv in any
+order.
 
-``pack_kernel`` lays the statistics out as blocks of queries read them (head chunk, row, head of the chunk), in the base of the logits, so
-that a block is one run of numbers. A query that is not there gets an LSE of +inf: its probabilities are zero without a mask.
+``pack_kernel`` lays the statistics out as blocks of queries read them (head chunk, row, head of the chunk), in the base
+of the logits, so that a block is one run of numbers. A query that is not there gets an LSE of +inf: its probabilities
+are zero without a mask.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -21,9 +23,33 @@ import triton.language as tl
 from flexcp.executor.kernels.triton.forward import added, base_of, load_block, power, tanh, whose
 
 UNSPECIALISED = [
-    "n_tiles", "groups", "chunk", "n_programs", "scale", "softcap", "sq0", "sq1", "sk0", "sk1", "sv0", "sv1", "so0", "so1", "sl0", "sl1",
-    "sd0", "sd1", "sdq0", "sdq1", "sdk0", "sdk1", "sdv0", "sdv1", "rows", "heads",
-]  # fmt: skip
+    "n_tiles",
+    "groups",
+    "chunk",
+    "n_programs",
+    "scale",
+    "softcap",
+    "sq0",
+    "sq1",
+    "sk0",
+    "sk1",
+    "sv0",
+    "sv1",
+    "so0",
+    "so1",
+    "sl0",
+    "sl1",
+    "sd0",
+    "sd1",
+    "sdq0",
+    "sdq1",
+    "sdk0",
+    "sdk1",
+    "sdv0",
+    "sdv1",
+    "rows",
+    "heads",
+]
 
 
 @triton.jit(do_not_specialize=["rows", "sl0", "sl1", "sd0", "sd1"])
@@ -43,12 +69,51 @@ def pack_kernel(
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def keys_kernel(
-    q, k, v, do, packed, dk, dv, tiles, entries, rows, heads, n_tiles, groups, chunk, n_programs, scale, softcap,
-    sq0, sq1, sk0, sk1, sv0, sv1, so0, so1, sdk0, sdk1, sdv0, sdv1,
-    SHARE: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, PERSISTENT: tl.constexpr,
-    EDGE_STAGES: tl.constexpr, TMA: tl.constexpr, UNIT: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    do,
+    packed,
+    dk,
+    dv,
+    tiles,
+    entries,
+    rows,
+    heads,
+    n_tiles,
+    groups,
+    chunk,
+    n_programs,
+    scale,
+    softcap,
+    sq0,
+    sq1,
+    sk0,
+    sk1,
+    sv0,
+    sv1,
+    so0,
+    so1,
+    sdk0,
+    sdk1,
+    sdv0,
+    sdv1,
+    SHARE: tl.constexpr,
+    PACK: tl.constexpr,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+    EDGE_STAGES: tl.constexpr,
+    TMA: tl.constexpr,
+    UNIT: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
     # fmt: off
     if PERSISTENT:
         for program in range(tl.program_id(0), n_programs, tl.num_programs(0)):
@@ -68,12 +133,50 @@ def keys_kernel(
 
 @triton.jit
 def _keys_tile(
-    program, q, k, v, do, packed, dk, dv, tiles, entries, rows, heads, n_tiles, groups, chunk, scale, softcap,
-    sq0, sq1, sk0, sk1, sv0, sv1, so0, so1, sdk0, sdk1, sdv0, sdv1,
-    SHARE: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, EDGE_STAGES: tl.constexpr,
-    TMA: tl.constexpr, UNIT: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
+    program,
+    q,
+    k,
+    v,
+    do,
+    packed,
+    dk,
+    dv,
+    tiles,
+    entries,
+    rows,
+    heads,
+    n_tiles,
+    groups,
+    chunk,
+    scale,
+    softcap,
+    sq0,
+    sq1,
+    sk0,
+    sk1,
+    sv0,
+    sv1,
+    so0,
+    so1,
+    sdk0,
+    sdk1,
+    sdv0,
+    sdv1,
+    SHARE: tl.constexpr,
+    PACK: tl.constexpr,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EDGE_STAGES: tl.constexpr,
+    TMA: tl.constexpr,
+    UNIT: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
     tile, group = whose(program, n_tiles, groups, chunk)  # a group is a KV head
     key0, key1 = tl.load(tiles + tile * 4), tl.load(tiles + tile * 4 + 1)
     first, last = tl.load(tiles + tile * 4 + 2), tl.load(tiles + tile * 4 + 3)
@@ -105,18 +208,84 @@ def _keys_tile(
             lo, hi, k0, k1 = tl.load(at + 4), tl.load(at + 5), tl.load(at + 6), tl.load(at + 7)
             for query in range(full0, full1, ROWS):
                 dk_ND, dv_NV = _keys_block(
-                    query, full1, head0, dk_ND, dv_NV, keys_ND, values_NV, q, do, lse_M, delta_M, row, head, n, d, e, 0, 0,
-                    0, 0, scale, softcap, sq0, sq1, so0, so1, D, V, BLOCK_D, BLOCK_V, BLOCK_M, PACK, False,
-                    SOFTCAP, PRECISION, TMA,
-                )  # fmt: skip
+                    query,
+                    full1,
+                    head0,
+                    dk_ND,
+                    dv_NV,
+                    keys_ND,
+                    values_NV,
+                    q,
+                    do,
+                    lse_M,
+                    delta_M,
+                    row,
+                    head,
+                    n,
+                    d,
+                    e,
+                    0,
+                    0,
+                    0,
+                    0,
+                    scale,
+                    softcap,
+                    sq0,
+                    sq1,
+                    so0,
+                    so1,
+                    D,
+                    V,
+                    BLOCK_D,
+                    BLOCK_V,
+                    BLOCK_M,
+                    PACK,
+                    False,
+                    SOFTCAP,
+                    PRECISION,
+                    TMA,
+                )
             before = (full0 - q0) // ROWS
             for block in tl.range(0, before + tl.cdiv(q1 - full1, ROWS), num_stages=EDGE_STAGES):
                 query = tl.where(block < before, q0 + block * ROWS, full1 + (block - before) * ROWS)
                 dk_ND, dv_NV = _keys_block(
-                    query, q1, head0, dk_ND, dv_NV, keys_ND, values_NV, q, do, lse_M, delta_M, row, head, key0 + n, d, e, lo,
-                    hi, k0, k1, scale, softcap, sq0, sq1, so0, so1, D, V, BLOCK_D, BLOCK_V, BLOCK_M, PACK,
-                    True, SOFTCAP, PRECISION, TMA,
-                )  # fmt: skip
+                    query,
+                    q1,
+                    head0,
+                    dk_ND,
+                    dv_NV,
+                    keys_ND,
+                    values_NV,
+                    q,
+                    do,
+                    lse_M,
+                    delta_M,
+                    row,
+                    head,
+                    key0 + n,
+                    d,
+                    e,
+                    lo,
+                    hi,
+                    k0,
+                    k1,
+                    scale,
+                    softcap,
+                    sq0,
+                    sq1,
+                    so0,
+                    so1,
+                    D,
+                    V,
+                    BLOCK_D,
+                    BLOCK_V,
+                    BLOCK_M,
+                    PACK,
+                    True,
+                    SOFTCAP,
+                    PRECISION,
+                    TMA,
+                )
 
     unit = scale if SOFTCAP else scale / base_of(PRECISION)  # d logit / d (q.k)
     if SOFTCAP:
@@ -133,11 +302,43 @@ def _keys_tile(
 
 @triton.jit
 def _keys_block(
-    query, end, head0, dk_ND, dv_NV, keys_ND, values_NV, q, do, lse_M, delta_M, row, head, key, d, e, lo, hi, k0, k1, scale,
-    softcap, sq0, sq1, so0, so1, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, PACK: tl.constexpr, EDGE: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
+    query,
+    end,
+    head0,
+    dk_ND,
+    dv_NV,
+    keys_ND,
+    values_NV,
+    q,
+    do,
+    lse_M,
+    delta_M,
+    row,
+    head,
+    key,
+    d,
+    e,
+    lo,
+    hi,
+    k0,
+    k1,
+    scale,
+    softcap,
+    sq0,
+    sq1,
+    so0,
+    so1,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PACK: tl.constexpr,
+    EDGE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+):
     """dk and dv with the queries from ``query`` on added."""
     whole: tl.constexpr = (not EDGE) and (BLOCK_M % PACK == 0)
     live = (query + row < end) & (row < BLOCK_M // PACK)
@@ -175,10 +376,23 @@ def _keys_block(
 
 @triton.jit
 def _packed(
-    x, row0, head0, s0, s1, row, head, d, live, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, WHOLE: tl.constexpr,
+    x,
+    row0,
+    head0,
+    s0,
+    s1,
+    row,
+    head,
+    d,
+    live,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WHOLE: tl.constexpr,
     TMA: tl.constexpr,
-):  # fmt: skip
-    """A block of packed rows and heads: through a tensor descriptor (whatever is there), or by pointers (0 where not live)."""
+):
+    """A block of packed rows and heads: through a tensor descriptor (whatever is there), or by pointers (0 where not
+    live).
+    """
     if TMA:
         block = x.load([row0, head0, 0]).reshape(BLOCK_M, BLOCK_D)
     else:
@@ -189,12 +403,51 @@ def _packed(
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def queries_kernel(
-    q, k, v, do, lse, delta, dq, tiles, entries, n_tiles, groups, chunk, n_programs, scale, softcap,
-    sq0, sq1, sk0, sk1, sv0, sv1, so0, so1, sl0, sl1, sd0, sd1, sdq0, sdq1,
-    SHARE: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, PERSISTENT: tl.constexpr,
-    EDGE_STAGES: tl.constexpr, TMA: tl.constexpr, UNIT: tl.constexpr, FRESH: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    do,
+    lse,
+    delta,
+    dq,
+    tiles,
+    entries,
+    n_tiles,
+    groups,
+    chunk,
+    n_programs,
+    scale,
+    softcap,
+    sq0,
+    sq1,
+    sk0,
+    sk1,
+    sv0,
+    sv1,
+    so0,
+    so1,
+    sl0,
+    sl1,
+    sd0,
+    sd1,
+    sdq0,
+    sdq1,
+    SHARE: tl.constexpr,
+    PACK: tl.constexpr,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+    EDGE_STAGES: tl.constexpr,
+    TMA: tl.constexpr,
+    UNIT: tl.constexpr,
+    FRESH: tl.constexpr,
+):
     # fmt: off
     if PERSISTENT:
         for program in range(tl.program_id(0), n_programs, tl.num_programs(0)):
@@ -214,12 +467,50 @@ def queries_kernel(
 
 @triton.jit
 def _queries_tile(
-    program, q, k, v, do, lse, delta, dq, tiles, entries, n_tiles, groups, chunk, scale, softcap,
-    sq0, sq1, sk0, sk1, sv0, sv1, so0, so1, sl0, sl1, sd0, sd1, sdq0, sdq1,
-    SHARE: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, EDGE_STAGES: tl.constexpr,
-    TMA: tl.constexpr, UNIT: tl.constexpr, FRESH: tl.constexpr,
-):  # fmt: skip
+    program,
+    q,
+    k,
+    v,
+    do,
+    lse,
+    delta,
+    dq,
+    tiles,
+    entries,
+    n_tiles,
+    groups,
+    chunk,
+    scale,
+    softcap,
+    sq0,
+    sq1,
+    sk0,
+    sk1,
+    sv0,
+    sv1,
+    so0,
+    so1,
+    sl0,
+    sl1,
+    sd0,
+    sd1,
+    sdq0,
+    sdq1,
+    SHARE: tl.constexpr,
+    PACK: tl.constexpr,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EDGE_STAGES: tl.constexpr,
+    TMA: tl.constexpr,
+    UNIT: tl.constexpr,
+    FRESH: tl.constexpr,
+):
     tile, group = whose(program, n_tiles, groups, chunk)  # a group is PACK query heads
     row0, row1 = tl.load(tiles + tile * 4), tl.load(tiles + tile * 4 + 1)
     first, last = tl.load(tiles + tile * 4 + 2), tl.load(tiles + tile * 4 + 3)
@@ -251,16 +542,78 @@ def _queries_tile(
         lo, hi, q0, q1 = tl.load(at + 4), tl.load(at + 5), tl.load(at + 6), tl.load(at + 7)
         for key in range(full0, full1, BLOCK_N):
             dq_MD = _queries_block(
-                key, full1, dq_MD, q_MD, do_MV, lse_M, delta_M, k, v, kv_head, row0 + row, n, d, e, 0, 0, 0, 0, scale, softcap,
-                sk0, sk1, sv0, sv1, D, V, BLOCK_D, BLOCK_V, BLOCK_N, False, SOFTCAP, PRECISION, TMA,
-            )  # fmt: skip
+                key,
+                full1,
+                dq_MD,
+                q_MD,
+                do_MV,
+                lse_M,
+                delta_M,
+                k,
+                v,
+                kv_head,
+                row0 + row,
+                n,
+                d,
+                e,
+                0,
+                0,
+                0,
+                0,
+                scale,
+                softcap,
+                sk0,
+                sk1,
+                sv0,
+                sv1,
+                D,
+                V,
+                BLOCK_D,
+                BLOCK_V,
+                BLOCK_N,
+                False,
+                SOFTCAP,
+                PRECISION,
+                TMA,
+            )
         before = (full0 - k0) // BLOCK_N
         for block in tl.range(0, before + tl.cdiv(k1 - full1, BLOCK_N), num_stages=EDGE_STAGES):
             key = tl.where(block < before, k0 + block * BLOCK_N, full1 + (block - before) * BLOCK_N)
             dq_MD = _queries_block(
-                key, k1, dq_MD, q_MD, do_MV, lse_M, delta_M, k, v, kv_head, row0 + row, n, d, e, lo, hi, q0, q1, scale, softcap,
-                sk0, sk1, sv0, sv1, D, V, BLOCK_D, BLOCK_V, BLOCK_N, True, SOFTCAP, PRECISION, TMA,
-            )  # fmt: skip
+                key,
+                k1,
+                dq_MD,
+                q_MD,
+                do_MV,
+                lse_M,
+                delta_M,
+                k,
+                v,
+                kv_head,
+                row0 + row,
+                n,
+                d,
+                e,
+                lo,
+                hi,
+                q0,
+                q1,
+                scale,
+                softcap,
+                sk0,
+                sk1,
+                sv0,
+                sv1,
+                D,
+                V,
+                BLOCK_D,
+                BLOCK_V,
+                BLOCK_N,
+                True,
+                SOFTCAP,
+                PRECISION,
+                TMA,
+            )
 
     unit = scale if SOFTCAP else scale / base_of(PRECISION)
     if SOFTCAP:
@@ -272,10 +625,40 @@ def _queries_tile(
 
 @triton.jit
 def _queries_block(
-    key, end, dq_MD, q_MD, do_MV, lse_M, delta_M, k, v, kv_head, query, n, d, e, lo, hi, q0, q1, scale, softcap, sk0, sk1, sv0,
-    sv1, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
-    EDGE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
+    key,
+    end,
+    dq_MD,
+    q_MD,
+    do_MV,
+    lse_M,
+    delta_M,
+    k,
+    v,
+    kv_head,
+    query,
+    n,
+    d,
+    e,
+    lo,
+    hi,
+    q0,
+    q1,
+    scale,
+    softcap,
+    sk0,
+    sk1,
+    sv0,
+    sv1,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EDGE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+):
     """dq with the keys from ``key`` on added."""
     within = (key + n < end)[:, None]
     d_live, e_live = within & (d < D)[None, :], within & (e < V)[None, :]
