@@ -1,8 +1,8 @@
 """``flexcp accept`` rehearsed in a box: nodes are network namespaces with names of their own, each with its torchrun.
 
     sudo python benchmarks/accept.py --nodes 2 --ranks 2 --mbit 400 -- --strategies ring,blocks
-    sudo python benchmarks/accept.py --nodes 3 --ranks 1 --mbit 400 --throttle 1:20          # node 1's link carries 20 Mbit/s
-    sudo python benchmarks/accept.py --nodes 2 --ranks 2 --mbit 400 -- --cluster cpu:1x4     # a wrong node map
+    sudo python benchmarks/accept.py --nodes 3 --ranks 1 --mbit 400 --throttle 1:20         # node 1's link: 20 Mbit/s
+    sudo python benchmarks/accept.py --nodes 2 --ranks 2 --mbit 400 -- --cluster cpu:1x4    # a wrong node map
 
 What follows ``--`` goes to ``flexcp accept``. Every node's link carries ``--mbit`` each way, which is what the cluster
 is said to have. Prints what the first node's torchrun prints, and ends with its exit code. Needs root and iproute2;

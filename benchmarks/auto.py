@@ -63,14 +63,16 @@ MASKS: dict[str, Mask] = {
 }
 BASELINES = [f"{what}, by {dealing}" for what in ("of the batch", "fixed for the run") for dealing in DEALINGS]
 INTRODUCTION = """
-**Simulated**, by `make auto` on {date} ({machine}); no time here was measured on GPUs. The event simulator with the cost model `{cost}`,
-llama3-8b (32 / 8 heads of 128), whole steps under FSDP or attention alone, {distributions} distributions of lengths, {seeds} seeds. *half*
-is one document of half of all tokens among web documents. *Headroom*: the best static method of the batch, documents dealt by tokens, over
-the floor, which is perfectly divided compute or what must move, whichever takes longer. *Share of the gap closed*: of the time between the
-two, what `auto` saves; the mean over batches with a headroom of at least {headroom}. The next four columns are the time of a static method
-over that of `auto`, geometric means: *of the batch*, the fastest method of each batch, which no training run has; *fixed for the run*, the
-fastest over the batches of the other seeds; *by tokens* as Megatron-Core, DeepSpeed and torchtitan deal documents to groups, *by load* as
-WLB-LLM does. *Worst of the batch* is the least speed-up over either. *Dynamic* is how often `auto` took no static method. {ahead}
+**Simulated**, by `make auto` on {date} ({machine}); no time here was measured on GPUs. The event simulator with the
+cost model `{cost}`, llama3-8b (32 / 8 heads of 128), whole steps under FSDP or attention alone, {distributions}
+distributions of lengths, {seeds} seeds. *half* is one document of half of all tokens among web documents. *Headroom*:
+the best static method of the batch, documents dealt by tokens, over the floor, which is perfectly divided compute or
+what must move, whichever takes longer. *Share of the gap closed*: of the time between the two, what `auto` saves; the
+mean over batches with a headroom of at least {headroom}. The next four columns are the time of a static method over
+that of `auto`, geometric means: *of the batch*, the fastest method of each batch, which no training run has; *fixed for
+the run*, the fastest over the batches of the other seeds; *by tokens* as Megatron-Core, DeepSpeed and torchtitan deal
+documents to groups, *by load* as WLB-LLM does. *Worst of the batch* is the least speed-up over either. *Dynamic* is how
+often `auto` took no static method. {ahead}
 """
 PLANNING = (("h100:1x8", 8192), ("h100:4x8", 8192), ("h100:8x8", 8192), ("h100:32x8", 32_768))
 """Clusters and tokens a rank of the table of planning times."""
@@ -323,7 +325,8 @@ def ahead_words(cells: Sequence[Cell]) -> str:
     broken = [what for cell in cells for what in cell.broken]
     if not broken:
         return f"In no batch is a static method more than {MOST_BEHIND:.1%} faster than `auto`."
-    return f"In {len(broken)} of {len(cells)} batches a static method is more than {MOST_BEHIND:.1%} faster: {'; '.join(broken)}."
+    which = "; ".join(broken)
+    return f"In {len(broken)} of {len(cells)} batches a static method is more than {MOST_BEHIND:.1%} faster: {which}."
 
 
 def page(cells: Sequence[Cell], planning: Sequence[str]) -> str:

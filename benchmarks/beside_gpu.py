@@ -1,15 +1,14 @@
-"""Attention beside a transfer, slot by slot of real plans: measured on one GPU, and beside it what the simulator's rule
-says.
+"""Attention beside a transfer, slot by slot of real plans: measured on one GPU, and what the simulator's rule says.
 
-    python benchmarks/beside_gpu.py --make slots.pkl                 on any machine: the fullest slot of some plans
-    python benchmarks/beside_gpu.py --slots slots.pkl --write x.json  on a GPU: measure at every margin
-    python benchmarks/beside_gpu.py --judge x.json                   on any machine: measured over simulated, under the plan's margin
+    python benchmarks/beside_gpu.py --make slots.pkl                   on any machine: the fullest slot of some plans
+    python benchmarks/beside_gpu.py --slots slots.pkl --write x.json   on a GPU: measure at every margin
+    python benchmarks/beside_gpu.py --judge x.json                     on any machine: measured over simulated
 
 Of every plan the slot and rank in which work and transfer are largest together, as the executor runs it: its work lists
 one after the other, and before them, on a stream of high priority, a copy that takes as long as the plan's transfer
 does by the cost model, by as many blocks as such a transfer has (:mod:`flexcp.measure.kernels.margin`). Work and copy
 alone are measured too; the rule is given those two and the cost model's row of contention, and must say how long both
-take together.
+take together, under the plan's margin.
 """
 
 from __future__ import annotations

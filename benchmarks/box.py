@@ -1,8 +1,7 @@
-"""A cluster in a box, measured: step time of attention over slow links, beside compute and communication of the same
-plan alone.
+"""A cluster in a box, measured: steps of attention over slow links, beside compute and communication alone.
 
-    sudo python benchmarks/box.py --nodes 2 --ranks 2 --mbit 200 --gflops 20       # every rank a device paced at 20 GFLOP/s
-    sudo python benchmarks/box.py --nodes 2 --ranks 2 --mbit 50 --real             # real kernels on this machine's cores
+    sudo python benchmarks/box.py --nodes 2 --ranks 2 --mbit 200 --gflops 20    # every rank paced at 20 GFLOP/s
+    sudo python benchmarks/box.py --nodes 2 --ranks 2 --mbit 50 --real          # real kernels on this machine's cores
 
 Ranks are network namespaces, a rank's network port carries ``--mbit`` each way, messages are real TCP
 (benchmarks/lib/box.py). By default compute is paced, because ranks that share two cores wait for each other as devices

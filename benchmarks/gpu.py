@@ -1,10 +1,9 @@
 """The GPU suite: everything that needs a GPU, in one command; writes one JSON.
 
-    python benchmarks/gpu.py --write gpu.json            all parts
-    python benchmarks/gpu.py --only cases,recompiles     some of them
-    python benchmarks/gpu.py --plans plans.npz --make-plans   on any machine: the work lists of real plans, for one
-    without Numba python benchmarks/gpu.py --nccl-cases c.pkl --make-nccl-cases   the plans of ``nccl``, for a machine
-    without Mt-KaHyPar
+    python benchmarks/gpu.py --write gpu.json                         all parts
+    python benchmarks/gpu.py --only cases,recompiles                  some of them
+    python benchmarks/gpu.py --plans plans.npz --make-plans           work lists of real plans, made where Numba is
+    python benchmarks/gpu.py --nccl-cases c.pkl --make-nccl-cases     plans of ``nccl``, made where Mt-KaHyPar is
 
 Parts: ``cases`` (1,000 random cases by the error rule), ``recompiles`` (100 random batches compile nothing), ``bench``
 (ours beside the baselines), ``plans`` (work lists of real plans against the kernel's dense rate), ``margin``
@@ -135,9 +134,7 @@ def recompiled(argument: Any) -> Any:
 
 
 def bench(argument: Any) -> Any:
-    """The rows of docs/results/kernels.md: each workload with the contenders that are fast on it, printed as it is
-    measured.
-    """
+    """The rows of docs/results/kernels.md: each workload with the contenders that are fast on it, printed at once."""
     from flexcp.measure.kernels import bench as b
 
     dense, sparse = ["cute", "op", "fa4", "cudnn"], ["cute", "op", "fa4", "flex", "flexfa4"]

@@ -1,7 +1,6 @@
-"""A 1B-class model on one GPU: flexcp beside cuDNN's attention, FlashAttention-4 and FlexAttention, and four NCCL ranks
-beside one.
+"""A 1B-class model on one GPU: flexcp beside cuDNN, FlashAttention-4 and FlexAttention, and four NCCL ranks beside one.
 
-    python benchmarks/model_gpu.py --write model_gpu.json          # all parts; --only steps,packed,losses,ranks for some
+    python benchmarks/model_gpu.py --write model_gpu.json    # all parts; --only steps,packed,losses,ranks for some
 
 - ``steps``: one rank, one long document, step time beside the same model on cuDNN's attention and, where it is
   installed, on FlashAttention-4. Models take turns, so that all meet the same clocks.

@@ -126,8 +126,13 @@ def main() -> None:
         found = measure(stage)
         rows.append({**asdict(stage), "kind": stage.kind.name, **found})
         how = "scattered" if stage.scattered else "together"
-        words = f"{stage.kind.name:4} partial={stage.partial!s:5} {stage.tokens:6} tokens {stage.peers} peers {how} 1/{stage.parts} heads"
-        print(words, *(f"{name} {value:.1f}" for name, value in found.items()), sep="  ", flush=True)
+        words = f"{stage.kind.name:4} partial={stage.partial!s:5} {stage.tokens:6} tokens {stage.peers} peers"
+        print(
+            f"{words} {how} 1/{stage.parts} heads",
+            *(f"{name} {value:.1f}" for name, value in found.items()),
+            sep="  ",
+            flush=True,
+        )
     if arguments.json is not None:
         arguments.json.write_text(json.dumps({"device": torch.cuda.get_device_name(), "rows": rows}, indent=1))
 

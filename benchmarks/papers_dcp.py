@@ -165,7 +165,8 @@ def _waits(runs: Runs, where: Experiment, lengths: Sequence[int], mask: str, dat
         return found.exposed_ns / step_ns(found)
 
     theirs = "Megatron 27.7 to 44.6 %; DCP less under sparse masks, overlap worse under causal"
-    words = f"{mask}, {data}, {sum(lengths):,} tokens: share of a step in which attention waits; Megatron's here {share(MEGATRON):.1%}"
+    what = f"{mask}, {data}, {sum(lengths):,} tokens: share of a step in which attention waits"
+    words = f"{what}; Megatron's here {share(MEGATRON):.1%}"
     return Row("1, 21", words, theirs, share(dcp), share("auto"), SIMULATED, False, percent, aspect=None)
 
 

@@ -154,7 +154,8 @@ def ladder(runs: Runs, ranks: int) -> list[Row]:
             )
         free = [runs.run(_where(ranks), lengths, each) for each in (PLANNER, "auto")]
         kept = [_in_layout(lengths, ranks, each) for each in (PLANNER, "auto")]
-        words = f"{name}, {ranks} GPUs, MFU forward: tokens in contiguous order, reshuffled around attention; not reproduced"
+        order = "tokens in contiguous order, reshuffled around attention; not reproduced"
+        words = f"{name}, {ranks} GPUs, MFU forward: {order}"
         rows.append(Row("ablation", words, RESHUFFLE, *(one.mfu(False) for one in kept), SIMULATED, part="reshuffle"))
         more = [(two.pass_ns(False) - one.pass_ns(False)) / 1e6 for one, two in zip(free, kept, strict=True)]
         words = f"{name}, {ranks} GPUs: ms forward more than with tokens where the planner wants them"
@@ -190,7 +191,8 @@ def overlap() -> list[Row]:
     for name, cost in (("h20", setting.COST), ("h100", CostModel())):
         flops = cluster(name).gflops * cost.forward_efficiency / 1000
         found[name] = shape.kv_heads / shape.heads * flops / block
-    words = f"GB/s that hide the keys of {block:,} tokens, by a rule inferred from its text; H100-like {found['h100']:.1f}, H20-like"
+    rule = f"GB/s that hide the keys of {block:,} tokens, by a rule inferred from its text"
+    words = f"{rule}; H100-like {found['h100']:.1f}, H20-like"
     return [Row("overlap", words, 22.0, found["h20"], None, "computed from the cost model", False, "{:.1f}".format)]
 
 

@@ -41,7 +41,8 @@ class Hunt:
 
     def row(self) -> str:
         """Of the table."""
-        return f"| {self.area} | {self.bug} | {self.check if self.found else 'NOT FOUND'} | {self.cases} | {self.seconds:.0f} |"
+        found = self.check if self.found else "NOT FOUND"
+        return f"| {self.area} | {self.bug} | {found} | {self.cases} | {self.seconds:.0f} |"
 
 
 def hunt(area: str, seed: int, seconds: float, most_ranks: int, jobs: int) -> Hunt:

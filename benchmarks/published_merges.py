@@ -9,21 +9,20 @@ and each use of the mask makes the host wait for the device.
 
 Per number of out or dq, of k and v or dk and dv, and per LSE; *m* is the model's dtype, *a* the accumulator's:
 
-=================
-===============================================================================================================
+=================  =====================================================================================================
 when               bytes read and written
-=================
-===============================================================================================================
-begin              k and v made contiguous, 2m; several documents: the later half of q gathered, 2m (backward: of dout, q and out)
+=================  =====================================================================================================
+begin              k and v made contiguous, 2m; several documents: the later half of q gathered, 2m
+                   (backward: of dout, q and out)
 first step         out to float32, m + a (backward: dq, dk and dv)
 all rows           out merged, m + 2a, LSE 3a; backward: dq added, m + 2a, and the first half of dk and dv, m + 2a.
-                   Several documents: the first half of k and v gathered, 2m; backward: dk and dv gathered and put back,
-                   4a
-later half         the same merge of half of the rows, and put back, 2a; backward: half of dq added, m + 2a, and all of dk and dv.
+                   Several documents: the first half of k and v gathered, 2m; backward: dk and dv gathered and
+                   put back, 4a
+later half         the same merge of half of the rows, and put back, 2a; backward: half of dq added,
+                   m + 2a, and all of dk and dv.
                    Several documents: out and LSE gathered before, 2a; backward: dq gathered and put back, 4a
 end                out rounded, a + m (backward: dq, dk and dv)
-=================
-===============================================================================================================
+=================  =====================================================================================================
 
 The merge is a scripted function, and TorchScript fuses such ones on a GPU: one pass over out. Issue 60 of that
 repository fits: three of the first calls take up to a quarter of a second, as compiling does, and the later ones 0.14

@@ -230,17 +230,25 @@ def page(results: Sequence[Result]) -> str:
 
 
 RATIOS_MISS = {
-    "DCP": "the artifact runs its baselines in groups, as many as the largest power of two not above 131,072 // longest document, with "
-    "documents dealt to them greedily by tokens and rounded up to twice a group's ranks; its files do not hold the "
-    "longest document, so here all 32 ranks are one group. Of LoongTrain it takes the best window of a double ring, of "
-    "DCP the best block of 1,024, 2,048 and 4,096 tokens, and it drops batches that are less than 75 % full; here "
-    "LoongTrain is one flat ring and every batch has 131,072 tokens. LoongTrain comes out too slow, plain rings and "
-    "DCP too fast, and a ratio has both errors",
-    "FCP": "the length of its equal documents is not stated, and a ring depends on it; of the ablation the lower rungs are simulated "
-    "too fast, so every step up is too small",
-    "MagiAttention blog": "the network between nodes is not stated; Megatron's hybrid is too fast at 16 GPUs and MagiAttention at 64",
-    "zhuzilin/ring-flash-attention": "zigzag over several documents is still too fast: what Python takes to issue the next kernel "
-    "after each wait of the host is not public and not simulated",
+    "DCP": (
+        "the artifact runs its baselines in groups, as many as the largest power of two not above 131,072 // longest "
+        "document, with documents dealt to them greedily by tokens and rounded up to twice a group's ranks; its files "
+        "do not hold the longest document, so here all 32 ranks are one group. Of LoongTrain it takes the best window "
+        "of a double ring, of DCP the best block of 1,024, 2,048 and 4,096 tokens, and it drops batches that are less "
+        "than 75 % full; here LoongTrain is one flat ring and every batch has 131,072 tokens. LoongTrain comes out "
+        "too slow, plain rings and DCP too fast, and a ratio has both errors"
+    ),
+    "FCP": (
+        "the length of its equal documents is not stated, and a ring depends on it; of the ablation the lower rungs "
+        "are simulated too fast, so every step up is too small"
+    ),
+    "MagiAttention blog": (
+        "the network between nodes is not stated; Megatron's hybrid is too fast at 16 GPUs and MagiAttention at 64"
+    ),
+    "zhuzilin/ring-flash-attention": (
+        "zigzag over several documents is still too fast: what Python takes to issue the next kernel after each wait "
+        "of the host is not public and not simulated"
+    ),
 }
 """Why ratios of a source miss, by its first words."""
 

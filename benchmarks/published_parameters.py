@@ -5,21 +5,19 @@ models lose nothing more to protocols. A kernel is a rate measured on one GPU; i
 cost model, price of row tiles included, gives that rate on the same lengths. Backward rates are measured as well, or
 their share of the forward is another measurement's.
 
-========================
-=========================================================================================================
+========================  ============================================================================================
 rate                      source
-========================
-=========================================================================================================
+========================  ============================================================================================
 A100 NVLink, 230 GB/s     NVIDIA/nccl-tests issue 149, comment of a maintainer, for 8 A100
 H100 NVLink, 370 GB/s     NVIDIA/nccl-tests issue 212, the same
 H800 NVLink, 160 GB/s     deepseek-ai/DeepSeek-V3 issue 28: measured one way
 400 Gb/s card, 47 GB/s    NVIDIA/nccl-tests issue 290: 46 to 48 GB/s a card
-EC2 p4d node, 29.6 GB/s   NVIDIA/nccl issue 527: all_reduce of 1 GB over 4 instances (4 x 100 Gb/s a node), bus
-bandwidth 100 Gb/s card, 9.4 GB/s   NVIDIA/nccl issue 495: 600 of 800 Gb/s between 2 nodes of 8 A100
+EC2 p4d node, 29.6 GB/s   NVIDIA/nccl issue 527: all_reduce of 1 GB over 4 instances (4 x 100 Gb/s a node),
+                          bus bandwidth
+100 Gb/s card, 9.4 GB/s   NVIDIA/nccl issue 495: 600 of 800 Gb/s between 2 nodes of 8 A100
 across nodes, 31 us       NVIDIA/nccl-tests issue 214: sendrecv of up to 8 KB between 2 nodes
 inside a node             the presets' own latency, an estimate
-========================
-=========================================================================================================
+========================  ============================================================================================
 
 Kernels: FlashAttention-2 on one H800 and one A100 are the columns "theoretic flash_attn" of ring-flash-attention's
 README (one GPU, 8,192 tokens, without context parallelism). FlashAttention-3 and FFA on varlen lengths are

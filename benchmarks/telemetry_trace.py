@@ -75,7 +75,8 @@ def picture(trace: dict[str, Any], plan: Plan) -> str:
         for i, (name, colour) in enumerate(COLOURS.items())
     )
     height = TOP + plan.ranks * LANE + 22
-    scale_text = f'<text x="{LEFT}" y="{height - 6}">{plan.label}, one layer forward and backward: {(end - begin) / 1e3:.0f} ms</text>'
+    words = f"{plan.label}, one layer forward and backward: {(end - begin) / 1e3:.0f} ms"
+    scale_text = f'<text x="{LEFT}" y="{height - 6}">{words}</text>'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + 8} {height}" font-family="sans-serif" '
         'font-size="12"><rect width="100%" height="100%" '

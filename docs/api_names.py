@@ -133,9 +133,9 @@ OTHERS = {
 """Modules that need nothing but torch and Transformers; torchtitan and Megatron are described in the pages on them."""
 HEAD = """# API
 
-The main call is `flexcp.attention`; a `Planner` makes the plan that it runs, and `bind` ties the plan to this rank. Names are loaded on
-first use, so `import flexcp` is fast and loads no torch. This page is written by `python docs/api_names.py --write` from the code;
-`help(flexcp.Planner)` shows the same.
+The main call is `flexcp.attention`; a `Planner` makes the plan that it runs, and `bind` ties the plan to this rank.
+Names are loaded on first use, so `import flexcp` is fast and loads no torch. This page is written by
+`python docs/api_names.py --write` from the code; `help(flexcp.Planner)` shows the same.
 """
 
 

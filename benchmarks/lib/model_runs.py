@@ -45,16 +45,21 @@ SIZES = {
     "max_position_embeddings": 512,
     "attention_dropout": 0.0,
 }
-# fmt: off
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "qwen3": ("Qwen3Config", {}),
     "mistral": ("MistralConfig", {"sliding_window": WINDOW}),
     "gemma2": ("Gemma2Config", {"sliding_window": WINDOW, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 3.0}),
-    "gpt_oss": ("GptOssConfig", {"sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2,
-                                 "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            "sliding_window": WINDOW,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    ),
 }
-# fmt: on
 """Family -> its configuration class, and what makes it special: windows, window and full layers with softcap, sinks."""
 STRATEGIES = ("zigzag", "groups", "blocks", "auto")
 LAYOUTS = ("free", "contiguous")

@@ -33,7 +33,8 @@ def test_single_arguments_come_back_in_their_tuples() -> None:
     def run(made: Results, layer: Layer) -> tuple[Results, Layer]:
         return made, layer
 
-    assert _packing(run, (Results, Layer))(1, 2, "full", 5) == (Results(1, 2), Layer("full", 5))  # type: ignore[arg-type]
+    made, layer = _packing(run, (Results, Layer))(1, 2, "full", 5)
+    assert made == Results(1, 2) and layer == Layer("full", 5)  # type: ignore[arg-type]
 
 
 class Watching(TorchDispatchMode):

@@ -5,6 +5,7 @@ order, rings have any size.
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,9 +23,9 @@ from flexcp.planners.request import Refused, Request
 from flexcp.shape import Shape
 
 
-def asked(lengths: list[int], ranks: int, argument: str = "", nodes: int = 1, **more: int) -> Request:
+def asked(lengths: list[int], ranks: int, argument: str = "", nodes: int = 1, **more: Any) -> Request:
     where = cluster("h100", nodes, ranks // nodes)
-    return Request(make_batch(lengths, causal()), Shape(8, 2, 64, 64), where, CostModel(), argument, **more)  # type: ignore[arg-type]
+    return Request(make_batch(lengths, causal()), Shape(8, 2, 64, 64), where, CostModel(), argument, **more)
 
 
 @given(data=st.data(), ranks=st.integers(1, 8))

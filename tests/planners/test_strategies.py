@@ -8,7 +8,7 @@ from the transfers with the formulas of the design, and against closed forms per
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -317,8 +317,8 @@ def test_bytes_of_every_kind_partial_and_final(dtype: str) -> None:
 
 
 def test_the_same_inputs_give_the_same_plan_and_others_another() -> None:
-    def make(lengths: list[int] = [90, 40, 7], mask: Mask = causal(), ranks: int = 4, **more: Any) -> str:  # noqa: B006, B008
-        return Planner(8, 2, 16, cluster=cluster("h100", 1, ranks), **more)(lengths, mask).hash
+    def make(lengths: Sequence[int] = (90, 40, 7), mask: Mask | None = None, ranks: int = 4, **more: Any) -> str:
+        return Planner(8, 2, 16, cluster=cluster("h100", 1, ranks), **more)(lengths, mask or causal()).hash
 
     variants = [
         make(),
@@ -741,8 +741,9 @@ def test_a_layout_or_count_that_makes_no_sense_is_refused(call: dict[str, Any], 
 
 
 def test_a_fractional_pad_is_refused() -> None:
+    planner = Planner(8, 2, 8, cluster=cluster("h100", 1, 2), strategy="blocks")
     with pytest.raises(ValueError, match="pad_to"):
-        Planner(8, 2, 8, cluster=cluster("h100", 1, 2), strategy="blocks")([4], tokens="equal", pad_to=2.5)  # type: ignore[arg-type]
+        planner([4], tokens="equal", pad_to=2.5)  # type: ignore[arg-type]
 
 
 def test_token_tolerance_needs_a_choice_of_tokens() -> None:

@@ -145,7 +145,8 @@ def step_ns(found: Simulation) -> int:
 def test_sync_costs_what_compute_does_not_hide() -> None:
     machine = flexcp.cluster("a100", 2, 2)
     plan = planned("zigzag", [4000], machine, layers=4)
-    none, fsdp, reduce = (step_ns(simulate(plan, training=Training(LLAMA, s))) for s in ("none", "fsdp", "allreduce"))  # type: ignore[arg-type]
+    syncs: tuple[Sync, ...] = ("none", "fsdp", "allreduce")
+    none, fsdp, reduce = (step_ns(simulate(plan, training=Training(LLAMA, sync))) for sync in syncs)
     bare = step_ns(simulate(plan, training=Training(LLAMA, "fsdp", overlap_permille=0)))
     assert none < reduce and none < fsdp < bare
     # Everything exposed: one gather forward, a gather and a scatter backward for each of 4 layers, the first gather,
@@ -168,8 +169,9 @@ def test_sync_knows_the_weights_of_the_vocabulary(overlap: int) -> None:
     size = 2 * 2**17 * LLAMA.model.hidden // 4
     expected = 2 * int(plan.cost.link_ns(np.array([size]), machine.inter_mbps)[0]) * (2 if overlap == 0 else 1)
     assert more.sync_ns - less.sync_ns == pytest.approx(expected, rel=0.001)
-    for sync in ("allreduce", "fsdp"):
-        tied, apart = (simulate(plan, training=Training(replace(many, tied=t), sync, 0)).step for t in (True, False))  # type: ignore[arg-type]
+    syncs: tuple[Sync, ...] = ("allreduce", "fsdp")
+    for sync in syncs:
+        tied, apart = (simulate(plan, training=Training(replace(many, tied=t), sync, 0)).step for t in (True, False))
         assert tied is not None and apart is not None
         assert apart.sync_ns - tied.sync_ns == pytest.approx(expected / (2 if overlap == 0 else 1), rel=0.02)
 
@@ -217,7 +219,8 @@ def test_ranks_that_exchange_nothing_do_not_wait_for_each_other() -> None:
 
 def test_no_rank_is_a_whole_layer_ahead_of_the_weights() -> None:
     plan = planned("dp", [20_000, 10], flexcp.cluster("h100", 1, 2), layers=7)
-    free, gathered = (simulate(plan, training=Training(LLAMA, sync)).step for sync in ("none", "fsdp"))  # type: ignore[arg-type]
+    syncs: tuple[Sync, ...] = ("none", "fsdp")
+    free, gathered = (simulate(plan, training=Training(LLAMA, sync)).step for sync in syncs)
     assert free is not None and gathered is not None
     slow, fast = gathered.ranks.sum(axis=0)
     backward = (

@@ -15,7 +15,9 @@ SMALL_SHARE = 0.05
 """Attention under this share of the step leaves nothing to gain."""
 
 WAY_OUT = {
-    "uneven": "more tokens a pass, or a larger --max-tokens-per-rank, would leave more room to divide these documents evenly",
+    "uneven": (
+        "more tokens a pass, or a larger --max-tokens-per-rank, would leave more room to divide these documents evenly"
+    ),
     "waiting": "faster links or more tokens a pass would help",
     "sync": "more tokens a pass would hide more of the gradient sync",
     "overhead": "no plan that was looked at takes that away",

@@ -89,5 +89,8 @@ def _instead(before: str, given: Any, after: str = "") -> str:
         )
     if callable(given):
         called = getattr(given, "__name__", "causal")
-        return f"got the function {called}: call it, {before}flexcp.{called}(...){after}, or pass a function of the sample as mask_fn="
+        return (
+            f"got the function {called}: call it, {before}flexcp.{called}(...){after}, "
+            "or pass a function of the sample as mask_fn="
+        )
     return f"got {given!r}: write {before}flexcp.causal(){after}, or another of flexcp's masks"

@@ -3,10 +3,10 @@
 A sample is a mapping of fields, or just its token ids. Fields are of three kinds, told apart by what they are and never
 by how long they happen to be:
 
-    per token      arrays, tensors and lists of numbers; as many rows as there are tokens per document   numbers, texts, mappings and the
-    like, and every field named in ``document_fields`` spans          the field named ``spans``: ``[(start, end), ...]``, the images of a
-    document. It becomes a per-token column with the number of
-                   the span a token is in, -1 for text
+    per token      arrays, tensors and lists of numbers; as many rows as there are tokens
+    per document   numbers, texts, mappings and the like, and every field named in ``document_fields``
+    spans          the field named ``spans``: ``[(start, end), ...]``, the images of a document. It becomes a
+                   per-token column with the number of the span a token is in, -1 for text
 
 Labels are made here, before anything is cut to ranks: the next token of the document (or the next entry of the field
 ``labels``), and ``ignore`` at its end. A document over the maximum is cut before that, so its new end has no label
@@ -156,7 +156,8 @@ def _labels(given: Mapping[str, Any], fields: Fields, rows: int, where: str) -> 
         way = (
             f"pass {instead}"
             if instead
-            else f"give every token its own, unshifted, and {fields.ignore} where none counts; without labels= the Loader takes next tokens"
+            else f"give every token its own, unshifted, and {fields.ignore} where none counts; without labels= the "
+            "Loader takes next tokens"
         )
         raise ValueError(
             f"{where}: field {fields.labels!r} has shape {list(labels.shape)}, but labels are one for each of the "

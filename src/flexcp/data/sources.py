@@ -1,9 +1,10 @@
 """Sources: what lies at each place of an epoch, and the samples themselves.
 
-    Known    a map-style dataset whose lengths and masks are known: nothing is read to form batches, and a rank reads just the documents it
-             keeps tokens of
-    Read     everything else: each sample is read once, by one rank, which tells the others its length and mask and later sends them what
-             they keep. Of a map-style dataset rank ``place % ranks`` reads; a stream is read by rank 0
+    Known    a map-style dataset whose lengths and masks are known: nothing is read to form batches, and a rank reads
+             just the documents it keeps tokens of
+    Read     everything else: each sample is read once, by one rank, which tells the others its length and mask and
+             later sends them what they keep. Of a map-style dataset rank ``place % ranks`` reads; a stream is read by
+             rank 0
 
 A source may be asked for a place again until it is released. Reading runs in rounds that all ranks enter together; a
 sample that cannot be read or does not fit is an error on all of them. A stream's samples that are read and not yet

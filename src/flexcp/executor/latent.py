@@ -4,10 +4,11 @@ Multi-latent attention makes the keys and values of all heads from one latent of
 heads have tens of thousands. A plan made with ``Planner(..., kv_heads=1, latent=576)`` counts the latent's bytes for
 every key that moves and the expanded heads' FLOPs for every pair. This file runs it:
 
-    forward    latents of the keys this rank reads arrive by the plan's table  ->  expand  ->  attention  ->  output at home
+    forward    latents of the keys this rank reads arrive by the plan's table  ->  expand  ->  attention  ->  output at
+               home
     backward   they arrive again  ->  expand  ->  attention's gradients  ->  expand's gradients: of its weights, which
-    stay here as any
-               parameter's share, and of the latents, which go home by the plan's table and are summed where paths meet
+               stay here as any parameter's share, and of the latents, which go home by the plan's table and are summed
+               where paths meet
 
 All keys lie in one *arena*, as :mod:`flexcp.executor.latent_program` derives from the plan. Bytes are the plan's, in
 both directions. There is no overlap: everything arrives, then everything is computed. So a backward's latents and

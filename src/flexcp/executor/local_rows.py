@@ -159,7 +159,10 @@ def _wrong_label(labels: Tensor, vocabulary: int, ignore: int) -> str:
     label = int(labels[row])
     way = ""
     if label == DEFAULT_IGNORE:
-        way = f"; step.labels writes {label} at the ends of documents: make the labels with step.labels(tokens, ignore={ignore})"
+        way = (
+            f"; step.labels writes {label} at the ends of documents: make the labels with "
+            f"step.labels(tokens, ignore={ignore})"
+        )
     elif label < 0:
         way = (
             f"; where {label} marks rows without a label make the labels with step.labels(tokens, ignore={label}), "

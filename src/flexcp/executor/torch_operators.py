@@ -156,7 +156,8 @@ def _operator(name: str, call: Callable[..., Any], takes: Tuples, results: int) 
         for fields in takes
         for argument, kind in get_type_hints(fields).items()
     ]
-    call.__signature__ = Signature(arguments, return_annotation=tuple[(Tensor,) * results])  # type: ignore[attr-defined, misc]
+    signature = Signature(arguments, return_annotation=tuple[(Tensor,) * results])  # type: ignore[misc]
+    call.__signature__ = signature  # type: ignore[attr-defined]
     return torch.library.custom_op(f"flexcp::{name}", call, mutates_args=())
 
 

@@ -1,9 +1,9 @@
 """Hugging Face Transformers: ``attn_implementation="flexcp"``.
 
-    huggingface.turn_on(model)                                           # or register() and attn_implementation="flexcp"
+    huggingface.turn_on(model)                              # or register() and attn_implementation="flexcp"
     plan = planner(lengths, masks=huggingface.masks(model.config))
     step = flexcp.bind(plan, mesh["cp"])
-    loss = model(**huggingface.inputs(tokens, step)).loss               # gradients="averaged" under DDP
+    loss = model(**huggingface.inputs(tokens, step)).loss   # gradients="averaged" under DDP
 
 The step is a keyword of the model's forward: Transformers hands keywords it does not know to every attention function.
 ``[1, H, S, D]`` is seen as flexcp's ``[S, H, D]`` without a copy. Positions that nobody gave are filled in from the

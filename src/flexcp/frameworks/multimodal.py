@@ -1,15 +1,14 @@
-"""Vision-language models of Hugging Face: the encoder and the language model each under a plan of its own, over the
-same ranks.
+"""Vision-language models of Hugging Face: encoder and language model under a plan each, over the same ranks.
 
 An encoder sees many small documents (frames) with full attention, a language model few long ones; what balances one
 does not balance the other. So each has its plan, and between them :func:`image_rows` moves every encoded patch from the
 rank that encoded it to the rank that keeps its token, with gradients on the way back. Patches are merged into tokens
 *there*, so that no layout must keep neighbouring patches together.
 
-    multimodal.turn_on(model)                                            # both parts attend under the step they are given
+    multimodal.turn_on(model)                                                     # both parts attend under their step
     encoder  = flexcp.bind(vision_planner(batch.encoder_lengths, masks=multimodal.encoder_masks(model, batch)), group)
     language = flexcp.bind(text_planner(batch.lengths, batch.masks()), group)
-    logits   = multimodal.qwen_vl(model, documents, batch, encoder, language)       # [local tokens, vocabulary]
+    logits   = multimodal.qwen_vl(model, documents, batch, encoder, language)     # [local tokens, vocabulary]
 
 The plan's mask decides who attends whom, in both directions if it says so: Transformers' own mask is not built. What
 would be ignored raises: padding, windows, borders of documents, keywords nobody here knows, and a step that no

@@ -1,9 +1,8 @@
-"""Rollouts: the micro-batches of a reinforcement-learning step, run by all ranks together, with results in the caller's
-order.
+"""Rollouts: micro-batches of a reinforcement-learning step, run by all ranks together, results in the caller's order.
 
-    for part in shared_rollouts(rollouts, planner, masks=huggingface.masks(model.config)):        # rollouts: this rank's, ids of each
+    for part in shared_rollouts(rollouts, planner, masks=huggingface.masks(model.config)):    # ids of each of this rank
         log_probs = part.log_probs(model(**part.inputs).logits[0])
-        old, advantage = part.of(old_log_probs), part.of(advantages)                              # what the caller has of each rollout
+        old, advantage = part.of(old_log_probs), part.of(advantages)          # what the caller has of each rollout
         loss = -(torch.exp(log_probs - old) * advantage).sum() / tokens_of_the_step
         loss.backward()
 

@@ -61,6 +61,11 @@ class Reader:
     named: bool = True
 
 
+def _mask_slices(path: Path) -> object:
+    masks = parse_mask(f"@{path}")
+    return [mask.slices(mask.length or 1) for mask in (masks if isinstance(masks, list) else [masks])]
+
+
 def readers(folder: Path) -> list[Reader]:
     """All kinds; good files of some are written to ``folder`` first, by what writes them for users."""
     plan = Planner(4, 2, 8, cluster=cluster("cpu", 1, 2), strategy="blocks")([30, 5, 1])
@@ -95,7 +100,7 @@ def readers(folder: Path) -> list[Reader]:
     calibration = Calibration(CostModel(), "here", {"gflops": 100, "intra_mbps": 10}, {}, None)
     return [
         Reader("plan", ".plan", save_plan(plan), lambda path: load_plan(path.read_bytes()), named=False),
-        Reader("mask", ".json", _json(mask), lambda path: [m.slices(m.length or 1) for m in parse_mask(f"@{path}")]),  # type: ignore[union-attr]
+        Reader("mask", ".json", _json(mask), _mask_slices),
         Reader("lengths", ".txt", b"4096\n4k\n17\n1\n", lambda path: parse_lengths(f"@{path}")),
         Reader("lengths as JSON", ".jsonl", b'{"length": 4}\n[1, 2]\n7\n', jsonl_lengths),
         Reader(

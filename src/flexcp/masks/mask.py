@@ -76,7 +76,8 @@ class Mask:
         if self.name == "tree":
             parents, _, ends, left = self.params
             counts = f"{len(parents)} segments, {len(ends)} sequences, {self.length} tokens"  # type: ignore[arg-type]
-            return f"tree[{counts}]" if int(left) >= UNBOUNDED else f"tree[{counts}, left {left}]"  # type: ignore[arg-type]
+            unbounded = int(left) >= UNBOUNDED  # type: ignore[arg-type]
+            return f"tree[{counts}]" if unbounded else f"tree[{counts}, left {left}]"
         if self.name == "window":  # in words: the text form counts keys, flexcp.window the tokens beside a query
             return f"window of {_window_words(*self.params)}"  # type: ignore[arg-type]
         return self.name + (":" + ",".join(map(str, self.params)) if self.params else "")

@@ -1,7 +1,7 @@
 """A plan as bytes, and back.
 
-    magic (8)  version (4)  length of the file (8)  length of the body (8)  checksum of all the rest (16)  body,
-    deflated
+    magic (8)  version (4)  length of the file (8)  length of the body (8)  checksum of all the rest (16)
+    body, deflated
 
     body: length of the facts (8), facts as JSON (:mod:`flexcp.plan.fields`), then blocks of integer columns
     (``packed_columns.py``): document lengths, the rule of every document where a mask has several, explicit slices and

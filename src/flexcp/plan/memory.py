@@ -7,7 +7,7 @@ computes (half ``2 s + 1``):
 
     inputs of a shelf    from the slot they arrive in until the last work on them, or until they are passed on
     results on a shelf   from then until they are sent home; on an entry, until the last reader's have come in and left
-    with its own
+                         with its own
     received messages    from the slot that posts them, one before their stage's or earlier, until they are taken in
     sent messages        one slot longer: a stage's sends have left when the next stage's arrivals have been waited for
 

@@ -153,7 +153,10 @@ def _in_what_was_seen(advice: Advice) -> str:
     """A verdict of passes without the longest documents is one of those passes."""
     if advice.longest_in[0] or not advice.longest_in[1]:
         return ""
-    return " in the simulated passes, none of which has a document of the greatest length (flexcp compare --batch looks at one that has)"
+    return (
+        " in the simulated passes, none of which has a document of the greatest length "
+        "(flexcp compare --batch looks at one that has)"
+    )
 
 
 def _todo(advice: Advice) -> list[str]:

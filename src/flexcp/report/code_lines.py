@@ -30,7 +30,7 @@ SWAP = (
     + """
 step = flexcp.bind(planner(lengths, {masks}, layout="contiguous"), mesh["cp"])   # every batch: lengths of its documents
 out = flexcp.attention(q, k, v, step{which})                # every layer, instead of your attention
-loss = step.loss(logits, labels, gradients="averaged")     # under DDP; "summed" where gradients are summed
+loss = step.loss(logits, labels, gradients="averaged")     # under DDP; "summed" where they are summed
 """
 )
 LOADER = (
@@ -40,7 +40,7 @@ LOADER = (
 with flexcp.data.Loader(dataset, planner, budget={budget}, {masks}, group=mesh["cp"]) as loader:
     for batch in loader:                            # batch.tokens, .labels and .positions are this rank's rows
         out = flexcp.attention(q, k, v, batch.step{which})    # every layer, instead of your attention
-        loss = batch.step.loss(logits, batch.labels, gradients="averaged")    # under DDP; "summed" where gradients are summed
+        loss = batch.step.loss(logits, batch.labels, gradients="averaged")  # under DDP; "summed" where they are summed
 """
 )
 HUGGINGFACE = """import flexcp
@@ -52,7 +52,7 @@ planner = huggingface.planner(
     training={training}{cost},
 )
 step = flexcp.bind(planner(lengths, masks=huggingface.masks(model.config){layout}), mesh["cp"])
-loss = model(**huggingface.inputs(tokens, step, gradients="averaged")).loss    # under DDP; "summed" where gradients are summed
+loss = model(**huggingface.inputs(tokens, step, gradients="averaged")).loss  # under DDP; "summed" where they are summed
 """
 TRAINER = """import flexcp
 from flexcp.frameworks import huggingface
@@ -142,7 +142,8 @@ class Lines:
         if self.budget == self.longest:
             return "tokens of a batch, those of your longest document"
         if self.budget == room:
-            return f"tokens of a batch, 7/8 of {ranks} ranks x {self.max_tokens_per_rank:,} so that ranks may keep different counts"
+            all_ranks = f"{ranks} ranks x {self.max_tokens_per_rank:,}"
+            return f"tokens of a batch, 7/8 of {all_ranks} so that ranks may keep different counts"
         if self.micro_batches > 1:
             return f"tokens of a batch; {self.micro_batches} batches make a step of {self.step_tokens:,}"
         return f"tokens of a batch: the step you asked for, under the {room:,} that leave {ranks} ranks room to differ"

@@ -26,7 +26,10 @@ SCRIPTS = (
     "boot.js",
 )
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-KEYS = "Arrow keys move a cursor over a picture and read out what is under it; plus and minus zoom, 0 shows all, Escape ends."
+KEYS = (
+    "Arrow keys move a cursor over a picture and read out what is under it; "
+    "plus and minus zoom, 0 shows all, Escape ends."
+)
 
 
 def write_report(path: str | Path, sections: Sequence[Section], title: str, subtitle: str = "") -> int:

@@ -88,7 +88,8 @@ def _legend(plan: Plan, number: int) -> str:
             for r in range(node * each, (node + 1) * each)
         )
         nodes.append(f'<div class="node"><span>node {node}</span>{buttons}</div>')
-    return f'<div class="legend" data-section="{number}" role="group" aria-label="Ranks: pick one to see it alone">{"".join(nodes)}</div>'
+    label = 'role="group" aria-label="Ranks: pick one to see it alone"'
+    return f'<div class="legend" data-section="{number}" {label}>{"".join(nodes)}</div>'
 
 
 def _batch(plan: Plan, number: int) -> str:
@@ -147,7 +148,10 @@ def _matrix(plan: Plan, number: int) -> str:
         for r in range(plan.ranks)
     ]
     says = f"compute of ranks is {float(work.min()) / mean:.3f} to {float(work.max()) / mean:.3f} of the mean."
-    caption = "Rows (queries) down, keys right: each part in the colour and with the number of the rank that computes it. Grey is masked."
+    caption = (
+        "Rows (queries) down, keys right: each part in the colour and with the number of the rank that computes it. "
+        "Grey is masked."
+    )
     behind = folded(
         "As a table",
         table(["rank", "pairs x query heads", "of the mean", "regions"], rows, "Attention of every rank, first mask"),

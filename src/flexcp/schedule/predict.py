@@ -5,10 +5,11 @@ columns. It counts the same bytes as the plan would move (exactly, by rank, dire
 (exactly, those that a rank can compute from its own tokens apart from the rest), and puts them together like this, for
 every rank:
 
-    needed            own work and stages of other work, each against the next inputs and the last results (:mod:`flexcp.schedule.stages`)
-    gather            max(own work, inputs) + other work + outputs
-    ring              head exchange + (own work, then each hop's work, against the next hop) + head exchange home
-    step              sum over masks of layers x (forward + backward attention)  +  layers x linear time of its tokens
+    needed    own work and stages of other work, each against the next inputs and the last results
+              (:mod:`flexcp.schedule.stages`)
+    gather    max(own work, inputs) + other work + outputs
+    ring      head exchange + (own work, then each hop's work, against the next hop) + head exchange home
+    step      sum over masks of layers x (forward + backward attention)  +  layers x linear time of its tokens
 
 The step takes as long as its slowest rank. *Exposed* is the part of attention's time in which a rank does not compute.
 What is approximate: a ring's work is spread evenly over its hops after the first, which is as good as exact under

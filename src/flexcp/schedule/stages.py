@@ -4,7 +4,7 @@ With s stages a rank does this (inputs of the next stage and results of the last
 
     slot 0        its own work, first share        | inputs 1
     slot 1        work that inputs 1 made possible | inputs 2
-    slot 2 .. s   likewise                         | inputs 3 .. s, gradients of the keys of stage 1 .. s - 1 on their way home
+    slot 2 .. s   likewise                         | inputs 3 .. s, gradients of the keys of stage 1 .. s - 1
     slot s + 1    its own work, second share       | gradients of the last keys, results for moved queries
 
 The own work is shared between the two ends in proportion to what travels there. More stages hide more and start more

@@ -144,7 +144,8 @@ def show(results: list[Result], config: DemoConfig, console: Console) -> None:
     from rich.table import Table
 
     table = Table(
-        title=f"A small GPT, {config.tokens} tokens a step in long-tailed documents, {config.steps} steps, {config.ranks} CPU ranks"
+        title=f"A small GPT, {config.tokens} tokens a step in long-tailed documents, {config.steps} steps, "
+        f"{config.ranks} CPU ranks"
     )
     for column in (
         "run",

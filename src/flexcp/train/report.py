@@ -12,7 +12,10 @@ from flexcp.train.loop import StepReport, TrainConfig
 if TYPE_CHECKING:
     from rich.console import Console
 
-HEADER = f"{'step':>5} {'loss':>9} {'docs':>5} {'tokens/s':>9} {'measured':>10} {'predicted':>10} {'bytes':>9}  compute  tokens"
+HEADER = (
+    f"{'step':>5} {'loss':>9} {'docs':>5} {'tokens/s':>9} {'measured':>10} {'predicted':>10} {'bytes':>9}"
+    "  compute  tokens"
+)
 
 
 class Table:

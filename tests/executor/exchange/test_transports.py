@@ -187,10 +187,10 @@ def test_however_a_plan_is_executed_results_and_bytes_are_the_same(pool: RankPoo
 
 
 def test_ranks_with_nothing_to_exchange_and_stages_of_some_ranks(pool: RankPool) -> None:
-    lengths, shape = [300, 200, 190], {"heads": 4, "head_dim": 8, "dtype": "float32", "strategy": "blocks"}
+    lengths = [300, 200, 190]
+    shape: dict[str, Any] = {"heads": 4, "head_dim": 8, "dtype": "float32", "strategy": "blocks"}
     one, four = (
-        flexcp.Planner(cluster=flexcp.cluster("cpu", 1, ranks), **shape)(lengths, tokens="priced")  # type: ignore[arg-type]
-        for ranks in (1, 4)
+        flexcp.Planner(cluster=flexcp.cluster("cpu", 1, ranks), **shape)(lengths, tokens="priced") for ranks in (1, 4)
     )
     assert sorted(len(four.peers(rank)) for rank in range(4)) == [0, 1, 1, 2]
     exact = run(flexcp.bind(one))["out"]

@@ -119,7 +119,7 @@ def _inputs(case: Case, tokens: int) -> list[Tensor]:
     return made
 
 
-def _run(case: Case, inputs: list[Tensor], slices: np.ndarray, kernel=triton_kernel) -> dict[str, Tensor]:  # type: ignore[no-untyped-def]
+def _run(case: Case, inputs: list[Tensor], slices: np.ndarray, kernel: Any = triton_kernel) -> dict[str, Tensor]:
     q, k, v, do = inputs
     precise = torch.float64 if q.dtype == torch.float64 else torch.float32
     settings = Settings(q.shape[2] ** -0.5, case.softcap, case.deterministic, case.margin)

@@ -47,11 +47,13 @@ def random(x, generator):
 def same(a, b):
     for number in a:
         for name in a[number]:
-            torch.testing.assert_close(a[number][name], b[number][name], atol=1e-6, rtol=1e-6, msg=lambda m: f"{number} {name}: {m}")
+            where = f"{number} {name}: "
+            torch.testing.assert_close(a[number][name], b[number][name], atol=1e-6, rtol=1e-6, msg=where.__add__)
 
 launches = []
 for strategy, ranks, backward in json.loads(sys.argv[1]):
-    planner = flexcp.Planner(4, 2, 8, 6, "bfloat16", flexcp.cluster("cpu", 1, ranks), strategy=strategy.replace("scattered", "blocks"))
+    named = strategy.replace("scattered", "blocks")
+    planner = flexcp.Planner(4, 2, 8, 6, "bfloat16", flexcp.cluster("cpu", 1, ranks), strategy=named)
     lengths = [17, 1, 22, 2]
     options = {}
     if strategy == "scattered":
@@ -63,14 +65,19 @@ for strategy, ranks, backward in json.loads(sys.argv[1]):
         program = rank_program(plan, rank, 0, backward)
         packings = [FieldPacking(program, plan.shape, types), RowPacking(program, plan.shape, types)]
         for slot, stage in enumerate(program.slots):
-            shelves = [shelves_of(program, plan.shape, types, backward, torch.Generator().manual_seed(slot)) for _ in packings]
+            shelves = [
+                shelves_of(program, plan.shape, types, backward, torch.Generator().manual_seed(slot)) for _ in packings
+            ]
             leaving, arriving = [], []
             for packing, held in zip(packings, shelves):
                 buffers = Buffers.alone([(m.peer, message_bytes(m, plan.shape)) for m in stage.send], types.device)
                 buffers.memory.zero_()
                 packing.pack(slot, buffers, held)
-                leaving.append([part_view(part, memory, types) for message, (_, memory) in zip(stage.send, buffers.messages)
-                                for part in message_parts(message, plan.shape)])
+                leaving.append([
+                    part_view(part, memory, types)
+                    for message, (_, memory) in zip(stage.send, buffers.messages)
+                    for part in message_parts(message, plan.shape)
+                ])
                 buffers = Buffers.alone([(m.peer, message_bytes(m, plan.shape)) for m in stage.receive], types.device)
                 generator = torch.Generator().manual_seed(100 + slot)
                 for message, (_, memory) in zip(stage.receive, buffers.messages):

@@ -132,7 +132,8 @@ def _units(row: Row) -> str:
     layers = sum(mask.layers for mask in masks)
     whole = "attention, forward and backward, of" if row.simulation.step is None else "a whole step of"
     one = "one layer" if len(masks) == 1 else "a layer, on average over all of them"
-    return f"ms: {whole} {layers} {'layer' if layers == 1 else 'layers'}. MB/layer: what ranks send in {one}, forward and backward."
+    each = "layer" if layers == 1 else "layers"
+    return f"ms: {whole} {layers} {each}. MB/layer: what ranks send in {one}, forward and backward."
 
 
 def _line(found: Comparison, row: Row, step: bool) -> str:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 Data = Annotated[
     str,
     typer.Option(
-        help="A text file (blank lines part documents), @file of document lengths, or a length distribution (longtail, web, ...)."
+        help="A text file (blank lines part documents), @file of document lengths, or a length distribution "
+        "(longtail, web, ...)."
     ),
 ]
 Tokens = Annotated[int, typer.Option(parser=o.tokens, metavar="TOKENS", help="Tokens a step.")]
@@ -39,8 +40,9 @@ class TrainModelOptions(ModelOptions):
     model: Annotated[
         str | None,
         typer.Option(
-            help="A Hugging Face config.json or its folder; without, a small GPT (gpt), of the sizes that --heads, --kv-heads, --head-dim, "
-            "--hidden and --layers give. Presets such as llama3-8b are too large: every rank holds the whole model."
+            help="A Hugging Face config.json or its folder; without, a small GPT (gpt), of the sizes that --heads, "
+            "--kv-heads, --head-dim, --hidden and --layers give. Presets such as llama3-8b are too large: "
+            "every rank holds the whole model."
         ),
     ] = None
 

@@ -86,7 +86,8 @@ class SharedPlans:
             self.mine[step] = parts
             data = b"=" + shared_bytes(parts)
         begin = time.perf_counter()
-        through_store(self.timeout, lambda: self.store.set(key, data))  # type: ignore[arg-type]  # bytes pass as they are
+        # bytes pass as they are
+        through_store(self.timeout, lambda: self.store.set(key, data))  # type: ignore[arg-type]
         self.unread.add(key)
         self.pool.stats.sharing_s += time.perf_counter() - begin
 

@@ -3,8 +3,10 @@
 A :class:`Pool` has a thread per worker process. The thread takes the next job, hands it to its worker and waits for the
 answer; that is all it does, so whatever happens to a worker happens to one thread and one job:
 
-    worker dies        its job is done again by a fresh worker, with a warning; after ``TRIES`` deaths over the same job it is an error
-    planning fails     the worker's message, or traceback where it is no user's mistake, is raised where the training loop takes that plan
+    worker dies        its job is done again by a fresh worker, with a warning; after ``TRIES`` deaths over the same
+                       job it is an error
+    planning fails     the worker's message, or traceback where it is no user's mistake, is raised where the training
+                       loop takes that plan
     worker is stuck    after ``patience`` seconds of waiting the loop warns, ends the worker and plans the step itself
 
 Jobs are pure functions of their arguments, so doing one twice, or elsewhere, gives the same plan. Warnings are given by

@@ -1,11 +1,11 @@
 """Choose: which kernel runs, and why. A function one can read, print and override.
 
-    CPU tensors                       cpu      plain torch
-    CUDA, Hopper, where it can        fa4      FlashAttention-4 where it is faster, else cute; if installed (flexcp[fa4])
-                                      cute     CuTe DSL, if installed (flexcp[cute])
-                                      hopper   Gluon, needs nothing but Triton
-    CUDA from Ampere on               triton   head sizes that are multiples of 8 up to 256, and float32
-    any other device                  cpu      plain torch runs anywhere
+    CPU tensors                   cpu      plain torch
+    CUDA, Hopper, where it can    fa4      FlashAttention-4 where it is faster, else cute; if installed (flexcp[fa4])
+                                  cute     CuTe DSL, if installed (flexcp[cute])
+                                  hopper   Gluon, needs nothing but Triton
+    CUDA from Ampere on           triton   head sizes that are multiples of 8 up to 256, and float32
+    any other device              cpu      plain torch runs anywhere
 
 ``stock`` and ``reference`` run only when asked for: the first is for GPUs on which torch's own kernels were measured to
 be faster (:func:`flexcp.fastest_kernel` measures), the second for tests. Where the GPU kernels cannot run, this raises

@@ -6,10 +6,10 @@ token, and for each the sequences that use it. A sum over independent sequences 
 sum of its sequences' weights.
 
     edges  = step.edges(tokens)
-    loss   = step.loss(logits, edges)                                             # the mean over all positions of all sequences
+    loss   = step.loss(logits, edges)              # the mean over all positions of all sequences
     loss   = step.loss(logits, edges, weights=edges.weights(advantages, masks, per="sequence"))
-    values = step.log_probs(logits, edges)                                        # a value for each edge
-    edge, sequence, position = edges.pairs()                                      # values[edge] is that of (sequence, position)
+    values = step.log_probs(logits, edges)         # a value for each edge
+    edge, sequence, position = edges.pairs()       # values[edge] is that of (sequence, position)
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class Edges:
         All ranks together have every position but the first of every sequence once, where its id is not ``ignore``.
         """
         edge, sequence = self._pairs
-        return tuple(self._there(x) for x in (edge, sequence, self.of_batch.depths[self.here[edge]]))  # type: ignore[return-value]
+        position = self.of_batch.depths[self.here[edge]]
+        return self._there(edge), self._there(sequence), self._there(position)
 
     def weights(
         self, sequences: Sequence[float] | Tensor | None = None, tokens: Sequence[Any] | None = None, per: Per = "token"

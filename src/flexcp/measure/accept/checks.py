@@ -99,6 +99,7 @@ def _difference(field: str, value: str, usual: str, several: bool) -> str:
     if field == "source":
         return f"{run} other code of the same flexcp version ({value}, others {usual}); install the same on every host"
     if field == "device":
-        return f"{compute} on {value}, others on {usual}; run on hosts of one kind, and look at nvidia-smi where a GPU is not seen"
+        way = "run on hosts of one kind, and look at nvidia-smi where a GPU is not seen"
+        return f"{compute} on {value}, others on {usual}; {way}"
     name = {"python": "Python", "nccl": "NCCL"}.get(field, field)
     return f"{run} {name} {value or 'of no version'}, others {usual or 'of no version'}; install the same on every host"

@@ -203,7 +203,8 @@ def blame(
             f"{_who(behind, names)} did not get beyond step {words[behind[0]].step!r} in {seconds:g} s; look at that "
             "host, or give more time with --timeout"
         )
-    return f"{who} {word.what} in step {word.step!r}, with all ranks in it; give more time than {seconds:g} s with --timeout"
+    way = f"give more time than {seconds:g} s with --timeout"
+    return f"{who} {word.what} in step {word.step!r}, with all ranks in it; {way}"
 
 
 def _who(ranks: list[int], names: Mapping[int, str]) -> str:

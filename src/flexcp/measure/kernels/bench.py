@@ -214,7 +214,11 @@ def _op_calls(work: Workload, x: _Tensors) -> Calls:
     """The whole differentiable call, with everything around the kernels that the baselines' own calls do too."""
     slices = packed_slices(work.lengths, work.mask)
     q, k, v = (t.detach().clone().requires_grad_() for t in (x.q, x.k, x.v))
-    return _autograd_calls(lambda: slice_attention(q, k, v, slices), (q, k, v), x.do)  # type: ignore[arg-type, return-value]
+
+    def forward() -> Tensor:
+        return slice_attention(q, k, v, slices)  # type: ignore[return-value]
+
+    return _autograd_calls(forward, (q, k, v), x.do)
 
 
 def _leaves(x: _Tensors) -> tuple[Tensor, Tensor, Tensor, Tensor]:

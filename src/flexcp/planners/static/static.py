@@ -1,13 +1,13 @@
 """The static methods, as users know them, with their own traffic.
 
-| strategy      | tokens                                             | work                  | traffic                            |
-| ------------- | -------------------------------------------------- | --------------------- | ---------------------------------- |
-| `dp`          | documents whole, longest first to the least loaded | where the rows are    | none                               |
-| `ring:d`      | every document in d consecutive parts              | where the rows are    | all keys of the group round a ring |
-| `zigzag:d`    | 2d parts, rank i keeps i and 2d-1-i                | where the rows are    | the same                           |
-| `allgather:d` | the packed stream in d parts                       | where the rows are    | all keys to all                    |
-| `ulysses:d`   | the packed stream in d parts                       | a head group per rank | q, k, v, o exchanged               |
-| `usp:u,r`     | zig-zag over r ring positions, each in u parts     | both                  | heads exchanged, then keys round   |
+| strategy      | tokens                                         | work                  | traffic                     |
+| ------------- | ---------------------------------------------- | --------------------- | --------------------------- |
+| `dp`          | documents whole, longest to the least loaded   | where the rows are    | none                        |
+| `ring:d`      | every document in d consecutive parts          | where the rows are    | a group's keys round a ring |
+| `zigzag:d`    | 2d parts, rank i keeps i and 2d-1-i            | where the rows are    | the same                    |
+| `allgather:d` | the packed stream in d parts                   | where the rows are    | all keys to all             |
+| `ulysses:d`   | the packed stream in d parts                   | a head group per rank | q, k, v, o exchanged        |
+| `usp:u,r`     | zig-zag over r ring positions, each in u parts | both                  | heads exchanged, keys round |
 
 Without a number the group is all ranks. With one, ranks form groups of that size in order (so inside nodes where it
 divides them) and documents are dealt to groups by tokens, or by load where ``@load`` is said

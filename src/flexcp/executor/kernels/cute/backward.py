@@ -5,7 +5,7 @@ blocks of 64 packed queries that see them, from the last to the first. One warp 
 dq to memory by the copy engine's reduction. Two warp groups compute, each with 64 of the keys as rows of its products:
 
     S = K Q'    dP = V dO'    P = exp(S - LSE)    dS = P (dP - delta)    dV += P dO    dK += dS Q      (keys are rows)
-    dQ = dS' K                each group the half of the columns, over all keys: the groups exchange dS through shared memory
+    dQ = dS' K      each group the half of the columns, over all keys: the groups exchange dS through shared memory
 
 dV's product is issued before dP is waited for, so that the exponentials run beside dP's product and dS beside dV's;
 blocks with a mask have no registers for that. dk and dv of a tile stay in registers until its end (:mod:`results` says
@@ -124,6 +124,9 @@ class Backward:
         (base 2) and deltas.
 
         With ``whole_tiles`` dk and dv are written, in the dtype of the keys; else they are float32 and added to.
+
+        In one piece: most of it is names, a line each; between those it takes and those it hands on it describes every
+        tensor once.
         """
         D, V, P, S = self.D, self.V, self.pack, self.stages
         q_row, q_head, k_row, k_head, v_row, v_head, do_row, do_head = [
@@ -232,6 +235,10 @@ class Backward:
         softcap: Float32,
         whole_tiles: Int32,
     ):
+        """Share the buffers out, and send every warp to its work.
+
+        In one piece: most of it is names, a line each, that ``load``, ``store`` and ``compute`` are called with.
+        """
         S = self.stages
         smem = cutlass.memory.SmemAllocator()
         bars = smem.allocate_array(cutlass.Int64, num_elems=2 + 4 * S)

@@ -3,10 +3,10 @@
 dq of a block is added to memory by the copy engine, from a buffer in shared memory that a warp group fills, in one of
 three orders:
 
-    rows   a tensor of the caller's that others add to as well open   such a tensor while nobody but these kernels adds
-    to it: rows and heads are in place, the columns of a row in the order of the
-           registers (:mod:`rows`), which costs half of the stores, no conflicts between threads that store together,
-           and no scaling
+    rows   a tensor of the caller's that others add to as well
+    open   such a tensor while nobody but these kernels adds to it: rows and heads are in place, the columns of a row in
+           the order of the registers (:mod:`rows`), which costs half of the stores, no conflicts between threads that
+           store together, and no scaling
     alone  sums of this launch's own, also in the order of the registers, that a copy without rows is added to
 
 dk and dv of a tile are added to the caller's float32 tensors, four neighbours in a request, since long tiles are split

@@ -4,7 +4,8 @@ A persistent program per multiprocessor takes tiles of 128 packed query rows, th
 (*zigzag*), so that who had the longest of one round has the shortest of the next. Three partitions of warps work on
 them:
 
-    load       one warp: queries of a tile, then its keys and values block by block, by the copy engine into rings of buffers
+    load       one warp: queries of a tile, then its keys and values block by block, by the copy engine into rings of
+               buffers
     compute 0  one warp group: rows 0..63 of the tile
     compute 1  one warp group: rows 64..127
 

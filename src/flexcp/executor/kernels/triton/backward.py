@@ -114,21 +114,103 @@ def keys_kernel(
     UNIT: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    # fmt: off
+    """Take tile after tile of keys (``PERSISTENT``), or the one of this program.
+
+    In one piece: nothing but names, a line each, that are handed on in one of two places.
+    """
     if PERSISTENT:
         for program in range(tl.program_id(0), n_programs, tl.num_programs(0)):
             _keys_tile(
-                program, q, k, v, do, packed, dk, dv, tiles, entries, rows, heads, n_tiles, groups, chunk, scale, softcap, sq0, sq1, sk0,
-                sk1, sv0, sv1, so0, so1, sdk0, sdk1, sdv0, sdv1, SHARE, PACK, D, V, BLOCK_D,
-                BLOCK_V, BLOCK_M, BLOCK_N, SOFTCAP, PRECISION, EDGE_STAGES, TMA, UNIT, SPLIT,
+                program,
+                q,
+                k,
+                v,
+                do,
+                packed,
+                dk,
+                dv,
+                tiles,
+                entries,
+                rows,
+                heads,
+                n_tiles,
+                groups,
+                chunk,
+                scale,
+                softcap,
+                sq0,
+                sq1,
+                sk0,
+                sk1,
+                sv0,
+                sv1,
+                so0,
+                so1,
+                sdk0,
+                sdk1,
+                sdv0,
+                sdv1,
+                SHARE,
+                PACK,
+                D,
+                V,
+                BLOCK_D,
+                BLOCK_V,
+                BLOCK_M,
+                BLOCK_N,
+                SOFTCAP,
+                PRECISION,
+                EDGE_STAGES,
+                TMA,
+                UNIT,
+                SPLIT,
             )
     else:
         _keys_tile(
-            tl.program_id(0), q, k, v, do, packed, dk, dv, tiles, entries, rows, heads, n_tiles, groups, chunk, scale, softcap, sq0,
-            sq1, sk0, sk1, sv0, sv1, so0, so1, sdk0, sdk1, sdv0, sdv1, SHARE, PACK, D, V, BLOCK_D,
-            BLOCK_V, BLOCK_M, BLOCK_N, SOFTCAP, PRECISION, EDGE_STAGES, TMA, UNIT, SPLIT,
+            tl.program_id(0),
+            q,
+            k,
+            v,
+            do,
+            packed,
+            dk,
+            dv,
+            tiles,
+            entries,
+            rows,
+            heads,
+            n_tiles,
+            groups,
+            chunk,
+            scale,
+            softcap,
+            sq0,
+            sq1,
+            sk0,
+            sk1,
+            sv0,
+            sv1,
+            so0,
+            so1,
+            sdk0,
+            sdk1,
+            sdv0,
+            sdv1,
+            SHARE,
+            PACK,
+            D,
+            V,
+            BLOCK_D,
+            BLOCK_V,
+            BLOCK_M,
+            BLOCK_N,
+            SOFTCAP,
+            PRECISION,
+            EDGE_STAGES,
+            TMA,
+            UNIT,
+            SPLIT,
         )
-    # fmt: on
 
 
 @triton.jit
@@ -177,6 +259,11 @@ def _keys_tile(
     UNIT: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
+    """One tile: dk and dv of a block of keys, over all queries of its entries.
+
+    In one piece: both loops over queries, of full blocks and of those at an edge, carry the two sums, and hand what the
+    lines above them make to ``_keys_block``, a line for each name.
+    """
     tile, group = whose(program, n_tiles, groups, chunk)  # a group is a KV head
     key0, key1 = tl.load(tiles + tile * 4), tl.load(tiles + tile * 4 + 1)
     first, last = tl.load(tiles + tile * 4 + 2), tl.load(tiles + tile * 4 + 3)
@@ -448,21 +535,103 @@ def queries_kernel(
     UNIT: tl.constexpr,
     FRESH: tl.constexpr,
 ):
-    # fmt: off
+    """Take tile after tile of queries (``PERSISTENT``), or the one of this program.
+
+    In one piece: nothing but names, a line each, that are handed on in one of two places.
+    """
     if PERSISTENT:
         for program in range(tl.program_id(0), n_programs, tl.num_programs(0)):
             _queries_tile(
-                program, q, k, v, do, lse, delta, dq, tiles, entries, n_tiles, groups, chunk, scale, softcap, sq0, sq1, sk0, sk1,
-                sv0, sv1, so0, so1, sl0, sl1, sd0, sd1, sdq0, sdq1, SHARE, PACK, D, V, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N, SOFTCAP,
-                PRECISION, EDGE_STAGES, TMA, UNIT, FRESH,
+                program,
+                q,
+                k,
+                v,
+                do,
+                lse,
+                delta,
+                dq,
+                tiles,
+                entries,
+                n_tiles,
+                groups,
+                chunk,
+                scale,
+                softcap,
+                sq0,
+                sq1,
+                sk0,
+                sk1,
+                sv0,
+                sv1,
+                so0,
+                so1,
+                sl0,
+                sl1,
+                sd0,
+                sd1,
+                sdq0,
+                sdq1,
+                SHARE,
+                PACK,
+                D,
+                V,
+                BLOCK_D,
+                BLOCK_V,
+                BLOCK_M,
+                BLOCK_N,
+                SOFTCAP,
+                PRECISION,
+                EDGE_STAGES,
+                TMA,
+                UNIT,
+                FRESH,
             )
     else:
         _queries_tile(
-            tl.program_id(0), q, k, v, do, lse, delta, dq, tiles, entries, n_tiles, groups, chunk, scale, softcap, sq0, sq1, sk0,
-            sk1, sv0, sv1, so0, so1, sl0, sl1, sd0, sd1, sdq0, sdq1, SHARE, PACK, D, V, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N, SOFTCAP,
-            PRECISION, EDGE_STAGES, TMA, UNIT, FRESH,
+            tl.program_id(0),
+            q,
+            k,
+            v,
+            do,
+            lse,
+            delta,
+            dq,
+            tiles,
+            entries,
+            n_tiles,
+            groups,
+            chunk,
+            scale,
+            softcap,
+            sq0,
+            sq1,
+            sk0,
+            sk1,
+            sv0,
+            sv1,
+            so0,
+            so1,
+            sl0,
+            sl1,
+            sd0,
+            sd1,
+            sdq0,
+            sdq1,
+            SHARE,
+            PACK,
+            D,
+            V,
+            BLOCK_D,
+            BLOCK_V,
+            BLOCK_M,
+            BLOCK_N,
+            SOFTCAP,
+            PRECISION,
+            EDGE_STAGES,
+            TMA,
+            UNIT,
+            FRESH,
         )
-    # fmt: on
 
 
 @triton.jit
@@ -511,6 +680,11 @@ def _queries_tile(
     UNIT: tl.constexpr,
     FRESH: tl.constexpr,
 ):
+    """One tile: dq of a block of rows of PACK query heads, over all keys of its entries.
+
+    In one piece: both loops over keys, of full blocks and of those at an edge, carry the sum, and hand what the lines
+    above them make to ``_queries_block``, a line for each name.
+    """
     tile, group = whose(program, n_tiles, groups, chunk)  # a group is PACK query heads
     row0, row1 = tl.load(tiles + tile * 4), tl.load(tiles + tile * 4 + 1)
     first, last = tl.load(tiles + tile * 4 + 2), tl.load(tiles + tile * 4 + 3)
