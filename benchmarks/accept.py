@@ -29,8 +29,8 @@ from flexcp.cost import CostModel
 from lib.box import STORE_PORT, Network
 
 INSIDE_MBPS = 10
-"""What ranks of a node are said to reach over loopback: little, because they share this machine's cores with all
-others.
+"""What ranks of a node are said to reach over loopback: little,
+because they share this machine's cores with all others.
 """
 
 
@@ -63,8 +63,8 @@ def main() -> None:
 
 
 def _launched(network: Network, node: int, ranks: int, commands: list[str]) -> subprocess.Popen[bytes]:
-    """torchrun on a node. The static rendezvous takes addresses, where others look names up that only the nodes
-    have.
+    """torchrun on a node. The static rendezvous takes addresses,
+    where others look names up that only the nodes have.
     """
     launcher = (
         f"{sys.executable} -m torch.distributed.run --nnodes {network.nodes} --node-rank {node} --nproc-per-node "

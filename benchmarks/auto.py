@@ -1,5 +1,5 @@
-"""``auto`` against static methods, simulated: what it gains, and how much of what there is to gain. ``make auto``
-writes docs/results/auto.md.
+"""``auto`` against static methods, simulated: what it gains, and how much of what there is to gain.
+``make auto`` writes docs/results/auto.md.
 
 A *setting* is a cluster, a number of tokens a rank, a mask, and whether attention alone or a whole step of llama3-8b is
 timed. In each, batches of seven length distributions and three seeds are planned by ``auto`` and by every static
@@ -168,8 +168,8 @@ class Batch:
         return max(compute, sum(layers * bound.link for layers, bound in passes))
 
     def best(self, dealing: str, others: Sequence[Batch] = ()) -> tuple[int, str]:
-        """The fastest static method: of the batch, or the one that ``others`` choose together, in this batch's
-        nanoseconds.
+        """The fastest static method: of the batch, or the one that ``others`` choose together,
+        in this batch's nanoseconds.
         """
         judges = list(others) or [self]
         found = []
@@ -201,8 +201,8 @@ def _predicted(request: Request, name: str) -> int | None:
 
 @dataclass(frozen=True)
 class Cell:
-    """One batch: what ``auto`` took, the baselines in the order of ``BASELINES``, and the floor, all in simulated
-    nanoseconds.
+    """One batch: what ``auto`` took, the baselines in the order of ``BASELINES``, and the floor,
+    all in simulated nanoseconds.
     """
 
     setting: Setting
@@ -287,8 +287,8 @@ def summaries(cells: Sequence[Cell]) -> list[str]:
 
 
 def by_lengths(cells: Sequence[Cell]) -> list[str]:
-    """A row for each setting, a column for each distribution: the mean gain over the best static method of the batch,
-    what was taken.
+    """A row for each setting, a column for each distribution:
+    the mean gain over the best static method of the batch, what was taken.
     """
     names = list(dict.fromkeys(cell.lengths for cell in cells))
     rows = []

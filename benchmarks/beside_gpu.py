@@ -134,8 +134,8 @@ def measured(slot: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(slots: list[dict[str, Any]]) -> str:
-    """Measured over simulated, of work and transfer, under the margin that the cost model of today chooses for the
-    slot.
+    """Measured over simulated, of work and transfer, under the margin that the cost model
+    of today chooses for the slot.
     """
     from flexcp.cost import CostModel
 

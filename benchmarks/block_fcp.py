@@ -1,5 +1,5 @@
-"""Block-level FCP's ring and ablation, simulated, and its setting; ``papers_fcp.py`` has its figures with `fcp` and
-``auto``.
+"""Block-level FCP's ring and ablation, simulated, and its setting;
+``papers_fcp.py`` has its figures with `fcp` and ``auto``.
 
 Repeats: 64 query and 8 KV heads of 128, causal, 32K tokens a GPU, 16 to 256 GPUs; lengths lognormal (mean 16K),
 bimodal (16K and 64K) and equal; efficiency against one GPU; the ablation at 128 GPUs.

@@ -60,8 +60,8 @@ def cells_of(clusters: list[str], seeds: int) -> Iterator[Cell]:
 
 
 def experiment_of(cell: Cell) -> tuple[Experiment, list[int]]:
-    """Where the cell's batch runs, and its documents; ``half`` is one document of half the tokens among others of
-    ``web``.
+    """Where the cell's batch runs, and its documents; ``half`` is one document
+    of half the tokens among others of ``web``.
     """
     name, kind, each, lengths, seed = cell
     where, shape = cluster_of(name), KINDS[kind]

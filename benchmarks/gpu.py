@@ -149,8 +149,8 @@ def bench(argument: Any) -> Any:
 
 
 def plan_work() -> dict[str, Any]:
-    """Work lists of real plans: ``data/ranks/seed/rank/direction/number`` -> slices; a second array has the rest of a
-    ``Listed``.
+    """Work lists of real plans: ``data/ranks/seed/rank/direction/number`` -> slices;
+    a second array has the rest of a ``Listed``.
     """
     import flexcp
     from flexcp.data.lengths import draw_lengths
@@ -175,8 +175,8 @@ def plan_work() -> dict[str, Any]:
 
 
 def plans(argument: Any) -> Any:
-    """TFLOP/s of a rank's stages together against the kernel's rate on one full square, in turns, and what tiles alone
-    allow.
+    """TFLOP/s of a rank's stages together against the kernel's rate on one full square, in turns,
+    and what tiles alone allow.
     """
     import torch
 

@@ -1,5 +1,5 @@
-"""hypergraph beside blocks, measured: bytes, balance and seconds. ``make hypergraph`` writes
-docs/results/planning-hypergraph.md.
+"""hypergraph beside blocks, measured: bytes, balance and seconds.
+``make hypergraph`` writes docs/results/planning-hypergraph.md.
 
 The two batches of 131,072 tokens on which DCP's own planner was measured, four masks, 8 query / 2 KV heads of 128, one
 node of 8 and four, both tolerances 0.05. So both strategies answer the same question, and their imbalances stand beside

@@ -101,8 +101,8 @@ class Masters:
 def trained(
     wrapped: Any, masters: Masters, forward_step: Any, batches: Any, count: Any, more: dict[str, Any]
 ) -> list[float]:
-    """Losses of all steps, on the last stage; ``batches(step)`` is the data iterator, ``count(step)`` its
-    micro-batches.
+    """Losses of all steps, on the last stage; ``batches(step)`` is the data iterator,
+    ``count(step)`` its micro-batches.
     """
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func

@@ -1,5 +1,5 @@
-"""What attention needs of a rank's memory under each strategy, from the plan alone. ``make memory`` writes
-docs/results/memory.md.
+"""What attention needs of a rank's memory under each strategy, from the plan alone.
+``make memory`` writes docs/results/memory.md.
 
 The rank with the largest arena, one layer, 131,072 tokens on 2 nodes of 4 H100, 32 heads and 8 KV heads of 128 in
 bfloat16, causal.

@@ -75,8 +75,8 @@ STATIC = "sdpa", FLEX, FA4
 
 
 class Flex:
-    """FlexAttention for Transformers: causal inside documents, whose numbers lie in one tensor, so that it is compiled
-    once.
+    """FlexAttention for Transformers: causal inside documents, whose numbers lie in one tensor,
+    so that it is compiled once.
     """
 
     def __init__(self) -> None:
@@ -164,8 +164,8 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
 
     def plan(self, parts: list[Tensor]) -> Any:
-        """What the loader does ahead of a step: plan, bind, work lists on the device; or the block mask of
-        FlexAttention.
+        """What the loader does ahead of a step: plan, bind, work lists on the device;
+        or the block mask of FlexAttention.
         """
         lengths = [len(part) for part in parts]
         if self.attention in STATIC:
@@ -279,8 +279,8 @@ def ranks_losses(groups: dict[int, Any], tokens: int, steps: int) -> list[float]
 
 
 def parting(run: list[float], baseline: list[float], again: list[float]) -> dict[str, float]:
-    """Largest relative difference from the baseline, and between the baseline's two runs; the most steps differ by as a
-    multiple of it.
+    """Largest relative difference from the baseline, and between the baseline's two runs;
+    the most steps differ by as a multiple of it.
     """
     mine = [abs(a - b) / b for a, b in zip(run, baseline, strict=True)]
     noise = list(accumulate((abs(a - b) / b for a, b in zip(again, baseline, strict=True)), max))

@@ -1,5 +1,5 @@
-"""Model families under flexcp against one process, all combinations: writes docs/results/models.md. Run it on an idle
-machine.
+"""Model families under flexcp against one process, all combinations: writes docs/results/models.md.
+Run it on an idle machine.
 
 python benchmarks/models.py --write docs/results/models.md    # 210 runs of 50 (float64) and 10 (float32) steps
 python benchmarks/models.py --steps 5 --families llama,gemma2 # a part of it

@@ -94,8 +94,8 @@ def plans_of(batch: ImageBatch, where: Cluster, strategy: str, dtype: str = "bfl
 
 @dataclass(frozen=True)
 class Row:
-    """What a part of a batch is under a plan: largest over mean, megabytes a layer and direction pair, milliseconds a
-    step.
+    """What a part of a batch is under a plan: largest over mean, megabytes a layer and direction pair,
+    milliseconds a step.
     """
 
     compute: float
@@ -111,8 +111,8 @@ def row_of(plan: Plan) -> Row:
 
 
 def beside(batch: ImageBatch, where: Cluster, language: Plan) -> float:
-    """Milliseconds of the encoder when every image is encoded where its tokens are kept, work placed as well as that
-    allows.
+    """Milliseconds of the encoder when every image is encoded where its tokens are kept,
+    work placed as well as that allows.
     """
     sources = batch.sources()
     padded = np.concatenate([sources, np.full((language.placement.pads, batch.merge), -1)])
@@ -129,8 +129,8 @@ def mean(rows: list[Row]) -> Row:
 
 
 def compared(kind: str, where: Cluster, console: Console) -> dict[str, dict[str, Row]]:
-    """Of every strategy that can: its mean row for encoder and language model; and of the best static ones in each
-    batch.
+    """Of every strategy that can: its mean row for encoder and language model;
+    and of the best static ones in each batch.
     """
     found: dict[str, list[dict[str, Row]]] = {name: [] for name in (*STATIC, *DYNAMIC)}
     for seed in range(SEEDS):

@@ -1,5 +1,4 @@
-"""Packing on a GPU: how fast rows are copied into messages, laid on shelves and merged, beside the bytes that the
-simulator counts for it.
+"""Packing on a GPU: how fast rows are copied, laid on shelves and merged, beside the bytes that are simulated for it.
 
 ``python benchmarks/packing_gpu.py [--json FILE]`` on a GPU machine. A stage is made by hand: so many tokens of one kind
 of piece, 32 / 8 heads of 128 in bf16, in messages of several peers. What the executor launches for it is queued behind
@@ -75,8 +74,8 @@ def stages() -> list[Stage]:
 
 
 def measure(stage: Stage) -> dict[str, float]:
-    """Bytes, microseconds and GB/s of packing a stage and of taking it in, as :mod:`flexcp.simulator.copies` counts
-    bytes.
+    """Bytes, microseconds and GB/s of packing a stage and of taking it in,
+    as :mod:`flexcp.simulator.copies` counts bytes.
     """
     device, backward = torch.device("cuda"), stage.kind in (Kind.DQ, Kind.DKV)
     types = types_of(torch.empty(0, dtype=torch.bfloat16, device=device))

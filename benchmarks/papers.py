@@ -1,5 +1,5 @@
-"""The three papers figure by figure: theirs, ours with their planner, ours with ``auto``: ``make papers`` writes
-docs/results/papers.md.
+"""The three papers figure by figure: theirs, ours with their planner, ours with ``auto``:
+``make papers`` writes docs/results/papers.md.
 
 Under an hour on two cores; ``--quick`` draws fewer batches and sizes, ``--only dcp`` (or fcp, dhp) makes one part. The
 heads of ``papers_dcp.py``, ``papers_fcp.py`` and ``papers_dhp.py`` say how settings differ from the papers'. Plans and

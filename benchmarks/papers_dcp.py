@@ -67,8 +67,8 @@ def baselines(ranks: int, causal: bool) -> list[str]:
 
 
 def micro(runs: Runs, seeds: int, scales: Sequence[float], masks: Sequence[str]) -> list[Row]:
-    """Figures 12 and 13: attention of one layer, each direction, speed-up over the best baseline, times averaged over
-    batches.
+    """Figures 12 and 13: attention of one layer, each direction, speed-up over the best baseline,
+    times averaged over batches.
     """
     rows = []
     for mask in masks:
@@ -176,8 +176,8 @@ def dry_runs(
     tolerances: Sequence[float] = TOLERANCES,
     names: Sequence[str] = tuple(NAMES),
 ) -> list[Row]:
-    """Figures 16 to 19: what planning alone shows: bytes and seconds by block size, bytes by sparsity and by
-    tolerance.
+    """Figures 16 to 19: what planning alone shows: bytes and seconds by block size,
+    bytes by sparsity and by tolerance.
     """
     rows: list[Row] = []
     for name in names:

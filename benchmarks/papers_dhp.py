@@ -35,8 +35,8 @@ UNBALANCED = "unbalanced"
 AVERAGE = "up to 1.46 on average"
 PUBLISHED = {"libra256k": AVERAGE, "video": AVERAGE, UNBALANCED: "up to 2.24"}
 FIRST_VERSION = {8: "1.02", 64: "1.16"}
-"""Throughput against Megatron-LM's by devices, in the first version of the preprint; of which model and data is not
-known here.
+"""Throughput against Megatron-LM's by devices, in the first version of the preprint;
+of which model and data is not known here.
 """
 CASES = (("llama3-8b", "libra256k"), ("qwen2.5-vl-7b", "video"), ("llama3-8b", UNBALANCED))
 ALONE = {"qwen2.5-vl-7b": "qwen2.5-vl-7b (language model alone, causal)"}
@@ -56,8 +56,8 @@ def lengths_of(name: str, tokens: int, seed: int) -> list[int]:
 
 
 def fixed_methods(ranks: int) -> dict[str, list[str]]:
-    """What one would configure for a run, by whose it is; a degree that does not divide the heads is refused when it is
-    planned.
+    """What one would configure for a run, by whose it is; a degree
+    that does not divide the heads is refused when it is planned.
     """
     degrees = [d for d in (2, 4, 8, 16, 32, 64) if d <= ranks]
     rings, ulysses = ["dp", *(f"zigzag:{d}" for d in degrees)], ["dp", *(f"ulysses:{d}" for d in degrees)]
@@ -193,8 +193,8 @@ def _placing_ms(request: Request) -> float:
 
 
 def cost_model(runs: Runs, counts: Sequence[int], seeds: int) -> list[Row]:
-    """What its cost model says of the slowest group, against events of the same plan: the layers of a step, without
-    vocabulary and sync.
+    """What its cost model says of the slowest group, against events of the same plan:
+    the layers of a step, without vocabulary and sync.
     """
     rows = []
     for model, name in CASES:

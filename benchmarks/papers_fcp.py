@@ -51,8 +51,8 @@ def batches(name: str, ranks: int, seeds: int = 1) -> list[list[int]]:
 
 
 def speed_ups(runs: Runs, counts: Sequence[int], seeds: int) -> list[Row]:
-    """Attention, both directions, over the best of ring, ByteScale and WLB-LLM; MFU of each direction; and how even
-    ranks are.
+    """Attention, both directions, over the best of ring, ByteScale and WLB-LLM; MFU of each direction;
+    and how even ranks are.
     """
     rows = []
     for name in LENGTHS:
@@ -140,8 +140,8 @@ def efficiency(runs: Runs, counts: Sequence[int], seeds: int) -> list[Row]:
 
 
 def ladder(runs: Runs, ranks: int) -> list[Row]:
-    """The ablation: forward MFU with one mechanism after the other; last in the model's own layout, reshuffled around
-    attention.
+    """The ablation: forward MFU with one mechanism after the other; last in the model's own layout,
+    reshuffled around attention.
     """
     rows = []
     for name in LENGTHS:

@@ -38,8 +38,8 @@ Show = Callable[[float], str]
 
 @dataclass(frozen=True)
 class Row:
-    """One cell: what the paper says (a number or words), what its planner and ``auto`` reach here, and whether more is
-    better.
+    """One cell: what the paper says (a number or words), what its planner and ``auto`` reach here,
+    and whether more is better.
 
     ``kind`` is how the last two were found, or why they are missing. ``static``, where times are compared, sets
     ``auto`` beside static methods of any degree. ``aspect`` is what a verdict is about, None where there is none. Rows

@@ -1,5 +1,5 @@
-"""Runs of the page of the three papers: every batch is planned once with each strategy and simulated once under each
-set of rules.
+"""Runs of the page of the three papers: every batch is planned once with each strategy
+and simulated once under each set of rules.
 
 Figures share batches (an efficiency, a ladder of rules and a planning time are of the same plan), so a page is made
 with one :class:`Runs`, which keeps what it made. :func:`over_static` sets a strategy beside static methods of any

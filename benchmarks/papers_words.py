@@ -1,5 +1,5 @@
-"""Texts of the page of the three papers: how settings differ from the papers', and why numbers do. Numbers in them are
-of the rows.
+"""Texts of the page of the three papers: how settings differ from the papers', and why numbers do.
+Numbers in them are of the rows.
 """
 
 from __future__ import annotations

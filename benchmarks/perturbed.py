@@ -71,8 +71,8 @@ def _contention(row: Contention, percent: int) -> Contention:
 
 
 def cells() -> Iterator[tuple[Cell, str, int]]:
-    """Cells without end: settings in turns, and for each all prices both ways, then other numbers of tokens and
-    seeds.
+    """Cells without end: settings in turns, and for each all prices both ways,
+    then other numbers of tokens and seeds.
     """
     for number in count():
         where, kind = SETTINGS[number % 6]

@@ -1,5 +1,5 @@
-"""Where the time of real plans' work lists goes on an H200, by the prices that ``kernel_fit.py`` fits (nothing is
-measured here).
+"""Where the time of real plans' work lists goes on an H200,
+by the prices that ``kernel_fit.py`` fits (nothing is measured here).
 
     python benchmarks/plan_losses.py        # plans 200 ranks' lists first, half a minute
 

@@ -1,5 +1,5 @@
-"""Planning, measured: bytes, balance and time of planning on fixed batches. ``make planning`` writes
-docs/results/planning.md.
+"""Planning, measured: bytes, balance and time of planning on fixed batches.
+``make planning`` writes docs/results/planning.md.
 
 - *yardstick*: the two batches of 131,072 tokens on which DCP's own planner was measured, four masks, 8 query / 2 KV
   heads of 128, one node of 8 and four; beside DCP's best row with a compute imbalance of at most 1.4.

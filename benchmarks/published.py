@@ -80,8 +80,8 @@ class Setting:
         return found
 
     def _with_merges(self, ran: Simulation, method: str) -> Simulation:
-        """The same plan, run by the figure's own executor: it sends keys from where they lie and merges after every
-        step.
+        """The same plan, run by the figure's own executor: it sends keys from where they lie and merges
+        after every step.
         """
         speed = copy_mbps(ran.plan.cluster) if ran.rules.copy_mbps is None else ran.rules.copy_mbps
         measured = with_merges(ran.plan, ran.cost, method, speed)

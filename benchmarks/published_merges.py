@@ -65,8 +65,8 @@ class Price:
 
 @dataclass(frozen=True)
 class Merges:
-    """A rank's prices: ``out``, ``lse`` and ``kv`` are how many numbers it has of out or dq, of LSE, and of k and v or
-    dk and dv.
+    """A rank's prices: ``out``, ``lse`` and ``kv`` are how many numbers it has of out or dq, of LSE,
+    and of k and v or dk and dv.
 
     ``masked``: documents are halved by a mask, whose every use gathers or puts back and is waited for.
     """
@@ -117,8 +117,8 @@ class Merges:
         return Price(size * (self.out + self.kv), 3) if backward else Price(size * self.out, 1)
 
     def _moved(self, size: int, times: int) -> Price:
-        """So many gathers (or puts) of ``size`` bytes by the mask, each with its wait; nothing where a slice does
-        it.
+        """So many gathers (or puts) of ``size`` bytes by the mask, each with its wait;
+        nothing where a slice does it.
         """
         return Price(2 * size * times, 2 * times) if self.masked else Price()
 
@@ -130,8 +130,8 @@ def is_step_by_step(method: str) -> bool:
 
 
 def with_merges(plan: Plan, cost: CostModel, method: str, mbps: int) -> Callable[[int, bool], Ints]:
-    """Compute and merges ``[rank, slot]`` of a mask's pass, as :func:`flexcp.simulator.training.simulate` takes it for
-    measured.
+    """Compute and merges ``[rank, slot]`` of a mask's pass,
+    as :func:`flexcp.simulator.training.simulate` takes it for measured.
     """
     name, _, degree = method.partition(":")
 

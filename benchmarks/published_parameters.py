@@ -57,8 +57,8 @@ does is its own.
 
 @dataclass(frozen=True)
 class Machine:
-    """A preset with measured links: MB/s of a rank inside its node and across, and how many ranks share a network
-    card.
+    """A preset with measured links: MB/s of a rank inside its node and across,
+    and how many ranks share a network card.
     """
 
     preset: str
@@ -145,8 +145,8 @@ ALONE = (32_768, 3_890.0)
 
 
 def _torchtitan() -> CostModel:
-    """Linear layers at the efficiency that table 2's row without context parallelism leaves them: forward, again, and
-    backward.
+    """Linear layers at the efficiency that table 2's row without context parallelism leaves them:
+    forward, again, and backward.
     """
     preset, machine = find_model("llama3-8b"), cluster("h100")
     cost = _cost("torchtitan-float8-h100", "h100", [TORCHTITAN_FA2])
@@ -166,8 +166,8 @@ def _torchtitan() -> CostModel:
 
 WEB = tuple(tuple(draw_lengths("web", 32_768, seed)) for seed in range(5))
 FA3_BACKWARD = 586 / 684
-"""FlashAttention-3 on an H100, causal, 32K, by MagiAttention's kernel charts: an H20's own backward is not in the
-issue's excerpt.
+"""FlashAttention-3 on an H100, causal, 32K, by MagiAttention's kernel charts:
+an H20's own backward is not in the issue's excerpt.
 """
 H20 = (Measured(((2048,),), 107.8, 107.8 * FA3_BACKWARD), Measured(((2048,),), 126.2, 126.2 * FA3_BACKWARD, full=True))
 

@@ -89,8 +89,8 @@ REGIMES = (
 
 @dataclass(frozen=True)
 class Cell:
-    """One batch: what ``auto`` took, the fastest static method of the batch and the one fixed for the run, in simulated
-    nanoseconds.
+    """One batch: what ``auto`` took, the fastest static method of the batch and the one fixed for the run,
+    in simulated nanoseconds.
 
     Static ones are in the order of ``DEALINGS``: documents dealt by tokens, by load.
     """

@@ -1,5 +1,5 @@
-"""One call a stage against calls of few rounds, measured over slow links: what ``bind(rounds_per_call=...)`` gains or
-costs on gloo.
+"""One call a stage against calls of few rounds, measured over slow links:
+what ``bind(rounds_per_call=...)`` gains or costs on gloo.
 
     sudo python benchmarks/rounds.py --nodes 4 --ranks 2 --mbit 400
 

@@ -45,8 +45,8 @@ def planned(strategy: str, ranks: int, lengths: str = "libra256k") -> Plan:
 
 
 def measured(plans: list[Plan], turns: int) -> list[list[tuple[float, float]]]:
-    """Milliseconds (of the processor, by the clock) of each plan in every turn; the first, which may compile, is left
-    out.
+    """Milliseconds (of the processor, by the clock) of each plan in every turn; the first, which may compile,
+    is left out.
     """
     found: list[list[tuple[float, float]]] = [[] for _ in plans]
     for turn in range(turns + 1):

@@ -1,5 +1,5 @@
-"""What the error rule of ``kernel_cases.py`` says of the reference itself: its gradient of sinks in float32, documents
-reversed.
+"""What the error rule of ``kernel_cases.py`` says of the reference itself: its gradient of sinks in float32,
+documents reversed.
 
     python benchmarks/sinks_control.py --seeds 1000        # minutes on a CPU; no GPU needed
 

@@ -60,8 +60,8 @@ Timed = tuple[list[float], list[float], float]
 
 
 def measure(group: dist.ProcessGroup, plan: Plan, rounds: int, nan_check: bool, device: str) -> Timed:
-    """Seconds of each layer without and with a Telemetry, and of following one forward and backward that does
-    nothing.
+    """Seconds of each layer without and with a Telemetry, and of following one forward and backward
+    that does nothing.
     """
     telemetry = flexcp.Telemetry(nan_check=nan_check)
     plain, watched = flexcp.bind(plan, group), flexcp.bind(plan, group, telemetry=telemetry)

@@ -1,5 +1,5 @@
-"""What a planned batch costs the training thread, measured. ``make training-thread`` writes
-docs/results/training-thread.md.
+"""What a planned batch costs the training thread, measured.
+``make training-thread`` writes docs/results/training-thread.md.
 
 One rank of a step, without a process group: binding the plan (all but the ranks' comparison of hashes, which is the
 network's) and the first use of everything that depends on the plan alone: which rows are here, in which order and at

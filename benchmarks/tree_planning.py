@@ -111,8 +111,8 @@ def _planned(planner: flexcp.Planner, mask: Mask) -> Plan:
 
 
 def key_bounds(plan: Plan) -> tuple[int, int]:
-    """(keys that ranks read and do not keep, each once a rank; keys that nodes read and do not keep, each once a
-    node).
+    """(keys that ranks read and do not keep, each once a rank; keys that nodes read
+    and do not keep, each once a node).
     """
     tree = tree_of_mask(plan.batch.masks[0].rule(0))
     kept = np.zeros((plan.ranks, tree.tokens), bool)

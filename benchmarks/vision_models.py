@@ -1,5 +1,5 @@
-"""Vision-language models with their encoders, simulated: a step is the encoder's and the language model's, one after
-the other.
+"""Vision-language models with their encoders, simulated: a step is the encoder's and the language model's,
+one after the other.
 
 Sizes are those of public configurations, 7B or 8B, with a feed-forward of two matrices as a gated one of two thirds.
 The encoder of Qwen2.5-VL attends inside windows of 4 x 4 tokens in 28 of 32 layers; those of Qwen2-VL and Qwen3-VL over
@@ -30,8 +30,8 @@ FRAME, WIDTH = 256, 32
 
 @dataclass(frozen=True)
 class VisionModel:
-    """An encoder and a language model; ``full`` layers of the encoder attend over frames, the others in ``window`` x
-    ``window`` tokens.
+    """An encoder and a language model; ``full`` layers of the encoder attend over frames,
+    the others in ``window`` x ``window`` tokens.
     """
 
     name: str
@@ -93,8 +93,8 @@ def requests_of(model: VisionModel, batch: ImageBatch, where: Cluster, both_ways
 def part_ns(
     model: VisionModel, batch: ImageBatch, where: Cluster, strategy: str, both_ways: bool = True
 ) -> tuple[int, int] | None:
-    """Simulated nanoseconds of a step of the encoder and of the language model, both under ``strategy``; None where it
-    refuses.
+    """Simulated nanoseconds of a step of the encoder and of the language model, both under ``strategy``;
+    None where it refuses.
     """
     found = []
     for request, preset in requests_of(model, batch, where, both_ways):

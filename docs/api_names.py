@@ -1,5 +1,5 @@
-"""The API reference, docs/api.md: signature and docstring of every public name in plain Markdown, which a git host
-shows too.
+"""The API reference, docs/api.md: signature and docstring of every public name in plain Markdown,
+which a git host shows too.
 
     python docs/api_names.py --write
 

@@ -1,5 +1,5 @@
-"""Attention-only swap: a training script that already has its loader, labels, RoPE, optimizer and DDP, and changes only
-how it attends.
+"""Attention-only swap: a training script that already has its loader, labels, RoPE, optimizer and DDP,
+and changes only how it attends.
 
     torchrun --nproc-per-node 4 examples/attention_swap.py
 

@@ -72,8 +72,8 @@ def documents(tokens: int) -> list[dict[str, torch.Tensor]]:
 
 
 def made(group: dist.ProcessGroup, weights: str | None) -> Run:
-    """A sharded model with the same fresh weights every time, or those of a Hugging Face checkpoint; its optimizer and
-    its data.
+    """A sharded model with the same fresh weights every time, or those of a Hugging Face checkpoint;
+    its optimizer and its data.
     """
     torch.manual_seed(0)
     if weights is not None:

@@ -1,5 +1,5 @@
-"""A LightningModule with a Hugging Face model under FSDP2, on documents of other lengths laid end to end: the script
-before flexcp.
+"""A LightningModule with a Hugging Face model under FSDP2, on documents of other lengths laid end to end:
+the script before flexcp.
 
     python examples/lightning_fsdp2_plain.py
 

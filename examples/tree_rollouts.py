@@ -34,8 +34,8 @@ LogProbs = list[Tensor]
 
 
 class Rollouts(NamedTuple):
-    """Groups of sequences that share a prompt, and of each sequence, in order, which tokens are trained on and what
-    they earned.
+    """Groups of sequences that share a prompt, and of each sequence, in order,
+    which tokens are trained on and what they earned.
     """
 
     groups: list[list[list[int]]]
@@ -88,8 +88,8 @@ def grpo(found: LogProbs, batch: Rollouts) -> Tensor:
 
 
 def dpo(found: LogProbs, batch: Rollouts) -> Tensor:
-    """The loss of DPO: the first sequence of each pair is preferred. The reference is what the model says now, shifted
-    a little.
+    """The loss of DPO: the first sequence of each pair is preferred. The reference is what the model says now,
+    shifted a little.
     """
     totals = torch.stack([log_probs[trained].sum() for log_probs, trained in zip(found, batch.trained, strict=True)])
     margin = totals - (totals.detach() - torch.linspace(-0.5, 0.5, len(totals), dtype=totals.dtype))

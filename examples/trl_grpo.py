@@ -1,5 +1,5 @@
-"""TRL's GRPOTrainer: rollouts of a prompt are scored, and the policy is moved towards the better ones, where ranks
-share every batch.
+"""TRL's GRPOTrainer: rollouts of a prompt are scored, and the policy is moved towards the better ones,
+where ranks share every batch.
 
     torchrun --nproc-per-node 2 examples/trl_grpo.py
 

@@ -1,5 +1,5 @@
-"""TRL's GRPOTrainer: rollouts of a prompt are scored, and the policy is moved towards the better ones: the script
-before flexcp.
+"""TRL's GRPOTrainer: rollouts of a prompt are scored, and the policy is moved towards the better ones:
+the script before flexcp.
 
     python examples/trl_grpo_plain.py
 

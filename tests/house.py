@@ -1,5 +1,5 @@
-"""The house: which module of flexcp imports which, read from the source without running any of it, and the floors of
-its rooms.
+"""The house: which module of flexcp imports which, read from the source without running any of it,
+and the floors of its rooms.
 
     python tests/house.py           # the numbers that CONTRIBUTING.md gives
     python tests/house.py OTHER/src # those of another checkout
@@ -53,8 +53,8 @@ FLOORS = (
     "__init__",
     "__main__",
 )
-"""All rooms, from the ground up: a room may import those before it. The executor stands below the planners and so
-cannot import them.
+"""All rooms, from the ground up: a room may import those before it.
+The executor stands below the planners and so cannot import them.
 """
 
 PLANNING = (*FLOORS[: FLOORS.index("plan") + 1], "schedule", "simulator", "planners", "planner", "compare")
@@ -79,8 +79,8 @@ class Import:
 
 
 def module_files(source: Path) -> dict[str, Path]:
-    """The modules below ``source / "flexcp"`` without that name; a package is its folder's name, flexcp itself
-    ``__init__``.
+    """The modules below ``source / "flexcp"`` without that name; a package is its folder's name,
+    flexcp itself ``__init__``.
     """
     found = {}
     for path in sorted((source / "flexcp").rglob("*.py")):
@@ -157,8 +157,8 @@ def reached(start: str, pairs: set[tuple[str, str]]) -> set[str]:
 
 
 def ways_to_torch(found: list[Import]) -> list[str]:
-    """Modules of the planning side that load torch, themselves or through others, with the import that does it
-    first.
+    """Modules of the planning side that load torch, themselves or through others,
+    with the import that does it first.
     """
     loading = [each for each in found if not each.for_types and each.source not in TAKES_TORCH]
     steps = {(each.source, target) for each in loading for target in _loaded(each.target)}

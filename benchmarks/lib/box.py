@@ -174,8 +174,8 @@ class Network:
 
 
 class Box(RankPool):
-    """Nodes of ranks on gloo: ``box.run(function, ...)`` calls ``function(group, ...)`` on all of them. Use as a
-    context manager.
+    """Nodes of ranks on gloo: ``box.run(function, ...)`` calls ``function(group, ...)`` on all of them.
+    Use as a context manager.
     """
 
     def __init__(self, nodes: int, ranks_per_node: int, timeout: float = 300.0) -> None:

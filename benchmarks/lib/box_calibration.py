@@ -1,5 +1,5 @@
-"""What the box is, measured: its ports, what a paced kernel takes beyond its pace, and what hosts do around kernels and
-messages.
+"""What the box is, measured: its ports, what a paced kernel takes beyond its pace,
+and what hosts do around kernels and messages.
 
 Everything is measured with all ranks at once, because they share the machine's cores in the steps that are predicted
 too, and on messages and batches other than those. :func:`measure_ports` knows one setting of the network,
@@ -35,8 +35,8 @@ from lib.step_time import time_steps
 
 Ints = NDArray[np.int64]
 MESSAGE_MS = (20, 40, 60, 80, 120, 160, 240)
-"""Messages as long as a port of the asked speed takes so many milliseconds for: far more than its bucket lets through
-at once.
+"""Messages as long as a port of the asked speed takes so many milliseconds for:
+far more than its bucket lets through at once.
 """
 SLEEP_MS = (1, 3, 10)
 NS_A_BYTE = 1000
@@ -61,8 +61,8 @@ class Port(NamedTuple):
 
 
 class Host(NamedTuple):
-    """Nanoseconds of a slot, of a piece that leaves or comes and of a kernel beyond its pace; megabytes a second of
-    copies.
+    """Nanoseconds of a slot, of a piece that leaves or comes and of a kernel beyond its pace;
+    megabytes a second of copies.
     """
 
     slot_ns: int
@@ -95,8 +95,8 @@ def measure_ports(box: Box, across: bool, mbit: int, repeats: int = 3) -> Port:
 def _exchanges(
     group: dist.ProcessGroup, ranks_per_node: int, across: bool, sizes: Sequence[int], repeats: int
 ) -> list[float]:
-    """Collective: nanoseconds of a message of each size to the next rank of the node or to the next node and from the
-    one before.
+    """Collective: nanoseconds of a message of each size to the next rank of the node or to the next node
+    and from the one before.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     first = rank - rank % ranks_per_node

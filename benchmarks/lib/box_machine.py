@@ -90,8 +90,8 @@ def _what_happens(plan: Plan) -> bytes:
 def paced_machine(
     nodes: int, ranks: int, lengths: Sequence[int], seconds: float, ports: tuple[Port, Port], host: Host
 ) -> Machine:
-    """Devices that need ``seconds`` for a batch perfectly divided, behind ports that were measured, (inside,
-    across).
+    """Devices that need ``seconds`` for a batch perfectly divided, behind ports that were measured,
+    (inside, across).
     """
     pairs = sum(n * (n + 1) // 2 for n in lengths)
     gflops = pairs * SHAPE.heads * FLOPS / (nodes * ranks) / seconds / 1e9
@@ -115,8 +115,8 @@ def paced_machine(
 
 
 def port_bytes(plan: Plan) -> float:
-    """Bytes of the busiest network port, forward and backward, or as many as keep it busy as long as the busiest inside
-    a node is.
+    """Bytes of the busiest network port, forward and backward,
+    or as many as keep it busy as long as the busiest inside a node is.
     """
     node = np.arange(plan.ranks) // plan.cluster.ranks_per_node
     crosses = node[:, None] != node[None, :]

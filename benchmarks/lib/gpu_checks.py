@@ -81,8 +81,8 @@ class GpuCase:
 def gpu_cases(
     kernel: str | None = None, ranks_of: tuple[int, ...] = RANKS, strategies: tuple[str, ...] = STRATEGIES
 ) -> Iterator[GpuCase]:
-    """Every strategy x mask on every number of ranks, in bfloat16; softcap, sinks, LSE gradients and two nodes (relays)
-    cycle.
+    """Every strategy x mask on every number of ranks, in bfloat16;
+    softcap, sinks, LSE gradients and two nodes (relays) cycle.
     """
     number = 0
     for ranks in ranks_of:
@@ -108,8 +108,8 @@ def gpu_cases(
 
 
 def _verify_cases(groups: dict[int, Any], cases: list[GpuCase]) -> list[tuple[str, bool, str]]:
-    """Names and verdicts on rank 0, which also tells how it goes: the first cases compile kernels, and a hang must be
-    seen.
+    """Names and verdicts on rank 0, which also tells how it goes: the first cases compile kernels,
+    and a hang must be seen.
     """
     found = []
     begin = time.perf_counter()
@@ -180,8 +180,8 @@ def host_milliseconds(call: Callable[[], Any], repeats: int = 20) -> float:
 
 
 def one_rank_overhead(tokens: int = 16_384, kernel: str | None = None) -> dict[str, Any]:
-    """Milliseconds of ``flexcp.attention`` and of its kernel's bare launches, forward and backward, on one causal
-    document.
+    """Milliseconds of ``flexcp.attention`` and of its kernel's bare launches, forward and backward,
+    on one causal document.
     """
     step, (q, k, v, do) = _layer(tokens, masks.causal())
     name = step.choose_kernel(q.device, kernel)
@@ -288,8 +288,8 @@ def peak_memory(steps: int = 10, layers: int = 3, kernel: str | None = None) -> 
 
 
 def packing_times(plan: Plan) -> dict[str, Any]:
-    """Milliseconds to pack and take in all messages of the busiest rank, by rows and field by field, with blocks and
-    bytes.
+    """Milliseconds to pack and take in all messages of the busiest rank, by rows and field by field,
+    with blocks and bytes.
     """
     rank = int(plan.bytes().sum(axis=1).argmax())
     types = types_of(torch.empty(0, dtype=getattr(torch, plan.shape.dtype), device="cuda"))
@@ -322,8 +322,8 @@ def _pack_all(packing: Packing, buffers: list[list[Buffers]], shelves: Shelves) 
 
 
 def wrong_merges(launches: int = 4000, rows: int = 577, heads: int = 4, width: int = 128, run: int = 16) -> int:
-    """Launches in which outputs merged into nothing did not come out as they went in: what warps that overtake each
-    other would do.
+    """Launches in which outputs merged into nothing did not come out as they went in:
+    what warps that overtake each other would do.
     """
     first = np.arange(0, rows, run)
     columns: list[Any] = [np.minimum(run, rows - first), heads]
@@ -343,8 +343,8 @@ def wrong_merges(launches: int = 4000, rows: int = 577, heads: int = 4, width: i
 
 
 def compiled_model(batches: int = 6) -> dict[str, Any]:
-    """Largest relative difference of gradients between a compiled and an eager model over batches of many sizes; how
-    often it compiled.
+    """Largest relative difference of gradients between a compiled and an eager model over batches of many sizes;
+    how often it compiled.
     """
     from torch._dynamo.testing import CompileCounterWithBackend
 

@@ -38,8 +38,8 @@ class KernelSetup:
     foreign: bool = False
     """Batches of one mask, all of which go to FlashAttention-4 whatever its price."""
     lists: bool = False
-    """The slices as several work lists over the same rows, some of them of some heads, as the executor runs those of a
-    plan.
+    """The slices as several work lists over the same rows, some of them of some heads,
+    as the executor runs those of a plan.
     """
 
 
@@ -246,8 +246,8 @@ def list_results(
 def _first_to_add(
     lists: list[tuple[slice, slice, np.ndarray]], kv_heads: int, rows: int
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """``[KV head, row]`` whether some list is the first to add to it in all of the list's heads, and the runs of rows
-    of each list.
+    """``[KV head, row]`` whether some list is the first to add to it in all of the list's heads,
+    and the runs of rows of each list.
     """
     before, found = (np.zeros((kv_heads, rows), np.bool_) for _ in range(2))
     runs = []

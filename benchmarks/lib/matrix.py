@@ -1,5 +1,5 @@
-"""The verification matrix: every strategy x mask x cluster x head arrangement, with lengths, layouts and extras cycled
-through.
+"""The verification matrix: every strategy x mask x cluster x head arrangement, with lengths,
+layouts and extras cycled through.
 
 A :class:`Cell` says what is to run, a :class:`Case` has its plan too; cells are made by the thousand and planned where
 they run. ``full_matrix`` is the whole product in float64, with a document of several thousand tokens in every 37th
@@ -81,8 +81,8 @@ EXTRAS = {
 
 
 def drawn(number: int, extra: str) -> int:
-    """The value of an extra in a cell. Drawn, because numbers and factors have common periods: their remainders would
-    never meet.
+    """The value of an extra in a cell. Drawn, because numbers and factors have common periods:
+    their remainders would never meet.
     """
     return int.from_bytes(blake2s(f"{extra} {number}".encode()).digest()[:8]) % EXTRAS[extra]
 
@@ -133,8 +133,8 @@ def full_matrix() -> list[Cell]:
 
 
 def low_precision_matrix() -> list[Cell]:
-    """Every strategy x mask x cluster, each under one head arrangement and dtype: all of them for every strategy, mask
-    and cluster.
+    """Every strategy x mask x cluster, each under one head arrangement and dtype: all of them for every strategy,
+    mask and cluster.
     """
     found: list[Cell] = []
     for (i, strategy), (j, mask), (k, shape) in product(enumerate(STRATEGIES), enumerate(MASKS), enumerate(CLUSTERS)):
@@ -144,8 +144,8 @@ def low_precision_matrix() -> list[Cell]:
 
 
 def pairwise_matrix() -> list[Cell]:
-    """Every two of strategy, mask and cluster meet (a Latin square), everything else along the way; six ranks are two
-    nodes only.
+    """Every two of strategy, mask and cluster meet (a Latin square), everything else along the way;
+    six ranks are two nodes only.
     """
     clusters = [shape for shape in CLUSTERS if shape != (1, 6)]
     return [
@@ -157,8 +157,8 @@ def pairwise_matrix() -> list[Cell]:
 
 
 def sampled(cells: list[Cell], one_in: int) -> list[Cell]:
-    """One cell in so many, in their order; drawn, because a fixed stride that divides a factor's period never reaches
-    all its values.
+    """One cell in so many, in their order; drawn, because a fixed stride
+    that divides a factor's period never reaches all its values.
     """
     drawn = np.random.default_rng(0).permutation(len(cells))[: -(-len(cells) // one_in)]
     return [cells[i] for i in sorted(drawn.tolist())]

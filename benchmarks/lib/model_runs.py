@@ -1,5 +1,5 @@
-"""Model runs: a tiny model of each Hugging Face family, trained on one process and on ranks, to be compared number by
-number.
+"""Model runs: a tiny model of each Hugging Face family, trained on one process and on ranks,
+to be compared number by number.
 
 The single process knows nothing of flexcp: one document per forward, plain dense attention in the model's dtype,
 gradients by autograd. It is a registered attention function of its own, because the families' own eager attention takes
@@ -64,8 +64,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 STRATEGIES = ("zigzag", "groups", "blocks", "auto")
 LAYOUTS = ("free", "contiguous")
 RANKS = (2, 3, 4)
-"""What families are trained under: in CI a choice of it, by ``make models`` all. ``groups`` places tokens itself and
-takes no layout.
+"""What families are trained under: in CI a choice of it, by ``make models`` all.
+``groups`` places tokens itself and takes no layout.
 """
 
 
@@ -82,8 +82,8 @@ class Run:
     packed: bool = True
     """Several documents a step, lengths of 1 among them; otherwise one."""
     learning_rate: float = 3e-3
-    """At 1e-2 the loss of gemma2 rises and roundings grow tenfold every few steps: 1e-15 in a gradient becomes 2e-8
-    after 50.
+    """At 1e-2 the loss of gemma2 rises and roundings grow tenfold every few steps:
+    1e-15 in a gradient becomes 2e-8 after 50.
     """
     options: dict[str, Any] = field(default_factory=dict)
     """More arguments of the planner's call."""
@@ -245,8 +245,8 @@ def _trained(
 
 @dataclass(frozen=True)
 class Difference:
-    """How far two runs are apart: relative in the loss, and the worst norm(a - b) / norm(b) of any parameter's
-    gradient.
+    """How far two runs are apart: relative in the loss, and the worst norm(a - b) / norm(b)
+    of any parameter's gradient.
     """
 
     loss: float

@@ -31,8 +31,8 @@ from lib.mutations import Mutant, mutants
 
 Result = TypeVar("Result")
 LEFT_BEHIND = (".git", ".venv", ".mypy_cache", ".ruff_cache", ".hypothesis", "build", "out", "site")
-"""What copies do without. Compiled loops, in ``__pycache__``, go with them: they belong to sources that no mutant
-changes.
+"""What copies do without. Compiled loops, in ``__pycache__``, go with them:
+they belong to sources that no mutant changes.
 """
 LOOK_SECONDS = 0.5
 START_SECONDS = 30.0
@@ -63,8 +63,8 @@ class Verdict:
 
 
 class Copies:
-    """``jobs`` copies of a checkout in a folder; work takes one and gives it back. ``stop`` ends the tests that run in
-    them.
+    """``jobs`` copies of a checkout in a folder; work takes one and gives it back.
+    ``stop`` ends the tests that run in them.
     """
 
     def __init__(self, root: Path, folder: Path, jobs: int) -> None:

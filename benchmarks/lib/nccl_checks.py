@@ -1,5 +1,5 @@
-"""NCCL checks: what must hold of the exchange on a device, as functions that return numbers. One GPU is enough: ranks
-share it.
+"""NCCL checks: what must hold of the exchange on a device, as functions that return numbers. One GPU is enough:
+ranks share it.
 
     python benchmarks/gpu.py --only nccl --patience 500 --write nccl.json
 
@@ -49,8 +49,8 @@ LIMIT = 10.0
 def run_all(
     ranks: int, kernel: str | None = None, cases: Sequence[GpuCase] | None = None, checks: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The checks (all, or those named) on so many ranks, and whether all of them hold; ``cases`` may be made
-    elsewhere.
+    """The checks (all, or those named) on so many ranks, and whether all of them hold;
+    ``cases`` may be made elsewhere.
     """
     chosen = [c for c in cases or gpu_cases(kernel, (ranks,)) if c.plan.ranks == ranks]
     plans = [c.plan for c in chosen if " causal " in c.name]

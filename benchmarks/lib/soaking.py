@@ -36,8 +36,8 @@ class Held:
 
 @dataclass(frozen=True)
 class Soaked:
-    """What a rank held after the steps in which it settled, and at the end; whether a fixed batch gave the same
-    bits.
+    """What a rank held after the steps in which it settled, and at the end;
+    whether a fixed batch gave the same bits.
     """
 
     before: Held

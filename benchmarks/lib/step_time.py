@@ -1,5 +1,5 @@
-"""Step time: how long attention under a plan really takes, forward and backward, and what of it is compute and what
-communication.
+"""Step time: how long attention under a plan really takes, forward and backward,
+and what of it is compute and what communication.
 
 Forward and backward are timed apart, all ranks starting together in each, as the simulator has it; a pass takes as long
 as its slowest rank. A step is timed three ways:

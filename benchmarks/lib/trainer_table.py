@@ -1,5 +1,5 @@
-"""The table of trainers: for each what it is, how few lines change, and which test shows each thing that works or is
-refused.
+"""The table of trainers: for each what it is, how few lines change,
+and which test shows each thing that works or is refused.
 
 Nothing is said to work without a test. ``benchmarks/trainers.py`` runs the tests and writes the table; a test of the
 docs compares what the page says with what stands here.

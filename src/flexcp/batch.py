@@ -54,8 +54,8 @@ class LayerMask:
         return nesting(self.first, self.slices)
 
     def _meeting(self, documents: Ints, q0: Ints, q1: Ints) -> tuple[Ints, Ints]:
-        """(position in ``documents``, index into ``slices``) for every slice with rows in ``q0 <= q < q1``, and for
-        some others.
+        """(position in ``documents``, index into ``slices``) for every slice with rows in ``q0 <= q < q1``,
+        and for some others.
         """
         counts = self.first[documents + 1] - self.first[documents]
         if int(counts.sum()) < FEW_PAIRS:
@@ -92,8 +92,8 @@ class LayerMask:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Documents of one step: ``lengths``, the stream position of each (``starts``, with the total at the end),
-    masks.
+    """Documents of one step: ``lengths``, the stream position of each (``starts``,
+    with the total at the end), masks.
     """
 
     lengths: Ints
@@ -169,8 +169,8 @@ class Batch:
         return np.searchsorted(self.starts, tokens, side="right") - 1
 
     def split_by_document(self, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-        """Stream ranges cut at document borders: (range index, document, q0, q1); pads beyond the last document drop
-        out.
+        """Stream ranges cut at document borders: (range index, document, q0, q1);
+        pads beyond the last document drop out.
         """
         stop = np.minimum(stop, self.tokens)
         keep = np.flatnonzero(start < stop)

@@ -67,8 +67,8 @@ class TileTimes:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A fitted cost model, speeds of the machine, errors by what was held out, words about the machine, and prices of
-    tiles.
+    """A fitted cost model, speeds of the machine, errors by what was held out, words about the machine,
+    and prices of tiles.
     """
 
     cost: CostModel

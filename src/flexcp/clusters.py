@@ -97,8 +97,8 @@ class Cluster:
 
 @dataclass(frozen=True)
 class _Preset:
-    """Dense bf16 TFLOP/s, GB/s one way inside the node, GB/s one way across nodes, microseconds per transfer, GB/s of
-    memory; per rank.
+    """Dense bf16 TFLOP/s, GB/s one way inside the node, GB/s one way across nodes, microseconds per transfer,
+    GB/s of memory; per rank.
     """
 
     tflops: float
@@ -140,8 +140,8 @@ def cluster(
     ranks_per_node: int | None = None,
     speeds: Sequence[float] | None = None,
 ) -> Cluster:
-    """A named cluster of the given shape, for example ``cluster("h100", nodes=4, ranks_per_node=8)``, or for short
-    ``cluster("h100:4x8")``.
+    """A named cluster of the given shape, for example ``cluster("h100", nodes=4, ranks_per_node=8)``,
+    or for short ``cluster("h100:4x8")``.
 
     Capitals do not matter. A node has the preset's own number of ranks unless told: 8, or the 72 of a GB200 rack.
     ``speeds`` is one factor per rank, 1.0 being the preset's speed.

@@ -54,8 +54,8 @@ FORMAT = "flexcp-cost-1"
 
 @dataclass(frozen=True)
 class Model:
-    """A transformer as far as cost goes: the width of the stream, layers, and a gated feed-forward of which a token
-    uses some copies.
+    """A transformer as far as cost goes: the width of the stream, layers,
+    and a gated feed-forward of which a token uses some copies.
     """
 
     name: str
@@ -69,8 +69,8 @@ class Model:
             _check_number("model", field, getattr(self, field), 1)
 
     def linear_flops_per_token(self, shape: Shape) -> int:
-        """Forward FLOPs of one token in one layer outside attention: projections and the feed-forward's three
-        matrices.
+        """Forward FLOPs of one token in one layer outside attention:
+        projections and the feed-forward's three matrices.
         """
         projections = self.hidden * (shape.heads + shape.kv_heads) * (shape.head_dim + shape.v_head_dim)
         return 2 * (projections + 3 * self.hidden * self.feed_forward * self.experts_active)
@@ -133,8 +133,8 @@ H200_CONTENTION_ACROSS = (
 )
 """The same with a transfer of 4 blocks, as NCCL has across nodes."""
 NO_CONTENTION = (Contention(0, 1000, 1000, 1000, 1000, 1000),)
-"""Compute and transfers that do not slow each other: CPU ranks whose kernel times were measured with all of them
-running.
+"""Compute and transfers that do not slow each other: CPU ranks whose kernel times were measured with all
+of them running.
 """
 CONTENTIONS = ("contention", "contention_across")
 _OLD_FIELDS = ("overlap_forward", "overlap_backward", "overlap_link")
@@ -144,8 +144,8 @@ OLD_MARGIN, OLD_DEFAULT = 16, (1141, 1160, 930)
 
 @dataclass(frozen=True)
 class CostModel:
-    """Efficiencies are per mille of a rank's peak or of a link's bandwidth; ``model=None`` stands for
-    :func:`dense_model`.
+    """Efficiencies are per mille of a rank's peak or of a link's bandwidth;
+    ``model=None`` stands for :func:`dense_model`.
 
     ``row_tile_pairs`` is the fixed price of 128 rows of one head in pairs, ``kernel_ns`` that of starting a kernel,
     ``message_ns`` that of one more peer in an exchange. ``contention`` is what compute and transfers inside a node cost
@@ -269,8 +269,8 @@ class CostModel:
 
 
 def _read_contention(given: dict[str, Any]) -> tuple[Contention, ...]:
-    """The rows of a file; the three fields of an older one, which are taken out, stand for one margin of the
-    default's.
+    """The rows of a file; the three fields of an older one, which are taken out,
+    stand for one margin of the default's.
     """
     old = {name: given.pop(name) for name in _OLD_FIELDS if name in given}
     if "contention" not in given:
@@ -300,8 +300,8 @@ def row_for(rows: Sequence[Contention], margin: int) -> Contention:
 
 
 def _one_margin(rows: Sequence[Contention]) -> dict[str, int]:
-    """The three fields by which cost models once described one margin; the default's are those of the default of
-    then.
+    """The three fields by which cost models once described one margin;
+    the default's are those of the default of then.
     """
     if tuple(rows) == H200_CONTENTION:
         return dict(zip(_OLD_FIELDS, OLD_DEFAULT, strict=True))

@@ -1,5 +1,5 @@
-"""Planner: the front door of planning. Made once per training run, called once per batch; pure integers, no torch, no
-clock.
+"""Planner: the front door of planning. Made once per training run, called once per batch;
+pure integers, no torch, no clock.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ IS_OUTPUT = np.isin(np.arange(len(Kind)), OUTPUTS)
 
 @dataclass(frozen=True)
 class Field:
-    """A tensor of a piece: its name on a shelf, its last dimension (None: one number per token and head), its
-    precision.
+    """A tensor of a piece: its name on a shelf, its last dimension (None: one number per token and head),
+    its precision.
     """
 
     name: str

@@ -1,5 +1,5 @@
-"""Proves the published figures: the file is read or refused field by field, units are what they say, errors and order
-are judged right.
+"""Proves the published figures: the file is read or refused field by field, units are what they say,
+errors and order are judged right.
 """
 
 from __future__ import annotations

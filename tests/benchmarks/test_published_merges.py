@@ -1,5 +1,5 @@
-"""Proves the price of ring-flash-attention's merges: bytes as its code reads and writes them, and where they go in a
-simulation.
+"""Proves the price of ring-flash-attention's merges: bytes as its code reads and writes them,
+and where they go in a simulation.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Proves the simulated tables on samples: what `make auto` demands holds in a few cells, and `groups` beats fixed grids
-where it should.
+"""Proves the simulated tables on samples: what `make auto` demands holds in a few cells,
+and `groups` beats fixed grids where it should.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Proves the advice: equal lengths stay static, and why; gains are those of ``flexcp compare``; lengths come from all
-kinds of files.
+"""Proves the advice: equal lengths stay static, and why; gains are those of ``flexcp compare``;
+lengths come from all kinds of files.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ def test_a_document_over_the_capacity_is_told_wherever_it_is(tmp_path: Path) -> 
 
 
 def test_a_static_method_keeps_one_degree_over_all_passes() -> None:
-    """One long document wants all ranks in one group, many alike want small groups; a method that serves both is an
-    answer.
+    """One long document wants all ranks in one group, many alike want small groups;
+    a method that serves both is an answer.
     """
     question = Question(find_model("llama3-8b"), cluster("h100:1x8"), causal(), CostModel(), 8192, 57_344)
     passes = [[50_000, 7_000], [4096] * 14]
@@ -211,8 +211,8 @@ def test_passes_with_a_document_of_the_greatest_length_are_counted() -> None:
 
 
 def answer_of(name: str, parts: list[list[int]], work: list[int]) -> Answer:
-    """An answer of one pass; ``parts`` are attention, waiting, other layers and sync of each rank, ``work`` its
-    attention in pairs.
+    """An answer of one pass; ``parts`` are attention, waiting, other layers and sync of each rank,
+    ``work`` its attention in pairs.
     """
     ranks = np.array(parts, np.int64).T
     done = ranks.sum(axis=0)
@@ -249,8 +249,8 @@ def test_why_static_speaks_of_times_not_of_percentages_over_100() -> None:
     ],
 )
 def test_why_static_follows_from_what_was_simulated(rank: list[int], way_out: str) -> None:
-    """A rank with twice the mean's attention is told as such, and no other reason beside it; likewise waiting and
-    sync.
+    """A rank with twice the mean's attention is told as such, and no other reason beside it;
+    likewise waiting and sync.
     """
     uneven = rank[0] > 400
     others = [[250 if uneven else 400, rank[1] * (not uneven), 500, rank[3]]] * 3

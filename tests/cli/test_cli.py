@@ -1,5 +1,5 @@
-"""Proves the command line: the JSON is the documented one and Planner's own numbers, text forms mean what they say,
-mistakes end politely.
+"""Proves the command line: the JSON is the documented one and Planner's own numbers,
+text forms mean what they say, mistakes end politely.
 
 A mistake is exit code 2 and one line on stderr that names the value; stdout stays empty. Most runs are in this process;
 exit codes of the installed command, and ``verify`` with its ranks, are checked in a process of their own.
@@ -108,8 +108,8 @@ def test_plan_json_is_the_planners_numbers(strategy: str) -> None:
 
 
 def test_plan_json_of_a_plan_worked_out_by_hand() -> None:
-    """One causal document of 8 tokens, all keys gathered on 2 nodes of 1 rank: 4 tokens x 2 KV heads x 2 x 16 x 2 bytes
-    each way.
+    """One causal document of 8 tokens, all keys gathered on 2 nodes of 1 rank:
+    4 tokens x 2 KV heads x 2 x 16 x 2 bytes each way.
     """
     arguments = ["--lengths", "8", "--cluster", "h100:2x1", "--heads", "4", "--kv-heads", "2", "--head-dim", "16"]
     found = plan_json(*arguments, "--strategy", "allgather")

@@ -1,5 +1,5 @@
-"""Proves that the doctor sees what is there, tries it out, and says what to fix, with exit code 1 when something stands
-in the way.
+"""Proves that the doctor sees what is there, tries it out, and says what to fix,
+with exit code 1 when something stands in the way.
 """
 
 from __future__ import annotations

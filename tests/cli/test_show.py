@@ -1,5 +1,5 @@
-"""Proves ``flexcp plan --save`` and ``flexcp show``: the same plan comes back, and a file that is none ends
-politely.
+"""Proves ``flexcp plan --save`` and ``flexcp show``: the same plan comes back,
+and a file that is none ends politely.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Proves the lengths: every text form of ``--lengths``, its refusals, and that named distributions are what they are
-documented to be.
+"""Proves the lengths: every text form of ``--lengths``, its refusals,
+and that named distributions are what they are documented to be.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Proves what the loader hands out: the union of all ranks is the batch, each sample once an epoch, labels right at
-every border.
+"""Proves what the loader hands out: the union of all ranks is the batch, each sample once an epoch,
+labels right at every border.
 
 Expected batches are made by hand from the dataset's own numbers; a token says which sample and row it is. Reads are
 counted.
@@ -211,8 +211,8 @@ def test_a_plan_that_fails_on_one_rank_stops_all_with_the_cause(tmp_path: Path, 
 
 
 def test_plans_are_asked_for_a_look_ahead_before_they_are_needed() -> None:
-    """Deterministic: when a batch is handed out, the next ``lookahead`` steps are with the planner processes, whatever
-    the clock says.
+    """Deterministic: when a batch is handed out, the next ``lookahead`` steps are with the planner processes,
+    whatever the clock says.
     """
     asked: list[int] = []
     with Loader(Numbered(known=True), planner(1), budget=40, too_long="cut", document_fields=["images"]) as loader:

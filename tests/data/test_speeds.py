@@ -1,5 +1,5 @@
-"""Speeds that telemetry measures reach the planner as numbered corrections: the same on all ranks, after the
-look-ahead, replayable.
+"""Speeds that telemetry measures reach the planner as numbered corrections:
+the same on all ranks, after the look-ahead, replayable.
 """
 
 from __future__ import annotations

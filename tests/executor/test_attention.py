@@ -88,8 +88,8 @@ def one_rank(**more: Any) -> tuple[Step, dict[str, Tensor]]:
 
 
 def under_step(step: Step, *, dtype: torch.dtype = torch.float64, **options: Any) -> Arrays:
-    """Forward and backward of one call, gathered; ``use`` says which results get a gradient, ``strided`` how inputs are
-    stored.
+    """Forward and backward of one call, gathered; ``use`` says which results get a gradient,
+    ``strided`` how inputs are stored.
     """
     given = inputs(dtype)
     use, strided = options.pop("use", ("out", "lse")), options.pop("strided", False)

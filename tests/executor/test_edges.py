@@ -1,5 +1,5 @@
-"""Proves edges by hand and against sequences laid out one by one: who follows whom, counts, weights, and
-log-probabilities in chunks.
+"""Proves edges by hand and against sequences laid out one by one: who follows whom, counts, weights,
+and log-probabilities in chunks.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Proves what a share of the loss is multiplied by, and that the check for averaging needs no particular release of
-torch.
+"""Proves what a share of the loss is multiplied by, and that the check
+for averaging needs no particular release of torch.
 """
 
 from __future__ import annotations

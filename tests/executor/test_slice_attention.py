@@ -1,5 +1,5 @@
-"""Proves flexcp.slice_attention: packed documents and structured masks on one device equal torch's autograd, document
-by document.
+"""Proves flexcp.slice_attention: packed documents and structured masks on one device equal torch's autograd,
+document by document.
 
 Also what compiled models rely on: no graph break, no recompilation when token counts and slices change, registered
 operators that pass torch's own checks; and refusals that name the value.

@@ -393,8 +393,8 @@ def test_loss_of_low_precision_logits_is_float32() -> None:
 
 
 def test_loss_survives_a_masked_vocabulary(pool: RankPool) -> None:
-    """Padded vocabulary entries are commonly set to -inf: the tie of the loss to the logits must not turn that into
-    NaN.
+    """Padded vocabulary entries are commonly set to -inf: the tie of the loss
+    to the logits must not turn that into NaN.
     """
     plan = plans(3)["blocks free"]
     logits, labels = stream_tensor(TOKENS, VOCABULARY), shifted(token_ids(TOKENS), LENGTHS, -1, -100)

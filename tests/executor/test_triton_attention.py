@@ -1,5 +1,5 @@
-"""Proves that attention runs the Triton kernel and row packing right: real ranks, small plans, Triton's interpreter on
-the CPU.
+"""Proves that attention runs the Triton kernel and row packing right:
+real ranks, small plans, Triton's interpreter on the CPU.
 
 Held to the rule of ``flexcp verify``: float32 results within twice the reference kernel's own error, with softcap,
 sinks, an LSE gradient, rows without keys, and head sizes that are no powers of two. Skipped where Triton is not

@@ -1,5 +1,5 @@
-"""The leak probe: what changes in a model's logits when one packed document does; light to import (see
-parallel_runs.py).
+"""The leak probe: what changes in a model's logits when one packed document does;
+light to import (see parallel_runs.py).
 """
 
 from __future__ import annotations

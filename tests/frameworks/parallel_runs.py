@@ -27,8 +27,8 @@ STEPS = 3
 
 
 class Longer(Run):
-    """Every rank keeps more than one token in every step: graphs of sizes 0 and 1 are compiled apart, by torch's
-    choice.
+    """Every rank keeps more than one token in every step: graphs of sizes 0 and 1 are compiled apart,
+    by torch's choice.
     """
 
     def lengths(self, step: int) -> list[int]:
@@ -195,8 +195,8 @@ def with_tensor_parallelism(group: dist.ProcessGroup, run: Run, sequence: bool) 
 
 
 def split_heads(mesh: DeviceMesh, model: Any, sequence: bool) -> None:
-    """Tensor parallelism by torch's own styles; with ``sequence``, everything between attention and MLP holds half of
-    the rows.
+    """Tensor parallelism by torch's own styles; with ``sequence``,
+    everything between attention and MLP holds half of the rows.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
@@ -340,8 +340,8 @@ def ids_cut_by_hand(group: dist.ProcessGroup, ids: str) -> list[str]:
 
 
 def own_ids_of_few_tokens(group: dist.ProcessGroup) -> tuple[int, float, float]:
-    """(This rank's tokens, the batch's loss less one process's, the largest difference of gradients) where ranks have
-    no token.
+    """(This rank's tokens, the batch's loss less one process's, the largest difference of gradients)
+    where ranks have no token.
     """
     from flexcp.frameworks import huggingface
 

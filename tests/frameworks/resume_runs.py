@@ -1,5 +1,5 @@
-"""Runs that stop in the middle of an epoch and go on, under TRL and Lightning: on the ranks of a pool, or plain in this
-process.
+"""Runs that stop in the middle of an epoch and go on, under TRL and Lightning:
+on the ranks of a pool, or plain in this process.
 
 Both have shuffled data that lasts a few steps, so that ten steps after a resume also cross into an epoch that has an
 order of its own. Light to import (see parallel_runs.py).

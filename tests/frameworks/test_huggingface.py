@@ -1,5 +1,5 @@
-"""Proves the Hugging Face adapter around the numbers: masks by layer, packing, refusals by name, and that a given step
-cannot go unused.
+"""Proves the Hugging Face adapter around the numbers: masks by layer, packing, refusals by name,
+and that a given step cannot go unused.
 """
 
 from __future__ import annotations

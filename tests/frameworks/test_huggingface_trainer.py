@@ -1,5 +1,5 @@
-"""Proves the Trainer adapter: the Trainer's own run in data parallelism, and ours where ranks share every batch, have
-the same numbers.
+"""Proves the Trainer adapter: the Trainer's own run in data parallelism, and ours where ranks share every batch,
+have the same numbers.
 """
 
 from __future__ import annotations
@@ -89,15 +89,15 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(two: RankPool, tmp_path: Path) 
 
 
 def test_every_rank_evaluates_the_whole_batch(two: RankPool) -> None:
-    """The Trainer weighs what ranks return by their documents, of which the last batch may have fewer on one of
-    them.
+    """The Trainer weighs what ranks return by their documents,
+    of which the last batch may have fewer on one of them.
     """
     assert two.run(evaluated_shares) == [2.5, 2.5]
 
 
 def test_without_labels_gradients_are_whole_too(two: RankPool, tmp_path: Path) -> None:
-    """The Trainer then counts no labels and scales nothing: the loss of a micro-batch is its mean, and micro-batches
-    are averaged.
+    """The Trainer then counts no labels and scales nothing: the loss of a micro-batch is its mean,
+    and micro-batches are averaged.
     """
     more = {"gradient_accumulation_steps": 1}
     right = two.run(trained, str(tmp_path), Case(more=more))[0]

@@ -1,5 +1,5 @@
-"""Proves that Hugging Face models train under flexcp as on one process: loss and every parameter's gradient, family by
-family.
+"""Proves that Hugging Face models train under flexcp as on one process: loss and every parameter's gradient,
+family by family.
 
 The single process runs one document at a time through plain dense attention and knows nothing of flexcp. CI takes a
 pairwise choice of family, strategy, layout, ranks and dtype; ``make models`` takes all of them over 50 steps.
@@ -34,8 +34,8 @@ DTYPES = tuple(LIMITS)
 
 
 def pairwise() -> list[Run]:
-    """Every family under every strategy, with layouts, ranks and dtypes dealt so that all pairs occur. groups places
-    tokens itself.
+    """Every family under every strategy, with layouts, ranks and dtypes dealt so that all pairs occur.
+    groups places tokens itself.
     """
     runs = []
     for number, (family, strategy) in enumerate(product(FAMILIES, STRATEGIES)):

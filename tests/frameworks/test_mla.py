@@ -1,5 +1,5 @@
-"""Proves the three forms of multi-latent attention: all equal dense attention over expanded heads, with the bytes that
-were planned.
+"""Proves the three forms of multi-latent attention: all equal dense attention over expanded heads,
+with the bytes that were planned.
 
 Values of another size than keys, latents that travel (straight, round a ring, through relays, kept for the backward),
 their gradients and those of the expansion, and what each form costs.

@@ -1,5 +1,5 @@
-"""Proves that a Hugging Face vision-language model under two plans equals the same model on one process, gradients and
-all.
+"""Proves that a Hugging Face vision-language model under two plans equals the same model on one process,
+gradients and all.
 
 Images of several sizes and a video, text around them, causal as the model is trained and with spans that see both ways;
 batches as data; what balances an encoder beside what balances a language model.

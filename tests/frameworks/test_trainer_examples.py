@@ -1,5 +1,5 @@
-"""Proves the trainers' examples: each on two ranks logs what its plain twin logs on one process, and differs from it by
-a few lines.
+"""Proves the trainers' examples: each on two ranks logs what its plain twin logs on one process,
+and differs from it by a few lines.
 """
 
 from __future__ import annotations

@@ -111,8 +111,8 @@ def whole_weights(model: Any) -> dict[str, Tensor]:
 
 
 def predicted(trainer: Any, data: list[Any]) -> tuple[Tensor, float]:
-    """Logits of all labelled tokens, which ``predict`` gathers on every rank, and the loss; rows as their collator made
-    them.
+    """Logits of all labelled tokens, which ``predict`` gathers on every rank, and the loss;
+    rows as their collator made them.
     """
     trainer.args.prediction_loss_only = False
     found = trainer.predict(data)

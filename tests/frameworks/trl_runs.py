@@ -1,5 +1,5 @@
-"""Runs the examples of trainers: on the ranks of a pool, or their plain twins in this process; light to import (see
-parallel_runs.py).
+"""Runs the examples of trainers: on the ranks of a pool, or their plain twins in this process;
+light to import (see parallel_runs.py).
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def logged(group: dist.ProcessGroup | None, name: str, arguments: list[str]) -> 
 
 
 def generated(group: dist.ProcessGroup, folder: str, ours: bool) -> list[dict[str, Any]]:
-    """The log of GRPO with rollouts that the model generates itself: two steps of it, in data parallelism or shared by
-    ranks.
+    """The log of GRPO with rollouts that the model generates itself:
+    two steps of it, in data parallelism or shared by ranks.
     """
     import torch
     from trl import GRPOConfig, GRPOTrainer

@@ -1,5 +1,5 @@
-"""Proves that the fuzzer passes on flexcp as it is, finds planted bugs, makes failing cases small, and writes what
-verify replays.
+"""Proves that the fuzzer passes on flexcp as it is, finds planted bugs, makes failing cases small,
+and writes what verify replays.
 """
 
 from __future__ import annotations
@@ -221,8 +221,8 @@ def test_a_refusal_without_a_reason_is_a_failure() -> None:
 
 
 def test_a_worker_at_its_end_is_not_interrupted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The campaign asks it to leave while its exit functions run; what a signal raises in those is printed as a
-    traceback.
+    """The campaign asks it to leave while its exit functions run;
+    what a signal raises in those is printed as a traceback.
     """
     monkeypatch.setattr(os, "setsid", lambda: None)
     monkeypatch.setattr("flexcp.fuzz.worker.warm", lambda: None)

@@ -1,5 +1,5 @@
-"""Proves on random cases, in this process, that plans are what they should be: the fuzzer as every change of a planner
-meets it.
+"""Proves on random cases, in this process, that plans are what they should be:
+the fuzzer as every change of a planner meets it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Proves what is said of errors: the entry that applies, in numbers that commands wrote, with its source; or that there
-is none.
+"""Proves what is said of errors: the entry that applies, in numbers that commands wrote, with its source;
+or that there is none.
 """
 
 from __future__ import annotations

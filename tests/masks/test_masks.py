@@ -1,5 +1,5 @@
-"""Proves masks: every named one against its per-query definition, the slice algebra against brute force, every
-conversion.
+"""Proves masks: every named one against its per-query definition, the slice algebra against brute force,
+every conversion.
 
 The definitions below are written from the literature's wording (keys seen by query i of a document of n tokens), one
 query at a time with plain sets, and share nothing with the slices they judge.

@@ -1,5 +1,5 @@
-"""Proves trees: who sees whom against a walk from token to token, the tree of token ids, and what is told of wrong
-input.
+"""Proves trees: who sees whom against a walk from token to token, the tree of token ids,
+and what is told of wrong input.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Proves ``bench step``: real ranks run every strategy and say what they measured and predicted; refusals and foreign
-packages are rows.
+"""Proves ``bench step``: real ranks run every strategy and say what they measured and predicted;
+refusals and foreign packages are rows.
 """
 
 from __future__ import annotations

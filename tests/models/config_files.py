@@ -1,5 +1,5 @@
-"""Small ``config.json`` files: one of each family as somebody would write it, and changes of fields that users and
-other families make.
+"""Small ``config.json`` files: one of each family as somebody would write it,
+and changes of fields that users and other families make.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Proves models by name and by file: presets, ``config.json`` of the families people train, and what wrong names and
-files are told.
+"""Proves models by name and by file: presets, ``config.json`` of the families people train,
+and what wrong names and files are told.
 """
 
 from __future__ import annotations

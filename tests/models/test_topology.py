@@ -1,5 +1,5 @@
-"""Proves what tensor and pipeline parallelism leave to context parallelism, counted by hand: ranks, heads, ports,
-layers, FLOPs.
+"""Proves what tensor and pipeline parallelism leave to context parallelism, counted by hand:
+ranks, heads, ports, layers, FLOPs.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ ALL = 0
 UNKNOWN = -1
 """Keys of a layer whose mask is neither causal nor a causal window."""
 Layer = tuple[int, int, int, int, int]
-"""Heads, KV heads, size of a head, of its values, and keys; without those in the middle where attention cannot be
-replaced.
+"""Heads, KV heads, size of a head, of its values, and keys;
+without those in the middle where attention cannot be replaced.
 """
 _calls: list[Layer] = []
 

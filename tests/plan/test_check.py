@@ -58,8 +58,8 @@ def scattered_map(ranks: int) -> list[list[int]]:
 
 
 def keys_split() -> Plan:
-    """A rank for each third of one document's keys, and heads split inside a KV group: true partial outputs, both
-    ways.
+    """A rank for each third of one document's keys, and heads split inside a KV group:
+    true partial outputs, both ways.
     """
     batch = make_batch([60, 9], full())
     runs = Runs(*np.array([(0, 0, 30), (1, 30, 50), (2, 50, 69)]).T)
@@ -146,8 +146,8 @@ def demand(condition: Any, message: str) -> None:
 
 
 def executed(plan: Plan, backward: bool, mask: int = 0) -> None:
-    """Run a pass with integers in the place of tensors and compare what comes home with the dense mask; raises
-    WrongError.
+    """Run a pass with integers in the place of tensors and compare what comes home with the dense mask;
+    raises WrongError.
 
     Outputs are weighted sums over the pairs: o and dq of a row sum its keys' weights, dkv of a key its rows' and
     heads'. In slot s stage s arrives, what stage s + 1 carries is read, then work runs; nothing is erased by being
@@ -216,8 +216,8 @@ def executed(plan: Plan, backward: bool, mask: int = 0) -> None:
 
 
 def _work(plan: Plan, mask: int) -> Iterator[tuple[int, Ints, Ints, int, int]]:
-    """(rank, queries, keys, h0, h1) with the stream's pairs of every region; every allowed pair must be in exactly
-    one.
+    """(rank, queries, keys, h0, h1) with the stream's pairs of every region;
+    every allowed pair must be in exactly one.
     """
     rule, regions = plan.batch.masks[mask], plan.placement.regions[mask]
     times = [np.zeros((plan.shape.heads, n, n), int) for n in plan.batch.lengths]

@@ -1,5 +1,5 @@
-"""Proves what a plan says about memory: hand-counted examples, and layouts in which nothing that is alive shares a
-byte.
+"""Proves what a plan says about memory: hand-counted examples,
+and layouts in which nothing that is alive shares a byte.
 
 Lives are derived here from a rank's program (what each slot packs, takes in and computes with), not from the rule that
 laid the arena out. That a real pass allocates and touches just these bytes is tests/executor/exchange/test_arena.py's
@@ -154,8 +154,8 @@ def test_relays_and_several_stages_share_no_byte() -> None:
 
 
 def test_a_ring_of_two_by_hand() -> None:
-    """64 tokens a rank, 4 KV heads of 16 + 8 numbers in bfloat16: keys are 64 * 4 * 24 * 2 = 12,288 bytes, gradients
-    twice that.
+    """64 tokens a rank, 4 KV heads of 16 + 8 numbers in bfloat16: keys are 64 * 4 * 24 * 2 = 12,288 bytes,
+    gradients twice that.
     """
     plan = planned("ring", 1, 2, [128], flexcp.full())
     keys, grads = 12_288, 24_576

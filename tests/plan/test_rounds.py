@@ -1,5 +1,5 @@
-"""Proves rounds: as many as the busiest port has chunks, nobody meets two peers in one, every byte is in one chunk,
-little is lost.
+"""Proves rounds: as many as the busiest port has chunks, nobody meets two peers in one,
+every byte is in one chunk, little is lost.
 
 Counted by hand from the transfers, over random multigraphs and over plans of every strategy on several masks and
 machines.

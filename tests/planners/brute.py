@@ -1,5 +1,5 @@
-"""What a plan must move and compute, counted one token, head and pair at a time: dense arrays, no intervals, no
-scheduler.
+"""What a plan must move and compute, counted one token, head and pair at a time: dense arrays, no intervals,
+no scheduler.
 
 Work, and what each rank receives and returns under ``needed`` traffic, follow from who keeps and who computes alone.
 The static methods' own traffic follows from token counts and groups.
@@ -129,8 +129,8 @@ def _gathered(plan: Plan, backward: bool) -> Ints:
 
 
 def _passed_round(plan: Plan, backward: bool) -> Ints:
-    """Heads exchanged inside each ring position; then keys pass from position to position, and gradients after them to
-    their owners.
+    """Heads exchanged inside each ring position; then keys pass from position to position,
+    and gradients after them to their owners.
     """
     shape, each, kept = plan.shape, _Each(plan), plan.placement.tokens
     moved = np.zeros((plan.ranks, plan.ranks), np.int64)

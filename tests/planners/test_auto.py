@@ -201,8 +201,8 @@ def test_of_equally_fast_ones_the_first_of_the_list_is_taken(
 
 
 def test_attention_alone_is_judged_pass_by_pass() -> None:
-    """Here ranks of `groups` end their forward at different times: faster behind each other, slower when passes begin
-    together.
+    """Here ranks of `groups` end their forward at different times: faster behind each other,
+    slower when passes begin together.
     """
     alone = Model("attention only", hidden=1, layers=1, feed_forward=1)
     lengths = draw_lengths("web", 8192 * 32, 1)

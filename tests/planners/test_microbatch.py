@@ -88,8 +88,8 @@ def test_repair_undoes_a_greedy_start() -> None:
 
 
 def test_the_cap_is_what_is_left_of_it_in_whole_multiples() -> None:
-    """Counts are rounded up to pad_to, so a rank that may keep 100 tokens is given at most 64: 180 tokens need two
-    micro-batches.
+    """Counts are rounded up to pad_to, so a rank that may keep 100 tokens is given at most 64:
+    180 tokens need two micro-batches.
     """
     planner = Planner(4, 2, 16, cluster=cluster("cpu", 1, 2), strategy="blocks", max_tokens_per_rank=100)
     found = planner.micro_batches([60, 60, 60], tokens="equal", pad_to=64)

@@ -53,8 +53,8 @@ PARTITIONED = ("hypergraph", "dcp")
 """Strategies that need Mt-KaHyPar."""
 SEARCHING = ["auto", "hypergraph", "dcp"]
 HIGH_EFFORT = DEFAULT_EFFORT + 1
-"""What ``auto`` takes for high effort here: hypergraph runs as many rounds, and with the real number they are most of
-the test's time.
+"""What ``auto`` takes for high effort here: hypergraph runs as many rounds,
+and with the real number they are most of the test's time.
 """
 OFTEN = settings().max_examples if settings().max_examples > 100 else 40
 """How often a strategy is tried: as the profile says, where it asks for more than hypothesis' own hundred."""
@@ -182,8 +182,8 @@ def check_everything(plan: Plan, planner: Planner, call: dict[str, Any]) -> None
 
 
 def check_bytes(plan: Plan, backward: bool, number: int) -> None:
-    """Pair by pair; where keys may be relayed inside a node, what each rank gets and returns, and what crosses between
-    nodes.
+    """Pair by pair; where keys may be relayed inside a node, what each rank gets and returns,
+    and what crosses between nodes.
     """
     moved = plan.bytes(backward, mask=number)
     if plan.placement.traffic.kind != "needed":

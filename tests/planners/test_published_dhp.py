@@ -80,8 +80,8 @@ def test_a_short_document_packed_beside_a_long_one_inherits_its_degree() -> None
 
 
 def test_times_are_the_papers_terms() -> None:
-    """Doubling ranks halves computation; beyond a node links are slower; what attention hides is not paid; alone
-    nothing moves.
+    """Doubling ranks halves computation; beyond a node links are slower; what attention hides is not paid;
+    alone nothing moves.
     """
     request = asked([40_000], 16, nodes=2)
     one = _times(request, [[0]])[0]

@@ -1,5 +1,5 @@
-"""Proves the strategies: every plan is right, and each strategy keeps the tokens, does the work and moves the bytes it
-promises.
+"""Proves the strategies: every plan is right, and each strategy keeps the tokens,
+does the work and moves the bytes it promises.
 
 Plans are judged by brute force over tokens, pairs and heads, next to their own symbolic check. Bytes are recomputed
 from the transfers with the formulas of the design, and against closed forms per strategy.
@@ -164,8 +164,8 @@ def assert_every_pair_computed_once(plan: Plan, mask: int = 0) -> None:
 
 
 def assert_only_needed_pieces_move(plan: Plan, backward: bool, mask: int = 0) -> None:
-    """Tokens and heads that each rank receives are exactly those its pairs read, less its own (unless those are
-    assembled).
+    """Tokens and heads that each rank receives are exactly those its pairs read,
+    less its own (unless those are assembled).
     """
     shape, placement = plan.shape, plan.placement
     dense, share = dense_masks(plan.batch, mask), plan.shape.queries_per_key
@@ -621,8 +621,8 @@ def test_blocks_weighs_masks_by_their_layers(machine: Cluster, lengths: list[int
 def test_blocks_without_tolerances_balances_attention_and_tokens_in_one_price(
     machine: Cluster, lengths: list[int], mask: Mask
 ) -> None:
-    """Work is levelled after tokens are placed, so a little of the price stays behind: 5 %, where one row is not
-    much.
+    """Work is levelled after tokens are placed, so a little of the price stays behind:
+    5 %, where one row is not much.
     """
     assume(sum(lengths) >= 100 * machine.ranks)
     planner = Planner(8, 2, 8, cluster=machine, strategy="blocks")

@@ -1,5 +1,5 @@
-"""Proves the page's text: it needs nothing else, what users name cannot break out of it, it stays small, it is written
-whole or not.
+"""Proves the page's text: it needs nothing else, what users name cannot break out of it, it stays small,
+it is written whole or not.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def test_nothing_is_loaded_from_elsewhere() -> None:
 
 
 def test_the_times_of_an_advice_agree(tmp_path: Path) -> None:
-    """The headline, the bars and their table say the mean of the passes; a plan's panel says which pass it is, and that
-    pass's own time.
+    """The headline, the bars and their table say the mean of the passes; a plan's panel says which pass it is,
+    and that pass's own time.
     """
     pages.write_advice(tmp_path / "advice.html")
     text = unescape((tmp_path / "advice.html").read_text())

@@ -109,8 +109,8 @@ def placements(draw: st.DrawFn) -> tuple[Placement, Shape, Cluster]:
 
 @st.composite
 def rectangles(draw: st.DrawFn, ranks: int) -> Placement:
-    """One document cut into a grid of rows, keys and heads, dealt over the ranks at random; tokens dealt apart from
-    that.
+    """One document cut into a grid of rows, keys and heads, dealt over the ranks at random;
+    tokens dealt apart from that.
     """
     n, named = draw(st.integers(2, 60)), draw(layers)
     batch = make_batch([n], masks=named)
@@ -269,8 +269,8 @@ def slots_by_hand(work: tuple[int, int, list[int]], count: int, plan: Plan, cost
 def staged(
     works: list[tuple[int, int, list[int]]], reads: set[int], peers: set[tuple[int, int]], plan: Plan, cost: CostModel
 ) -> Ints:
-    """Time of each rank: the number of stages that is best for it alone, capped for all where fewer are faster by 6 %
-    together.
+    """Time of each rank: the number of stages that is best for it alone,
+    capped for all where fewer are faster by 6 % together.
     """
     counts = []
     for rank, work in enumerate(works):
@@ -326,8 +326,8 @@ def hop_ns(plan: Plan, hops: Any, grid: tuple[tuple[int, ...], ...], kinds: list
 
 
 def turned_unevenly(plan: Plan, mask: int, backward: bool, hops: Any, position: list[int], cost: CostModel) -> Ints:
-    """Time of each rank while its ring turns: slots begin when the work before them is done and the rank before has
-    sent their keys.
+    """Time of each rank while its ring turns: slots begin when the work before them is done and the rank
+    before has sent their keys.
     """
     placement, batch = plan.placement, plan.batch
     keeper = np.full(placement.stream, -1)

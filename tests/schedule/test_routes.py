@@ -1,5 +1,5 @@
-"""Proves routes: every reader gets every token once, each token enters a node once, ports share what enters, detours
-stay small.
+"""Proves routes: every reader gets every token once, each token enters a node once, ports share what enters,
+detours stay small.
 """
 
 from __future__ import annotations

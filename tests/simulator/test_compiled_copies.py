@@ -1,5 +1,5 @@
-"""Proves the loops of copies: bytes and launches of drawn transfers are those of the table in flexcp.simulator.copies,
-row by row.
+"""Proves the loops of copies: bytes and launches of drawn transfers are those of the table
+in flexcp.simulator.copies, row by row.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ def test_segments_are_the_tokens_of_runs_and_pieces(own_slot: int, seed: int) ->
 
 
 def by_token(segments: NDArray[np.int64], first: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Segments as ``[slot or shelf, range of heads, rank, token]``; those of one range and rank ascend and are
-    apart.
+    """Segments as ``[slot or shelf, range of heads, rank, token]``;
+    those of one range and rank ascend and are apart.
     """
     found = np.full((2, RANGES, RANKS, STREAM), -1)
     assert len(first) == RANGES * RANKS + 1 and first[0] == 0 and first[-1] == segments.shape[1]

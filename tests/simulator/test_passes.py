@@ -40,8 +40,8 @@ def hand_made(
     link: int = 1000,
     copies: Any = 0,
 ) -> PassModel:
-    """A pass from compute ``[rank][slot]`` and chunks (stage, source, target, time), all inside one node;
-    ``copies[what][rank][stage]``.
+    """A pass from compute ``[rank][slot]`` and chunks (stage, source, target, time),
+    all inside one node; ``copies[what][rank][stage]``.
     """
     stage, source, target, time = np.array(chunks, np.int64).reshape(-1, 4).T
     zero = np.zeros_like(stage)

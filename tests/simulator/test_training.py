@@ -1,5 +1,5 @@
-"""Proves simulations: bounds that no plan beats, useful work over time, and steps that add up to what was counted by
-hand.
+"""Proves simulations: bounds that no plan beats, useful work over time,
+and steps that add up to what was counted by hand.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def test_a_document_that_nobody_can_do_alone_must_move() -> None:
 
 
 def test_the_least_work_there_is_is_a_bound() -> None:
-    """Little work takes the start of a kernel; and a plan that divides the tiles of a long window is not said to be
-    impossible.
+    """Little work takes the start of a kernel; and a plan that divides the tiles
+    of a long window is not said to be impossible.
     """
     tiny = simulate(planned("dp", [100, 50], flexcp.cluster("h100", 1, 2)), rules=CALM)
     assert tiny.bounds(False).floor == tiny.bounds(False).granularity > tiny.plan.cost.kernel_ns
@@ -180,8 +180,8 @@ def test_sync_knows_the_weights_of_the_vocabulary(overlap: int) -> None:
 @pytest.mark.parametrize("name", ["h100:2x4", "a100:2x2", "h100:1x4"])
 @pytest.mark.parametrize("strategy", ["groups", "blocks", "zigzag:2", "ulysses:4", "dp", "minheap:512", "hdp"])
 def test_the_parts_of_a_step_add_up_to_it(strategy: str, name: str, sync: Sync) -> None:
-    """Also where another rank is the slowest backward than forward, and where ranks wait for weights of those behind
-    them.
+    """Also where another rank is the slowest backward than forward,
+    and where ranks wait for weights of those behind them.
     """
     plan = planned(strategy, draw_lengths("libra256k", 32_768, 1), flexcp.cluster(name), layers=9)
     for overlap, tp in ((1000, 1), (0, 2)):
@@ -233,8 +233,8 @@ def test_no_rank_is_a_whole_layer_ahead_of_the_weights() -> None:
 
 
 def test_ranks_that_need_results_of_each_other_wait() -> None:
-    """Unequal tokens balance the sum of attention and the rest; but results of others' work must be there before the
-    rest begins.
+    """Unequal tokens balance the sum of attention and the rest;
+    but results of others' work must be there before the rest begins.
     """
     planner = flexcp.Planner(32, 8, cluster=flexcp.cluster("h100", 1, 8), strategy="blocks", model=LLAMA.model)
     lengths, masks = draw_lengths("libra256k", 65_536), {"all": (flexcp.causal(), 8)}

@@ -1,5 +1,5 @@
-"""Proves ``flexcp train``: our GPT and a Hugging Face configuration learn on distributions and on text, and its numbers
-are the plans'.
+"""Proves ``flexcp train``: our GPT and a Hugging Face configuration learn on distributions and on text,
+and its numbers are the plans'.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Proves the update of a loop: shares are summed over ranks, of parameters that a rank did not use too; ranks hold the
-same weights.
+"""Proves the update of a loop: shares are summed over ranks, of parameters that a rank did not use too;
+ranks hold the same weights.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ def overlaps(start: Ints, stop: Ints, other_start: Ints, other_stop: Ints) -> tu
 
 
 def covered_once(group: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, NDArray[np.bool_]]:
-    """The union of each group cut where "exactly one interval covers this" changes: (group, start, stop, once),
-    sorted.
+    """The union of each group cut where "exactly one interval covers this" changes:
+    (group, start, stop, once), sorted.
     """
     if len(group) == 0:
         return group, start, stop, np.zeros(0, bool)

@@ -61,8 +61,8 @@ def compiled_leaf(function: Loop) -> Loop:
 
 
 def compiled_inline(function: Loop) -> Loop:
-    """A function that becomes part of whatever loop calls it before that one is compiled, and is never compiled by
-    itself.
+    """A function that becomes part of whatever loop calls it before that one is compiled,
+    and is never compiled by itself.
 
     For the parts that a long loop is written in, each called in few places: a leaf of leaves is compiled once more for
     every level. Inside a leaf, as it has the caller's options.
@@ -90,8 +90,8 @@ def _compiled(function: Loop, **options: Any) -> Loop:
 
 
 def _of_plain_types(get_call_template: Loop, args: Any, kws: Any) -> Any:
-    """Called from another loop with constants, a function would be compiled anew for every constant; here it is once
-    for all numbers.
+    """Called from another loop with constants, a function would be compiled anew for every constant;
+    here it is once for all numbers.
     """
     plain = {name: numba.types.unliteral(each) for name, each in kws.items()}
     return get_call_template([numba.types.unliteral(each) for each in args], plain)
@@ -155,8 +155,8 @@ class Kept:
 
 
 def _rebuilt(target: Any, payload: Any) -> Any:
-    """A compilation ready to run. Numba would load all it needs to compile, which is most of a warm start; this needs
-    only the runtime.
+    """A compilation ready to run. Numba would load all it needs to compile, which is most of a warm start;
+    this needs only the runtime.
     """
     from numba.core.compiler import CompileResult
     from numba.core.runtime.nrt import rtsys

@@ -106,8 +106,8 @@ class Answer:
 
     @property
     def uneven(self) -> float:
-        """Of the whole time, what the slowest ranks compute, attention and other layers, beyond the mean of all
-        ranks.
+        """Of the whole time, what the slowest ranks compute, attention and other layers,
+        beyond the mean of all ranks.
         """
         beyond = (
             step.attention_ns + step.linear_ns - float(step.ranks[[0, 2]].sum(axis=0).mean()) for step in self.steps
@@ -169,8 +169,8 @@ class Advice:
 
     @property
     def best_static(self) -> str:
-        """Which best static method it is, in words that end before how documents are dealt; of one pass none is fixed
-        for more.
+        """Which best static method it is, in words that end before how documents are dealt;
+        of one pass none is fixed for more.
         """
         scope = "fixed for the run" if len(self.static.steps) > 1 else "of the batch"
         return f"the best static method {scope}, documents dealt"
@@ -181,8 +181,8 @@ class Advice:
 
     @property
     def verdict(self) -> str:
-        """``free``, ``swap`` or ``static``: what to use. Only what is sure to gain; the loader only where it adds to a
-        sure swap.
+        """``free``, ``swap`` or ``static``: what to use. Only what is sure to gain;
+        the loader only where it adds to a sure swap.
         """
         swap, free = self.swap, self.free
         if swap is not None and self.sure(swap) and swap.total_ns <= free.total_ns * (1 + self.margin):
@@ -278,8 +278,8 @@ def fastest(answers: Sequence[Answer]) -> Answer | None:
 def answers_of(
     question: Question, requests: Sequence[Request], names: Sequence[str], tell: Callable[[str], None]
 ) -> list[Answer]:
-    """An answer for each strategy that takes all requests, a static one with the one degree that serves all of them
-    best.
+    """An answer for each strategy that takes all requests, a static one with the one degree
+    that serves all of them best.
     """
     rows = compare_batches(requests, names, question.rules, tell)
     return [_answer(name, found) for name, found in rows.items()]

@@ -41,8 +41,8 @@ STATIC_BY_LOAD = tuple(name + BY_LOAD for name in STATIC)
 NAMES = tuple(name for name in STRATEGIES if name not in SLOW)
 """What is compared unless told."""
 NEAR_PERCENT = 15
-"""Degrees of a static method whose times in closed form differ by no more than this, about its error, are told apart by
-simulation.
+"""Degrees of a static method whose times in closed form differ by no more than this, about its error,
+are told apart by simulation.
 """
 MOST_SIMULATED = 3
 Compute = Callable[[Plan, int, bool], Ints]
@@ -91,8 +91,8 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """All rows, and what was asked; ``baselines`` are further static methods, which only the choice of the best looks
-    at.
+    """All rows, and what was asked; ``baselines`` are further static methods,
+    which only the choice of the best looks at.
     """
 
     request: Request
@@ -171,8 +171,8 @@ def compare_batches(
     rules: Rules = Rules(),  # noqa: B008 - immutable
     tell: Callable[[str], None] = lambda _: None,
 ) -> dict[str, list[Row]]:
-    """Rows of every strategy that takes all requests, one for each request; a static one with the one degree that
-    serves all best.
+    """Rows of every strategy that takes all requests, one for each request;
+    a static one with the one degree that serves all best.
     """
     tell(f"choosing degrees for {len(requests)} passes")
     asked = [_asked(request) for request in requests]
@@ -196,8 +196,8 @@ def method_of(name: str) -> str:
 
 
 def common_degree(requests: Sequence[Request], name: str) -> str | None:
-    """Of a static strategy named without a degree, the one degree that serves all requests in the least time; None if
-    none does.
+    """Of a static strategy named without a degree, the one degree that serves all requests in the least time;
+    None if none does.
 
     Degrees are priced in closed form, and those near the least are simulated. The name is for :func:`compare` without
     ``search``. Any other name is its own answer.
@@ -281,8 +281,8 @@ def _placed(request: Request, name: str) -> tuple[str, Placement]:
 
 
 def _near(priced: list[tuple[int, str]]) -> list[str]:
-    """The degrees worth simulating: those whose price in closed form is near the least, a few of them, the cheapest
-    first.
+    """The degrees worth simulating: those whose price in closed form is near the least, a few of them,
+    the cheapest first.
     """
     ordered = sorted(priced, key=lambda found: found[0])
     most = ordered[0][0] * (100 + NEAR_PERCENT) // 100
@@ -300,8 +300,8 @@ def _place(request: Request, name: str) -> Placement:
 
 
 def _degrees(request: Request, name: str, refusals: list[str] | None = None) -> Iterator[tuple[int, str, Placement]]:
-    """The degrees that can run: predicted time, name, placement. Why others refuse goes into ``refusals``, where
-    given.
+    """The degrees that can run: predicted time, name, placement. Why others refuse goes into ``refusals``,
+    where given.
     """
     dealing = BY_LOAD if deals_by_load(name) else ""
     for method in static_methods(request):

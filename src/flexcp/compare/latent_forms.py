@@ -76,8 +76,8 @@ class LatentForms:
         return Planner(s.heads, s.kv_heads, s.head_dim, s.v_head_dim, s.dtype, cluster, latent=s.latent, **options)
 
     def step_ns(self, form: str, plan: Plan) -> int:
-        """Predicted time of the slowest rank for one step of a plan of this form, with what it expands besides its own
-        tokens once.
+        """Predicted time of the slowest rank for one step of a plan of this form,
+        with what it expands besides its own tokens once.
         """
         cluster, cost = plan.cluster, plan.cost
         found = predict(plan.placement, plan.shape, cluster, cost)
@@ -89,8 +89,8 @@ class LatentForms:
         return int((found.attention_ns + found.exposed_ns + linear + more).max())
 
     def expansion_flops(self, form: str, plan: Plan) -> Ints:
-        """FLOPs of each rank in one layer, forward and backward, to expand what others would have expanded, and own
-        tokens again.
+        """FLOPs of each rank in one layer, forward and backward, to expand what others would have expanded,
+        and own tokens again.
         """
         if form != "latent":
             return np.zeros(plan.ranks, np.int64)

@@ -28,8 +28,8 @@ DEALINGS = {"tokens": STATIC, "load": STATIC_BY_LOAD}
 
 @dataclass(frozen=True)
 class StaticChoice:
-    """``strategy`` is the fastest over the ``batches`` that were looked at, ``times_ns`` the simulated totals of all
-    that could run.
+    """``strategy`` is the fastest over the ``batches`` that were looked at,
+    ``times_ns`` the simulated totals of all that could run.
     """
 
     strategy: str
@@ -53,8 +53,8 @@ def choose_static(
     batches: int = BATCHES,
     **planner: Any,
 ) -> StaticChoice:
-    """The best single static method and degree for a run over documents of these lengths: what speed-ups of a run
-    should be over.
+    """The best single static method and degree for a run over documents of these lengths:
+    what speed-ups of a run should be over.
 
     ``lengths`` are those of a data set in the order they come; a batch has as many tokens as leave the ranks room, and
     ``batches`` of them, spread over the data, are simulated: all layers forward and backward, or the step of

@@ -1,5 +1,5 @@
-"""Tree advice: what trees save over the same sequences as documents of their own, in tokens, in attention, and in
-simulated time.
+"""Tree advice: what trees save over the same sequences as documents of their own, in tokens, in attention,
+and in simulated time.
 
 Both sides are dealt into passes of the same size and planned by ``auto``; of each some passes are simulated, and the
 data's time is theirs by tokens.
@@ -23,8 +23,8 @@ from flexcp.masks import Mask, area, causal, tree, tree_under, window_of, window
 
 @dataclass(frozen=True)
 class Side:
-    """The data one way: documents, tokens, pairs of query and key in a causal layer, passes, and the simulated time of
-    all of them.
+    """The data one way: documents, tokens, pairs of query and key in a causal layer, passes,
+    and the simulated time of all of them.
     """
 
     documents: int
@@ -65,8 +65,8 @@ class TreeAdvice:
 
 
 def read_trees(path: Path) -> list[Mask] | None:
-    """The trees of a file of JSON lines with ``parents`` and ``lengths`` (and ``ends``); None for a file that does not
-    begin so.
+    """The trees of a file of JSON lines with ``parents`` and ``lengths`` (and ``ends``);
+    None for a file that does not begin so.
     """
     if path.suffix not in (".jsonl", ".ndjson") or not path.is_file():
         return None

@@ -1,5 +1,5 @@
-"""Lengths of a Hugging Face dataset, from its Arrow columns, without decoding a sample. Needs ``datasets``
-(``pip install flexcp[datasets]``).
+"""Lengths of a Hugging Face dataset, from its Arrow columns, without decoding a sample.
+Needs ``datasets`` (``pip install flexcp[datasets]``).
 """
 
 from __future__ import annotations

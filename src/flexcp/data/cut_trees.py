@@ -29,8 +29,8 @@ class TreePart:
 
 
 def parts_that_fit(sequences: Sequence[Ints], least_shared: int, most: int | None) -> list[TreePart]:
-    """All sequences in trees of at most ``most`` tokens, in one where it fits; a sequence longer than that is a part of
-    its own.
+    """All sequences in trees of at most ``most`` tokens, in one where it fits;
+    a sequence longer than that is a part of its own.
     """
     everything = list(range(len(sequences)))
     if most is None or _tokens(sequences, everything, least_shared) <= most:

@@ -173,8 +173,8 @@ def _ids(samples: list[Any], field: str, fields: Fields, where: str) -> list[tup
 def one_sample(
     samples: list[Any], field: str, fields: Fields, least_shared: int, where: str, repeated: int = 0
 ) -> dict[str, Any]:
-    """Samples of one group as a sample that is a tree; ``repeated`` of its tokens are in an earlier one of the group,
-    too.
+    """Samples of one group as a sample that is a tree; ``repeated`` of its tokens are in an earlier one
+    of the group, too.
     """
     found = _ids(samples, field, fields, where)
     tree = tree_of([ids.numpy() for _, ids in found], least_shared)

@@ -42,8 +42,8 @@ class Span:
 
 @dataclass(frozen=True)
 class ImageBatch:
-    """Documents of ``lengths`` tokens with ``spans[document]`` in them; ``merge`` patches, a square of them, make a
-    token.
+    """Documents of ``lengths`` tokens with ``spans[document]`` in them; ``merge`` patches, a square of them,
+    make a token.
 
     ``window`` is the side, in tokens, of the squares that most layers of the encoder attend in; 0 where it has none.
     """
@@ -146,8 +146,8 @@ def _tiled(height: int, width: int, window: int, merge: int) -> tuple[Ints, Mask
 def with_images(
     lengths: Sequence[int], shares: Sequence[float], merge: int = 4, frames: Sequence[int] | None = None
 ) -> ImageBatch:
-    """A batch in which each document begins with a little text, then one span of about its share of the tokens, then
-    text again.
+    """A batch in which each document begins with a little text, then one span of about its share of the tokens,
+    then text again.
     """
     spans = []
     for document, (n, share) in enumerate(zip(lengths, shares, strict=True)):

@@ -164,8 +164,8 @@ def draw_lengths(name: str, tokens: int, seed: int = 0) -> list[int]:
 
 
 def parse_count(word: str) -> int:
-    """A count of tokens: digits, with k for 1,024 or m for 1,048,576 behind them. ValueError, without words, for
-    anything else.
+    """A count of tokens: digits, with k for 1,024 or m for 1,048,576 behind them. ValueError, without words,
+    for anything else.
     """
     match = re.fullmatch(r"([+-]?[0-9]{1,18})([km]?)", word.strip().lower())
     if match is None:
@@ -213,8 +213,8 @@ def batch_tokens(max_tokens_per_rank: int, ranks: int) -> int:
 
 
 def cut_batches(lengths: Sequence[int], most: int) -> list[list[int]]:
-    """Documents in the order they come, each batch as many as fit ``most`` tokens; one that is longer is a batch of its
-    own.
+    """Documents in the order they come, each batch as many as fit ``most`` tokens;
+    one that is longer is a batch of its own.
 
     What is left at the end is dropped when it fills less than half a batch: it is no typical one.
     """
@@ -259,8 +259,8 @@ def _is(text: str, kind: Callable[[Path], bool]) -> bool:
 
 
 def jsonl_lengths(path: Path | str, field: str | None = None) -> list[int]:
-    """Lengths of the documents in a file of one JSON value a line: of ``field``, or of the first of ``JSONL_FIELDS``
-    there is.
+    """Lengths of the documents in a file of one JSON value a line:
+    of ``field``, or of the first of ``JSONL_FIELDS`` there is.
 
     The value is a number of tokens, or the tokens themselves; a line that is a number or a list needs no field.
     """

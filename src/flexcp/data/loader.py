@@ -243,8 +243,8 @@ class Loader:
         self.epoch, self.place, self.step = self.epoch + 1, 0, 0
 
     def _said_by_all(self) -> dict[str, Any]:
-        """What must be the same on all ranks, by the names that users know; ``place`` is where :meth:`state_dict` says
-        the loader is.
+        """What must be the same on all ranks, by the names that users know;
+        ``place`` is where :meth:`state_dict` says the loader is.
         """
         limits = self.reading.limits
         return {
@@ -338,8 +338,8 @@ class Loader:
     # --- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader is: after the last batch it gave out. Plain values, and for a stream with a state its own
-        and pending samples.
+        """Where the loader is: after the last batch it gave out.
+        Plain values, and for a stream with a state its own and pending samples.
 
         Save rank 0's: it serves every rank, in any number.
         """
@@ -421,8 +421,8 @@ def _check_numbers(lookahead: object, workers: object, budget: object, longest: 
 
 
 def may_differ(strategy: str) -> bool:
-    """Whether two machines may find different plans for one batch: a partitioner with floating point inside promises
-    none.
+    """Whether two machines may find different plans for one batch:
+    a partitioner with floating point inside promises none.
     """
     return strategy.partition(":")[0] in ("hypergraph", "dcp")
 

@@ -56,8 +56,8 @@ class LocalBatch:
     micro_batches: int = 1
     """Which part of its step this is, and of how many: as many on every rank."""
     weight: float = 1.0
-    """The share of the step's labels that are in this part: what a loss of its own, such as ``step.loss``, counts in
-    the step's.
+    """The share of the step's labels that are in this part: what a loss of its own, such as ``step.loss``,
+    counts in the step's.
     """
     edges: Edges | None = None
 
@@ -111,8 +111,8 @@ def local_batch(
 
 
 def _edges(step: Step, labels: Tensor, ignore: int) -> Edges:
-    """The edges of a batch in which labels stand beside their own tokens in trees, and one row earlier in plain
-    documents.
+    """The edges of a batch in which labels stand beside their own tokens in trees,
+    and one row earlier in plain documents.
     """
     batch = step.plan.batch
     stream = step.gather(labels)

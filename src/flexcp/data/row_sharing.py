@@ -62,8 +62,8 @@ class Peers:
 
 @dataclass(frozen=True)
 class Segments:
-    """What a rank keeps, in local order: ``rows[i]`` tokens from ``first[i]`` of ``document[i]`` lie at local row
-    ``at[i]``.
+    """What a rank keeps, in local order: ``rows[i]`` tokens from ``first[i]``
+    of ``document[i]`` lie at local row ``at[i]``.
     """
 
     at: Ints
@@ -90,8 +90,8 @@ def segments(placement: Placement, rank: int) -> Segments:
 def local_columns(
     kept: Segments, rows: int, samples: Mapping[int, Sample], schema: Schema, pads: Mapping[str, int]
 ) -> dict[str, Tensor]:
-    """Columns of ``rows`` local rows, those of the given segments filled from the samples, the others with their
-    pad.
+    """Columns of ``rows`` local rows, those of the given segments filled from the samples,
+    the others with their pad.
     """
     out = {}
     for name, dtype, shape in schema:

@@ -56,8 +56,8 @@ class Fields:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """An opened sample: ``columns`` have a row per token and always hold tokens and labels, ``values`` belong to the
-    document.
+    """An opened sample: ``columns`` have a row per token and always hold tokens and labels,
+    ``values`` belong to the document.
     """
 
     columns: dict[str, Tensor]
@@ -74,8 +74,8 @@ class Sample:
 
 
 def opened(sample: Any, fields: Fields, limit: int, where: str, tree: Tree | None = None) -> Sample:
-    """A sample as columns, cut to ``limit`` tokens; of a tree labels are not shifted. ``where`` names it in
-    messages.
+    """A sample as columns, cut to ``limit`` tokens; of a tree labels are not shifted.
+    ``where`` names it in messages.
     """
     name, tokens = token_ids(sample, fields, where)
     whole = len(tokens)
@@ -287,8 +287,8 @@ def tree_in(choice: MaskChoice, length: int) -> Tree | None:
 
 
 def counted(tree: Tree, labels: Tensor | None, ignore: int) -> int:
-    """Positions of all sequences of a tree that are predicted and count, by labels beside their own tokens; all without
-    any.
+    """Positions of all sequences of a tree that are predicted and count, by labels beside their own tokens;
+    all without any.
     """
     begin, stop = tree.sequences_through()
     each = np.repeat(stop - begin, tree.lengths) * (tree.predecessors() >= 0)

@@ -254,8 +254,8 @@ class Read:
     # --- state --------------------------------------------------------------------------------------------------------
 
     def state(self, epoch: int) -> dict[str, Any] | None:
-        """Of a stream: its own state and the samples it has given that are not delivered. Only the rank that reads it
-        has them.
+        """Of a stream: its own state and the samples it has given that are not delivered.
+        Only the rank that reads it has them.
         """
         if not self.is_stream or self.peers.rank != 0 or not hasattr(self.dataset, "state_dict"):
             return None
@@ -274,8 +274,8 @@ class Read:
         }
 
     def load(self, state: Mapping[str, Any] | None, epoch: int) -> None:
-        """Restore a stream and its pending samples; a stream without a state of its own is read again up to the
-        place.
+        """Restore a stream and its pending samples; a stream without a state of its own is read again up
+        to the place.
         """
         self._epoch = None
         if not self.is_stream:
@@ -325,8 +325,8 @@ def checked_schema(known: Schema | None, found: Schema, where: str) -> Schema:
 
 
 class FlatStream:
-    """Samples of a stream one by one, also of a loader that gives lists of them; ``rest`` is what is left of the last
-    list.
+    """Samples of a stream one by one, also of a loader that gives lists of them;
+    ``rest`` is what is left of the last list.
     """
 
     def __init__(self, stream: Any, rest: Iterable[Any] = ()) -> None:

@@ -35,8 +35,8 @@ def check_rows(x: object, place: str) -> None:
 
 
 def single(name: str, shape: Sequence[int], rows: int) -> str | None:
-    """What to pass in place of a tensor whose one row, or one column, is what was asked for; None where that is not
-    so.
+    """What to pass in place of a tensor whose one row, or one column, is what was asked for;
+    None where that is not so.
     """
     if tuple(shape[:2]) == (1, rows):
         return f"{name}[0]"
@@ -123,8 +123,8 @@ KEYWORDS_OF_OTHERS = {
 
 
 def refuse_keywords(given: Mapping[str, object]) -> None:
-    """Raise for keywords that attention does not have, as Python does, with what stands for those of other
-    libraries.
+    """Raise for keywords that attention does not have, as Python does,
+    with what stands for those of other libraries.
     """
     for name in given:
         way = f": {KEYWORDS_OF_OTHERS[name]}" if name in KEYWORDS_OF_OTHERS else ""
@@ -170,8 +170,8 @@ def attention_scale(q: Tensor, scale: float | None) -> float:
 
 
 def is_mean(x: Tensor) -> bool:
-    """Whether the operation that made ``x`` says itself that it took a mean: ``mean()``, or a loss of torch's with that
-    reduction.
+    """Whether the operation that made ``x`` says itself that it took a mean:
+    ``mean()``, or a loss of torch's with that reduction.
     """
     # Names of torch's own: a release without them loses this check and nothing else.
     return type(x.grad_fn).__name__ == "MeanBackward0" or getattr(x.grad_fn, "_saved_reduction", None) == 1

@@ -1,5 +1,5 @@
-"""Bind: a plan and this rank of a process group become a :class:`flexcp.Step`, once all ranks are seen to hold the same
-plan.
+"""Bind: a plan and this rank of a process group become a :class:`flexcp.Step`,
+once all ranks are seen to hold the same plan.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ def fastest_kernel(
     slices: Ints | None = None,
     repeats: int = 10,
 ) -> Choice:
-    """The kernel with the least time forward and backward together; ``slices`` are rows of six integers (a causal 8,192
-    without).
+    """The kernel with the least time forward and backward together;
+    ``slices`` are rows of six integers (a causal 8,192 without).
     """
     times = kernel_times(
         device,

@@ -135,8 +135,8 @@ class _LatentAttention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class LatentMessages:
-    """The exchange of one pass and what its messages hold: rows of ``width`` numbers, in ``dtype`` or, where partial,
-    the ``wide`` one.
+    """The exchange of one pass and what its messages hold: rows of ``width`` numbers, in ``dtype`` or,
+    where partial, the ``wide`` one.
     """
 
     exchange: Exchange

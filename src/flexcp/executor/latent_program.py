@@ -1,5 +1,5 @@
-"""Latent program: what :mod:`flexcp.executor.latent` moves and computes on one rank, derived from the plan. Integers
-only.
+"""Latent program: what :mod:`flexcp.executor.latent` moves and computes on one rank, derived from the plan.
+Integers only.
 
 All keys lie in one *arena* in stream order, own ones among the received, so work is in few large slices and one launch.
 Queries stay at home and come with all their heads: a plan that moves or splits them is refused.

@@ -53,8 +53,8 @@ def passable(window: int | None) -> int | None:
 
 
 def _has_window(mask: LayerMask, window: int, batch: Batch) -> bool:
-    """Whether a mask is what a layer of that window means. A layer without one takes any mask that is not a window of
-    its own.
+    """Whether a mask is what a layer of that window means. A layer without one takes any mask
+    that is not a window of its own.
     """
     if window == 0:
         return not all(_is_window(rule) for rule in mask.rules)

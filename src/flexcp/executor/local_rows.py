@@ -43,8 +43,8 @@ def gather(local: Tensor, placement: Placement, collectives: Collectives) -> Ten
 
 
 def all_gathered(local: Tensor, counts: list[int], collectives: Collectives, place: str) -> Tensor:
-    """All ranks' rows, rank after rank, on every rank; ``counts`` says how many each has. Backward sums the gradients
-    of all ranks.
+    """All ranks' rows, rank after rank, on every rank; ``counts`` says how many each has.
+    Backward sums the gradients of all ranks.
     """
     found: Tensor = _AllGather.apply(local, counts, collectives, place)
     return found
@@ -74,8 +74,8 @@ def relayout(
     back: bool,
     place: str = "step.relayout",
 ) -> Tensor:
-    """Rows of the plan's layout moved to that of ``maps`` (stream tokens of every rank in order); or ``back``, pads
-    zero.
+    """Rows of the plan's layout moved to that of ``maps`` (stream tokens of every rank in order);
+    or ``back``, pads zero.
     """
     here = [local_stream(placement, r) for r in range(placement.ranks)]
     there = [np.asarray(index, np.int64) for index in maps]
@@ -182,8 +182,8 @@ SentAndReceived = list[tuple[Tensor, Tensor]]
 
 
 def _rows_by_peer(source: list[Ints], stream: int, wanted: list[Ints], rank: int) -> SentAndReceived:
-    """For each peer: (local rows this rank sends it, local rows of the result that come from it). ``source`` says who
-    holds what.
+    """For each peer: (local rows this rank sends it, local rows of the result that come from it).
+    ``source`` says who holds what.
     """
     owner = np.full(stream, -1)
     place = np.empty(stream, np.int64)

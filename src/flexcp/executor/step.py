@@ -88,8 +88,8 @@ class Step:
         self.handle = new_handle(self)
         """This step as a tensor, for operators: see :mod:`flexcp.executor.step_handles`."""
         self.calls = 0
-        """Attention calls of this step so far, recomputed ones included. 0 after a model's forward: the model does not
-        use flexcp.
+        """Attention calls of this step so far, recomputed ones included. 0 after a model's forward:
+        the model does not use flexcp.
         """
         self.losses = LossWatch(plan.placement, self.group)
         """How its losses and gradients are divided and reduced, as far as it was said or seen."""
@@ -202,8 +202,8 @@ class Step:
         return self.losses.say(local_rows.gather(local, self.plan.placement, self.collectives))
 
     def roll(self, local: Tensor, shift: int = -1, fill: float | int = 0) -> Tensor:
-        """Local rows moved by ``shift`` inside their documents, across ranks: ``roll(x, -1)`` is each token's
-        successor.
+        """Local rows moved by ``shift`` inside their documents, across ranks:
+        ``roll(x, -1)`` is each token's successor.
 
         Rows whose source lies outside the document, and pads, get ``fill``. Differentiable. A document that branches is
         refused.
@@ -215,8 +215,8 @@ class Step:
         return local_rows.roll(local, self.plan.placement, self.collectives, shift, fill)
 
     def relayout(self, local: Tensor, to: str | Sequence[Sequence[int]] = "contiguous") -> Tensor:
-        """Local rows in another layout of the same stream: ``"contiguous"``, ``"zigzag"``, or an index array per rank.
-        Differentiable.
+        """Local rows in another layout of the same stream: ``"contiguous"``, ``"zigzag"``,
+        or an index array per rank. Differentiable.
 
         What layers that read tokens in order need (state space models, convolutions): ``y = layer(step.relayout(x))``,
         then back with :meth:`restore`. Pads stay behind. A document that branches is refused.
@@ -226,8 +226,8 @@ class Step:
         return local_rows.relayout(local, self.plan.placement, self.collectives, self._maps(to), back=False)
 
     def restore(self, moved: Tensor, of: str | Sequence[Sequence[int]] = "contiguous") -> Tensor:
-        """Undo :meth:`relayout`: rows in the layout ``of`` moved back to the plan's, zeros where it has pads.
-        Differentiable.
+        """Undo :meth:`relayout`: rows in the layout ``of`` moved back to the plan's,
+        zeros where it has pads. Differentiable.
         """
         maps = self._maps(of)
         check_rows(moved, "step.restore")
@@ -248,8 +248,8 @@ class Step:
         return maps
 
     def labels(self, tokens: Tensor, ignore: int = -100) -> Tensor:
-        """Next-token labels of this rank's rows from the stream's token ids: shifted inside documents *before*
-        sharding.
+        """Next-token labels of this rank's rows from the stream's token ids:
+        shifted inside documents *before* sharding.
 
         Where a token has several ids, ``[tokens, ids]``, each has its own successor. Labels that are shifted already
         (each the token after its own) are not for here: ``step.shard`` them. A document that branches is refused.
@@ -276,8 +276,8 @@ class Step:
         return edges_of(self._sequences, self.row_tokens.numpy(), tokens, ignore)
 
     def log_probs(self, logits: Tensor, tokens: Tensor | Edges, ignore: int = -100) -> Tensor:
-        """The log-probability of the next token of each edge of this rank, ``[edges]``, float32 at least; 0 where it
-        does not count.
+        """The log-probability of the next token of each edge of this rank, ``[edges]``, float32 at least;
+        0 where it does not count.
 
         ``tokens`` are the stream's ids, or ``step.edges(tokens)``: whose ``pairs()`` say which (sequence, position) a
         value is of. :meth:`gather_sequences` brings values of all ranks together. Logits are read in chunks, and not
@@ -290,8 +290,8 @@ class Step:
             return edge_log_probs(logits, edges)
 
     def gather_sequences(self, values: Tensor, edges: Edges) -> list[Tensor]:
-        """Values of all ranks' edges by sequence, on every rank: for each sequence of the batch one for each of its
-        tokens.
+        """Values of all ranks' edges by sequence, on every rank:
+        for each sequence of the batch one for each of its tokens.
 
         The first token of a sequence is nobody's next and has 0. Sequences come document by document, those of a tree
         in the order of its ends. Differentiable, as :meth:`gather` is.
@@ -377,8 +377,8 @@ class Step:
         gradients: Gradients = "summed",
         without_attention: bool = False,
     ) -> Tensor:
-        """This rank's share of a mean of one's own: ``total`` (a sum over local rows) / ``count`` of all ranks, as
-        :meth:`loss` does it.
+        """This rank's share of a mean of one's own: ``total`` (a sum over local rows) / ``count`` of all ranks,
+        as :meth:`loss` does it.
 
         ``count`` is what this rank's sum would be divided by if it were alone: its own valid labels,
         ``(labels != -100).sum()``, and not the batch's, such as the loader's ``batch.valid``, because counts are summed
@@ -416,8 +416,8 @@ class Step:
             raise ValueError(wrong_count(float(count), rows, self.plan.ranks))
 
     def _may_look_at(self, x: Tensor) -> bool:
-        """Whether the host may read ``x``: a device would have to be waited for, which is done in the first step of a
-        group alone.
+        """Whether the host may read ``x``: a device would have to be waited for,
+        which is done in the first step of a group alone.
         """
         return x.device.type == "cpu" or self.collectives.step == 1
 
@@ -449,8 +449,8 @@ class Step:
         self.losses.note_call(first=self.calls == 1)
 
     def _warn_of_rows_nobody_asked_for(self) -> None:
-        """Warn where rows that a user cut himself would fit this rank in number, but not be the plan's: tensors do not
-        show it.
+        """Warn where rows that a user cut himself would fit this rank in number, but not be the plan's:
+        tensors do not show it.
         """
         if self.plan.ranks == 1 or self.asked_for_rows:
             return
@@ -466,8 +466,8 @@ class Step:
             )
 
     def pass_recipe(self, mask: int, backward: bool) -> PassRecipe:
-        """This rank's program for a mask and direction with what the plan decides about it, derived on first use unless
-        it came along.
+        """This rank's program for a mask and direction with what the plan decides about it,
+        derived on first use unless it came along.
         """
         key = (mask, backward)
         if key not in self._pass_recipes:
@@ -487,8 +487,8 @@ class Step:
         return self._prepared[key]
 
     def prepare(self, device: torch.device | str, kernel: str | None = None) -> None:
-        """Make everything attention needs on ``device`` now, for all masks and both directions, rather than at the
-        first layer.
+        """Make everything attention needs on ``device`` now, for all masks and both directions,
+        rather than at the first layer.
         """
         types = types_of(torch.empty(0, dtype=getattr(torch, self.plan.shape.dtype), device=device_of(device)))
         name = self.choose_kernel(types.device, kernel)
@@ -505,8 +505,8 @@ class Step:
         return self.passes.open(mask, backward, device, self.sent_bytes["backward" if backward else "forward"], calls)
 
     def choose_kernel(self, device: torch.device, kernel: str | None) -> str:
-        """The name of the kernel for tensors on ``device``; ``kernel`` overrides the choice. Noted in
-        ``self.kernels``.
+        """The name of the kernel for tensors on ``device``; ``kernel`` overrides the choice.
+        Noted in ``self.kernels``.
         """
         if (device, kernel) not in self._chosen:
             shape = self.plan.shape

@@ -41,6 +41,6 @@ class Watcher(Protocol):
         out: Tensor,
         lse: Tensor,
     ) -> None:
-        """Look at the result of a forward, local rows in local order. Every rank of the step comes here in the same
-        call.
+        """Look at the result of a forward, local rows in local order.
+        Every rank of the step comes here in the same call.
         """

@@ -36,8 +36,8 @@ from flexcp.executor.run.message_layout import types_of
 
 
 class Inputs(NamedTuple):
-    """What a call computes with. ``where`` is the one tensor that says what attends to what: a step's handle, or
-    slices.
+    """What a call computes with. ``where`` is the one tensor that says what attends to what:
+    a step's handle, or slices.
     """
 
     q: Tensor
@@ -96,8 +96,8 @@ def register_attention(
     numbers: Tuples,
     keeps: bool = False,
 ) -> Callable[..., Any]:
-    """Register a pair of functions as ``flexcp::`` operators of these names; returns what calls the forward, with its
-    gradient.
+    """Register a pair of functions as ``flexcp::`` operators of these names; returns what calls the forward,
+    with its gradient.
 
     ``numbers`` are the types of the tuples that both take after their tensors; ``keeps``: the forward returns what it
     keeps.

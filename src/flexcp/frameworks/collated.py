@@ -41,8 +41,8 @@ class Collated:
     """``[rows, columns]``: which places of the batch the tokens stood at, row after row."""
 
     def put_back(self, values: Tensor) -> Tensor:
-        """Values of the tokens, ``[T, ...]``, where the tokens stood, ``[rows, columns, ...]``; zeros at padding.
-        Differentiable.
+        """Values of the tokens, ``[T, ...]``, where the tokens stood, ``[rows, columns, ...]``;
+        zeros at padding. Differentiable.
         """
         found = values.new_zeros((*self.keep.shape, *values.shape[1:]))
         return found.index_put((self.keep,), values)

@@ -39,8 +39,8 @@ def sum_gradients(model: nn.Module) -> None:
 
 
 def note_reduction(model: nn.Module, step: Step) -> None:
-    """Let ``step`` know when ``model`` is sharded over ranks that share its batch, and whether it averages or sums
-    their gradients.
+    """Let ``step`` know when ``model`` is sharded over ranks that share its batch,
+    and whether it averages or sums their gradients.
     """
     if step.group is None or not isinstance(model, FSDPModule):
         return

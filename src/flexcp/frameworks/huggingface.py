@@ -57,8 +57,8 @@ def register() -> None:
 
 
 def turn_on(model: PreTrainedModel | DistributedDataParallel) -> None:
-    """Let ``model`` attend by flexcp from now on, and raise whenever it is given a step that its attention does not
-    use.
+    """Let ``model`` attend by flexcp from now on, and raise whenever it is given a step
+    that its attention does not use.
 
     The choice is kept in ``model.config``, where every layer looks for it, as ``model.set_attn_implementation`` does.
     That is the object the model was made of: another model made of the same one attends by flexcp too, without the
@@ -144,8 +144,8 @@ def planner(
     tp: int = 1,
     **options: Any,
 ) -> Planner:
-    """A planner for a model's attention, from the model or its configuration; ``tp`` is over how many ranks heads are
-    split.
+    """A planner for a model's attention, from the model or its configuration;
+    ``tp`` is over how many ranks heads are split.
 
     ``dtype`` is what the activations are in. By default it is that of the model's weights or the configuration's
     ``dtype``, and float32 where a configuration says nothing, as Transformers makes such a model. Say it where autocast
@@ -221,8 +221,8 @@ def _refuse_other_marks(labels: Tensor) -> None:
 
 
 def _refuse_other_streams(step: Step, tokens: Tensor) -> None:
-    """Raise on every rank where ranks gave other token ids to the group's first step, as samplers do that deal
-    documents over ranks.
+    """Raise on every rank where ranks gave other token ids to the group's first step,
+    as samplers do that deal documents over ranks.
 
     Documents of equal lengths have equal plans on all ranks, so binding cannot see it.
     """

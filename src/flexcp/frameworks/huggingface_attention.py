@@ -104,8 +104,8 @@ def flexcp_attention(
 
 
 def chunks_named(size: int) -> str:
-    """What :func:`flexcp.frameworks.huggingface.masks` calls the mask of chunked layers: the name has the value, as a
-    window has.
+    """What :func:`flexcp.frameworks.huggingface.masks` calls the mask of chunked layers:
+    the name has the value, as a window has.
     """
     return f"chunks of {size}"
 
@@ -125,8 +125,8 @@ def _chunk(module: nn.Module) -> int:
 
 
 def _autocast(x: Tensor) -> Tensor:
-    """``x`` in autocast's dtype where that is on: RoPE in float32 leaves queries and keys in another dtype than
-    values.
+    """``x`` in autocast's dtype where that is on: RoPE in float32 leaves queries and keys
+    in another dtype than values.
     """
     kind = x.device.type
     if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
@@ -142,8 +142,8 @@ def flexcp_mask(
     config: PreTrainedConfig | None = None,
     **others: Any,
 ) -> None:
-    """What Transformers calls for a model's mask. There is none to build: the plan has it, and what it cannot have is
-    refused.
+    """What Transformers calls for a model's mask. There is none to build:
+    the plan has it, and what it cannot have is refused.
     """
     if use_vmap or (not torch.compiler.is_compiling() and not _is_plain(mask_function)):
         raise NotImplementedError(

@@ -1,5 +1,5 @@
-"""Hooks around the forward of a Hugging Face model: a step that is not used, a loss that is divided wrongly, positions
-nobody gave.
+"""Hooks around the forward of a Hugging Face model: a step that is not used, a loss that is divided wrongly,
+positions nobody gave.
 
 :func:`check_forwards` is for models turned on by :mod:`flexcp.frameworks.huggingface`, :func:`check_use` for those
 whose keywords somebody else looks after.
@@ -26,8 +26,8 @@ _ROW = "_flexcp_row"
 
 
 def check_forwards(model: nn.Module) -> None:
-    """Refuse wrong keywords beside a step from now on, fill in what the step knows, and :func:`check_use`. Once is
-    enough.
+    """Refuse wrong keywords beside a step from now on, fill in what the step knows, and :func:`check_use`.
+    Once is enough.
     """
     if _refuse_wrong_use in model._forward_pre_hooks.values():
         return
@@ -134,8 +134,8 @@ def _refuse_wrong_use(module: nn.Module, arguments: tuple[Any, ...], keywords: d
 
 
 def _refuse_hybrid(module: nn.Module, step: Step) -> None:
-    """Raise for a model with layers that read tokens in order: along the stream their state would go from one branch
-    into the next.
+    """Raise for a model with layers that read tokens in order:
+    along the stream their state would go from one branch into the next.
     """
     config = getattr(module, "config", None)
     config = getattr(config, "text_config", config)
@@ -153,8 +153,8 @@ def _refuse_hybrid(module: nn.Module, step: Step) -> None:
 
 
 def _refuse_other_count(count: Any, step: Step, gradients: Gradients) -> None:
-    """Raise for a number of labels that is not the one made with the labels, where that one also holds how gradients
-    are reduced.
+    """Raise for a number of labels that is not the one made with the labels,
+    where that one also holds how gradients are reduced.
     """
     if isinstance(count, ValidLabels) or (count is not None and share_factor(gradients, step.cp_size) == 1):
         return
@@ -216,8 +216,8 @@ def _with_positions(module: nn.Module, arguments: tuple[Any, ...], keywords: dic
 
 
 def _with_borders(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Without a step, the borders of documents in a form that reaches attention: Llama 4 keeps positions from its
-    attention layers.
+    """Without a step, the borders of documents in a form that reaches attention:
+    Llama 4 keeps positions from its attention layers.
     """
     config = getattr(module, "config", None)
     chunked = CHUNKED in (getattr(config, "layer_types", None) or ())
@@ -285,8 +285,8 @@ def _check_calls(module: nn.Module, arguments: Any, keywords: dict[str, Any], ou
 
 
 def _loss_of(output: Any, keywords: Mapping[str, Any]) -> Tensor | None:
-    """The loss of a model that was given shifted labels and what to divide by, if its output, which may be a tuple, has
-    one.
+    """The loss of a model that was given shifted labels and what to divide by, if its output, which may be a tuple,
+    has one.
     """
     if keywords.get("shift_labels") is None or keywords.get("num_items_in_batch") is None:
         return None
@@ -295,8 +295,8 @@ def _loss_of(output: Any, keywords: Mapping[str, Any]) -> Tensor | None:
 
 
 def _without_the_row(module: nn.Module, output: Any) -> Any:
-    """The output without the row of :func:`_with_a_row`, which its gradient still reaches: with zeros, so that all
-    parameters have one.
+    """The output without the row of :func:`_with_a_row`, which its gradient still reaches:
+    with zeros, so that all parameters have one.
     """
     if not getattr(module, _ROW, False):
         return None

@@ -172,8 +172,8 @@ class FlexcpTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
         **keywords: Any,
     ) -> Any:
-        """The trainer's loss, by a model that used the step: of a batch that was prepared, here or before, or in a
-        shared forward.
+        """The trainer's loss, by a model that used the step: of a batch that was prepared, here or before,
+        or in a shared forward.
         """
         if not self._model_takes_the_loss():
             self._refuse_lost_borders(inputs)
@@ -224,8 +224,8 @@ class FlexcpTrainer(Trainer):
 
 
 def _refuse_parallelism(owner: Any) -> None:
-    """Raise for Accelerate's own ways of sharing a batch beside ours, where training arguments or an accelerator have
-    them.
+    """Raise for Accelerate's own ways of sharing a batch beside ours,
+    where training arguments or an accelerator have them.
     """
     for name in ("cp_size", "sp_size", "tp_size"):
         size = getattr(getattr(owner, "parallelism_config", None), name, 1)

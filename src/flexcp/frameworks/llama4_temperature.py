@@ -1,5 +1,5 @@
-"""Llama 4's temperature: its layers without RoPE scale queries by where they are, which the model finds by counting its
-rows.
+"""Llama 4's temperature: its layers without RoPE scale queries by where they are,
+which the model finds by counting its rows.
 
 Rows of a rank are not the tokens of one document, so queries come scaled for the wrong place. Both scales are known:
 :func:`retuned` divides by the one that the model took and multiplies by the one of the token's place in its document.
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 
 def retuned(module: nn.Module, q_THD: Tensor, rows: int, positions_T: Tensor) -> Tensor:
-    """Queries ``[T, H, D]`` that a model scaled by their number in rows of ``rows`` tokens, scaled by their positions
-    in its place.
+    """Queries ``[T, H, D]`` that a model scaled by their number in rows of ``rows`` tokens,
+    scaled by their positions in its place.
     """
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return q_THD

@@ -99,8 +99,8 @@ def planned_spec(spec: Any) -> Any:
 
 
 def adapt(model: Any) -> Any:
-    """Make a Megatron model's rotary embeddings take positions from the plan; call it once, before it is wrapped.
-    Returns the model.
+    """Make a Megatron model's rotary embeddings take positions from the plan;
+    call it once, before it is wrapped. Returns the model.
     """
     if getattr(model.config, "mtp_num_layers", None):
         raise NotImplementedError(
@@ -154,8 +154,8 @@ class PlannedAttention(MegatronModule):  # type: ignore[misc]
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """``[tokens, 1, heads x v_head_dim]`` from ``[tokens, 1, heads, head_dim]``, without the 1 where it came
-        without.
+        """``[tokens, 1, heads x v_head_dim]`` from ``[tokens, 1, heads, head_dim]``,
+        without the 1 where it came without.
         """
         step = step_of(packed_seq_params)
         if attention_mask is not None:
@@ -216,8 +216,8 @@ def step_of(packed_seq_params: Any) -> Step:
 
 
 def planner(config: Any, cluster: Cluster, **options: Any) -> Planner:
-    """A planner for a ``TransformerConfig``: this rank's heads under tensor parallelism, and what the other layers
-    cost.
+    """A planner for a ``TransformerConfig``: this rank's heads under tensor parallelism,
+    and what the other layers cost.
 
     ``cluster`` is the pool: data-parallel x context-parallel ranks. Megatron counts tensor-parallel ranks first, so
     with 8 GPUs a node and a tensor-parallel size of 2 a node holds 4 ranks of the pool. ``options`` go to
@@ -248,8 +248,8 @@ def planner(config: Any, cluster: Cluster, **options: Any) -> Planner:
 
 
 def layer_masks(config: Any, mask: MaskLike | None = None) -> dict[str, tuple[MaskLike, int]]:
-    """The masks of a model's layers: ``mask`` (causal by default), and its window where the config has window
-    layers.
+    """The masks of a model's layers: ``mask`` (causal by default),
+    and its window where the config has window layers.
     """
     layers = range(1, config.num_layers + 1)
     windowed = sum(is_layer_window_attention(config.window_size, config.window_attn_skip_freq, n) for n in layers)

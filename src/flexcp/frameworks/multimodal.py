@@ -47,8 +47,8 @@ TEXT, IMAGE, VIDEO = 0, 1, 2
 
 @dataclass(frozen=True)
 class VisionDocument:
-    """Token ids (placeholders inside spans), the kind of each token, the patches of all its frames, and its grids
-    ``[spans, 3]``.
+    """Token ids (placeholders inside spans), the kind of each token, the patches of all its frames,
+    and its grids ``[spans, 3]``.
 
     ``seconds`` are those between the frames of each video, which Qwen2.5-VL counts positions by; 1 without them.
     """
@@ -61,8 +61,8 @@ class VisionDocument:
 
 
 def turn_on(model: PreTrainedModel) -> None:
-    """Let all parts of ``model`` attend under the ``step`` they are called with, by the plan's own mask; a step not
-    used raises.
+    """Let all parts of ``model`` attend under the ``step`` they are called with, by the plan's own mask;
+    a step not used raises.
     """
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
@@ -126,8 +126,8 @@ def no_mask(*, attention_mask: Tensor | None = None, **_: Any) -> None:
 
 
 def image_rows(features: Tensor, encoder: Step, language: Step, batch: ImageBatch) -> tuple[Tensor, Tensor]:
-    """(rows of this rank that are image tokens, ``[rows, merge, ...]`` the encoder's rows that make each).
-    Differentiable.
+    """(rows of this rank that are image tokens, ``[rows, merge, ...]`` the encoder's rows
+    that make each). Differentiable.
 
     ``features`` are this rank's rows under the ``encoder`` step. Both steps must be of the same group.
     """
@@ -154,8 +154,8 @@ def image_rows(features: Tensor, encoder: Step, language: Step, batch: ImageBatc
 
 
 def encoder_masks(model: Any, batch: ImageBatch) -> dict[str, tuple[list[Mask], int]]:
-    """``masks=`` of the encoder's plan: those of the batch's frames with the number of layers of ``model`` that use
-    each.
+    """``masks=`` of the encoder's plan: those of the batch's frames with the number of layers
+    of ``model`` that use each.
     """
     visual = model.model.visual
     _check_window(visual, batch)
@@ -194,8 +194,8 @@ def qwen_vl(
 
 
 def encoded(visual: Any, documents: Sequence[VisionDocument], batch: ImageBatch, step: Step) -> Tensor:
-    """``[local patches, levels, width]``: this rank's patches, unmerged, after the last block and after those that
-    Qwen3-VL taps.
+    """``[local patches, levels, width]``: this rank's patches, unmerged,
+    after the last block and after those that Qwen3-VL taps.
     """
     from transformers.vision_utils import get_vision_position_ids
 

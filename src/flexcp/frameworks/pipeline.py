@@ -39,8 +39,8 @@ IGNORE = -100
 
 
 class PlannedMicroBatches:
-    """The micro-batches of a global batch, bound to this stage's pool. Every rank of every stage makes it from the same
-    plans.
+    """The micro-batches of a global batch, bound to this stage's pool.
+    Every rank of every stage makes it from the same plans.
     """
 
     def __init__(

@@ -73,8 +73,8 @@ class RolloutPart:
         return self.rows.step.losses.say(self.rows.returned(values))
 
     def log_probs(self, logits: Tensor, temperature: float = 1.0) -> Tensor:
-        """The log-probability of each token of this rank's rollouts, end to end, after those before it; 0 for the first
-        of each.
+        """The log-probability of each token of this rank's rollouts, end to end, after those before it;
+        0 for the first of each.
 
         ``logits`` are of this rank's rows, ``[rows, vocabulary]``; one number of each row travels.
         """
@@ -89,8 +89,8 @@ class RolloutPart:
 def shared_rollouts(
     rollouts: Sequence[Tensor], planner: Planner, group: dist.ProcessGroup | None = None, **options: Any
 ) -> Iterator[RolloutPart]:
-    """The micro-batches of the rollouts of all ranks, one after another; one of all of them where the planner has no
-    cap.
+    """The micro-batches of the rollouts of all ranks, one after another;
+    one of all of them where the planner has no cap.
 
     ``rollouts`` are this rank's, token ids ``[tokens]`` of each, at least one; ``options`` go to the planner's call.
     Every rank of ``group``, all by default, calls it and runs every forward and backward.

@@ -30,8 +30,8 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class Rows:
-    """This rank's rows of the batch, ``[rows]`` each; labels are shifted. Never empty: a rank without tokens has one
-    that nobody sees.
+    """This rank's rows of the batch, ``[rows]`` each; labels are shifted. Never empty:
+    a rank without tokens has one that nobody sees.
     """
 
     step: Step
@@ -42,8 +42,8 @@ class Rows:
     """The tokens of the stream that each rank loaded, where ranks loaded their own."""
 
     def returned(self, values: Tensor) -> Tensor:
-        """Values of this rank's rows, ``[rows, ...]``, as values of the tokens that this rank loaded, in their order.
-        Differentiable.
+        """Values of this rank's rows, ``[rows, ...]``, as values of the tokens that this rank loaded,
+        in their order. Differentiable.
 
         Every rank calls it, and every rank runs its backward.
         """
@@ -51,8 +51,8 @@ class Rows:
 
 
 def lengths_of(positions: Tensor) -> list[int]:
-    """Documents of a ``[rows, tokens]`` tensor of positions, row after row: one begins wherever positions do not go on
-    by 1.
+    """Documents of a ``[rows, tokens]`` tensor of positions, row after row:
+    one begins wherever positions do not go on by 1.
     """
     found = []
     for row in positions.cpu():

@@ -1,5 +1,5 @@
-"""Shared forwards: a model whose caller sees its own documents, while the ranks run the documents of all of them
-together.
+"""Shared forwards: a model whose caller sees its own documents,
+while the ranks run the documents of all of them together.
 
     shared = share_forward(model, planner, masks=huggingface.masks(model.config))
     out = model(input_ids=..., attention_mask=..., labels=...)      # on every rank, with documents of its own
@@ -46,8 +46,8 @@ PASSED_ON = {"fused_lm_head", "num_items_in_batch", "output_router_logits", "ret
 
 
 class LastPlan:
-    """A planner that keeps its last plan, for models that see the same documents one after another (a policy and its
-    reference).
+    """A planner that keeps its last plan, for models that see the same documents one
+    after another (a policy and its reference).
     """
 
     def __init__(self, planner: Planner, options: Mapping[str, Any]) -> None:
@@ -119,8 +119,8 @@ class SharedForward:
 def share_forward(
     model: PreTrainedModel, planner: Planner | LastPlan, group: dist.ProcessGroup | None = None, **options: Any
 ) -> SharedForward:
-    """Let every rank of ``group`` (all by default) call ``model`` with documents of its own and run those of all ranks
-    together.
+    """Let every rank of ``group`` (all by default) call ``model`` with documents of its own
+    and run those of all ranks together.
 
     ``model`` is turned on by :func:`flexcp.frameworks.huggingface.turn_on`; DDP and FSDP2 are wrapped around it
     afterwards. ``options`` go to the planner's call (``masks=``, ``tokens=``); models that see the same documents may

@@ -104,8 +104,8 @@ class FlexcpSelectiveAC(SelectiveAC):
 
 
 class FlexcpMetrics(MetricsProcessor):
-    """torchtitan's metrics, with ``flexcp/attention_balance`` and ``flexcp/token_balance``: the most of a rank / the
-    mean.
+    """torchtitan's metrics, with ``flexcp/attention_balance`` and ``flexcp/token_balance``:
+    the most of a rank / the mean.
 
     Ranks share a batch, so there is no loss of a rank's own: ``global_max_loss``, which torchtitan divides by the
     labels that a rank loaded and not by those it computed, is the batch's loss.
@@ -185,8 +185,8 @@ class FlexcpTrainer(Trainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
-        """torchtitan's, and how to plan: for which ``cluster``, by which ``strategy``, with which ``options`` of the
-        planner's call.
+        """torchtitan's, and how to plan: for which ``cluster``, by which ``strategy``,
+        with which ``options`` of the planner's call.
         """
 
         cluster: Cluster | None = None
@@ -243,8 +243,8 @@ class FlexcpTrainer(Trainer):
     def post_dataloading_process(
         self, input_dict: dict[str, Tensor], labels: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """This rank's rows of all ranks' documents, ``[1, rows]``; a document begins where positions are 0, and with
-        every row.
+        """This rank's rows of all ranks' documents, ``[1, rows]``; a document begins where positions are 0,
+        and with every row.
         """
         positions = input_dict.get("positions")
         if positions is None:
@@ -263,8 +263,8 @@ class FlexcpTrainer(Trainer):
         return rows.tokens[None], rows.labels[None], {"positions": rows.positions[None], "attention_masks": rows.step}
 
     def _rows_for_loss(self) -> dict[str, Any]:
-        """Options of the planner's call: a loss that is computed in chunks takes rows that these divide, and padding is
-        ignored.
+        """Options of the planner's call: a loss that is computed in chunks takes rows that these divide,
+        and padding is ignored.
         """
         chunks = getattr(self.loss_fn, "num_chunks", 1)
         return {"tokens": "equal", "pad_to": chunks} if chunks > 1 and "tokens" not in self.config.options else {}

@@ -23,8 +23,8 @@ from flexcp.version import __version__
 
 FORMAT = "flexcp-fuzz-1"
 MOST_TOKENS_ON_RANKS = 4096
-"""Tokens that are executed token by token and on real ranks; longer batches are planned, checked by ranges and
-simulated.
+"""Tokens that are executed token by token and on real ranks; longer batches are planned,
+checked by ranges and simulated.
 """
 
 

@@ -1,5 +1,5 @@
-"""Random cases. A case follows from the campaign's seed and its number alone, so that any one of them can be drawn
-again.
+"""Random cases. A case follows from the campaign's seed and its number alone,
+so that any one of them can be drawn again.
 
 Most are small, because small ones reach the corners: documents of one token, ranks without any, rows without keys. A
 few are so long that only ranges can count them. Strategies that take seconds to plan are drawn rarely.
@@ -43,8 +43,8 @@ DTYPES = ("float64", "float64", "float64", "bfloat16", "float32", "float16")
 
 
 def draw(seed: int, number: int, most_ranks: int | None = None) -> Case:
-    """Case ``number`` of a campaign; one for real ranks has at most ``most_ranks`` of them, and documents that run in a
-    moment.
+    """Case ``number`` of a campaign; one for real ranks has at most ``most_ranks`` of them,
+    and documents that run in a moment.
     """
     rng = random.Random(f"{seed}/{number}")
     on_ranks = most_ranks is not None

@@ -47,8 +47,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Extras:
-    """The checks that take longer, which a campaign asks for in a share of its cases. ``seconds`` limits a case in this
-    process.
+    """The checks that take longer, which a campaign asks for in a share of its cases.
+    ``seconds`` limits a case in this process.
     """
 
     again: bool = True
@@ -120,8 +120,8 @@ def _leaves_no_room(case: Case) -> bool:
 
 
 def _checks(case: Case, documents: list[int], plan: Plan, extras: Extras) -> Iterator[tuple[str, Callable[[], object]]]:
-    """(name, check) in the order in which they make sense: what a later one takes for granted, an earlier one has
-    seen.
+    """(name, check) in the order in which they make sense: what a later one takes for granted,
+    an earlier one has seen.
     """
     dense: list[list[NDArray[np.bool_]]] = []
     words = [[layer.of_document(d) for d in documents] for layer in case.layers]
@@ -153,8 +153,8 @@ def _check_again(case: Case, documents: list[int], plan: Plan) -> None:
 
 @contextmanager
 def _limited(seconds: int) -> Iterator[None]:
-    """Raises inside after so many seconds of this process's own time, however busy the machine is; ranks have limits of
-    their own.
+    """Raises inside after so many seconds of this process's own time, however busy the machine is;
+    ranks have limits of their own.
     """
 
     def ring(*_: object) -> None:

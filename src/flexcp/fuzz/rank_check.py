@@ -1,5 +1,5 @@
-"""Rank check: a plan run on real ranks, forward and backward under each of its masks, beside dense attention in
-float64.
+"""Rank check: a plan run on real ranks, forward and backward under each of its masks,
+beside dense attention in float64.
 
 Every rank makes the same stream from the seed; rank 0 gathers results and this process compares. Passes of all masks
 share one step, as layers do, and the first is run twice: on a CPU the same plan gives the same bits. Errors are max|x -

@@ -1,5 +1,5 @@
-"""Readers: every kind of file a user can hand over, changed at random, must be read, or refused in one line that names
-the file.
+"""Readers: every kind of file a user can hand over, changed at random, must be read,
+or refused in one line that names the file.
 
 A good file of each kind is changed as disks and cables do (bits, ranges, cut off), as a careless hand does (values of
 other types, missing and doubled entries), and as somebody hostile does (nesting without end, numbers beyond 64 bits,
@@ -50,8 +50,8 @@ TEXTS = (
 
 @dataclass(frozen=True)
 class Reader:
-    """A kind of file: what a good one holds, and what reads it. ``named``: complaints name the file, which has this
-    suffix.
+    """A kind of file: what a good one holds, and what reads it. ``named``: complaints name the file,
+    which has this suffix.
     """
 
     kind: str

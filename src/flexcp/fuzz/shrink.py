@@ -21,8 +21,8 @@ DEFAULTS: dict[str, Any] = {"head_dim": 8, "v_head_dim": 8, "dtype": "float64"}
 def shrunk(
     case: Case, outcome: Outcome, again: Callable[[Case], Outcome], more: Callable[[], bool]
 ) -> tuple[Case, Outcome]:
-    """The smallest failing case found, and its outcome; ``again`` judges a case, ``more`` says whether there is time
-    left.
+    """The smallest failing case found, and its outcome; ``again`` judges a case,
+    ``more`` says whether there is time left.
     """
     found = True
     while found:

@@ -15,8 +15,8 @@ LARGEST = 2**63 - 1
 
 
 def read_json(path: Path | str, what: str, hint: str) -> Any:
-    """The value in a JSON file; ValueError names the file, says why it is no ``what``, and gives the way out,
-    ``hint``.
+    """The value in a JSON file; ValueError names the file, says why it is no ``what``,
+    and gives the way out, ``hint``.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")

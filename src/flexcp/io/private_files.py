@@ -40,8 +40,8 @@ def read_own(folder: Path, name: str) -> bytes:
 
 
 def write_own(folder: Path, name: str, content: bytes) -> None:
-    """All of it or nothing, writable by the user alone; the folder is made where it is missing. NotOwnError where
-    others may write.
+    """All of it or nothing, writable by the user alone; the folder is made where it is missing.
+    NotOwnError where others may write.
     """
     _made(folder)
     with _opened(folder) as inside:
@@ -68,8 +68,8 @@ def refusal(folder: Path) -> str | None:
 
 
 def _made(folder: Path) -> None:
-    """Missing folders, for the user alone; those of root can be read by everybody, because an image is made by root and
-    used by others.
+    """Missing folders, for the user alone; those of root can be read by everybody,
+    because an image is made by root and used by others.
     """
     mode = 0o755 if os.geteuid() == 0 else 0o700
     for each in (*reversed(folder.parents), folder):

@@ -21,8 +21,8 @@ def visible(text: str) -> str:
 
 
 def visible_lines(text: str, indent: str) -> str:
-    """A text of several lines, such as a traceback: later lines are indented, so that none passes for a line of
-    ours.
+    """A text of several lines, such as a traceback: later lines are indented,
+    so that none passes for a line of ours.
     """
     return f"\n{indent}".join(visible(line) for line in text.splitlines())
 

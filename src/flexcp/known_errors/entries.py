@@ -63,8 +63,8 @@ ROWS: dict[str, Row] = {
 
 @dataclass(frozen=True)
 class KnownError:
-    """An entry: errors, when and on what they were found, and of pairs that were apart how many there were and came in
-    the right order.
+    """An entry: errors, when and on what they were found, and of pairs
+    that were apart how many there were and came in the right order.
     """
 
     key: str

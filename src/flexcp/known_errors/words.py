@@ -35,8 +35,8 @@ def off_words(cost: CostModel) -> str:
 
 
 def sure_words(cost: CostModel) -> str:
-    """The same, and how far ratios of two simulated times were off and whether the faster one was, where that has been
-    run.
+    """The same, and how far ratios of two simulated times were off and whether the faster one was,
+    where that has been run.
     """
     known = known_errors().get("ratios, stated")
     if known is None or not known.pairs:

@@ -36,8 +36,8 @@ def tree_under(mask: Mask, length: int) -> Tree | None:
 
 
 def depths(mask: Mask, length: int) -> Ints | None:
-    """The depth of each token of a document, or None where the document is one sequence and depth is the place in
-    it.
+    """The depth of each token of a document, or None where the document is one sequence
+    and depth is the place in it.
     """
     found = tree_under(mask, length)
     return None if found is None or found.is_one_sequence else found.depths()

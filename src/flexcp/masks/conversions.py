@@ -1,5 +1,5 @@
-"""Conversions: masks from other people's descriptions: slices, key ranges of every query, cumulative lengths, mask
-functions.
+"""Conversions: masks from other people's descriptions: slices, key ranges of every query, cumulative lengths,
+mask functions.
 
 Key ranges and mask functions are read query by query and joined into few slices: the ends of a range that stand still
 or move by one from query to query are the side of a rectangle or of a band.
@@ -60,8 +60,8 @@ def from_key_ranges(ranges: Sequence[Sequence[Sequence[int]]] | NDArray[np.integ
 def from_cu_seqlens(
     cu_seqlens: Sequence[int] | NDArray[np.integer], mask: Mask | None = None
 ) -> tuple[list[int], Mask]:
-    """``(lengths, mask)`` from cumulative lengths that start at 0: what :class:`flexcp.Planner` takes. Causal by
-    default.
+    """``(lengths, mask)`` from cumulative lengths that start at 0: what :class:`flexcp.Planner` takes.
+    Causal by default.
     """
     borders = _integers(cu_seqlens, "cu_seqlens")
     if borders.ndim != 1 or len(borders) < 2 or borders[0] != 0:

@@ -102,8 +102,8 @@ def token_count(value: int) -> int:
 
 
 NO_LIMIT = 1 << 62
-"""Numbers of tokens from here on mean "no limit", as ``sys.maxsize`` does in configurations; no file or table holds a
-larger one.
+"""Numbers of tokens from here on mean "no limit", as ``sys.maxsize`` does in configurations;
+no file or table holds a larger one.
 """
 
 

@@ -128,8 +128,8 @@ def shared_question(answers: int | Sequence[int] = 4, question: float | int = 0.
 
 
 def question_and_answer(mask: Mask, n: Ints) -> tuple[Ints, Ints]:
-    """Tokens of the question and of each answer but the last, which takes the remainder, in documents under a shared
-    question.
+    """Tokens of the question and of each answer but the last, which takes the remainder,
+    in documents under a shared question.
     """
     answers, share = int(mask.params[0]), float(mask.params[1])  # type: ignore[arg-type]
     q = np.array([int(share * int(x)) for x in n], np.int64)
@@ -148,8 +148,8 @@ def _shared_question_columns(mask: Mask, n: Ints) -> list[Columns]:
 
 
 def causal_blockwise(block: int = 256, local: int = 2) -> Mask:
-    """Causal; the first and last block of ``block`` tokens as usual, the others see block 0 and ``local`` blocks
-    back.
+    """Causal; the first and last block of ``block`` tokens as usual,
+    the others see block 0 and ``local`` blocks back.
     """
     block, local = reach(block), reach(local)
     if block < 1 or local < 0:
@@ -248,8 +248,8 @@ def _pairs(params: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class TextForm:
-    """How a command line writes a mask: its name, a colon, and numbers, of which the first ``required`` must be
-    given.
+    """How a command line writes a mask: its name, a colon, and numbers,
+    of which the first ``required`` must be given.
     """
 
     signature: str

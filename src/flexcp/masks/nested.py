@@ -59,8 +59,8 @@ def _around(begins: list[int], ends: list[int]) -> tuple[list[int], list[int]] |
 
 
 def meeting(begins: Ints, ends: Ints, around: Ints, q0: Ints, q1: Ints) -> tuple[Ints, Ints]:
-    """(range, slice) of every slice of a nested document that has rows in a range of rows, ordered by range, then
-    slice.
+    """(range, slice) of every slice of a nested document that has rows in a range of rows, ordered by range,
+    then slice.
 
     ``begins`` and ``ends`` are the rows of the slices, ``around`` the slice around each.
     """

@@ -127,8 +127,8 @@ class Tree:
         return found
 
     def without_seams(self) -> Tree:
-        """The same paths in the fewest segments: empty ones left out, only children joined to their parents. Its ends
-        are all leaves.
+        """The same paths in the fewest segments: empty ones left out, only children joined to their parents.
+        Its ends are all leaves.
         """
         kept: list[int] = []  # the tokens of segments that have any, in the order of the stream
         parents: list[int] = []

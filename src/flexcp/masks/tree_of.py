@@ -74,8 +74,8 @@ def tree_of(sequences: Sequence[Any], least_shared: int = 1, left: int | None = 
 
 @dataclass
 class _Node:
-    """A place where sequences branch or end: its depth, the sequences that end there, one that passes, and the first of
-    all below.
+    """A place where sequences branch or end: its depth, the sequences that end there, one that passes,
+    and the first of all below.
     """
 
     depth: int

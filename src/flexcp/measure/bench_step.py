@@ -1,5 +1,5 @@
-"""Bench step: every strategy on the ranks at hand, planning included, beside code that is not ours and beside what was
-predicted.
+"""Bench step: every strategy on the ranks at hand, planning included,
+beside code that is not ours and beside what was predicted.
 
 All ranks plan each strategy (as they would in training), bind the plan, run attention forward and backward once to warm
 up and then a few times, starting together; a time is the slowest rank's in the fastest repeat, and planning is the
@@ -141,8 +141,8 @@ def _attention(step: Step, device: str) -> Callable[[], tuple[Tensor, Callable[[
 def timed(
     group: dist.ProcessGroup, run: Callable[[], tuple[Any, Callable[[], Any]]], repeats: int, device: str
 ) -> tuple[float, float]:
-    """Milliseconds of forward, and of forward and backward: the slowest rank in the fastest repeat after one to warm
-    up.
+    """Milliseconds of forward, and of forward and backward:
+    the slowest rank in the fastest repeat after one to warm up.
     """
     samples = []
     for _ in range(repeats + 1):

@@ -41,8 +41,8 @@ def server(preload: list[str]) -> ForkServerContext:
 
 @contextmanager
 def without_interrupt() -> Iterator[None]:
-    """Inside, Ctrl-C waits; it counts when this ends. Only the main thread ever hears of it, so in others nothing is to
-    be done.
+    """Inside, Ctrl-C waits; it counts when this ends. Only the main thread ever hears of it,
+    so in others nothing is to be done.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

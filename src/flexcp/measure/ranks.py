@@ -142,8 +142,8 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
 
 
 def answer_calls(rank: int, size: int, pipe: Connection) -> None:
-    """Run what comes through the pipe, (function, arguments, how many ranks take part), and send what it gives, until
-    the pipe closes.
+    """Run what comes through the pipe, (function, arguments, how many ranks take part), and send what it gives,
+    until the pipe closes.
     """
     import torch.distributed as dist
 

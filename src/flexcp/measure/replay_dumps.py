@@ -126,8 +126,8 @@ def _disagreements(dumps: list[Dump]) -> list[str]:
 
 
 def _one_group(dumps: list[Dump], number: int, ranks: int) -> bool:
-    """Whether the ranks that dumped a step fit into one group. With several groups different plans are as they should
-    be.
+    """Whether the ranks that dumped a step fit into one group.
+    With several groups different plans are as they should be.
     """
     sizes = [step.plan.ranks for dump in dumps for step in dump.steps if step.number == number]
     return ranks <= min(sizes)

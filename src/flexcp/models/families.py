@@ -15,8 +15,8 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Experts:
-    """Names of a family's fields for experts; ``dense_first`` is how many first layers have none where the file does
-    not say.
+    """Names of a family's fields for experts; ``dense_first`` is how many first layers have none
+    where the file does not say.
     """
 
     count: tuple[str, ...] = ("num_experts",)

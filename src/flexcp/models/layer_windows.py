@@ -1,5 +1,5 @@
-"""Which layers of a ``config.json`` see a window: by its ``layer_types``, or by what its family makes of a file without
-them.
+"""Which layers of a ``config.json`` see a window: by its ``layer_types``,
+or by what its family makes of a file without them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Topology: what context parallelism sees of a machine and a model once tensor and pipeline parallelism have taken
-their part.
+"""Topology: what context parallelism sees of a machine and a model once tensor
+and pipeline parallelism have taken their part.
 
 GPUs are numbered node by node and divided as Megatron-Core and torchtitan divide them: tensor parallelism takes
 neighbours inside a node, pipeline stages are the outermost division, and everything between them is one pool of
@@ -88,8 +88,8 @@ def topology(cluster: Cluster, shape: Shape, model: Model | None = None, *, tp: 
 
 
 def divided_preset(preset: Preset, *, tp: int = 1, pp: int = 1, ep: int = 1) -> Preset:
-    """A model as one rank has it: its heads, its part of each layer and of the vocabulary, the layers of its stage, its
-    experts.
+    """A model as one rank has it: its heads, its part of each layer and of the vocabulary, the layers of its stage,
+    its experts.
 
     Of stages that differ it is the slowest: the one with the most layers without a window, and with the vocabulary's
     projection.

@@ -81,8 +81,8 @@ def _check_work(plan: Plan, number: int) -> None:
 
 
 def _check_document(mask: LayerMask, document: int, length: int, head_count: int, regions: Regions) -> None:
-    """How often each cell between the edges of regions is computed, a band of rows at a time, so that memory does not
-    grow with them.
+    """How often each cell between the edges of regions is computed, a band of rows at a time,
+    so that memory does not grow with them.
     """
     rows = _edges(regions.q0, regions.q1, length)
     keys = _edges(regions.k0, regions.k1, length)
@@ -247,8 +247,8 @@ class _SymbolicPass:
                 self._require(not (held & ~side.read & ~side.forwarded).any(), "a piece is received and never used")
 
     def _require_home_when_held(self) -> None:
-        """Only results that stay where they are computed may wait: those of own rows and own keys, where these never
-        travel home.
+        """Only results that stay where they are computed may wait: those of own rows and own keys,
+        where these never travel home.
         """
         held = self.program.held
         self._require(len(held) in (0, self.plan.ranks), "not one share of held work per rank")
@@ -289,8 +289,8 @@ class _SymbolicPass:
                 self._require(not missing or at_home, f"rank {rank} passes on {kind.name} of a piece it never received")
 
     def _require_kept_keys(self, backward: bool) -> None:
-        """Keys are kept for a backward, and do not travel there; nobody keeps what it would have to put in order
-        first.
+        """Keys are kept for a backward, and do not travel there;
+        nobody keeps what it would have to put in order first.
         """
         if self.program.keys_kept:
             self._require(backward, "a forward has no keys that were kept")
@@ -324,8 +324,8 @@ class _SymbolicPass:
                     side.arrived[target, heads, atoms] = stage
 
     def _compute(self) -> None:
-        """Work runs in the slot where its rows and keys are there; its rows and keys are complete no later than
-        that.
+        """Work runs in the slot where its rows and keys are there;
+        its rows and keys are complete no later than that.
         """
         shape, regions = self.plan.shape, self.regions
         labels = np.random.default_rng(0).integers(1, 1 << 63, self.plan.ranks).astype(np.uint64)

@@ -1,5 +1,5 @@
-"""Loops of rounds: messages cut into chunks, and chunks coloured into as many rounds as the busiest port has of them,
-compiled.
+"""Loops of rounds: messages cut into chunks, and chunks coloured into as many rounds
+as the busiest port has of them, compiled.
 
 Chunks are the edges of a bipartite multigraph from senders to receivers; a colour is a round, in which nobody sends or
 receives twice. As many colours as the busiest vertex has edges are always enough (Koenig): an edge whose ends have no
@@ -39,8 +39,8 @@ def in_rounds(
     most: int,
     unit: int,
 ) -> tuple[Ints, Ints, Ints]:
-    """Exchange g has the messages ``first[g] .. first[g + 1]``: the table of all chunks; chunk size and time of each
-    exchange.
+    """Exchange g has the messages ``first[g] .. first[g + 1]``: the table of all chunks;
+    chunk size and time of each exchange.
 
     Chunks have ``given`` bytes; or, when that is 0, as many as the largest message, halved (rounded up to ``unit``)
     while rounds take over ``enough`` per mille of the busiest port, at most to one in ``most`` and never below
@@ -176,8 +176,8 @@ def swap(
     c: int,
     other: int,
 ) -> None:
-    """Exchange the colours ``c`` and ``other`` along the path that leaves ``t`` with ``c``, so that c becomes free
-    there.
+    """Exchange the colours ``c`` and ``other`` along the path that leaves ``t`` with ``c``,
+    so that c becomes free there.
 
     The path comes to senders by edges of colour c. A sender that has none, such as the one that asks, is not on it.
     """

@@ -31,8 +31,8 @@ MAX_RANKS = 1 << 14
 
 
 class Fact(NamedTuple):
-    """A field: its JSON value in the header and in the file (None: it is not there), and the value of what a file
-    says.
+    """A field: its JSON value in the header and in the file (None: it is not there),
+    and the value of what a file says.
     """
 
     hashed: Callable[[Plan], Any] | None

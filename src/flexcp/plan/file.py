@@ -144,8 +144,8 @@ def _slice_count(rule: Mask, longest: int) -> int:
 
 
 def _slices_memory(rules: Sequence[Mask], chosen: Sequence[Sequence[int]], lengths: Ints) -> int:
-    """Memory that making the slices of all masks takes; ``chosen[mask]`` is one rule for all documents or one for
-    each.
+    """Memory that making the slices of all masks takes; ``chosen[mask]`` is one rule for all documents
+    or one for each.
     """
     counts = [_slice_count(rule, int(lengths.max(initial=1))) for rule in rules]
     slices = sum(sum(counts[i] for i in column) * (len(lengths) if len(column) == 1 else 1) for column in chosen)
@@ -154,8 +154,8 @@ def _slices_memory(rules: Sequence[Mask], chosen: Sequence[Sequence[int]], lengt
 
 
 def _check_comparisons(table: Sequence[Sequence[int]]) -> None:
-    """Slices whose rows overlap are compared pair by pair when a mask is made; refuse what would take longer than some
-    seconds.
+    """Slices whose rows overlap are compared pair by pair when a mask is made;
+    refuse what would take longer than some seconds.
     """
     rows = np.array(table, np.int64).reshape(-1, 6)
     first = np.sort(rows[:, m.Q0])

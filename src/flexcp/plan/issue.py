@@ -22,8 +22,8 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Parts(Table):
-    """Bytes ``start..stop`` of the message from ``source`` to ``target`` in a stage; ``across`` is its level, calls
-    count from 0.
+    """Bytes ``start..stop`` of the message from ``source`` to ``target`` in a stage;
+    ``across`` is its level, calls count from 0.
 
     Sorted by stage, level and round; messages that are issued whole are all of round 0.
     """

@@ -161,8 +161,8 @@ def field_sizes(side: int, backward: bool, results: bool, amount: int, shape: Sh
 
 
 def kept_starts(amounts: list[int], shape: Shape) -> list[int]:
-    """Where the keys of shelves of so many rows x heads begin in the memory that is kept for a backward, and where the
-    last end.
+    """Where the keys of shelves of so many rows x heads begin in the memory that is kept for a backward,
+    and where the last end.
     """
     return aligned_starts([aligned_starts(field_sizes(KEYS, False, False, a, shape))[-1] for a in amounts])
 
@@ -252,8 +252,8 @@ def _message_tenants(plan: Plan, rank: int, mask: int, backward: bool) -> Iterat
 
 
 def _groups(columns: Ints) -> tuple[Ints, Ints]:
-    """The different columns in ascending order, the first row leading, and which of them each is (faster than numpy's
-    own).
+    """The different columns in ascending order, the first row leading,
+    and which of them each is (faster than numpy's own).
     """
     order = np.lexsort(columns[::-1])
     ordered = columns[:, order]

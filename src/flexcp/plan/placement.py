@@ -37,8 +37,8 @@ class Runs(Table):
 
 @dataclass(frozen=True, eq=False)
 class Regions(Table):
-    """Work: the mask of ``document`` inside rows ``q0..q1``, keys ``k0..k1`` and query heads ``h0..h1``, computed by
-    ``rank``.
+    """Work: the mask of ``document`` inside rows ``q0..q1``, keys ``k0..k1`` and query heads ``h0..h1``,
+    computed by ``rank``.
     """
 
     rank: Ints

@@ -70,8 +70,8 @@ class Plan:
 
     @property
     def strategy(self) -> str:
-        """The strategy that placed the batch, with its degree where it has one: what ``auto`` chose, or the one that
-        was asked for.
+        """The strategy that placed the batch, with its degree where it has one:
+        what ``auto`` chose, or the one that was asked for.
         """
         if self.requested != "auto":
             return self.requested
@@ -101,8 +101,8 @@ class Plan:
         return [*self.moving_tables(), *(program.execution for pair in self.programs for program in pair)]
 
     def moving_tables(self) -> list[Table]:
-        """The tables that say what is where and what moves: runs, then for each mask regions, forward and backward
-        transfers.
+        """The tables that say what is where and what moves: runs, then for each mask regions,
+        forward and backward transfers.
         """
         found: list[Table] = [self.placement.runs]
         for regions, (forward, backward) in zip(self.placement.regions, self.programs, strict=True):
@@ -116,8 +116,8 @@ class Plan:
         return isinstance(other, Plan) and self.hash == other.hash
 
     def check(self) -> None:
-        """Execute the plan symbolically, forward and backward; raises :class:`flexcp.plan.check.PlanError` on any
-        broken invariant.
+        """Execute the plan symbolically, forward and backward;
+        raises :class:`flexcp.plan.check.PlanError` on any broken invariant.
         """
         from flexcp.plan.check import check_plan
 
@@ -136,8 +136,8 @@ class Plan:
         return bytes_between_nodes(self, backward, mask)
 
     def peers(self, rank: int) -> list[int]:
-        """The ranks that ``rank`` sends to or receives from, under any mask and in either direction: a connection
-        each.
+        """The ranks that ``rank`` sends to or receives from, under any mask and in either direction:
+        a connection each.
         """
         from flexcp.plan.statistics import peers_of
 
@@ -156,8 +156,8 @@ class Plan:
     def rounds(
         self, mask: int = 0, backward: bool = False, chunk_bytes: int | None = None, rounds_per_call: int | None = None
     ) -> Rounds:
-        """The conflict-free rounds of one layer, and what they lose (:mod:`flexcp.plan.rounds`). Made once for each set
-        of arguments.
+        """The conflict-free rounds of one layer, and what they lose (:mod:`flexcp.plan.rounds`).
+        Made once for each set of arguments.
         """
         from flexcp.plan.rounds import plan_rounds
 

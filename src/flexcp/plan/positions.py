@@ -57,8 +57,8 @@ def refuse_branches(batch: Batch, what: str) -> None:
 
 
 def refuse_order(batch: Batch, what: str) -> None:
-    """Raise for a batch with a document that branches: ``what`` is for layers that read tokens in the order of the
-    stream.
+    """Raise for a batch with a document that branches: ``what`` is for layers that read tokens
+    in the order of the stream.
     """
     for document in batch.branches:
         raise NotImplementedError(

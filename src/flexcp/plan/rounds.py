@@ -50,8 +50,8 @@ class Messages(Table):
 
 @dataclass(frozen=True, eq=False)
 class Chunks(Table):
-    """Bytes ``start..stop`` of the message from ``source`` to ``target`` of an exchange, in the order of exchange,
-    round and source.
+    """Bytes ``start..stop`` of the message from ``source`` to ``target`` of an exchange,
+    in the order of exchange, round and source.
 
     ``exchange`` is a row of :class:`Exchanges`; rounds count from 0 in each.
     """
@@ -66,8 +66,8 @@ class Chunks(Table):
 
 @dataclass(frozen=True, eq=False)
 class Exchanges(Table):
-    """What moves in a stage inside nodes (``across`` 0) or across them (1), at least one byte; sorted by stage and
-    level.
+    """What moves in a stage inside nodes (``across`` 0) or across them (1), at least one byte;
+    sorted by stage and level.
 
     ``spent`` is the sum over rounds of the largest chunk, ``port`` what the busiest port sends or receives; both are
     bytes.

@@ -1,5 +1,5 @@
-"""A plan as text: its name, a line for logs, and a picture of who keeps and computes what, with work and bytes per
-rank.
+"""A plan as text: its name, a line for logs, and a picture of who keeps and computes what,
+with work and bytes per rank.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def one_line(plan: Plan) -> str:
 
 
 def explanation(plan: Plan) -> str:
-    """Why the plan is what it is, in a line: what ``auto`` took, over what and by how much; or what the asked strategy
-    has to say.
+    """Why the plan is what it is, in a line: what ``auto`` took, over what and by how much;
+    or what the asked strategy has to say.
     """
     if not plan.placement.note:
         return f"{plan.requested}, as asked"
@@ -42,8 +42,8 @@ def explanation(plan: Plan) -> str:
 
 
 def picture(plan: Plan) -> str:
-    """What ``print(plan)`` shows: the batch as a strip of owners, the longest document's rows by who computes them, a
-    line per rank.
+    """What ``print(plan)`` shows: the batch as a strip of owners, the longest document's rows by who computes them,
+    a line per rank.
     """
     note = [visible(explanation(plan))] if plan.placement.note else []
     parts = [visible(_title(plan)), *note, "", *_strip(plan), "", *_rows(plan), "", *_table(plan)]

@@ -122,8 +122,8 @@ class _MicroBatches:
                 return
 
     def _emptied(self, fullest: int, other: int, pairs: bool) -> bool:
-        """Do the exchange after which the two are least too full, every token too many priced as several; False if none
-        helps.
+        """Do the exchange after which the two are least too full, every token too many priced as several;
+        False if none helps.
         """
         grows, after, do = self._exchanges(fullest, other, pairs)
         over = np.maximum(0, np.maximum(-self.room[fullest] - grows, grows - self.room[other]))
@@ -139,8 +139,8 @@ class _MicroBatches:
     def _exchanges(
         self, one: int, other: int, pairs: bool
     ) -> tuple[Ints, Ints, Callable[[NDArray[np.bool_], Ints], bool]]:
-        """For every choice of documents of the two: the tokens that the other gains, the larger load of the two
-        afterwards.
+        """For every choice of documents of the two: the tokens that the other gains,
+        the larger load of the two afterwards.
 
         And a function that does the cheapest exchange among those that help, or says that there is none.
         """
@@ -166,8 +166,8 @@ class _MicroBatches:
         return grows, np.maximum(self.load[one] - moved, self.load[other] + moved), do
 
     def _choices(self, at: int, pairs: bool) -> list[tuple[int, ...]]:
-        """No document, and single ones from light to heavy or also some pairs; of many, an even choice with the
-        heaviest.
+        """No document, and single ones from light to heavy or also some pairs;
+        of many, an even choice with the heaviest.
         """
         ordered = sorted(self.documents[at], key=lambda d: (-self.costs[d], d))
         singles, paired = (ordered[:: max(1, -(-len(ordered) // most))] for most in (SINGLES, PAIRED))

@@ -1,5 +1,5 @@
-"""Request: everything a planner is told. A planner is a pure function ``Request -> Placement``, or it says why not by
-:class:`Refused`.
+"""Request: everything a planner is told. A planner is a pure function ``Request -> Placement``,
+or it says why not by :class:`Refused`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Ints = NDArray[np.int64]
 
 
 class Refused(ValueError):  # noqa: N818 - an answer more than an error
-    """This strategy cannot serve this request: a cap, a tolerance, a fixed layout or a number of heads does not suit
-    it. Another may.
+    """This strategy cannot serve this request: a cap, a tolerance,
+    a fixed layout or a number of heads does not suit it. Another may.
 
     Only a refusal: what no strategy would take (an argument that is no number, an effort below 0) is a plain
     ValueError.
@@ -68,8 +68,8 @@ class Request:
 
     @property
     def most_ahead(self) -> int:
-        """How many slots ahead a stage may be posted: messages that wait take memory, which a cap leaves to what needs
-        it.
+        """How many slots ahead a stage may be posted: messages that wait take memory,
+        which a cap leaves to what needs it.
         """
         return 2 if self.max_memory_per_rank is None else 1
 
@@ -121,8 +121,8 @@ def refuse_over_memory(request: Request, plan: Plan) -> None:
 
 
 def refuse_over_peers(request: Request, plan: Plan) -> None:
-    """For plans in which a rank talks to more others than the user allows; peers are what :meth:`flexcp.Plan.peers`
-    says.
+    """For plans in which a rank talks to more others than the user allows;
+    peers are what :meth:`flexcp.Plan.peers` says.
     """
     cap = request.max_peers
     if cap is None:

@@ -61,8 +61,8 @@ SLOW = ("hypergraph", "dcp")
 
 
 def split_names(text: str) -> list[str]:
-    """The strategies of a list with commas, of which those between two arguments of one strategy (``usp:8,2``) do not
-    divide.
+    """The strategies of a list with commas, of which those between two arguments of one strategy (``usp:8,2``)
+    do not divide.
     """
     found: list[str] = []
     for part in (part.strip() for part in text.split(",")):

@@ -55,8 +55,8 @@ def runs_of_ranges(rank: Ints, start: Ints, stop: Ints) -> Runs:
 
 
 def equalised(runs: Runs, ranks: int, tokens: int, pad_to: int) -> tuple[Runs, int]:
-    """The runs with pads so that every rank keeps the largest count, rounded up to ``pad_to``; and how many pads that
-    took.
+    """The runs with pads so that every rank keeps the largest count, rounded up to ``pad_to``;
+    and how many pads that took.
 
     Pads follow the documents in the stream and a rank's documents in its local order.
     """

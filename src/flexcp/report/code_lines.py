@@ -205,8 +205,8 @@ def _calibration(file: Path | None) -> str:
 
 
 def _training(training: Training) -> str:
-    """The call that makes the step: its model as a rank has it, its gradient sync, and what tensor parallelism divided
-    it by.
+    """The call that makes the step: its model as a rank has it, its gradient sync,
+    and what tensor parallelism divided it by.
     """
     preset = training.model
     model = ", ".join(f"{field.name}={getattr(preset.model, field.name)!r}" for field in fields(preset.model))

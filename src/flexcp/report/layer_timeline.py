@@ -1,5 +1,5 @@
-"""The timeline of one layer of a plan: attention of its first mask and the other layers, forward, then the same
-backward.
+"""The timeline of one layer of a plan: attention of its first mask and the other layers, forward,
+then the same backward.
 
 Attention is simulated event by event; the rest of the layer is a rank's tokens at the cost model's price, a third of it
 forward. Each rank goes on as soon as it can: the layer is as long as its slowest rank, and what others wait for is seen

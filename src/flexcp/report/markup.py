@@ -25,8 +25,8 @@ def tiles(figures: Sequence[tuple[str, str]]) -> str:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[Cell]], caption: str) -> str:
-    """A table that scrolls inside itself; a click on a header sorts. Numbers are aligned right and sorted as
-    numbers.
+    """A table that scrolls inside itself; a click on a header sorts.
+    Numbers are aligned right and sorted as numbers.
     """
     head = "".join(
         f'<th scope="col" aria-sort="none"><button type="button" class="sort">{escape(h)}</button></th>'

@@ -1,5 +1,5 @@
-"""A report: one HTML file that needs nothing else. Scripts, styles and numbers are inside, and its policy forbids the
-network.
+"""A report: one HTML file that needs nothing else. Scripts, styles and numbers are inside,
+and its policy forbids the network.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A plan as a section of a report: its batch, who keeps and computes what, where the time goes, what moves between
-whom.
+"""A plan as a section of a report: its batch, who keeps and computes what, where the time goes,
+what moves between whom.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ MOST_TRANSFERS = 500
 def plan_section(
     plan: Plan, title: str | None = None, bars: Iterable[Bar] = (), timed: str = "", time: PlanTime | None = None
 ) -> Section:
-    """Everything there is to see of a plan; ``bars`` are its timeline, of what ``timed`` says; ``time`` is of all
-    layers unless given.
+    """Everything there is to see of a plan; ``bars`` are its timeline, of what ``timed`` says;
+    ``time`` is of all layers unless given.
     """
     time = time or PlanTime.of_plan(plan)
     bound = time.perfect_ns(plan)

@@ -21,8 +21,8 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class PlanTime:
-    """Nanoseconds of all ranks together, and of each rank in attention, waiting, and in everything else (other layers,
-    gradient sync).
+    """Nanoseconds of all ranks together, and of each rank in attention, waiting,
+    and in everything else (other layers, gradient sync).
 
     ``what`` they are of, in words; ``says`` is a sentence to stand above them, or nothing.
     ``head_flops`` are those of a token in the vocabulary's projection, where that is in the total.
@@ -45,8 +45,8 @@ class PlanTime:
 
     @classmethod
     def of_step(cls, step: StepTime, head_flops: int, what: str = "step", says: str = "") -> PlanTime:
-        """A simulated step's; exposed gradient sync counts to the other layers, and who is done waits for the
-        slowest.
+        """A simulated step's; exposed gradient sync counts to the other layers,
+        and who is done waits for the slowest.
         """
         attention, linear = step.ranks[0], step.ranks[2] + step.ranks[3]
         waits = np.maximum(step.total_ns - attention - linear, 0)

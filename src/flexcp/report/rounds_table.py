@@ -1,5 +1,5 @@
-"""Rounds of a plan as text and as plain numbers: for each stage and level how many, and what they lose against the
-busiest port.
+"""Rounds of a plan as text and as plain numbers: for each stage and level how many,
+and what they lose against the busiest port.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ LEVELS = ("inside nodes", "across nodes")
 
 
 def rounds_columns(plan: Plan, backward: bool) -> dict[str, list[Any]]:
-    """Stage, level (1: across nodes), rounds and their time against the busiest port's, of the first mask; one entry
-    per exchange.
+    """Stage, level (1: across nodes), rounds and their time against the busiest port's, of the first mask;
+    one entry per exchange.
     """
     exchanges = plan.rounds(0, backward).exchanges
     return {

@@ -78,8 +78,8 @@ def timeline_data(bars: Iterable[Bar]) -> dict[str, Any]:
 
 
 def _merged(bars: list[_Merged], gap: int) -> list[_Merged]:
-    """Transfers of a rank on a track that lie within ``gap`` of each other as one; its name is its stage's, when they
-    share it.
+    """Transfers of a rank on a track that lie within ``gap`` of each other as one;
+    its name is its stage's, when they share it.
     """
     found: list[_Merged] = []
     for bar in sorted(bars, key=lambda b: (b.rank, b.track, b.begin)):

@@ -34,8 +34,8 @@ def drawn_trees(plan: Plan) -> dict[int, Tree]:
 
 
 def tree_data(plan: Plan) -> list[dict[str, Any]]:
-    """For each tree its segments as columns, and the parts that ranks keep of them: (segment, rank, first and last
-    token inside it).
+    """For each tree its segments as columns, and the parts that ranks keep of them:
+    (segment, rank, first and last token inside it).
     """
     runs = plan.placement.runs
     order = np.argsort(runs.start, kind="stable")

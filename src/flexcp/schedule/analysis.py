@@ -52,8 +52,8 @@ class MaskAnalysis(NamedTuple):
 def analyse(
     placement: Placement, shape: Shape, cluster: Cluster, cost: CostModel, keep_kv: int = 0, most_ahead: int = 2
 ) -> list[MaskAnalysis]:
-    """The analysis of every mask; a rank may keep ``keep_kv`` bytes of received keys for the backward, all layers
-    together.
+    """The analysis of every mask; a rank may keep ``keep_kv`` bytes of received keys for the backward,
+    all layers together.
 
     ``most_ahead`` is how many slots ahead a stage may be posted.
     """
@@ -108,8 +108,8 @@ def _staged(
 
 
 def in_other_stages(masks: list[MaskAnalysis], backward: bool) -> list[MaskAnalysis] | None:
-    """The same with one direction's stages cut the other way where that might be faster; None where it is not for any
-    mask.
+    """The same with one direction's stages cut the other way where that might be faster;
+    None where it is not for any mask.
     """
     passes = [found.backward if backward else found.forward for found in masks]
     if not any(worth_simulating(one.stages) for one in passes):

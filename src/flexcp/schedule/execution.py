@@ -1,5 +1,5 @@
-"""Execution chosen: for every stage of a program how it is issued, how far ahead it is posted and what the work beside
-it leaves free.
+"""Execution chosen: for every stage of a program how it is issued,
+how far ahead it is posted and what the work beside it leaves free.
 
 Chosen by cost, stage by stage, from two tables of nanoseconds: the work of every rank in every slot (closed forms, as
 in :mod:`flexcp.schedule.stages`) and what every rank's ports carry in every stage (exact bytes). The rules, in this
@@ -59,8 +59,8 @@ def with_execution(
     early: int = 0,
     wishes: Wishes = Wishes(),  # noqa: B008 - immutable
 ) -> Program:
-    """The program with its execution chosen; ``work[rank, slot]`` is in nanoseconds. Stage ``early``, if not 0, is
-    posted two ahead.
+    """The program with its execution chosen; ``work[rank, slot]`` is in nanoseconds. Stage ``early``, if not 0,
+    is posted two ahead.
     """
     stages = program.stages
     if wishes.rounds_per_call or not cost.crowding:
@@ -88,8 +88,8 @@ def with_execution(
 
 
 def overlapped_ns(work: Ints, beside: Ints, slow: Ints | int, alone: Ints | int, link: Ints | int) -> Ints:
-    """Time until work and the transfers beside it are both done, when they begin together; work alone where nothing
-    travels.
+    """Time until work and the transfers beside it are both done, when they begin together;
+    work alone where nothing travels.
 
     ``slow`` and ``alone`` are how long work takes beside a transfer and without, ``link`` how fast a transfer is beside
     work, per mille. A transfer that begins beside work stays as slow as that makes it, also behind the work: its blocks
@@ -140,8 +140,8 @@ def crosses_only(program: Program, sent: Sent, cluster: Cluster) -> NDArray[np.b
 
 
 def transfers_ns(program: Program, sent: Sent, cluster: Cluster, cost: CostModel) -> Ints:
-    """``[rank, stage]``: what the busiest port of a rank, or of one that sends to it, takes for a stage, with the start
-    of messages.
+    """``[rank, stage]``: what the busiest port of a rank, or of one that sends to it, takes for a stage,
+    with the start of messages.
     """
     messages, stages, levels = sent
     stage, level = stages[messages.exchange], levels[messages.exchange]
@@ -240,8 +240,8 @@ def _margins(work: Ints, beside: Ints, rows: Rows) -> Ints:
 
 
 def _prices(work: Ints, beside: Ints, rows: Rows) -> Ints:
-    """``[margin, 3, slot]``: time of the slowest rank, of all ranks, and of their work alone, slowed by what
-    travels.
+    """``[margin, 3, slot]``: time of the slowest rank, of all ranks, and of their work alone,
+    slowed by what travels.
     """
     ns = rows.overlapped_ns(work, beside)
     slowed = np.where(beside > 0, work * rows.slow // 1000, work)

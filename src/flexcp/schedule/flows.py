@@ -69,8 +69,8 @@ def static_moves(placement: Placement, shape: Shape) -> tuple[Moves, Moves]:
 
 
 def needed_moves(shape: Shape, needs: Needs, keys_kept: bool) -> tuple[Moves, Moves]:
-    """Forward and backward of what is needed, the same bytes as the plan's transfers; ``keys_kept`` do not travel
-    again.
+    """Forward and backward of what is needed, the same bytes as the plan's transfers;
+    ``keys_kept`` do not travel again.
     """
     each = shape.bytes_per_token_head()
     none = join_flows([])
@@ -161,8 +161,8 @@ def through_ports(flows: Flows, cluster: Cluster) -> Ports:
 
 
 def exchange_ns(flows: Flows, cluster: Cluster, cost: CostModel) -> Ints:
-    """Time of each rank in a grouped exchange: the busiest port of its own or of a rank it waits for, and the start of
-    its messages.
+    """Time of each rank in a grouped exchange: the busiest port of its own or of a rank it waits for,
+    and the start of its messages.
     """
     ranks = cluster.ranks
     if len(flows.size) == 0:

@@ -114,8 +114,8 @@ def predict(
     keep_kv: int = 0,
     analysis: list[MaskAnalysis] | None = None,
 ) -> Prediction:
-    """The predicted time of one step of this placement; ``keep_kv`` and ``analysis`` as in
-    :func:`flexcp.schedule.transfers.make_plan`.
+    """The predicted time of one step of this placement; ``keep_kv`` and ``analysis``
+    as in :func:`flexcp.schedule.transfers.make_plan`.
     """
     if placement.traffic.kind == "needed":
         times = _needed_times(analysis or analyse(placement, shape, cluster, cost, keep_kv))
@@ -196,8 +196,8 @@ def lower_bound(batch: Batch, shape: Shape, cluster: Cluster, cost: CostModel, h
 
 
 def document_work(batch: Batch, shape: Shape, cost: CostModel) -> list[Ints]:
-    """For each mask, the least work of every document in pairs x query heads: its area and its row tiles, cut
-    nowhere.
+    """For each mask, the least work of every document in pairs x query heads: its area and its row tiles,
+    cut nowhere.
     """
     documents = np.arange(batch.documents, dtype=np.int64)
     found = []
@@ -238,8 +238,8 @@ def _is_uneven(mask: LayerMask) -> bool:
 
 
 def _turned_ns(spans: Ints, moves: Moves, rings: Rings, cluster: Cluster, cost: CostModel) -> Ints:
-    """Time of each rank for one layer's attention in one direction around rings, from its work by hop, waiting
-    included.
+    """Time of each rank for one layer's attention in one direction around rings, from its work by hop,
+    waiting included.
     """
     keys, grads, both = _hops_ns(moves, rings, cluster, cost)
     if len(moves.dkv_hops.size) == 0:

@@ -35,8 +35,8 @@ STARTS = 20
 CHUNK_TOKENS = 128
 """Chunks of keys are multiples of this."""
 SHELF_LINES = 5 * 2 * 128
-"""Bytes at most between the kept tensors of a head range: two on each of at most five shelves (four stages, one more
-behind a relay).
+"""Bytes at most between the kept tensors of a head range: two on each
+of at most five shelves (four stages, one more behind a relay).
 """
 
 
@@ -87,8 +87,8 @@ def kept_bytes(keys: Routes, shape: Shape, cluster: Cluster) -> Ints:
 
 
 def _same_heads(keys: Pieces, cluster: Cluster) -> Pieces:
-    """The pieces cut by heads where ranks of one node read different heads of one owner, so that ranges are equal or
-    apart.
+    """The pieces cut by heads where ranks of one node read different heads of one owner,
+    so that ranges are equal or apart.
     """
     pair = keys.rank // cluster.ranks_per_node * cluster.ranks + keys.owner
     borders = distinct(np.concatenate([keys.h0, keys.h1]), int(keys.h1.max()) + 1)
@@ -108,8 +108,8 @@ def _same_heads(keys: Pieces, cluster: Cluster) -> Pieces:
 
 
 def _chunks(keys: Pieces, cluster: Cluster) -> tuple[Pieces, Relays, Ints]:
-    """The keys that enter nodes, cut where readers change and into turns: (chunks with a node for a rank, their
-    readers, their segment).
+    """The keys that enter nodes, cut where readers change and into turns:
+    (chunks with a node for a rank, their readers, their segment).
     """
     node = keys.rank // cluster.ranks_per_node
     # One axis for everything that is alike but for its reader and its tokens.

@@ -83,8 +83,8 @@ class Peers(NamedTuple):
 
 
 class ExchangeTimes(NamedTuple):
-    """Nanoseconds of each rank for a pass's exchanges: all inputs and the part that is relayed, all gradients likewise,
-    outputs.
+    """Nanoseconds of each rank for a pass's exchanges: all inputs and the part that is relayed,
+    all gradients likewise, outputs.
     """
 
     there: Ints
@@ -115,8 +115,8 @@ def choose_stages(
     cluster: Cluster,
     kept: Stages | None = None,
 ) -> Stages:
-    """Each rank's number of equal stages, or, in a backward whose keys are ``kept``, the forward's. ``work`` is in
-    nanoseconds.
+    """Each rank's number of equal stages, or, in a backward whose keys are ``kept``, the forward's.
+    ``work`` is in nanoseconds.
     """
     if kept is not None:
         return _timed_kept(kept.number, work, times, cluster)
@@ -148,8 +148,8 @@ def equal_borders(number: Ints) -> Ints:
 
 
 def stage_work(work: Work, number: Ints, borders: Ints) -> Ints:
-    """``[rank, stage]``: the work on each stage's keys, and in the first one that on keys at home, for which only
-    queries come.
+    """``[rank, stage]``: the work on each stage's keys, and in the first one that on keys at home,
+    for which only queries come.
     """
     rest = work.rest + (number - 1) * work.again - work.at_keys
     found: Ints = -(-rest[:, None] * np.diff(borders, axis=1) // PARTS)
@@ -168,8 +168,8 @@ def slots_of(number: Ints, work: Work, times: ExchangeTimes, cluster: Cluster) -
 
 
 class _Parts(NamedTuple):
-    """For each rank with its number of stages: its own work before and after them and the work of a stage; what travels
-    beside each.
+    """For each rank with its number of stages: its own work before and after them and the work of a stage;
+    what travels beside each.
     """
 
     number: Ints
@@ -280,8 +280,8 @@ def cut_into_stages(keys: Pieces, borders: Ints, cluster: Cluster) -> tuple[Piec
 
 
 def cut_by_divisions(keys: Pieces, divisions: Divisions, placement: Placement) -> tuple[Pieces, Ints, Ints]:
-    """The key pieces cut where a planner wants parts of them in different stages: (parts, the stage of each, its
-    piece).
+    """The key pieces cut where a planner wants parts of them in different stages:
+    (parts, the stage of each, its piece).
     """
     block, owner, start, stop = placement.owned_parts(divisions.borders[:-1], divisions.borders[1:])
     span = int(placement.tokens.max()) + 1
@@ -298,8 +298,8 @@ def cut_by_divisions(keys: Pieces, divisions: Divisions, placement: Placement) -
 
 
 def _cut_at(keys: Pieces, amount: Ints) -> Ints:
-    """The token of each piece where so many of its tokens x heads lie before, at a whole tile or an end of the
-    piece.
+    """The token of each piece where so many of its tokens x heads lie before,
+    at a whole tile or an end of the piece.
     """
     length = keys.stop - keys.start
     tokens = np.clip(amount // (keys.h1 - keys.h0), 0, length)

@@ -68,8 +68,8 @@ def under_contention(
     rest_of_layer: Ints,
     may_be_thin: bool = True,
 ) -> Stages:
-    """The stages with thin ends where they may be and are clearly faster, else the equal ones; with their time under
-    contention.
+    """The stages with thin ends where they may be and are clearly faster, else the equal ones;
+    with their time under contention.
 
     ``rest_of_layer`` is what each rank computes before it begins: those with more tokens begin later.
     """

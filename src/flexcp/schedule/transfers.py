@@ -174,8 +174,8 @@ def _transfers_of(
 
 
 class _WholePieces:
-    """Collects pieces of all tokens of an owner as columns of a transfer table; what a rank has, or what is empty, does
-    not move.
+    """Collects pieces of all tokens of an owner as columns of a transfer table; what a rank has, or what is empty,
+    does not move.
     """
 
     def __init__(self, tokens: Ints) -> None:
@@ -226,8 +226,8 @@ def _gather(groups: Ints, pieces: _WholePieces, shape: Shape, backward: bool) ->
 
 
 def _ring(grids: Ints, pieces: _WholePieces, shape: Shape, backward: bool) -> None:
-    """Heads are exchanged inside each row of a grid, then keys pass round the columns; dkv follows them and ends at
-    home.
+    """Heads are exchanged inside each row of a grid, then keys pass round the columns;
+    dkv follows them and ends at home.
 
     Keys reach the s-th rank after their home in slot ``s``, one later where heads are exchanged first. That rank adds
     its dkv to what came and passes the sum on two slots later, so the chain moves one rank a stage and needs no extra

@@ -24,8 +24,8 @@ Ints = NDArray[np.int64]
 
 
 class Cuts(NamedTuple):
-    """The slices of a mask inside regions: the region of each, the slice in its document's coordinates, where that
-    document begins.
+    """The slices of a mask inside regions: the region of each, the slice in its document's coordinates,
+    where that document begins.
     """
 
     region: Ints
@@ -40,8 +40,8 @@ def cut_regions(placement: Placement, mask: LayerMask, regions: Regions) -> Cuts
 
 
 class Pairs(NamedTuple):
-    """Pairs of each region, those whose row and key are both kept at its ring position, and how often hops bring it
-    more keys.
+    """Pairs of each region, those whose row and key are both kept at its ring position,
+    and how often hops bring it more keys.
 
     ``at_keys`` are those whose key is kept there but whose row is not, where that is counted.
     """
@@ -53,8 +53,8 @@ class Pairs(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Pairs x query heads of each rank, row tiles included: on keys of its own position, on all others, and one more
-    pass over those.
+    """Pairs x query heads of each rank, row tiles included: on keys of its own position, on all others,
+    and one more pass over those.
 
     ``at_keys`` is the part of the others for which only queries have to come, row tiles left out.
     """
@@ -66,8 +66,8 @@ class Work(NamedTuple):
 
 
 class Homes(NamedTuple):
-    """Where tokens are at home: the position of each rank, and the runs of the stream that each position keeps,
-    position by position.
+    """Where tokens are at home: the position of each rank, and the runs of the stream
+    that each position keeps, position by position.
     """
 
     position: Ints
@@ -97,8 +97,8 @@ def count_pairs(placement: Placement, regions: Regions, cuts: Cuts, homes: Homes
 
 
 def _own_area(placement: Placement, regions: Regions, cuts: Cuts, homes: Homes | None) -> tuple[Ints, Ints | None]:
-    """Pairs of each slice whose row and key are both at home; where every rank is a home and not all rows are, also
-    whose key is.
+    """Pairs of each slice whose row and key are both at home; where every rank is a home and not all rows are,
+    also whose key is.
     """
     position, keeper, start, stop = homes or homes_of(placement)
     span = placement.stream + 1  # one axis for all positions: those of different ones never meet

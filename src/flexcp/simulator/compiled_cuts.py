@@ -134,8 +134,8 @@ def add_whole_slice(
 
 @compiled_leaf
 def head_ranges(both, regions, region, query_heads, key_heads):
-    """Write the head ranges of queries and of keys that meet in a region, and the heads that all three share; how many
-    there are.
+    """Write the head ranges of queries and of keys that meet in a region, and the heads that all three share;
+    how many there are.
     """
     count = 0
     for g in range(len(key_heads)):
@@ -169,8 +169,8 @@ def add_slice(
     high,
     shelves,
 ):
-    """Count slice ``s`` from segment ``i`` of the rows on: (the first segment that is still to be counted, or -1;
-    launches noted).
+    """Count slice ``s`` from segment ``i`` of the rows on: (the first segment that is still
+    to be counted, or -1; launches noted).
     """
     rank, slots, heads = regions[RANK, region], found.shape[2], passed.shape[2]
     q0, q1, k0, k1, lo, hi = slices[s, 0], slices[s, 1], slices[s, 2], slices[s, 3], slices[s, 4], slices[s, 5]

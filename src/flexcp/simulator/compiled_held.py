@@ -1,5 +1,5 @@
-"""Loops of slot work: the segments that ranks hold of queries or keys, as :mod:`flexcp.simulator.compiled_cuts` reads
-them; compiled.
+"""Loops of slot work: the segments that ranks hold of queries or keys,
+as :mod:`flexcp.simulator.compiled_cuts` reads them; compiled.
 
 Runs are a placement's in the order of the stream; ``local`` is where each begins among its rank's tokens. Pieces name
 tokens of their owner so, and may take parts of several runs. A *group* is what one rank holds of one range of heads.

@@ -32,8 +32,8 @@ GROUP, NUMBER, MEMBER, POSITIONS, MEMBERS, LEADER, HEADS0, HEADS1, SEAT_ROWS = r
 
 @compiled
 def cut_runs(rank: Ints, start: Ints, stop: Ints, starts: Ints, seat: Ints) -> tuple[Table, Ints, Table]:
-    """(runs in the order of the stream, where each document's begin, regions); what lies behind the last document is
-    left out.
+    """(runs in the order of the stream, where each document's begin, regions);
+    what lies behind the last document is left out.
 
     Given rank by rank, runs are first dealt to their documents, then put in order there: most documents are cut like
     the one before, whose order they then have.
@@ -111,8 +111,8 @@ def is_placed_as_ring(
     h0: Ints,
     h1: Ints,
 ) -> bool:
-    """Whether documents stay in groups, and every rank computes the regions of its position, in order, with all keys,
-    for its heads.
+    """Whether documents stay in groups, and every rank computes the regions of its position, in order,
+    with all keys, for its heads.
 
     The columns from ``rank`` on are the placement's regions, rank by rank. Differences are gathered, not branched at:
     that is faster.
@@ -145,8 +145,8 @@ def is_placed_as_ring(
 
 @compiled
 def find_alike(runs: Table, first_run: Ints, which: Ints) -> tuple[Ints, Floats]:
-    """Those of the documents ``which`` whose runs have the owners of the first one's, and how long each of the others'
-    runs are.
+    """Those of the documents ``which`` whose runs have the owners of the first one's,
+    and how long each of the others' runs are.
     """
     model = which[0]
     low, count = first_run[model], first_run[model + 1] - first_run[model]
@@ -182,8 +182,8 @@ def row_tiles(runs: Table, first_run: Ints, regions: Table, alike: Ints) -> Ints
 
 @compiled_fused
 def sum_products(sizes: Floats) -> Floats:
-    """The sum over documents of ``sizes[document, i] * sizes[document, j]``, for j up to i; four documents at a time
-    stay in registers.
+    """The sum over documents of ``sizes[document, i] * sizes[document, j]``, for j up to i;
+    four documents at a time stay in registers.
 
     (A library's product would start threads for it, and wait for them where the processor has other work.)
     """
@@ -206,8 +206,8 @@ def sum_products(sizes: Floats) -> Floats:
 def count_rings(
     runs: Table, first_run: Ints, slices: Ints, first_slice: Ints, seat: Ints, crew: Ints, tiles: Ints, which: Ints
 ) -> tuple[Floats, Ints, Ints, Ints, Ints]:
-    """Pairs of each rank's rows with the keys of each position, and of each member of its own; row tiles of regions
-    that have any.
+    """Pairs of each rank's rows with the keys of each position, and of each member of its own;
+    row tiles of regions that have any.
 
     Row tiles (``tiles[region]``) are of each position (its leader) by the position whose keys are seen, and at home of
     each rank: of regions with pairs of its own rows and keys, and of regions with others. ``crew[leader]`` are the

@@ -58,8 +58,8 @@ def find_copies(
     messages_only: bool = False,
     inputs: Transfers | None = None,
 ) -> Copies:
-    """The copies of a pass through memory that reads or writes so many megabytes a second, and what starting each
-    takes.
+    """The copies of a pass through memory that reads or writes so many megabytes a second,
+    and what starting each takes.
 
     ``messages_only``: nothing but messages is copied, as they travel, in one launch at either end. ``inputs`` are the
     pass's, where they are at hand.

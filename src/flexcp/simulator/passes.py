@@ -1,5 +1,5 @@
-"""Passes: one mask's program in one direction on all ranks, from when each begins to when each is done, and its
-timeline.
+"""Passes: one mask's program in one direction on all ranks, from when each begins to when each is done,
+and its timeline.
 
 A :class:`PassModel` is what does not change from layer to layer (work, copies, chunks); :func:`run_pass` puts it on
 simulated time. A rank is *busy* while it copies and computes; the rest of the time between its first slot and its end
@@ -97,8 +97,8 @@ class PassModel:
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """A pass that ran: begin and end of every slot ``[rank, slot]``, copies and compute, of every chunk, and when each
-    rank started.
+    """A pass that ran: begin and end of every slot ``[rank, slot]``, copies and compute, of every chunk,
+    and when each rank started.
     """
 
     model: PassModel
@@ -186,8 +186,8 @@ def _copies(plan: Plan, mask: int, backward: bool, cost: CostModel, rules: Rules
 def _contention(
     program: Program, chunks: TimedChunks, ranks: int, cost: CostModel, rules: Rules, backward: bool
 ) -> tuple[Ints, Ints, Ints]:
-    """``[rank, slot]``, per mille, under the plan's margins: compute alone; beside transfers, against that; speed of
-    those.
+    """``[rank, slot]``, per mille, under the plan's margins: compute alone; beside transfers, against that;
+    speed of those.
 
     What travels beside a slot is taken to be the stage after it: inside the node if any of it is.
     """

@@ -34,8 +34,8 @@ EXACT = 1 << 53
 
 
 class Seats(NamedTuple):
-    """Where each rank is: its group, its position in the group's ring, which member of the position; how many there are
-    of both.
+    """Where each rank is: its group, its position in the group's ring, which member of the position;
+    how many there are of both.
 
     ``leader`` is the first rank of its position; it computes the query heads ``first_head..last_head``. These columns
     are the rows of the table that :mod:`flexcp.simulator.compiled_rings` reads.
@@ -155,7 +155,7 @@ def _columns(table: Table) -> list[Ints]:
 
 
 def _own(column: Ints) -> Ints:
-    """A contiguous array that may be written: of what a batch holds some may, some may not, and loops are compiled for
-    either.
+    """A contiguous array that may be written: of what a batch holds some may, some may not,
+    and loops are compiled for either.
     """
     return np.array(column, np.int64)

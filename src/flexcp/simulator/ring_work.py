@@ -24,8 +24,8 @@ Ints = NDArray[np.int64]
 
 
 class RingSlots(NamedTuple):
-    """When keys are there: those of each position ``[rank, position]`` (-1: none come), and what the others of the own
-    one keep.
+    """When keys are there: those of each position ``[rank, position]`` (-1: none come),
+    and what the others of the own one keep.
     """
 
     hop: Ints
@@ -35,8 +35,8 @@ class RingSlots(NamedTuple):
 def find_slots(
     plan: Plan, mask: int, backward: bool, seats: Seats, inputs: Transfers | None = None
 ) -> RingSlots | None:
-    """The slots of a ring's keys; None where transfers are not those of a ring. ``inputs`` are the pass's, where they
-    are at hand.
+    """The slots of a ring's keys; None where transfers are not those of a ring. ``inputs`` are the pass's,
+    where they are at hand.
 
     In a ring every rank gets the queries and keys of the others of its position, all in one slot, then the keys of one
     more position a slot, all of a rank's tokens at a time.

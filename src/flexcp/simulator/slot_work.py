@@ -42,8 +42,8 @@ class SlotWork(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """What ranks hold of one side, as :mod:`flexcp.simulator.compiled_cuts` reads it: segments, where each rank's
-    begin, head ranges.
+    """What ranks hold of one side, as :mod:`flexcp.simulator.compiled_cuts` reads it:
+    segments, where each rank's begin, head ranges.
 
     Segments are stream ranges with the slot from which on they are there and their shelf. Shelf 0 is a rank's own
     tokens; what arrives together is on one.
@@ -56,8 +56,8 @@ class _Held(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class MaskWork:
-    """What both directions of a mask count with, found when it is first asked for: its ring, or its regions cut by
-    their slices.
+    """What both directions of a mask count with, found when it is first asked for:
+    its ring, or its regions cut by their slices.
     """
 
     plan: Plan
@@ -70,8 +70,8 @@ class MaskWork:
 
     @cached_property
     def cuts(self) -> tuple[Ints, Ints, Ints]:
-        """(region and slice of each non-empty cut, in stream coordinates; the table of regions that compiled loops
-        read).
+        """(region and slice of each non-empty cut, in stream coordinates; the table of regions
+        that compiled loops read).
         """
         placement = self.plan.placement
         regions = placement.regions[self.mask]
@@ -85,8 +85,8 @@ class MaskWork:
 def slot_work(
     plan: Plan, mask: int, backward: bool, shared: MaskWork | None = None, inputs: Transfers | None = None
 ) -> SlotWork:
-    """The work of a mask's program in one direction; ``shared`` by both and :func:`pass_inputs` where they are at
-    hand.
+    """The work of a mask's program in one direction; ``shared`` by both and :func:`pass_inputs`
+    where they are at hand.
     """
     program, placement = plan.programs[mask][backward], plan.placement
     shared = shared or MaskWork(plan, mask)

@@ -29,8 +29,8 @@ WEIGHT_BYTES = 2
 
 @dataclass(frozen=True)
 class Training:
-    """What a step consists of beside attention: the other layers and the vocabulary of ``model``, gradient sync, and
-    ``tp``'s collectives.
+    """What a step consists of beside attention: the other layers and the vocabulary of ``model``, gradient sync,
+    and ``tp``'s collectives.
 
     ``model`` is as one rank has it, where tensor parallelism over ``tp`` divided it. ``sync`` is ``"fsdp"``,
     ``"allreduce"`` or ``"none"``; it hides behind ``overlap_permille`` of a layer's time.

@@ -47,8 +47,8 @@ SIMULATED_LAYERS = 2
 
 @dataclass(frozen=True, eq=False)
 class StepTime:
-    """Nanoseconds of a whole step: all of it, and of the slowest rank its attention, waits for others, other layers and
-    exposed sync.
+    """Nanoseconds of a whole step: all of it, and of the slowest rank its attention, waits for others,
+    other layers and exposed sync.
 
     The four add up to the step. ``ranks`` are the same four of every rank, ``[part, rank]``; they add up to when that
     rank is done.
@@ -106,8 +106,8 @@ class Simulation:
         return self.pass_ns(backward) / self.bounds(backward).floor
 
     def mfu(self, backward: bool | None = None) -> float:
-        """Useful FLOPs of attention (one direction, or both) over what all ranks could do meanwhile at their nominal
-        peak.
+        """Useful FLOPs of attention (one direction, or both)
+        over what all ranks could do meanwhile at their nominal peak.
         """
         shape, cluster = self.plan.shape, self.plan.cluster
         ways = (False, True) if backward is None else (backward,)
@@ -155,8 +155,8 @@ def simulate(
     training: Training | None = None,
     measured: Callable[[int, bool], Ints] | None = None,
 ) -> Simulation:
-    """Run a plan on simulated time; ``measured(mask, backward)`` gives compute ``[rank, slot]`` in nanoseconds in the
-    model's place.
+    """Run a plan on simulated time; ``measured(mask, backward)`` gives compute ``[rank, slot]``
+    in nanoseconds in the model's place.
     """
     cost = plan.cost if cost is None else cost
     zero = np.zeros(plan.ranks, np.int64)
@@ -233,8 +233,8 @@ def _reached_by_messages(transfers: Transfers, ranks: int) -> Ints:
 
 
 def _layer_ns(groups: Ints, begin: Ints, end: Ints, busy: Ints) -> Ints:
-    """What each rank takes for a layer, once those that exchange messages keep the same pace; from a layer's begin, end
-    and busy time.
+    """What each rank takes for a layer, once those that exchange messages keep the same pace;
+    from a layer's begin, end and busy time.
     """
 
     def largest(values: Ints) -> Ints:
@@ -246,8 +246,8 @@ def _layer_ns(groups: Ints, begin: Ints, end: Ints, busy: Ints) -> Ints:
 
 
 def _late_weights_ns(plan: Plan, cost: CostModel, training: Training, last_begin: int, ready: Ints) -> Ints:
-    """How long each rank waits for the next layer's weights, which come when the last rank has begun this layer,
-    ``[part, rank]``.
+    """How long each rank waits for the next layer's weights,
+    which come when the last rank has begun this layer, ``[part, rank]``.
 
     Up to the time of the collective itself it is sync, beyond that waiting for the last rank.
     """

@@ -1,5 +1,5 @@
-"""Gather on rank 0: what ranks tell rank 0 through the group's store, and how far their clocks are apart. Off the
-device.
+"""Gather on rank 0: what ranks tell rank 0 through the group's store, and how far their clocks are apart.
+Off the device.
 
 A rank's clock counts from anywhere. Rank 0 answers each rank's questions with its own time; the answer of the shortest
 round trip is at most half of it wrong, and that bound travels with the offset. Clocks of different machines also drift
@@ -26,8 +26,8 @@ QUESTIONS = 5
 def gather_on_rank_0(
     facts: dict[str, Any], group: dist.ProcessGroup, timeout: timedelta
 ) -> list[dict[str, Any]] | None:
-    """On rank 0 the facts of every rank, each with ``offset_ns`` (added to its clock, gives rank 0's) and
-    ``offset_error_ns``.
+    """On rank 0 the facts of every rank, each with ``offset_ns`` (added to its clock, gives rank 0's)
+    and ``offset_error_ns``.
 
     Collective over ``group``; None on other ranks.
     """

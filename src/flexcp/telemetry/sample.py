@@ -83,8 +83,8 @@ def worst_row(
     lse: Tensor,
     tokens: Ints,
 ) -> Row:
-    """Compute the rows ``tokens`` of the stream again; the one that is furthest off. Collective over the step's
-    group.
+    """Compute the rows ``tokens`` of the stream again; the one that is furthest off.
+    Collective over the step's group.
     """
     q, k, v = qkv
     here = step.row_tokens.numpy()
@@ -115,8 +115,8 @@ def worst_row(
 
 
 def _everywhere(step: Step, here: Ints, tokens: Ints, *tensors: Tensor) -> list[Tensor]:
-    """The rows ``tokens`` (ascending) of per-token tensors on every rank, in float64: each from the rank that keeps
-    it.
+    """The rows ``tokens`` (ascending) of per-token tensors on every rank, in float64:
+    each from the rank that keeps it.
     """
     mine, device = np.flatnonzero(np.isin(here, tokens)), tensors[0].device
     at, to = uploaded(mine, device), uploaded(np.searchsorted(tokens, here[mine]), device)

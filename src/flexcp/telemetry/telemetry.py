@@ -167,8 +167,8 @@ class Telemetry:
     def trace(
         self, path: str | Path, group: dist.ProcessGroup | DeviceMesh | None = None, timeout: float = 120.0
     ) -> None:
-        """Write the last steps of all ranks of ``group`` as a Perfetto trace. Every rank calls this; rank 0 writes the
-        file.
+        """Write the last steps of all ranks of ``group`` as a Perfetto trace. Every rank calls this;
+        rank 0 writes the file.
 
         Waits for the device and for the other ranks, up to ``timeout`` seconds.
         """
@@ -225,8 +225,8 @@ class Telemetry:
             error.add_note(f"flexcp wrote {path}; flexcp verify @{path} replays its plans")
 
     def _dumped(self, reason: str, message: str) -> Path | None:
-        """Dump unless there is no folder or there are enough; a dump that fails is a warning, and never hides the
-        cause.
+        """Dump unless there is no folder or there are enough; a dump that fails is a warning,
+        and never hides the cause.
         """
         if self.dump_dir is None or len(self.dumps) >= MOST_DUMPS:
             return None

@@ -1,5 +1,5 @@
-"""Trace: the passes of all ranks as Chrome trace events, which Perfetto (ui.perfetto.dev) shows with ranks side by
-side.
+"""Trace: the passes of all ranks as Chrome trace events, which Perfetto (ui.perfetto.dev)
+shows with ranks side by side.
 
 A rank is a process with a track for its slots and one each for computing, waiting, packing, sending and receiving. A
 send is drawn while it is packed and posted; a receive from when it was posted until it was taken in (it arrived

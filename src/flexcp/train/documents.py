@@ -1,5 +1,5 @@
-"""Documents to train on: lengths of a distribution or of a file with phrases that can be learnt, or a text file's
-paragraphs as bytes.
+"""Documents to train on: lengths of a distribution or of a file with phrases that can be learnt,
+or a text file's paragraphs as bytes.
 
 Step ``n`` of a run gets the same documents on every rank, whatever ran before it.
 """
@@ -20,8 +20,8 @@ from flexcp.data.lengths import draw_lengths, parse_lengths
 
 @dataclass(frozen=True)
 class Documents:
-    """``source`` is a distribution's name, ``@file`` of lengths or a text file; a step has ``tokens`` tokens, ids below
-    ``vocabulary``.
+    """``source`` is a distribution's name, ``@file`` of lengths or a text file; a step has ``tokens`` tokens,
+    ids below ``vocabulary``.
 
     ``shrink`` divides the lengths of a distribution made for long contexts, so that its shape fits a small batch.
     Lengths of a file are taken as they are, one step behind the other and round again; a document that a step ends in

@@ -20,8 +20,8 @@ JSON_LINES = (".jsonl", ".ndjson")
 
 
 def check_model(name: str) -> None:
-    """Raise for a model that cannot be found, or that is too large to be held by every rank. ``gpt`` is a small one of
-    our own.
+    """Raise for a model that cannot be found, or that is too large to be held by every rank.
+    ``gpt`` is a small one of our own.
     """
     if name == "gpt":
         return

@@ -1,5 +1,5 @@
-"""Proves that passes work in the bytes the plan said: one allocation of just that size, touched to its end and nowhere
-else.
+"""Proves that passes work in the bytes the plan said: one allocation of just that size,
+touched to its end and nowhere else.
 
 What is allocated is seen by a torch dispatch mode around each pass, which knows nothing of plans: every ``empty`` with
 its bytes, and which of these bytes every operation reads or writes. Besides: an arena lies in nobody's way (leases
@@ -38,8 +38,8 @@ SHAPE = {"heads": 4, "kv_heads": 2, "head_dim": 8, "v_head_dim": 6}
 
 
 class Seen(TorchDispatchMode):
-    """What one pass makes room for, and how far it touches the ``arenas`` of each size: storages that were made as
-    plain bytes.
+    """What one pass makes room for, and how far it touches the ``arenas`` of each size:
+    storages that were made as plain bytes.
     """
 
     def __init__(self, arenas: dict[int, Any]) -> None:
@@ -105,8 +105,8 @@ def one_layer(step: Step, mask: str | None = None, seed: int = 0, recompute: boo
 def on_passes(
     group: dist.ProcessGroup, plans: list[Plan]
 ) -> list[list[tuple[list[tuple[torch.dtype, int]], dict[int, int]]]]:
-    """For each plan the passes of all its masks, forward then backward: what was made, how far plain bytes were
-    touched.
+    """For each plan the passes of all its masks, forward then backward:
+    what was made, how far plain bytes were touched.
     """
     found = []
     for plan in plans:
@@ -133,8 +133,8 @@ def on_two_layers(group: dist.ProcessGroup, plans: list[Plan], share: bool, reco
 
 
 def on_strange_memory(group: dist.ProcessGroup, plan: Plan) -> tuple[list[Any], bool]:
-    """Results with new memory; with an arena full of NaNs; while somebody else works in the arena. Was that one left
-    alone?
+    """Results with new memory; with an arena full of NaNs; while somebody else works in the arena.
+    Was that one left alone?
     """
     step = flexcp.bind(plan, group)
     runs = [one_layer(step)]
@@ -309,8 +309,8 @@ def keeping_plans(keep: int) -> list[Plan]:
 
 
 def on_kept(group: dist.ProcessGroup, plans: list[tuple[Plan, Plan]], recompute: bool) -> list[dict[str, Any]]:
-    """Both plans of each pair, all masks: results, bytes sent backward, bytes of the saved keys as autograd's hooks see
-    them.
+    """Both plans of each pair, all masks: results, bytes sent backward,
+    bytes of the saved keys as autograd's hooks see them.
     """
     found = []
     for pair in plans:

@@ -245,8 +245,8 @@ def rows_of_another_shape(step: Step, rank: int) -> None:
 
 @dataclass(frozen=True)
 class Scenario:
-    """What ranks run, who is to blame, in which stage the first to notice stand, and whether the blamed one reports
-    too.
+    """What ranks run, who is to blame, in which stage the first to notice stand,
+    and whether the blamed one reports too.
     """
 
     run: Callable[[Step, int], None]

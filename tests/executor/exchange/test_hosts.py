@@ -1,5 +1,5 @@
-"""Proves hosts: bind refuses nodes that are no hosts, on all ranks and by name, and lets one machine stand for several
-nodes.
+"""Proves hosts: bind refuses nodes that are no hosts, on all ranks and by name,
+and lets one machine stand for several nodes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def ranks() -> Iterator[RankPool]:
 
 
 def bound(group: dist.ProcessGroup, names: list[str], shapes: list[tuple[int, int]]) -> list[str]:
-    """What binding plans for clusters of these shapes ends in, on hosts of these names; then how often names were
-    looked up.
+    """What binding plans for clusters of these shapes ends in, on hosts of these names;
+    then how often names were looked up.
     """
     ends, store = [], group.get_group_store()
     with mock.patch.object(hosts, "this_host", lambda: names[dist.get_rank(group)]):

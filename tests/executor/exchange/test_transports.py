@@ -1,5 +1,5 @@
-"""Proves the exchange: whatever is late, results have the same bits; calls of few rounds give the results and bytes of
-one call.
+"""Proves the exchange: whatever is late, results have the same bits;
+calls of few rounds give the results and bytes of one call.
 
 Ranks dawdle at random before they send, receive, take in and compute, over several strategies and numbers of ranks, six
 times each.
@@ -153,8 +153,8 @@ def test_calls_of_few_rounds_give_the_same_results_and_bytes_as_one_call(pool: R
 
 
 def executed_so(plan: Plan, **columns: int) -> Plan:
-    """The plan with these values in every row of execution; two ahead only what its owners send, which nothing holds
-    back.
+    """The plan with these values in every row of execution; two ahead only what its owners send,
+    which nothing holds back.
     """
 
     def changed(program: Any) -> Any:

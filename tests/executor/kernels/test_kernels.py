@@ -1,5 +1,5 @@
-"""Proves the kernels: cpu and reference against dense float64 attention under torch's autograd, written here on its
-own.
+"""Proves the kernels: cpu and reference against dense float64 attention under torch's autograd,
+written here on its own.
 
 Outputs, LSE and all gradients, with softcap, grouped heads, a value head of another size, several slices over the same
 rows, results accumulated over calls, rows without keys, and arguments that are views of a larger tensor's heads.

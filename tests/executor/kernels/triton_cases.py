@@ -1,5 +1,5 @@
-"""Cases for the Triton kernel in Triton's interpreter, run by test_kernels_triton in a process of their own: one JSON
-line each.
+"""Cases for the Triton kernel in Triton's interpreter, run by test_kernels_triton in a process of their own:
+one JSON line each.
 
 The interpreter must be asked for before Triton is imported, and would change what other tests see.
 """

@@ -1,5 +1,5 @@
-"""Proves that a dq which lists leave open is closed once, after the last of them, and before anybody else reads it or
-adds to it.
+"""Proves that a dq which lists leave open is closed once, after the last of them,
+and before anybody else reads it or adds to it.
 
 The CPU kernel is given a ``close_dq``: while dq is open, its columns are reversed and halved, both of which are exact.
 Whoever reads it too early, adds to it in the wrong order, or closes it twice or never, changes the gradient; else it is
@@ -80,8 +80,8 @@ def opening(slots: int | None, finishing: bool) -> Iterator[list[str]]:
 def gradients(
     group: dist.ProcessGroup, plan: Plan, slots: int | None, deterministic: bool, finishing: bool = False
 ) -> dict[str, Any]:
-    """dq, dk, dv of the rank with the plain kernel and with one that leaves dq open, and what the latter was asked to
-    do.
+    """dq, dk, dv of the rank with the plain kernel and with one that leaves dq open,
+    and what the latter was asked to do.
     """
     plain = backward_of(flexcp.bind(plan, group), deterministic)
     with opening(slots, finishing) as calls:

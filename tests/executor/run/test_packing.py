@@ -142,8 +142,8 @@ for dtype in (torch.float32, torch.bfloat16):
 
 
 def test_row_packing_equals_plain_packing_and_takes_rows_in_turn(tmp_path: Path) -> None:
-    """One process for all scripts: the interpreter is chosen when Triton is imported, and importing takes longer than
-    the scripts.
+    """One process for all scripts: the interpreter is chosen when Triton is imported,
+    and importing takes longer than the scripts.
     """
     (tmp_path / "script.py").write_text(TWICE + DELTA + SCRIPT)
     run = [sys.executable, str(tmp_path / "script.py"), json.dumps(CASES)]

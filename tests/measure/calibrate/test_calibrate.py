@@ -1,5 +1,5 @@
-"""Proves calibration on real ranks: kernels, layers and links are measured together and make a usable cost model. No
-times are judged.
+"""Proves calibration on real ranks: kernels, layers and links are measured together and make a usable cost model.
+No times are judged.
 """
 
 from __future__ import annotations

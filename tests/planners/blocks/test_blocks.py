@@ -45,8 +45,8 @@ def planned(lengths: list[int], mask: flexcp.Mask, nodes: int, equal: bool, tole
 
 
 def forward_bytes(plan: Plan) -> int:
-    """What ranks receive of rows and keys they do not keep, counted token by token; o travels as a part where several
-    compute it.
+    """What ranks receive of rows and keys they do not keep, counted token by token;
+    o travels as a part where several compute it.
     """
     placement, shape = plan.placement, plan.shape
     batch, regions, each = placement.batch, placement.regions[0], shape.bytes_per_token_head()

@@ -1,5 +1,5 @@
-"""Proves ``hypergraph``: its answer keeps both balances and never moves more bytes than ``blocks``, and it refuses what
-it cannot do.
+"""Proves ``hypergraph``: its answer keeps both balances and never moves more bytes than ``blocks``,
+and it refuses what it cannot do.
 """
 
 from __future__ import annotations

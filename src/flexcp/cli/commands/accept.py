@@ -61,8 +61,8 @@ def accept(
     write_cost: WriteCost = None,
     as_json: o.Json = False,
 ) -> None:
-    """Check a cluster before the first job: hosts, versions, exactness, links, predicted time. Exit code 1: a check
-    failed.
+    """Check a cluster before the first job: hosts, versions, exactness, links, predicted time. Exit code 1:
+    a check failed.
 
     Runs under torchrun, on all ranks of the cluster, for 10 minutes at most. Speeds of links in --cost stand in for the
     preset's.

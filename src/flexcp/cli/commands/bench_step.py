@@ -1,5 +1,5 @@
-"""``flexcp bench step``: every strategy measured on real ranks, beside what was predicted and beside code that is not
-ours.
+"""``flexcp bench step``: every strategy measured on real ranks,
+beside what was predicted and beside code that is not ours.
 
 Under torchrun its ranks are used (NCCL where there are GPUs, else gloo); without, local CPU ranks are started.
 """

@@ -30,8 +30,8 @@ def calibrate(
     write: Write = None,
     as_json: o.Json = False,
 ) -> None:
-    """Measure attention kernels, the rest of a layer and links on this machine, and fit the cost model; under two
-    minutes.
+    """Measure attention kernels, the rest of a layer and links on this machine, and fit the cost model;
+    under two minutes.
 
     Every third measurement is held out of the fit, and the errors printed are of those. With torchrun on GPUs the links
     between its ranks are measured too.

@@ -1,5 +1,5 @@
-"""``flexcp train``: train a model on long-tailed documents or a text file, on CPU ranks of its own or as one of
-torchrun's.
+"""``flexcp train``: train a model on long-tailed documents or a text file,
+on CPU ranks of its own or as one of torchrun's.
 """
 
 from __future__ import annotations

@@ -91,8 +91,8 @@ def verify(
 
 
 def replay_dump(dump: str, seed: int, kernel: str, as_json: bool) -> None:
-    """Replay what ranks dumped, or a case that ``flexcp fuzz`` wrote; exit code 1 when a plan is bad or ranks held
-    different ones.
+    """Replay what ranks dumped, or a case that ``flexcp fuzz`` wrote;
+    exit code 1 when a plan is bad or ranks held different ones.
     """
     from flexcp.fuzz.cases import is_case_file
     from flexcp.measure.replay_dumps import replay

@@ -1,5 +1,5 @@
-"""The batch that a command is about. Lengths on the command line are one batch; a file of them is a data set, of which
-batches are cut.
+"""The batch that a command is about. Lengths on the command line are one batch; a file of them is a data set,
+of which batches are cut.
 
 Batches are cut as ``flexcp advise`` cuts passes, so both look at the same documents; which one was taken is said beside
 the result. The cap on a rank's tokens by which a batch was cut holds for its plans too, told or not.
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from flexcp.models.preset import Preset
 
 MASKS = "causal, full, window:W, lambda:S,W, shared-question:N,SHARE, blockwise:B,L, chunked:C, prefix:P, @mask.json"
-"""``flexcp.masks.MASK_SIGNATURES``, written out because help must not load NumPy; tests/masks/test_named.py compares
-them.
+"""``flexcp.masks.MASK_SIGNATURES``, written out because help must not load NumPy;
+tests/masks/test_named.py compares them.
 """
 TOKENS_PER_RANK = 32_768
 """What a rank is taken to hold where no cap is given."""
@@ -32,8 +32,8 @@ MaybeMask = Annotated[str | None, typer.Option(help=f"{MASKS}; what the model's 
 
 @dataclass(frozen=True)
 class Taken:
-    """Lengths of one batch, the most tokens a rank may keep of it, and which part of a file it is; no words where it is
-    all there is.
+    """Lengths of one batch, the most tokens a rank may keep of it, and which part of a file it is;
+    no words where it is all there is.
     """
 
     lengths: list[int]

@@ -21,8 +21,8 @@ from typing import Any, dataclass_transform, get_type_hints
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 class OptionGroup:
-    """Options by name. A frozen dataclass to type checkers; making real ones would cost every command a millisecond a
-    group.
+    """Options by name. A frozen dataclass to type checkers;
+    making real ones would cost every command a millisecond a group.
     """
 
     def __init__(self, **options: Any) -> None:

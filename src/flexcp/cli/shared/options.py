@@ -1,5 +1,5 @@
-"""Options: the name, type and help of those that several commands have beside different others, and what their words
-mean.
+"""Options: the name, type and help of those that several commands have beside different others,
+and what their words mean.
 
 Options that always go together are declared in their group, with their defaults: a batch's in
 :mod:`flexcp.cli.shared.batches`, a model's and a cluster's in :mod:`flexcp.cli.shared.model_and_cluster_options`, a

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Divided:
-    """What context parallelism sees, the model as one rank has it (None where only heads are told), and the division in
-    words.
+    """What context parallelism sees, the model as one rank has it (None where only heads are told),
+    and the division in words.
     """
 
     topology: Topology
@@ -44,8 +44,8 @@ class ParallelOptions(OptionGroup):
     ep: Annotated[int, typer.Option(help="Expert parallelism: divides experts' weights; ranks and heads stay.")] = 1
 
     def divided(self, cluster: Cluster, shape: Shape, preset: Preset | None) -> Divided:
-        """The GPUs of ``cluster`` and a model under these parallelisms; only attention's ``shape`` may be known of
-        it.
+        """The GPUs of ``cluster`` and a model under these parallelisms;
+        only attention's ``shape`` may be known of it.
         """
         from flexcp.models.topology import topology
 

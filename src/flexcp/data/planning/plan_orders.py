@@ -53,8 +53,8 @@ class PlanOrder:
 
 @dataclass(frozen=True)
 class PlannedPart:
-    """A batch of its own: which documents of the step are in it, its plan, and what this rank derives of that where it
-    was wished for.
+    """A batch of its own: which documents of the step are in it, its plan,
+    and what this rank derives of that where it was wished for.
     """
 
     documents: list[int]

@@ -92,8 +92,8 @@ class SharedPlans:
         self.pool.stats.sharing_s += time.perf_counter() - begin
 
     def _read_ahead(self) -> None:
-        """Hand plans of others that are ready to this rank's planner processes, in the order in which they will be
-        taken.
+        """Hand plans of others that are ready to this rank's planner processes,
+        in the order in which they will be taken.
         """
         while self.pool.shared is not None and self.others:
             step = self.others[0]

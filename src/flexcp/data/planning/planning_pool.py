@@ -122,8 +122,8 @@ class _Worker:
 
 @dataclass(eq=False)
 class _Shared:
-    """What the threads and the pool have in common; it holds no reference to the pool, so that the pool can be
-    collected.
+    """What the threads and the pool have in common; it holds no reference to the pool,
+    so that the pool can be collected.
     """
 
     planner: bytes
@@ -161,8 +161,8 @@ class Pool:
             self._closing = weakref.finalize(self, _shut, self.shared, self.threads)
 
     def ask(self, key: Hashable, order: PlanOrder | bytes) -> None:
-        """Have this planned; without workers it is planned when it is taken. Bytes are another rank's plans, to derive
-        recipes of.
+        """Have this planned; without workers it is planned when it is taken. Bytes are another rank's plans,
+        to derive recipes of.
         """
         job = self.jobs[key] = Job(key, order)
         if self.shared is not None:

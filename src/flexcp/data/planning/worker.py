@@ -24,8 +24,8 @@ START = (
 
 
 def main(pipe_fd: int, lifeline_fd: int) -> None:
-    """Say ready or broken, then answer every order, or shared plans, with ("parts", seconds, parts) or ("failed",
-    seconds, text).
+    """Say ready or broken, then answer every order, or shared plans,
+    with ("parts", seconds, parts) or ("failed", seconds, text).
     """
     threading.Thread(target=_follow, args=(lifeline_fd,), daemon=True).start()
     pipe = Connection(pipe_fd)

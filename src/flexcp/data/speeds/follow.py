@@ -1,5 +1,5 @@
-"""Follow: every so many steps the ranks of a loader tell each other what they measured, and agree once on how fast each
-of them is.
+"""Follow: every so many steps the ranks of a loader tell each other what they measured,
+and agree once on how fast each of them is.
 
 Every rank comes to the exchange at the same step, adds the same correction to its list and lets it begin at the first
 step that none of them has asked for yet: after the look-ahead. Nothing else of what was measured reaches a plan.
@@ -43,8 +43,8 @@ class SpeedFollower:
         return speeds_at(self.corrections, epoch, step)
 
     def after(self, epoch: int, step: int, unasked: int) -> None:
-        """Agree on a correction if it is time for one: ``step`` was given out and trained, ``unasked`` is the first not
-        yet asked for.
+        """Agree on a correction if it is time for one: ``step`` was given out and trained,
+        ``unasked`` is the first not yet asked for.
 
         On all ranks at the same step. While a correction waits for its step nothing is agreed on, because all that is
         measured then is of plans without it.

@@ -1,5 +1,5 @@
-"""Measured work: what telemetry knows of how long this rank computed, beside how long it should have at nominal
-speed.
+"""Measured work: what telemetry knows of how long this rank computed,
+beside how long it should have at nominal speed.
 """
 
 from __future__ import annotations

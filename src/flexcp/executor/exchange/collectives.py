@@ -1,5 +1,5 @@
-"""Collectives: what the ranks of a group tell each other outside attention, every call with a time limit and the name
-of its place.
+"""Collectives: what the ranks of a group tell each other outside attention,
+every call with a time limit and the name of its place.
 
 Rows that change ranks (``step.roll``), sums and gathers are exchanges of one stage
 (:mod:`flexcp.executor.exchange.transports`): they wait, fail and explain themselves as attention's do. On the host a
@@ -87,8 +87,8 @@ class Collectives:
 
     @contextmanager
     def checking(self, place: str) -> Iterator[None]:
-        """Around what is checked before an exchange: the ranks that wait for this one then learn why it does not
-        come.
+        """Around what is checked before an exchange: the ranks that wait
+        for this one then learn why it does not come.
         """
         try:
             yield

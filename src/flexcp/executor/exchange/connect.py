@@ -24,8 +24,8 @@ AT_ONCE = 8
 
 
 def connect(peers: list[int], group: dist.ProcessGroup, device: torch.device, progress: Progress | None = None) -> int:
-    """Exchange a byte with each of these ranks that was not met before; how many that were. Its peers must call this
-    too.
+    """Exchange a byte with each of these ranks that was not met before; how many that were.
+    Its peers must call this too.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     store, key = group.get_group_store(), f"flexcp/connected/{rank}"

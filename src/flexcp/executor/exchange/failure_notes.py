@@ -1,5 +1,5 @@
-"""Failure notes: what ranks tell each other through the group's store when something went wrong, always within a time
-limit.
+"""Failure notes: what ranks tell each other through the group's store when something went wrong,
+always within a time limit.
 
 A rank that fails leaves one note: whom it waited for, if anybody, and what happened. A rank that waits in vain for a
 peer looks whether the peer left a note, then whether the one blamed there did, and so finds the rank where the trouble
@@ -35,8 +35,8 @@ def grace_of(timeout: timedelta) -> float:
 
 
 def within(seconds: float, function: Callable[[], T]) -> T:
-    """The function's result or exception; TimeoutError when it takes longer than so many seconds, and it is left behind
-    then.
+    """The function's result or exception; TimeoutError when it takes longer than so many seconds,
+    and it is left behind then.
     """
     found: list[T] = []
     errors: list[BaseException] = []

@@ -31,8 +31,8 @@ def leave_host(store: Store, rank: int) -> None:
 
 
 def refused_nodes(store: Store, cluster: Cluster, ranks: int) -> str | None:
-    """Why a cluster's nodes are not the hosts that all ranks left in the store, with the way out; None where they
-    fit.
+    """Why a cluster's nodes are not the hosts that all ranks left in the store, with the way out;
+    None where they fit.
     """
     if cluster.ranks_per_node == 1 or cluster.node_spans_hosts:
         return None

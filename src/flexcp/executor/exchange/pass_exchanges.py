@@ -54,8 +54,8 @@ class Passes:
         sent: list[int],
         calls: tuple[tuple[Call, ...], ...] | None = None,
     ) -> Exchange:
-        """The exchange of the next pass; ``sent`` counts the bytes to each rank, ``calls`` stand for the plan's own
-        where given.
+        """The exchange of the next pass; ``sent`` counts the bytes to each rank,
+        ``calls`` stand for the plan's own where given.
         """
         wire = self.collectives.wire(sent)
         self.count += 1

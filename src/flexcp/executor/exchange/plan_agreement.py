@@ -1,5 +1,5 @@
-"""Plan agreement: all ranks of a group hold the same plan, or all of them raise; and what else ranks compare by way of
-the group's store.
+"""Plan agreement: all ranks of a group hold the same plan, or all of them raise;
+and what else ranks compare by way of the group's store.
 
 Once per bind, through the group's store and off the device. The n-th bind of every rank meets under the same key: the
 first rank there leaves its hash and its versions, later ones compare, a rank that differs says so at once to everybody,
@@ -38,8 +38,8 @@ def agree(
     calls: CallSettings = AS_PLANNED,
     cluster: Cluster | None = None,
 ) -> int:
-    """The number of this bind, when every rank of ``group`` called this with the same plan and settings; raises within
-    ``timeout`` else.
+    """The number of this bind, when every rank of ``group`` called this with the same plan and settings;
+    raises within ``timeout`` else.
 
     A rank that already knows of a ``mistake`` raises it as ValueError, and the others hear of it instead of waiting.
     ``cluster``, the plan's, is held against the hosts of the ranks; nodes that are not hosts are a ValueError on all
@@ -49,8 +49,8 @@ def agree(
 
 
 def said_by_all(name: str, said: str, notes: FailureNotes, timeout: timedelta) -> list[str]:
-    """What every rank says under this ``name``, in rank order; RuntimeError within ``timeout`` when one does not come
-    to say it.
+    """What every rank says under this ``name``, in rank order;
+    RuntimeError within ``timeout`` when one does not come to say it.
     """
     return through_store(timeout, lambda: _say(name, said, notes, timeout))
 

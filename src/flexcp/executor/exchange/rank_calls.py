@@ -1,5 +1,5 @@
-"""Calls of a rank: what one rank posts together, stage by stage, derived from the plan. Integers only; no tensor, no
-group.
+"""Calls of a rank: what one rank posts together, stage by stage, derived from the plan. Integers only;
+no tensor, no group.
 
 A stage is issued as the plan says (:mod:`flexcp.plan.issue`): in one call of whole messages, where whatever moves in it
 starts at once and the transport shares the links, or in conflict-free rounds, some to a call. Chunks of a message that

@@ -34,8 +34,8 @@ def start_group(gpu: bool, **options: Any) -> dist.ProcessGroup:
 
 
 def has_high_priority(group: dist.ProcessGroup) -> bool | None:
-    """Whether a group's transfers run on a stream of high priority; None where it has no NCCL, or torch does not
-    say.
+    """Whether a group's transfers run on a stream of high priority; None where it has no NCCL,
+    or torch does not say.
     """
     if "nccl" not in str(dist.get_backend_config(group)):
         return None

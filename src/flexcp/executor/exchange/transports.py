@@ -94,8 +94,8 @@ class PassLabel:
 
 @dataclass(frozen=True)
 class Wire:
-    """What an exchange talks over: the group (None for one rank), the counter of bytes sent to each rank, patience,
-    notes on failures.
+    """What an exchange talks over: the group (None for one rank), the counter of bytes sent to each rank,
+    patience, notes on failures.
 
     ``failed`` is told the reason when a pass breaks off, for whatever reason: nothing can be exchanged after that.
     """
@@ -113,8 +113,8 @@ class Exchange:
     """
 
     own_collectives: ClassVar[bool]
-    """Whether sums and gathers outside attention are the group's own collectives; else they are made of messages
-    between pairs.
+    """Whether sums and gathers outside attention are the group's own collectives;
+    else they are made of messages between pairs.
     """
 
     def __init__(self, wire: Wire, this: Subject, calls: tuple[tuple[Call, ...], ...]) -> None:
@@ -126,8 +126,8 @@ class Exchange:
         raise NotImplementedError
 
     def arrived(self, stage: int) -> Buffers | None:
-        """Wait until a stage's messages have come and those of this rank have left; the former, peer by peer (None:
-        never posted).
+        """Wait until a stage's messages have come and those of this rank have left;
+        the former, peer by peer (None: never posted).
         """
         raise NotImplementedError
 
@@ -206,8 +206,8 @@ _Legs = list[tuple[_Leg, dist.Work]]
 
 
 class HostExchange(Exchange):
-    """Calls between CPU ranks, every wait with a time limit. Tests slow it down by overriding ``send`` and
-    ``receive``.
+    """Calls between CPU ranks, every wait with a time limit.
+    Tests slow it down by overriding ``send`` and ``receive``.
     """
 
     own_collectives = False

@@ -97,8 +97,8 @@ def _tiles(slices: Ints, heads: int) -> Iterator[tuple[slice, slice, tuple[int, 
 def _logits(
     q: Tensor, k: Tensor, band: tuple[int, int] | None, settings: Settings
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Masked logits, the derivative of the softcap, and which pairs are hidden ``[head in group x row, key]``; None for
-    neither.
+    """Masked logits, the derivative of the softcap, and which pairs are hidden ``[head in group x row, key]``;
+    None for neither.
     """
     groups, work = k.shape[1], _working_dtype(k.dtype)
     s_GRK = _stacked(q, groups, work) @ _by_group(k, work).transpose(1, 2) * settings.scale

@@ -1,5 +1,5 @@
-"""FlashAttention-4 for lists it is faster on, the CuTe kernel for all others (``flexcp[fa4]``). Same interface as every
-kernel.
+"""FlashAttention-4 for lists it is faster on, the CuTe kernel for all others (``flexcp[fa4]``).
+Same interface as every kernel.
 
 A list that :mod:`fa4_lists` calls simple is one call of FlashAttention-4. Which kernel runs it is decided when the list
 is made, for each direction, by prices; nothing is timed during training. Everything else is the CuTe kernel's: other

@@ -1,5 +1,5 @@
-"""Lists for FlashAttention-4: *simple* ones, which it runs in one call, and whether it is the faster kernel for them.
-Integers only.
+"""Lists for FlashAttention-4: *simple* ones, which it runs in one call,
+and whether it is the faster kernel for them. Integers only.
 
 A list is simple where its slices are whole documents one behind the other, in rows and in keys, all causal, all full,
 or all under one window. What a kernel takes for it is counted in blocks and tiles, at prices fitted to both kernels.
@@ -33,8 +33,8 @@ on an H200's host, where the CuTe kernel's call takes 60. Less work than that wo
 
 @dataclass(frozen=True)
 class Form:
-    """A simple list: documents by their borders in rows and keys, and the window they share (None: no limit on that
-    side).
+    """A simple list: documents by their borders in rows and keys,
+    and the window they share (None: no limit on that side).
     """
 
     rows_at: Ints

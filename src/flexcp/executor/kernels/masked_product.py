@@ -12,8 +12,8 @@ from torch import Tensor
 
 
 def seen_product(weights: Tensor, hidden: Tensor | None, rows: Tensor) -> Tensor:
-    """``weights @ rows`` where the weights of ``hidden`` pairs are zero, and stay without effect if ``rows`` holds NaN
-    or infinity.
+    """``weights @ rows`` where the weights of ``hidden`` pairs are zero,
+    and stay without effect if ``rows`` holds NaN or infinity.
 
     ``hidden`` is boolean in the shape of the weights, or broadcasts to it; None hides nothing.
     """

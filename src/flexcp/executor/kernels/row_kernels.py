@@ -23,8 +23,8 @@ Pairs = list[tuple[Tensor, Tensor]]
 
 
 def copy_rows(pairs: Pairs, table_7n: Tensor, word: int, longest: int) -> None:
-    """Copy runs of words; the table's columns are pair, from, to, length, rows, step from, step to, ``longest`` the
-    longest row.
+    """Copy runs of words; the table's columns are pair, from, to, length, rows, step from, step to,
+    ``longest`` the longest row.
     """
     if table_7n.shape[1]:
         kind, wide = WORDS[word], 2 if word == 16 else 1
@@ -87,8 +87,8 @@ def _block(longest: int) -> int:
 
 
 def _addresses(pairs: Pairs) -> list[int]:
-    """Where the tensors begin, repeated up to ``PAIRS`` pairs. Plain numbers: tensors of every dtype share one compiled
-    kernel.
+    """Where the tensors begin, repeated up to ``PAIRS`` pairs. Plain numbers:
+    tensors of every dtype share one compiled kernel.
     """
     found = [x.data_ptr() for pair in pairs for x in pair]
     return found + found[:2] * (PAIRS - len(pairs))

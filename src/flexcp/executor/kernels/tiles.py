@@ -54,8 +54,8 @@ class TileList:
 
 
 def tile_list(slices: Ints, height: int, block: int, odd_clear: bool = True, borders: Ints = NO_BORDERS) -> TileList:
-    """Tiles of at most ``height`` rows over ``slices``, keys in blocks of ``block``; none has rows on both sides of one
-    of ``borders``.
+    """Tiles of at most ``height`` rows over ``slices``, keys in blocks of ``block``;
+    none has rows on both sides of one of ``borders``.
 
     Without ``odd_clear``, tiles of fewer rows have edge blocks only: for kernels that must mask the rows that are not
     there.
@@ -129,8 +129,8 @@ def _keys_of(slices: Ints, rows: Ints) -> Ints:
 
 
 def _entries(slices: Ints, start: Ints, stop: Ints, block: int, least: int) -> Ints:
-    """The part of each slice in the rows of its tile, as ``ENTRY_COLUMNS``; clear blocks in tiles of ``least`` rows or
-    more.
+    """The part of each slice in the rows of its tile, as ``ENTRY_COLUMNS``;
+    clear blocks in tiles of ``least`` rows or more.
     """
     q0, q1 = np.maximum(slices[:, Q0], start), np.minimum(slices[:, Q1], stop)
     lo, hi = slices[:, LO], slices[:, HI]
@@ -196,8 +196,8 @@ def segment_list(made: TileList, block: int, longest: int | None = None, descend
 
 
 def split(made: TileList, block: int, longest: int) -> TileList:
-    """The same blocks in tiles of at most ``longest``: several tiles with the same rows, for kernels that add to
-    memory.
+    """The same blocks in tiles of at most ``longest``: several tiles with the same rows,
+    for kernels that add to memory.
 
     Rows that are in several tiles count several times in ``rows``.
     """

@@ -37,8 +37,8 @@ TORCH_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 
 
 def share_factor(gradients: Gradients, ranks: int) -> int:
-    """What a rank's share of the loss is multiplied by, so that gradients treated as said are those of the whole
-    batch.
+    """What a rank's share of the loss is multiplied by, so that gradients treated as said are those
+    of the whole batch.
     """
     if gradients not in ("summed", "averaged"):
         raise ValueError(
@@ -49,8 +49,8 @@ def share_factor(gradients: Gradients, ranks: int) -> int:
 
 
 class CountOfAllRanks(int):
-    """A count over all ranks of a batch, such as the loader's ``batch.valid``: a number like any other, but never one
-    rank's own.
+    """A count over all ranks of a batch, such as the loader's ``batch.valid``:
+    a number like any other, but never one rank's own.
     """
 
 
@@ -65,8 +65,8 @@ def wrong_count(count: float, rows: int, ranks: int) -> str:
 
 
 def running_average(group: dist.ProcessGroup | None) -> str | None:
-    """The name of the wrapper whose forward is running and whose backward averages over ranks of ``group``, if there is
-    one.
+    """The name of the wrapper whose forward is running and whose backward averages over ranks of ``group``,
+    if there is one.
     """
     # Names of torch's own: a release without them loses this check, not its attention.
     active = getattr(DistributedDataParallel, "_get_active_ddp_module", None)
@@ -81,8 +81,8 @@ def running_average(group: dist.ProcessGroup | None) -> str | None:
 
 
 def fsdp_reduction(param_groups: Iterable[Any], group: dist.ProcessGroup) -> tuple[str | None, str | None]:
-    """Who averages and who sums the gradients of FSDP2's parameter groups over ranks of ``group``; None where nobody
-    does.
+    """Who averages and who sums the gradients of FSDP2's parameter groups over ranks of ``group``;
+    None where nobody does.
     """
     shared = set(dist.get_process_group_ranks(group))
     averaged = summed = None
@@ -114,8 +114,8 @@ def reduction_of(modules: Iterable[FsdpModule], group: dist.ProcessGroup | None)
 
 
 def wrong_factor(who: str, gradients: Gradients, ranks: int, late: bool = False) -> str:
-    """What to say of shares that are said to be reduced one way and are reduced the other; ``late``: since the loss was
-    taken.
+    """What to say of shares that are said to be reduced one way and are reduced the other; ``late``:
+    since the loss was taken.
     """
     done, off = ("averages", f"1/{ranks} of") if gradients == "summed" else ("sums", f"{ranks} times")
     right = "averaged" if gradients == "summed" else "summed"
@@ -137,8 +137,8 @@ def uneven(placement: Placement) -> tuple[int, int] | None:
 
 
 def unsaid_loss(who: str, least: int, most: int) -> str:
-    """What to say of a backward of whose loss a step knows nothing, under a wrapper that averages over ranks of
-    different token counts.
+    """What to say of a backward of whose loss a step knows nothing,
+    under a wrapper that averages over ranks of different token counts.
     """
     return (
         f"{who} averages gradients over ranks that hold {least} to {most} tokens of this batch, and nothing says what "

@@ -76,8 +76,8 @@ class Edges:
         return self.of_batch.documents
 
     def pairs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(edge, sequence, position) for every sequence that uses an edge of this rank; position is that of the next
-        token.
+        """(edge, sequence, position) for every sequence that uses an edge of this rank;
+        position is that of the next token.
 
         All ranks together have every position but the first of every sequence once, where its id is not ``ignore``.
         """
@@ -88,8 +88,8 @@ class Edges:
     def weights(
         self, sequences: Sequence[float] | Tensor | None = None, tokens: Sequence[Any] | None = None, per: Per = "token"
     ) -> Tensor:
-        """What each edge weighs in a sum over sequences, float64: the sum of its sequences' weights, divided as ``per``
-        says.
+        """What each edge weighs in a sum over sequences, float64: the sum of its sequences' weights,
+        divided as ``per`` says.
 
         ``sequences`` has a weight for each sequence, such as its advantage; ``tokens`` an array for each sequence with
         a weight for each of its tokens, such as a mask: that of a token weighs its prediction, so the first has no
@@ -209,8 +209,8 @@ def edge_log_probs(logits: Tensor, edges: Edges) -> Tensor:
 
 
 def weighed_loss(values: Tensor, edges: Edges, weights: Tensor | None) -> Tensor:
-    """Minus the sum of log-probabilities by weights, those of a mean over positions unless given. What weighs nothing
-    may be infinite.
+    """Minus the sum of log-probabilities by weights, those of a mean over positions unless given.
+    What weighs nothing may be infinite.
     """
     if weights is None:
         weights = edges.weights()
@@ -223,8 +223,8 @@ def weighed_loss(values: Tensor, edges: Edges, weights: Tensor | None) -> Tensor
 
 
 def check_edge_logits(logits: Tensor, tokens: int, place: str) -> None:
-    """Raise for what is no ``[tokens, vocabulary]`` of logits. A rank without tokens may have the row that models want
-    there.
+    """Raise for what is no ``[tokens, vocabulary]`` of logits.
+    A rank without tokens may have the row that models want there.
     """
     if not isinstance(logits, Tensor) or logits.dim() != 2 or not logits.is_floating_point():
         instead = single("logits", logits.shape, tokens) if isinstance(logits, Tensor) and logits.dim() == 3 else None
@@ -246,8 +246,8 @@ def predictions(sequences: Sequences, row_tokens: Ints) -> int:
 
 
 def gathered(values: Tensor, edges: Edges, placement: Placement, collectives: Collectives) -> list[Tensor]:
-    """For each sequence of the batch a value for each of its tokens, 0 for the first, on every rank, from every rank's
-    edges.
+    """For each sequence of the batch a value for each of its tokens, 0 for the first, on every rank,
+    from every rank's edges.
     """
     sequences = edges.of_batch
     owner, row = np.empty(placement.stream, np.int64), np.empty(placement.stream, np.int64)

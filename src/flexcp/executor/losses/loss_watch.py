@@ -48,8 +48,8 @@ class LossWatch:
         """
 
     def say(self, loss: Tensor) -> Tensor:
-        """Note that ``loss``, or a loss of this tensor, is divided and reduced as it should be, once gradients come
-        from it.
+        """Note that ``loss``, or a loss of this tensor, is divided and reduced as it should be,
+        once gradients come from it.
 
         A loss that is only looked at says nothing of the one that is trained on. What is compiled takes no hook, and is
         believed at once.
@@ -83,8 +83,8 @@ class LossWatch:
         self.averaged_by = self.averaged_by or running_average(self._group)
 
     def note_backward(self) -> None:
-        """Raise where FSDP2 was told after the loss to reduce gradients otherwise than the loss was made for: once a
-        loss.
+        """Raise where FSDP2 was told after the loss to reduce gradients otherwise than the loss was made for:
+        once a loss.
 
         Warn where gradients are averaged over uneven ranks, and nobody said of this loss how it was divided: once a
         step. One of several steps of a model (an encoder's) has no loss of its own, so that of another step in the same

@@ -58,8 +58,8 @@ class Runtime:
 def run_forward(
     prepared: Prepared, runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, rounded: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's output and LSE (statistics dtype) from its own tokens in stream order, and the keys to keep for the
-    backward, as bytes.
+    """This rank's output and LSE (statistics dtype) from its own tokens in stream order,
+    and the keys to keep for the backward, as bytes.
 
     The output is in the accumulator dtype, or already in the model's where ``rounded`` allows that and nothing is left
     to add.

@@ -49,8 +49,8 @@ def finished_rows(program: RankProgram) -> list[list[OwnRows]] | None:
 
 
 def _not_before(lists: list[ShelfWork], borders: list[int], rows: int) -> tuple[list[Ints], bool]:
-    """Of each list the runs of own rows that no list before it adds to in any of its heads; whether that is every row
-    in every head.
+    """Of each list the runs of own rows that no list before it adds to in any of its heads;
+    whether that is every row in every head.
 
     ``borders`` are the heads at which lists of own rows begin or end.
     """

@@ -30,8 +30,8 @@ class Types:
 
 
 def types_of(x: Tensor) -> Types:
-    """The types of a pass over tensors like ``x``. LSE and delta enter every probability, and on a CPU doubles cost
-    nothing.
+    """The types of a pass over tensors like ``x``. LSE and delta enter every probability,
+    and on a CPU doubles cost nothing.
     """
     accumulator = accumulator_dtype(x.dtype)
     return Types(x.dtype, accumulator, torch.float64 if x.device.type == "cpu" else accumulator, x.device)
@@ -70,8 +70,8 @@ def new_results(
 def _laid_out(
     shelf: Shelf, backward: bool, results: bool, shape: Shape, types: Types, memory: Tensor | None
 ) -> dict[str, Tensor]:
-    """The tensors of a shelf, side by side as :mod:`flexcp.plan.memory` counts them, or each in an allocation of its
-    own.
+    """The tensors of a shelf, side by side as :mod:`flexcp.plan.memory` counts them,
+    or each in an allocation of its own.
     """
     heads = shelf.h1 - shelf.h0
     fields = shelf_fields(shelf.side, backward, results)

@@ -1,5 +1,5 @@
-"""Pass recipe: a rank's program for one mask and direction with everything about its execution that the plan alone
-decides.
+"""Pass recipe: a rank's program for one mask and direction with everything about its execution
+that the plan alone decides.
 
 Integers only; no tensor, so that a planner process can make it (:mod:`flexcp.executor.run.rank_recipe`) and the
 training process is left with what needs the device: a kernel's work lists and the upload of index maps
@@ -28,8 +28,8 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class LaunchRecipe:
-    """A launch: its heads on the shelf of its queries, its groups on that of its keys, and whether its slices touch
-    every query row.
+    """A launch: its heads on the shelf of its queries, its groups on that of its keys,
+    and whether its slices touch every query row.
 
     Launches of one ``list_key`` have the same slices, so that forward and backward share a kernel's work list.
     """

@@ -44,8 +44,8 @@ class PreparedWork:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A program, by slot: work, shelves to open; by stage (peer, bytes) of the messages that leave and arrive; and its
-    packing.
+    """A program, by slot: work, shelves to open; by stage (peer, bytes) of the messages that leave and arrive;
+    and its packing.
 
     ``closes`` are the shelves whose dq the lists of a slot are the last to leave open: it is closed after them.
     ``finishes`` says that own rows (of the output or, of a backward, of dq) can be written where they stay by whoever

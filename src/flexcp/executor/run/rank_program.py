@@ -1,5 +1,5 @@
-"""Rank program: what one rank does for one mask in one direction, derived from the plan. Integers only; no tensor, no
-group.
+"""Rank program: what one rank does for one mask in one direction, derived from the plan. Integers only;
+no tensor, no group.
 
 A rank holds tokens on *shelves*. Shelf 0 of each side (queries, keys) is its own tokens in stream order with all heads.
 Every stage, side and head range in which pieces arrive makes another shelf, its tokens in stream order too, so that
@@ -35,8 +35,8 @@ TILE_ROWS = 128
 
 @dataclass(frozen=True)
 class Shelf:
-    """Tokens in one buffer: which side, how many rows, which heads (query or KV heads by side), filled before which
-    slot.
+    """Tokens in one buffer: which side, how many rows, which heads (query or KV heads by side),
+    filled before which slot.
     """
 
     side: int

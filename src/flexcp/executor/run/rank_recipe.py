@@ -1,5 +1,5 @@
-"""Rank recipe: everything of a plan that one rank needs to run it, derived ahead. Integers only; no tensor, no group,
-no torch.
+"""Rank recipe: everything of a plan that one rank needs to run it, derived ahead. Integers only;
+no tensor, no group, no torch.
 
 A rank derives its programs, calls, memory and rows from the plan, some milliseconds to a tenth of a second of work
 where there are many ranks. It depends on nothing but the plan and the rank, so a planner process does it right after

@@ -1,5 +1,5 @@
-"""Rank rows: which tokens of the stream are on a rank, in which order, and where they stand in their documents.
-Integers; no tensor.
+"""Rank rows: which tokens of the stream are on a rank, in which order,
+and where they stand in their documents. Integers; no tensor.
 
 ``local_stream`` is the coordinate every per-token tensor of a rank hangs on: computed from the plan alone, for any
 rank, so that each side of a move knows what the other sends without asking.

@@ -1,5 +1,5 @@
-"""Row moves: what :class:`flexcp.executor.run.row_packing.RowPacking` launches, as tables of integers, made ahead of
-it; no tensor.
+"""Row moves: what :class:`flexcp.executor.run.row_packing.RowPacking` launches, as tables of integers,
+made ahead of it; no tensor.
 
 The heads of a row lie side by side on a shelf and in a message, so every block is a list of *runs*: so many rows of so
 many numbers, at a step, between a pair of tensors. All messages of a stage are one allocation, so a few pairs (a field
@@ -32,8 +32,8 @@ RUN_ROWS = 16
 
 @dataclass(frozen=True)
 class Place:
-    """Rows of a field, on a shelf or in the stage's messages (shelf None): row r begins at number ``start + r *
-    step``.
+    """Rows of a field, on a shelf or in the stage's messages (shelf None):
+    row r begins at number ``start + r * step``.
     """
 
     shelf: int | None
@@ -46,8 +46,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Move:
-    """Rows of ``length`` numbers from one place to another: copied, added, or merged by their LSEs (one for each of
-    ``heads``).
+    """Rows of ``length`` numbers from one place to another:
+    copied, added, or merged by their LSEs (one for each of ``heads``).
     """
 
     what: str
@@ -194,8 +194,8 @@ class _Builder:
 
 
 def _stretches(source: Rows, target: Rows, most: int) -> tuple[Ints, Ints, Ints]:
-    """(first row here, first row there, rows) of stretches in which both ascend one by one, of at most ``most``
-    rows.
+    """(first row here, first row there, rows) of stretches in which both ascend one by one,
+    of at most ``most`` rows.
     """
     if isinstance(source, slice) and isinstance(target, slice):
         first = np.array([[source.start], [target.start]])

@@ -20,8 +20,8 @@ VERSIONS = ("flexcp", "source", "python", "torch", "nccl", "device")
 
 @dataclass(frozen=True)
 class Check:
-    """What was found, in a few words; ``failures`` says what is wrong, a line for each; ``missing`` why it could not be
-    looked at.
+    """What was found, in a few words; ``failures`` says what is wrong, a line for each;
+    ``missing`` why it could not be looked at.
     """
 
     name: str

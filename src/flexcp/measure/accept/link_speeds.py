@@ -1,5 +1,5 @@
-"""Link speeds: what every link that a plan may use carries, inside nodes and across them, and whether that is what it
-should.
+"""Link speeds: what every link that a plan may use carries, inside nodes and across them,
+and whether that is what it should.
 
 Ranks exchange in pairs, all pairs of a level at the same time and both ways, as a plan's transfers do, so links that
 ranks share are measured shared. Inside a node every rank meets every other (a tournament, in rounds); across nodes it
@@ -47,8 +47,8 @@ class PairLink:
 
     @property
     def mbps(self) -> float:
-        """Megabytes a second, each way: what the largest message has more than the smallest, over the time that
-        takes.
+        """Megabytes a second, each way: what the largest message has more than the smallest,
+        over the time that takes.
         """
         more = max(1.0, self.ns[-1] - self.ns[0])
         return 1000 * (SIZES[len(self.ns) - 1] - SIZES[0]) / more
@@ -82,8 +82,8 @@ def measure_level(group: dist.ProcessGroup, cluster: Cluster, across: bool, devi
 
 
 def link_times_of(group: dist.ProcessGroup, links: Sequence[PairLink], device: str) -> LinkTimes:
-    """Collective: the links as calibration takes them, with what one more message costs: the smallest to several ranks
-    at once.
+    """Collective: the links as calibration takes them, with what one more message costs:
+    the smallest to several ranks at once.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     distances = range(1, min(ranks, MOST_ROUNDS + 1))

@@ -28,8 +28,8 @@ MOST_NAMED = 8
 
 @dataclass(frozen=True)
 class RankCard:
-    """A rank: its host, its process, what it computes on, and the versions it runs. ``source`` is a hash of flexcp's
-    own code.
+    """A rank: its host, its process, what it computes on, and the versions it runs.
+    ``source`` is a hash of flexcp's own code.
     """
 
     rank: int

@@ -35,8 +35,8 @@ GRACE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Word:
-    """What a rank says at its end: the number and name of its step, what happened, and whether it was an error of its
-    own.
+    """What a rank says at its end: the number and name of its step, what happened,
+    and whether it was an error of its own.
     """
 
     number: int
@@ -46,8 +46,8 @@ class Word:
 
 
 class Watch:
-    """Watches this rank's steps. Use as a context manager around them; ``tell`` is called on one rank, ``leave`` on
-    all.
+    """Watches this rank's steps. Use as a context manager around them; ``tell`` is called on one rank,
+    ``leave`` on all.
     """
 
     def __init__(

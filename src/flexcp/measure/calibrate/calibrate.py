@@ -148,8 +148,8 @@ def _gpu_contention() -> dict[str, tuple[Contention, ...]]:
 
 
 def contention_rows(table: list[dict[str, Any]]) -> tuple[Contention, ...]:
-    """The rows of a cost model from those of :func:`flexcp.measure.kernels.margin.margin_table` for one kind of
-    transfer.
+    """The rows of a cost model from those of :func:`flexcp.measure.kernels.margin.margin_table`
+    for one kind of transfer.
 
     How slow attention is beside a transfer follows from one that it outlasts: what it took longer than alone is what it
     lost meanwhile. A margin never makes attention faster, nor a transfer slower: where noise says so, alone counts as

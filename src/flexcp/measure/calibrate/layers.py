@@ -1,5 +1,5 @@
-"""What surrounds attention, for calibration: matrix products of a layer's rest, and what autograd keeps of it for each
-token.
+"""What surrounds attention, for calibration: matrix products of a layer's rest,
+and what autograd keeps of it for each token.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from flexcp.shape import Shape
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Tokens and nanoseconds of the rest of a layer, both ways; bytes a token leaves for the backward, attention's own
-    included.
+    """Tokens and nanoseconds of the rest of a layer, both ways; bytes a token leaves for the backward,
+    attention's own included.
     """
 
     tokens: tuple[int, ...]

@@ -129,8 +129,8 @@ def _call(
 def _timed(
     slots: list[list[Callable[[], Any]]], new: Sequence[Tensor], repeats: int, device: str
 ) -> NDArray[np.float64]:
-    """Nanoseconds of each slot, the median of passes after a first one; the tensors of ``new`` begin a pass with
-    -inf.
+    """Nanoseconds of each slot, the median of passes after a first one;
+    the tensors of ``new`` begin a pass with -inf.
     """
     samples = []
     for _ in range(repeats + 1):

@@ -69,8 +69,8 @@ def one_kv_head(shape: Shape) -> Shape:
 
 
 def measure_plans(task: KernelTask) -> list[PlanSlots]:
-    """Every rank's slots of the plans, one after the other on this GPU; what a strategy refuses with these heads is
-    left out.
+    """Every rank's slots of the plans, one after the other on this GPU;
+    what a strategy refuses with these heads is left out.
     """
     found = []
     for name in (*FITTED, *HELD_OUT):

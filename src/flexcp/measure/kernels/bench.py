@@ -51,8 +51,8 @@ class Heads:
 
 @dataclass
 class Result:
-    """One contender on one workload: milliseconds and TFLOP/s each way, errors by result (ours), or why there is
-    none.
+    """One contender on one workload: milliseconds and TFLOP/s each way, errors by result (ours),
+    or why there is none.
     """
 
     contender: str
@@ -348,8 +348,8 @@ def sample_errors(name: str, work: Workload, heads: Heads, device: torch.device,
 
 
 def _seen(slices: Any, at: Any, tokens: int, by_row: bool) -> Tensor:
-    """Whether each of the rows ``at`` sees each key (``[rows, keys]``), or each of the keys ``at`` is seen
-    (``[rows, keys]``).
+    """Whether each of the rows ``at`` sees each key (``[rows, keys]``),
+    or each of the keys ``at`` is seen (``[rows, keys]``).
     """
     other = np.arange(tokens)
     q, k = (at[:, None], other[None, :]) if by_row else (other[:, None], at[None, :])
@@ -360,8 +360,8 @@ def _seen(slices: Any, at: Any, tokens: int, by_row: bool) -> Tensor:
 
 
 def table(results: list[Result], product: float) -> str:
-    """The results as a Markdown table: TFLOP/s (percent of the matrix product's) forward / backward, and the op's over
-    the best other's.
+    """The results as a Markdown table: TFLOP/s (percent of the matrix product's) forward / backward,
+    and the op's over the best other's.
     """
     columns = [c for c in (*OURS, *BASELINES) if any(r.contender == c and r.forward for r in results)]
     lines = ["| tokens | work | " + " | ".join(columns) + " | op / best other |", "| --- " * (3 + len(columns)) + "|"]

@@ -32,8 +32,8 @@ CHANNELS = {"inside": 16, "across": 4}
 """Blocks of a copy, by where its peer is."""
 BYTES = 1 << 26
 ROWS, KEYS = 8192, 5000
-"""Attention that is measured: all of so many rows over so many keys, as large as a slot of a plan with 8,192 tokens a
-rank.
+"""Attention that is measured: all of so many rows over so many keys,
+as large as a slot of a plan with 8,192 tokens a rank.
 """
 HEAD_START = 10_000
 """Cycles by which a copy begins before attention."""
@@ -145,8 +145,8 @@ def timed_together(
 def in_turns(
     pairs: Sequence[Pair], beside: torch.cuda.Stream, rounds: int = 9, warm_s: float = 0.12
 ) -> list[tuple[float, float]]:
-    """Median milliseconds of attention and of the copy for each of several pairs of them, either of which may be
-    missing.
+    """Median milliseconds of attention and of the copy for each of several pairs of them,
+    either of which may be missing.
 
     The pairs are timed in turns, after all of them ran for a while: a chip that has just done lighter work clocks
     higher for a tenth of a second, and what was timed then would not compare with the others.

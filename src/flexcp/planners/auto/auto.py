@@ -52,8 +52,8 @@ from flexcp.simulator.training import simulate, simulated_step
 DEFAULT_EFFORT = 16
 MOST_SIMULATED = 5
 MANY_REGIONS = 150_000
-"""Regions of a static method beyond which the closed form, which counts them all, takes longer than the events, which
-know rings.
+"""Regions of a static method beyond which the closed form, which counts them all, takes longer than the events,
+which know rings.
 """
 LARGE = 400_000
 """Transfers of a static method's backward beyond which it is not scheduled below high effort."""
@@ -73,8 +73,8 @@ def auto(request: Request) -> Placement:
 
 
 def auto_plan(request: Request) -> Plan:
-    """The plan of the least simulated step time, which is made on the way; its placement's note says why it was
-    taken.
+    """The plan of the least simulated step time, which is made on the way;
+    its placement's note says why it was taken.
     """
     if request.argument:
         raise ValueError(f"auto takes no degree; got 'auto:{request.argument}'")
@@ -92,8 +92,8 @@ def auto_plan(request: Request) -> Plan:
 
 @dataclass(frozen=True, eq=False)
 class _Placed:
-    """A candidate that was placed: the closed form's time, or its bound's where it has too many regions, and what a
-    schedule can use.
+    """A candidate that was placed: the closed form's time, or its bound's where it has too many regions,
+    and what a schedule can use.
     """
 
     candidate: Candidate
@@ -217,8 +217,8 @@ class _Search:
         self.best = min(self.simulated, key=lambda found: (found.ns, found.order))
 
     def try_other_stages(self) -> None:
-        """The fastest plan with a pass cut into stages the other way, first the forward and then the backward, where
-        that is faster.
+        """The fastest plan with a pass cut into stages the other way, first the forward and then the backward,
+        where that is faster.
         """
         for backward in (False, True):
             best = self.best
@@ -236,8 +236,8 @@ class _Search:
         return ns // self.request.batch.layers > LONGEST_NS
 
     def _pass_over(self, price: int, item: Candidate | _Placed) -> None:
-        """Keep the least price of what is not simulated, for each way of dealing documents and for all others; prices
-        come in order.
+        """Keep the least price of what is not simulated, for each way of dealing documents and for all others;
+        prices come in order.
         """
         candidate = item if isinstance(item, Candidate) else item.candidate
         self.passed_over.setdefault(candidate.dealing, price)
@@ -269,8 +269,8 @@ class _Search:
         return f"{best.name}{f' ({own})' if own else ''}: {time}; {why} ({self._step_words()})"
 
     def _step_words(self) -> str:
-        """What the times are of: whoever reads another time of the same plan must be told what the two have in
-        common.
+        """What the times are of: whoever reads another time
+        of the same plan must be told what the two have in common.
         """
         layers, training = self.request.batch.layers, self.request.training
         of = f"times of {layers} layer{'s' if layers > 1 else ''}"

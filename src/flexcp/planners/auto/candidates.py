@@ -32,8 +32,8 @@ PlaceMany = Callable[[Request], list[Placement]]
 LEAST_EFFORT = 2
 HIGH_EFFORT = 64
 TOLERANT = ("blocks", "hypergraph")
-"""Planners that keep tolerances. The others balance by their own rule: they are asked without tolerances, and judged by
-them.
+"""Planners that keep tolerances. The others balance by their own rule: they are asked without tolerances,
+and judged by them.
 """
 NEARLY_PERFECT = 128
 """How close to perfectly divided compute a dynamic planner is believed to come: within one part of so many."""
@@ -41,8 +41,8 @@ NEARLY_PERFECT = 128
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A strategy with its argument; ``least_ns`` is what it takes at least, ``closer_ns()`` a dearer bound where there
-    is one.
+    """A strategy with its argument; ``least_ns`` is what it takes at least,
+    ``closer_ns()`` a dearer bound where there is one.
 
     ``regions`` and ``transfers`` are about how many its plan has, 0 for unknown.
     """

@@ -53,8 +53,8 @@ DEFAULT_TOLERANCE = 0.02
 DEFAULT_TOKEN_TOLERANCE = 0.01
 NODE_TOLERANCES = (0.008, 0.02)
 RETRIED_NODES = range(3, 7)
-"""Numbers of nodes for which a second tolerance is tried unless told: with two it saves 1 % (web packs), with many it
-takes too long.
+"""Numbers of nodes for which a second tolerance is tried unless told: with two it saves 1 % (web packs),
+with many it takes too long.
 """
 SLACK_USED = 0.8
 EQUAL_ROOM = 100
@@ -183,8 +183,8 @@ def _row_bytes(request: Request) -> int:
 
 
 def _team_sizes(request: Request) -> list[int]:
-    """Teams that both the KV heads and a node's ranks divide into; heads are split evenly, which suits equal ranks and
-    keys by heads.
+    """Teams that both the KV heads and a node's ranks divide into;
+    heads are split evenly, which suits equal ranks and keys by heads.
     """
     if len(set(request.cluster.rank_speeds)) > 1 or request.shape.latent is not None:
         return [1]

@@ -61,8 +61,8 @@ class Search(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Rows ``lo..hi`` of an item go to bin ``to``, for rows ``back_lo..back_hi`` of the item ``back`` there, or for
-    nothing (-1).
+    """Rows ``lo..hi`` of an item go to bin ``to``, for rows ``back_lo..back_hi`` of the item ``back`` there,
+    or for nothing (-1).
 
     ``change`` is by how much the keys change that the two bins fetch.
     """
@@ -77,8 +77,8 @@ class Move(NamedTuple):
 
 
 class Leaving(NamedTuple):
-    """Keys that an item's bin fetches of its document, and how that changes when the item, a little of its tail or of
-    its head leaves.
+    """Keys that an item's bin fetches of its document, and how that changes when the item,
+    a little of its tail or of its head leaves.
     """
 
     here: int
@@ -167,8 +167,8 @@ def joined(items, n, documents):
 
 @compiled
 def climb(items, n, bins, ruler, cap_load, cap_rows, reads, sweeps):
-    """Move or exchange rows between bins that share a document while that saves keys and no limit is passed; (item
-    count, pairs tried).
+    """Move or exchange rows between bins that share a document while that saves keys and no limit is passed;
+    (item count, pairs tried).
 
     For each item: all of it, or as much of either end as fits, to another bin; or all of it, or an end, against an item
     or an end there.
@@ -229,8 +229,8 @@ def better(best, move):
 
 @compiled_inline
 def best_move(search, i, sweep):
-    """The move of item ``i`` that saves most, to bin -1 where none saves anything; and how many items were tried
-    against it.
+    """The move of item ``i`` that saves most, to bin -1 where none saves anything;
+    and how many items were tried against it.
     """
     items, chain, seen, changed = search.table.items, search.table.chain, search.seen, search.changed
     item, tried = item_at(items, i), 0
@@ -335,8 +335,8 @@ def best_exchange(search, visit, j, best):
 
 @compiled_inline
 def exchanged_rows(search, item, other, kind):
-    """First and last row that an item gives, and of ``other`` that it gets; either are none where there is no such
-    exchange.
+    """First and last row that an item gives, and of ``other`` that it gets;
+    either are none where there is no such exchange.
     """
     if kind == WHOLE_FOR_WHOLE:
         return item.lo, item.hi, other.lo, other.hi
@@ -349,8 +349,8 @@ def exchanged_rows(search, item, other, kind):
 
 @compiled_inline
 def least_end(search, given, taken, end):
-    """The fewest rows at an end of ``given`` with which its bin makes room for all of ``taken``; none where all of them
-    are too few.
+    """The fewest rows at an end of ``given`` with which its bin makes room for all of ``taken``;
+    none where all of them are too few.
     """
     bins, ruler, grain, b = search.bins, search.ruler, search.ruler.grain, given.bin
     # A bin that is over a limit already may stay where it is.
@@ -367,8 +367,8 @@ def least_end(search, given, taken, end):
 
 @compiled_inline
 def within_limits(bins, giver, taker, load, rows):
-    """Whether ``load`` and ``rows`` (either may be negative) go from one bin to another without a bin that gets some
-    passing its limit.
+    """Whether ``load`` and ``rows`` (either may be negative)
+    go from one bin to another without a bin that gets some passing its limit.
     """
     if load > 0 and bins.load[taker] + load > bins.cap_load[taker]:
         return False
@@ -381,8 +381,8 @@ def within_limits(bins, giver, taker, load, rows):
 
 @compiled_inline
 def exchange_change(table, visit, other, move, kind, best):
-    """How an exchange changes the keys that both bins fetch; anything of at least ``best``, or 0, where it saves less
-    than that.
+    """How an exchange changes the keys that both bins fetch; anything of at least ``best``, or 0,
+    where it saves less than that.
     """
     item, home, to = visit.item, visit.item.bin, visit.to
     stay_lo, stay_hi = (item.lo, move.lo) if move.lo > item.lo else (move.hi, item.hi)

@@ -45,8 +45,8 @@ class Units(NamedTuple):
 
 
 class Passing(NamedTuple):
-    """What rows are passed on in: the items (bins are units), those of unit u as a list from ``lists[0, u]`` on, and
-    what rows weigh.
+    """What rows are passed on in: the items (bins are units), those of unit u as a list from ``lists[0, u]`` on,
+    and what rows weigh.
     """
 
     table: Table
@@ -72,8 +72,8 @@ class Ways(NamedTuple):
 
 @compiled
 def even_rows(work, targets, limit, ruler, kv, row, reads):
-    """``work`` with rows passed on until units keep their ranks' ``targets`` (or that gets too dear), loads within
-    ``limit``.
+    """``work`` with rows passed on until units keep their ranks' ``targets`` (or that gets too dear),
+    loads within ``limit``.
     """
     ranks = len(targets)
     units, fixed = make_units(work, targets)
@@ -144,8 +144,8 @@ def write_units(items, work, fixed, units, limit, ruler):
 
 @compiled_inline
 def pass_rows(passing, n, donor, taker, ways, rows):
-    """Pass ``rows`` rows on from unit to unit; the item count. From the far end, so that what arrives is not what
-    leaves.
+    """Pass ``rows`` rows on from unit to unit; the item count.
+    From the far end, so that what arrives is not what leaves.
     """
     table, units = passing.table, passing.units
     units.excess[donor] -= rows
@@ -195,8 +195,8 @@ def path(passing, donor, rows, kv, row):
 
 @compiled_leaf
 def cheapest_taker(passing, ways, donor, rows, limit):
-    """Find the ways from ``donor``, the cheapest first, up to a unit that lacks rows; that unit, or -1 where all cost
-    ``limit`` or more.
+    """Find the ways from ``donor``, the cheapest first, up to a unit that lacks rows;
+    that unit, or -1 where all cost ``limit`` or more.
     """
     ways.cost[donor] = 0
     while True:

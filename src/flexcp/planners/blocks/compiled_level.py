@@ -96,8 +96,8 @@ def level(work, n, limit, nodes, price, layers, sfirst, slices, shift):
 
 @compiled
 def loads_before(lengths, first, grain, price, layers, sfirst, slices):
-    """Load of each document before every ``grain``-th row and its end, from :func:`exact_before`'s closed form summed
-    over cells.
+    """Load of each document before every ``grain``-th row and its end,
+    from :func:`exact_before`'s closed form summed over cells.
     """
     before = np.zeros(first[-1], np.int64)
     for d in range(len(lengths)):
@@ -121,8 +121,8 @@ def loads_before(lengths, first, grain, price, layers, sfirst, slices):
 
 @compiled
 def level_rows(kept, n, room, nodes):
-    """Move tokens from ranks that lack ``room`` to ranks that have some, longest range first, same node first; returns
-    the row count.
+    """Move tokens from ranks that lack ``room`` to ranks that have some, longest range first, same node first;
+    returns the row count.
 
     ``kept`` rows are (rank, first token, last token), by first tokens, with room for two more rows a rank. A whole
     range that moves changes its rank, a part of one becomes a row of its own. Who takes never gives, so a rank's ranges

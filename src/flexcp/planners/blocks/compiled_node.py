@@ -33,8 +33,8 @@ there are as many.
 
 @compiled
 def node(items, ruler, cap_load, cap_rows, aim, reads, weight, moves, fills, aims, enough, sweeps, team, kv, row):
-    """Items over teams of ``team`` ranks, then inside each team; (work, kept, bytes received, worst violation in
-    millionths, pairs tried).
+    """Items over teams of ``team`` ranks, then inside each team;
+    (work, kept, bytes received, worst violation in millionths, pairs tried).
 
     Inside a team, items are split by heads or packed over its ranks; where that leaves a rank over its limit, another
     item is split and the others are packed again. All of it packs in one place, as packing is large.
@@ -141,8 +141,8 @@ def too_large(items, aim):
 
 @compiled
 def dear_to_fetch(items, team, reads, kv, row):
-    """Which items' keys cost more than splitting them, which exchanges q, o and kv of the rows that other ranks of the
-    team keep.
+    """Which items' keys cost more than splitting them, which exchanges q,
+    o and kv of the rows that other ranks of the team keep.
     """
     costly = np.zeros(len(items), np.bool_)
     alone, spans = np.zeros((1, 2), np.int64), np.zeros((most_spans(reads), 2), np.int64)

@@ -28,8 +28,8 @@ from flexcp.planners.blocks.compiled_shared import (
 
 @compiled_leaf
 def snapped(cut, lo, hi, slices, s0, s1):
-    """A cut moved to where a slice begins a little later, if one does: rows before it are then of no use to rows behind
-    it.
+    """A cut moved to where a slice begins a little later, if one does:
+    rows before it are then of no use to rows behind it.
     """
     reach = cut + (hi - cut) // 4
     best = cut

@@ -42,8 +42,8 @@ from flexcp.planners.blocks.compiled_shared import (
 WHOLE, TAIL_BY_LOAD, HEAD_BY_LOAD, TAIL_BY_ROWS, HEAD_BY_ROWS, PARTS = range(6)
 """Parts of an item that may leave: all of it, or an end of so much load, or of so many rows."""
 FIRST, LAST, LEAVES, ALONE, KNOWN = range(5)
-"""What is known of a part: its rows, how its bin's keys change without it, and the keys of a bin with no other rows of
-the document.
+"""What is known of a part: its rows, how its bin's keys change without it,
+and the keys of a bin with no other rows of the document.
 """
 
 
@@ -70,8 +70,8 @@ class Search(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Rows ``lo..hi`` of an item go to bin ``to``, for all of the item ``back`` or for nothing (-1); the lowest score
-    is the best.
+    """Rows ``lo..hi`` of an item go to bin ``to``, for all of the item ``back`` or for nothing (-1);
+    the lowest score is the best.
     """
 
     score: int
@@ -84,8 +84,8 @@ class Move(NamedTuple):
 
 @compiled
 def repair(items, n, bins, ruler, cap_load, cap_rows, mean_load, mean_rows, reads, weight, moves):
-    """Move, cut and swap items out of the worst bin while that lowers violation x weight + keys fetched; (item count,
-    pairs tried).
+    """Move, cut and swap items out of the worst bin while that lowers violation x weight + keys fetched;
+    (item count, pairs tried).
     """
     table, held = with_chains(items, n, reads), filled(items, n, cap_load, cap_rows)
     tried, count = tried_items(items, n, table.chain, bins)
@@ -97,8 +97,8 @@ def repair(items, n, bins, ruler, cap_load, cap_rows, mean_load, mean_rows, read
 
 @compiled_leaf
 def moved_out(search, n, count, moves):
-    """Up to ``moves`` moves out of the bin that is then the worst, with ``count`` items that may move; (item count,
-    pairs tried).
+    """Up to ``moves`` moves out of the bin that is then the worst, with ``count`` items that may move;
+    (item count, pairs tried).
     """
     steps = 0
     for _ in range(moves):
@@ -118,8 +118,8 @@ def moved_out(search, n, count, moves):
 
 @compiled_inline
 def violation(search, b, load, rows):
-    """How far bin ``b`` is over its limits with so much more load and rows: millionths of the mean, linear plus ten
-    times quadratic.
+    """How far bin ``b`` is over its limits with so much more load and rows:
+    millionths of the mean, linear plus ten times quadratic.
     """
     bins, found = search.bins, 0
     excess_load, excess_rows = bins.load[b] + load - bins.cap_load[b], bins.rows[b] + rows - bins.cap_rows[b]
@@ -151,8 +151,8 @@ def better(best, move):
 
 @compiled_inline
 def best_move(search, worst, count):
-    """The best move of an item of the worst bin, or a part of one, to another bin; and how many pairs of item and bin
-    were tried.
+    """The best move of an item of the worst bin, or a part of one, to another bin;
+    and how many pairs of item and bin were tried.
     """
     items, holds, known = search.table.items, search.holds, search.known
     best, steps = Move(HUGE, -1, -1, 0, 0, -1), 0
@@ -185,8 +185,8 @@ def note_holders(search, i):
 
 @compiled_inline
 def best_move_to(search, i, here, to, best):
-    """The better of ``best`` and the best move of item ``i`` to bin ``to``; its own bin fetches ``here`` keys of its
-    document.
+    """The better of ``best`` and the best move of item ``i`` to bin ``to``;
+    its own bin fetches ``here`` keys of its document.
     """
     table, known, item = search.table, search.known, item_at(search.table.items, i)
     before, there = search.over[item.bin] + search.over[to], -1
@@ -214,8 +214,8 @@ def best_move_to(search, i, here, to, best):
 
 @compiled_inline
 def rows_of_part(search, item, to, part):
-    """First and last row of a part of an item of the worst bin: enough to clear the excess, or what fits into bin
-    ``to``; maybe empty.
+    """First and last row of a part of an item of the worst bin: enough to clear the excess,
+    or what fits into bin ``to``; maybe empty.
     """
     bins, ruler, grain, worst = search.bins, search.ruler, search.ruler.grain, item.bin
     if part == WHOLE:

@@ -20,16 +20,16 @@ DOC, LO, HI, LOAD, BIN = range(5)
 MILLION = 1_000_000
 HUGE = 1 << 62
 TRIED_ITEMS = 4096
-"""Of more items than this, only some are tried one by one, so that searching takes time in proportion to documents, not
-to their square.
+"""Of more items than this, only some are tried one by one, so that searching takes time in proportion to documents,
+not to their square.
 """
 HEAVY_PART = 256
 """An item of so small a part of a bin, or a larger one, is tried all the same."""
 
 
 class Ruler(NamedTuple):
-    """Loads of rows: ``before[first[d] + i]`` is the load of document d's rows before ``min(i * grain,
-    lengths[d])``.
+    """Loads of rows: ``before[first[d] + i]`` is the load of document d's rows
+    before ``min(i * grain, lengths[d])``.
     """
 
     before: Any
@@ -103,8 +103,8 @@ def write_item(items, i, d, lo, hi, load, b):
 
 @compiled_leaf
 def most_spans(reads):
-    """The most spans of keys that a range of rows reads, at least 1: one of each slice, or in a nested document itself
-    and those around.
+    """The most spans of keys that a range of rows reads, at least 1:
+    one of each slice, or in a nested document itself and those around.
     """
     most = 1
     for d in range(len(reads.thin)):
@@ -296,8 +296,8 @@ def pass_on(bins, giver, taker, load, rows):
 
 @compiled_leaf
 def bin_cost(table, b, d, skip, x0, x1, y0, y1):
-    """Keys bin ``b`` fetches for document ``d`` without item ``skip`` and with the rows x0..x1 and y0..y1 (when not
-    empty).
+    """Keys bin ``b`` fetches for document ``d`` without item ``skip`` and with the rows x0..x1
+    and y0..y1 (when not empty).
     """
     items, chain, ranges = table.items, table.chain, table.ranges
     count = 0

@@ -78,8 +78,8 @@ class RowLoads:
     """What the thin rows of each document (of that mask) cost every rank with rows of it, as keys."""
     row_price: int
     area_slices: Ints
-    """Slices whose rows add up to a row's load besides its price: what it reads, and transposed what thin rows read of
-    it.
+    """Slices whose rows add up to a row's load besides its price:
+    what it reads, and transposed what thin rows read of it.
     """
     area_layers: Ints
     area_first: Ints
@@ -87,8 +87,8 @@ class RowLoads:
     around: Ints
     """The slice of ``slices`` around each, counted from its document's first."""
     nested: Ints
-    """How many slices of each document lie around each other at most, 0 where it is no tree
-    (:class:`compiled_shared.Reads`).
+    """How many slices of each document lie around each other at most,
+    0 where it is no tree (:class:`compiled_shared.Reads`).
     """
 
     @property
@@ -106,8 +106,8 @@ class RowLoads:
         return Reads(self.slices, self.slice_first, self.thin_keys, self.around, self.nested)
 
     def of_documents(self, documents: Ints) -> tuple[Any, Any]:
-        """Ruler and reads of some documents only, numbered anew: the loops go over all documents they are given, many
-        times.
+        """Ruler and reads of some documents only, numbered anew: the loops go over all documents they are given,
+        many times.
         """
         from flexcp.planners.blocks.compiled_shared import Reads, Ruler
 
@@ -231,8 +231,8 @@ class BinLimits:
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Items in bins: columns of ``[items, 3]`` (document, first, last row), their bins; keys fetched; worst violation;
-    pairs tried.
+    """Items in bins: columns of ``[items, 3]`` (document, first, last row), their bins; keys fetched;
+    worst violation; pairs tried.
     """
 
     items: Ints
@@ -252,8 +252,8 @@ def pack(loads: RowLoads, items: Ints, limits: BinLimits) -> Packed:
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """A node's items on its ranks, in the columns of :mod:`flexcp.planners.blocks.compiled_node`; bytes received; worst
-    violation; pairs tried.
+    """A node's items on its ranks, in the columns of :mod:`flexcp.planners.blocks.compiled_node`; bytes received;
+    worst violation; pairs tried.
     """
 
     work: Ints

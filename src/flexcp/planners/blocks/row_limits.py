@@ -19,8 +19,8 @@ Ints = NDArray[np.int64]
 
 
 def level_work(loads: RowLoads, work: Ints, limit: Ints, nodes: Ints) -> Ints:
-    """Rows ``[n, 5]`` (first rank, team size, document, first, last) moved until every rank's load is within
-    ``limit``.
+    """Rows ``[n, 5]`` (first rank, team size, document, first, last)
+    moved until every rank's load is within ``limit``.
     """
     from flexcp.planners.blocks import compiled_level
 

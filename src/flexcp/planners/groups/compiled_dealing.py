@@ -24,8 +24,8 @@ HUGE = 1 << 62
 
 @compiled
 def deal(items, pace, slack, poured, room):
-    """The items with their bins, some of them cut, so that no bin is later than 1/``slack`` over the mean, or than must
-    be.
+    """The items with their bins, some of them cut, so that no bin is later than 1/``slack`` over the mean,
+    or than must be.
 
     ``room`` is how many tokens a bin should keep at most, 0 for any: nothing whole is put where there is none, as long
     as others have some.
@@ -133,8 +133,8 @@ def write_part(found, at, item, first, last, b):
 
 @compiled
 def in_groups(items, order, limit, pace, group, found):
-    """Every long item in equal parts over a group of bins of its own; ``group`` becomes the first bin of each bin's
-    group.
+    """Every long item in equal parts over a group of bins of its own;
+    ``group`` becomes the first bin of each bin's group.
     """
     used, begin = 0, 0
     for i in order:
@@ -203,8 +203,8 @@ def inside_groups(found, start, used, group, pace):
 
 @compiled
 def spread_evenly(items, mine, pace, held, tokens):
-    """The bin of each of the items ``mine``: largest first to the one that then has least, of what it has more of,
-    attention or tokens.
+    """The bin of each of the items ``mine``: largest first to the one that then has least,
+    of what it has more of, attention or tokens.
 
     ``held`` is attention that bins have already; ``tokens`` what all tokens are, if more than these.
     """

@@ -1,5 +1,5 @@
-"""groups: every document on as few ranks as it needs: one rank, a team that splits its heads, or several that share its
-rows.
+"""groups: every document on as few ranks as it needs: one rank, a team that splits its heads,
+or several that share its rows.
 
 Flexible groups (FCP's second system, DHP in its first version) taken further: a document that needs no cut stays whole
 on one rank, groups have any integer size, and inside a node a document may be split by heads instead of rows, which
@@ -72,8 +72,8 @@ class Settings:
 
 
 def groups(request: Request) -> Placement:
-    """Place a batch in flexible groups; settings that the request does not give are those of the least predicted
-    time.
+    """Place a batch in flexible groups; settings that the request does not give are those
+    of the least predicted time.
     """
     found = all_groupings(request)
     return found[0] if len(found) == 1 else min(found, key=lambda placement: price_ns(request, placement))
@@ -152,8 +152,8 @@ def _divides_heads(shape: Shape, team: int) -> bool:
 
 
 def team_sizes(request: Request) -> list[int]:
-    """Sizes worth trying: the largest for which every rank has KV heads of its own, and unless that is a node, one rank
-    and the largest.
+    """Sizes worth trying: the largest for which every rank has KV heads of its own, and unless that is a node,
+    one rank and the largest.
 
     A rank of a larger team moves less, as long as nobody else needs its KV heads. Where speeds differ one rank is tried
     too: heads cannot be shared by speed, rows can.

@@ -55,8 +55,8 @@ def price_documents(request: Request, teams: list[int]) -> PricedDocuments:
 
 
 def _exchange(request: Request, team: int) -> int:
-    """Pairs in whose time a rank of a team receives its heads of a token from another, forward and backward, and
-    returns results.
+    """Pairs in whose time a rank of a team receives its heads of a token from another, forward and backward,
+    and returns results.
 
     Half of what travels is taken to be hidden; what a rank copies around it never is.
     """

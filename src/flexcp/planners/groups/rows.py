@@ -1,5 +1,5 @@
-"""Rows of pieces: which rows of its documents a rank or a team works on, who keeps them, and the placement that
-follows.
+"""Rows of pieces: which rows of its documents a rank or a team works on, who keeps them,
+and the placement that follows.
 
 A *piece* is a document's tokens between ``lo`` and ``hi`` for the ``size`` ranks from ``first`` on, as if every token
 were the same. Which rows stand for them is chosen for each cut document: the first of three ways that gives every piece

@@ -147,8 +147,8 @@ def _default_borders(placement: Placement, cuts: Ints) -> Ints:
 
 
 def _borders(placement: Placement, size: int, cuts: Ints) -> Ints:
-    """Stream positions of block borders: documents, the placement's cuts and others, and a grid where those leave
-    room.
+    """Stream positions of block borders: documents, the placement's cuts and others,
+    and a grid where those leave room.
     """
     batch = placement.batch
     found = [batch.starts, placement.runs.start, placement.runs.stop, cuts]

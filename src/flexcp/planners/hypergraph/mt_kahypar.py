@@ -143,8 +143,8 @@ def net_lists(t: Tiling, vertex: Ints, parts: int) -> tuple[list[list[int]], lis
 
 
 def _settle(search: Search, owner: Ints, worker: Ints) -> None:
-    """Give what changed its node a rank there: strips one that has most of what they read, blocks one that reads most
-    of them.
+    """Give what changed its node a rank there: strips one that has most of what they read,
+    blocks one that reads most of them.
     """
     p, t, nodes = search.partition, search.partition.tiling, search.limits.nodes
     changed = worker != nodes[p.worker]

@@ -1,5 +1,5 @@
-"""Partitions of a hypergraph: who keeps each block and computes each tile. Made from a placement, and turned back into
-one.
+"""Partitions of a hypergraph: who keeps each block and computes each tile.
+Made from a placement, and turned back into one.
 
 What a partition moves and how its ranks are loaded follow from a few sums per net and rank, which also make moves cheap
 to judge.
@@ -26,8 +26,8 @@ Ints = NDArray[np.int64]
 
 
 class Partition:
-    """Who keeps each block (``owner``) and computes each tile (``worker``), with the sums that make moves cheap to
-    judge.
+    """Who keeps each block (``owner``) and computes each tile (``worker``),
+    with the sums that make moves cheap to judge.
 
     ``counts[net, rank]`` is how many of the net's tiles the rank computes, ``reads`` whether any, ``readers[net]`` by
     how many ranks.

@@ -103,8 +103,8 @@ class Search:
         return False
 
     def _relief(self, bundles: Bundles, rank: int, now: Ints, weight: int) -> tuple[int, Bundles, int]:
-        """(score, bundle, target) of the best move off ``rank``: bytes added, and violation taken away by its
-        weight.
+        """(score, bundle, target) of the best move off ``rank``:
+        bytes added, and violation taken away by its weight.
         """
         p, most_load, most_tokens = self.partition, self.limits.loads, self.limits.tokens
         left = self._violation(
@@ -123,16 +123,16 @@ class Search:
         return int(score[at, target]), chosen.take(np.array([at])), target
 
     def _violation(self, load: Ints, tokens: Ints, most_load: Ints, most_tokens: Ints) -> Ints:
-        """How far loads and tokens are over, in millionths of the mean (up to eight means), linear plus ten times
-        quadratic.
+        """How far loads and tokens are over, in millionths of the mean (up to eight means),
+        linear plus ten times quadratic.
         """
         x = _millionths(load - most_load, self.mean_load)
         y = _millionths(tokens - most_tokens, self.mean_tokens)
         return np.asarray(x + x * x // 100_000 + y + y * y // 100_000)
 
     def cuts(self) -> Ints:
-        """Where blocks of ranks that are still over would be cut, so that there are bundles of the size of the
-        excess.
+        """Where blocks of ranks that are still over would be cut,
+        so that there are bundles of the size of the excess.
         """
         p, t, found = self.partition, self.partition.tiling, [NO_CUTS]
         size = t.blocks.stop - t.blocks.start

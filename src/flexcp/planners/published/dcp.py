@@ -1,5 +1,5 @@
-"""dcp: DCP's placement (arXiv 2510.10620, SOSP'25), a hypergraph of token blocks and computation blocks, cut from
-nothing.
+"""dcp: DCP's placement (arXiv 2510.10620, SOSP'25), a hypergraph of token blocks and computation blocks,
+cut from nothing.
 
 The paper's steps, and where each is:
 
@@ -94,8 +94,8 @@ def _on_one_rank(request: Request) -> Placement:
 
 
 def _divided(tiling: Tiling, mine: NDArray[np.bool_], parts: int, tolerance: float, share: int) -> Ints:
-    """The part of each vertex among those of ``mine``, 0 elsewhere; blocks that ``mine`` only reads take part without a
-    weight.
+    """The part of each vertex among those of ``mine``, 0 elsewhere;
+    blocks that ``mine`` only reads take part without a weight.
     """
     found = np.zeros(len(mine), np.int64)
     count = len(tiling.blocks)

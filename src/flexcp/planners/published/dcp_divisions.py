@@ -1,5 +1,5 @@
-"""dcp's divisions: in which of four the keys of each token block travel to each rank, by the greedy rule of DCP (arXiv
-2510.10620).
+"""dcp's divisions: in which of four the keys of each token block travel to each rank,
+by the greedy rule of DCP (arXiv 2510.10620).
 
 The first division is local work. Then, division by division, the rank with the least work ready takes the key block
 that makes most of its work ready, while what ranks send to other nodes stays within an even part of all they send
@@ -22,8 +22,8 @@ DIVISIONS = 4
 
 
 def divisions_of(partition: Partition, ranks_per_node: int) -> Divisions:
-    """The division of each rank's missing key blocks, greedily: whoever has the least ready takes what makes most ready
-    and fits.
+    """The division of each rank's missing key blocks, greedily:
+    whoever has the least ready takes what makes most ready and fits.
     """
     tiling, ranks, count = partition.tiling, partition.tiling.ranks, len(partition.owner)
     owner, tokens = partition.owner.tolist(), (tiling.blocks.stop - tiling.blocks.start).tolist()

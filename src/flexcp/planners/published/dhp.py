@@ -64,8 +64,8 @@ def dhp(request: Request) -> Placement:
 
 
 def predicted_ns(request: Request) -> int:
-    """What its cost model says of the slowest group in the layers of a step, with the groups and degrees of
-    :func:`dhp`.
+    """What its cost model says of the slowest group in the layers of a step,
+    with the groups and degrees of :func:`dhp`.
     """
     return _fastest(request)[0]
 

@@ -215,8 +215,8 @@ class StaticBounds:
         return self._works[parts, positions]
 
     def _work_of_last_parts(self, group: Ints, positions: int) -> list[Ints]:
-        """For each mask, pairs of each group's last ring position, row tiles included: the busiest one under a causal
-        mask.
+        """For each mask, pairs of each group's last ring position, row tiles included:
+        the busiest one under a causal mask.
         """
         lengths = self.request.batch.lengths
         first = lengths * (positions - 1) // positions
@@ -228,8 +228,8 @@ class StaticBounds:
         return found
 
     def _work_of_busiest_parts(self, group: Ints, parts: int) -> list[Ints]:
-        """For each mask, pairs of each group's part with the most over all layers, when its documents are packed and
-        cut evenly.
+        """For each mask, pairs of each group's part with the most over all layers,
+        when its documents are packed and cut evenly.
         """
         lengths, count = self.request.batch.lengths, self.request.ranks // parts
         order = np.argsort(group, kind="stable")

@@ -58,8 +58,8 @@ def deal(lengths: Ints, groups: int) -> list[Ints]:
 
 
 def _deal_by_load(loads: Ints, tokens: Ints, groups: int, room: int | None) -> list[Ints]:
-    """Documents to groups: the largest load first to the least loaded that has room for its tokens, or where none has
-    to the emptiest.
+    """Documents to groups: the largest load first to the least loaded that has room for its tokens,
+    or where none has to the emptiest.
     """
     # A group in the heap is one integer, its load x groups + its number: there may be a million documents.
     heap, kept = list(range(groups)), [0] * groups

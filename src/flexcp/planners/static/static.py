@@ -144,8 +144,8 @@ Cutter = Callable[[Ints, Ints, int], list[Ranges]]
 
 
 def _placed(request: Request, grids: list[Grid], traffic: str, cutter: Cutter) -> Placement:
-    """Tokens of each group cut by ``cutter`` over its rows and evenly inside a row; rows computed in their row of the
-    grid.
+    """Tokens of each group cut by ``cutter`` over its rows and evenly inside a row;
+    rows computed in their row of the grid.
     """
     refuse_tolerances(request)
     batch = request.batch

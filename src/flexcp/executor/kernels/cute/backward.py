@@ -614,8 +614,8 @@ class Backward:
 
     @cute.jit
     def seen(self, mG, segment, query, column0, key):
-        """Which queries this thread's two keys see, as bits: a bit for each query of the block, counted from this
-        thread's first one.
+        """Which queries this thread's two keys see, as bits: a bit for each query of the block,
+        counted from this thread's first one.
         """
         lo, hi, end, q0, q1 = mG[segment, 3], mG[segment, 4], mG[segment, 5], mG[segment, 6], mG[segment, 7]
         origin = query + (column0 // self.pack if const_expr(self.pack < 8) else 0)

@@ -75,8 +75,8 @@ K, MN = OperandMajorMode.K, OperandMajorMode.MN
 
 
 class Forward:
-    """The kernel of a model: ``share`` query heads for each KV head, ``pack`` of them in a tile; sizes and strides come
-    with the call.
+    """The kernel of a model: ``share`` query heads for each KV head, ``pack`` of them in a tile;
+    sizes and strides come with the call.
     """
 
     def __init__(self, dtype, out_dtype, share, pack, head_dim, v_head_dim, block, stages, softcap, fresh, finishes):
@@ -471,8 +471,8 @@ class Forward:
 
     @cute.jit
     def clean(self, sV, v_full, stage, phase, valid, thread, wg):
-        """Zero a block's values past the end of its slice, if it reaches past it. Both groups do: they write the
-        same.
+        """Zero a block's values past the end of its slice, if it reaches past it. Both groups do:
+        they write the same.
         """
         if valid < self.N:
             cute.arch.mbarrier_wait(v_full + stage, phase)
@@ -501,8 +501,8 @@ class Forward:
 
     @cute.jit
     def softmax(self, s, top, total, factors):
-        """Logits become probabilities, base 2; returns what older results are worth. Sums stay with their threads until
-        the end.
+        """Logits become probabilities, base 2; returns what older results are worth.
+        Sums stay with their threads until the end.
         """
         scale_log2, inner = factors
         rows = by_rows(s)

@@ -47,8 +47,8 @@ def longest_program(table: NDArray[np.int32], blocks: Ints, groups: int) -> int:
 
 
 def dealt(items: Ints, blocks: Ints, groups: int, programs: int) -> NDArray[np.int32]:
-    """``[rounds + 1, programs]`` items, -1 where a program has none and in the last row. ``blocks`` are those of each
-    tile.
+    """``[rounds + 1, programs]`` items, -1 where a program has none and in the last row.
+    ``blocks`` are those of each tile.
     """
     price = blocks[items // groups] + TILE_PRICE
     rounds = -(-len(items) // programs)

@@ -1,5 +1,5 @@
-"""Kept: functions of the CuTe DSL that were compiled once, on disk, so that every further process loads them in
-milliseconds.
+"""Kept: functions of the CuTe DSL that were compiled once, on disk,
+so that every further process loads them in milliseconds.
 
 Compiling the functions of a model takes 20 to 30 seconds in every rank that does it. What came out is an object file:
 host code that launches, with the machine code of the kernel inside. It is kept where compiled loops are

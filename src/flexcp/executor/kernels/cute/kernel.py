@@ -1,5 +1,5 @@
-"""The CuTe kernel: head size 128 in bf16 or fp16 on sm90, in NVIDIA's CuTe DSL (``flexcp[cute]``). Same interface as
-every kernel.
+"""The CuTe kernel: head size 128 in bf16 or fp16 on sm90, in NVIDIA's CuTe DSL (``flexcp[cute]``).
+Same interface as every kernel.
 
 A function is compiled once for a model (dtype, heads that share a KV head, softcap), which takes some seconds, and kept
 on disk (:mod:`flexcp.executor.kernels.cute.kept`). It gets addresses, sizes and strides as numbers, so no batch
@@ -52,8 +52,8 @@ TYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16, torch
 LONGEST_PART = 1024
 """Blocks of a part of a tile of keys, where programs add to dq in step."""
 PARTS, SHORTEST_PART = 2, 64
-"""Of tiles of keys that are levelled afterwards: about how many a multiprocessor gets, and the blocks of a part at
-least.
+"""Of tiles of keys that are levelled afterwards: about how many a multiprocessor gets,
+and the blocks of a part at least.
 """
 
 useful_share = hopper_kernel.useful_share
@@ -80,8 +80,8 @@ class CuteWork(HopperWork):
 
     @cached_property
     def forward_segments(self) -> Segments:
-        """Tiles of packed query rows, each with rows that the list begins or with others, and that it finishes or with
-        others.
+        """Tiles of packed query rows, each with rows that the list begins or with others,
+        and that it finishes or with others.
         """
         borders = np.unique(np.concatenate([self.begins, self.finishes]))
         return Segments.of(query_tiles(self.slices, self.share, borders), BLOCK, self.device)
@@ -139,8 +139,8 @@ class CuteWork(HopperWork):
         return rows * self.heads * self.head_dim * 4 > BEYOND_L2
 
     def backward_tables(self, programs: int) -> tuple[int, list[Tensor]]:
-        """Of a backward that adds to its results, on up to ``programs`` programs: how many it has, and tiles, segments
-        and items.
+        """Of a backward that adds to its results, on up to ``programs`` programs: how many it has, and tiles,
+        segments and items.
 
         Made once for each number of programs: launches must not make the host wait. Tiles are cut until programs end
         together, but not where dq is added up in step.
@@ -171,8 +171,8 @@ class CuteWork(HopperWork):
         return {}
 
     def items(self, made: Segments, programs: int) -> Tensor:
-        """Which program of a backward computes what. Dealt once for each number of programs: launches must not make the
-        host wait.
+        """Which program of a backward computes what. Dealt once for each number of programs:
+        launches must not make the host wait.
         """
         key = (id(made), programs)
         if key not in self._items:

@@ -60,8 +60,8 @@ class LevelledList:
 def levelled(
     made: SegmentList, items: Table, groups: int, programs: int, block: int, descending: bool = False
 ) -> LevelledList:
-    """``items`` (dealt, ``[rounds + 1, programs used]``) over up to ``programs`` programs, with tiles cut where that is
-    worth it.
+    """``items`` (dealt, ``[rounds + 1, programs used]``) over up to ``programs`` programs,
+    with tiles cut where that is worth it.
 
     Of tiles that are walked ``descending``, from each segment's last block to its first, the first blocks are the last.
     """
@@ -102,8 +102,8 @@ def _give(work: Ints, cut: list[tuple[int, int]]) -> list[Given]:
 
 
 def _give_down_to(limit: int, order: list[int], work: list[int], cut: list[tuple[int, int]]) -> list[Given] | None:
-    """The same for one limit; None where not everything above it finds a place. Programs come by their work, the least
-    busy first.
+    """The same for one limit; None where not everything above it finds a place. Programs come by their work,
+    the least busy first.
     """
     receiver, room = -1, 0
     found = []

@@ -56,8 +56,8 @@ def open_addresses(dq_memory, wg, row, lane, width):
 
 @cute.jit
 def save_open(dq_at, acc_dQ, width: cutlass.Constexpr[int]):
-    """This thread's numbers of a block's dq into the buffer of a tensor whose columns are in the order of the
-    registers.
+    """This thread's numbers of a block's dq into the buffer of a tensor whose columns are in the order
+    of the registers.
     """
     rows = by_rows(acc_dQ)
     for r in cutlass.range_constexpr(2):

@@ -212,8 +212,8 @@ class After:
 
 
 class Close:
-    """An open dq with its columns in their places, scaled, in its own memory or rounded to ``dtype`` elsewhere. A warp
-    takes a row.
+    """An open dq with its columns in their places, scaled, in its own memory or rounded to ``dtype`` elsewhere.
+    A warp takes a row.
     """
 
     def __init__(self, dtype):

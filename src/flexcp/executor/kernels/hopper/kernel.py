@@ -303,7 +303,7 @@ def _described(x_THD: Tensor, rows: int, heads: int) -> TensorDescriptor:
 
 @lru_cache
 def _layout(rows: int, heads: int, width: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """How a block lies in shared memory. Remembered: a launch has three or four, and finding one takes the host as long
-    as launching.
+    """How a block lies in shared memory. Remembered: a launch has three or four,
+    and finding one takes the host as long as launching.
     """
     return gl.NVMMASharedLayout.get_default_for([rows, heads, width], GLUON_DTYPES[dtype])

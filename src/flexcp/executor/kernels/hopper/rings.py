@@ -1,5 +1,5 @@
-"""What the Hopper kernels' warps share: how a loading warp hands buffers to two computing warp groups, and how all walk
-the work list.
+"""What the Hopper kernels' warps share: how a loading warp hands buffers to two computing warp groups,
+and how all walk the work list.
 
 A *ring* is a row of buffers with two barriers each: *full*, on which the computing groups wait for the copy engine, and
 *free*, on which the loading warp waits for both groups. Who walks a ring keeps a slot and the phase of its barriers;
@@ -95,8 +95,8 @@ def load_keys(
     V: gl.constexpr,
     SLOTS: gl.constexpr,
 ):
-    """Fill the rings of keys and values with the blocks of a tile, the first at ``key``; returns the slot and phase
-    after them.
+    """Fill the rings of keys and values with the blocks of a tile, the first at ``key``;
+    returns the slot and phase after them.
     """
     size: gl.constexpr = k.dtype.primitive_bitwidth // 8
     for _ in range(blocks):

@@ -1,5 +1,5 @@
-"""How the Hopper kernel cuts a work list into launches. Integers only: what a launch will do can be counted on any
-machine.
+"""How the Hopper kernel cuts a work list into launches. Integers only:
+what a launch will do can be counted on any machine.
 
 A launch is one persistent program for each multiprocessor. Its *items* are tiles x groups of heads in a row, ``turn``
 tiles of each group before the next group's, longest tiles first; program p of n takes the items p, 2n - 1 - p, 2n + p,
@@ -82,8 +82,8 @@ def loads(of_tile: Ints, groups: int, turn: int, programs: int) -> Ints:
 
 
 def launches(slices: Ints, heads: int, kv_heads: int, row_bytes: int, units: int, backward: bool) -> list[Ints]:
-    """For each launch of a direction, dk and dv first: ``[program, 3]`` blocks without a mask, blocks with one, and
-    tiles.
+    """For each launch of a direction, dk and dv first: ``[program, 3]`` blocks without a mask, blocks with one,
+    and tiles.
     """
     share = heads // kv_heads
     queries = segment_list(query_tiles(slices, share), BLOCK)

@@ -477,8 +477,8 @@ def _packed(
     WHOLE: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """A block of packed rows and heads: through a tensor descriptor (whatever is there), or by pointers (0 where not
-    live).
+    """A block of packed rows and heads: through a tensor descriptor (whatever is there),
+    or by pointers (0 where not live).
     """
     if TMA:
         block = x.load([row0, head0, 0]).reshape(BLOCK_M, BLOCK_D)

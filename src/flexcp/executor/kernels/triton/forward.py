@@ -315,8 +315,8 @@ def whose(program, n_tiles, groups, chunk):
 def load_block(
     x, row, head, s0, s1, n, d, live, N: tl.constexpr, BLOCK_D: tl.constexpr, WHOLE: tl.constexpr, TMA: tl.constexpr
 ):
-    """Rows from ``row`` on of one head: through a tensor descriptor (whatever is there), or by pointers (0 where not
-    live).
+    """Rows from ``row`` on of one head: through a tensor descriptor (whatever is there),
+    or by pointers (0 where not live).
     """
     if TMA:
         block = x.load([row, head, 0]).reshape(N, BLOCK_D)

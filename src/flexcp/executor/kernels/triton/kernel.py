@@ -36,8 +36,8 @@ RESIDENT = 2
 PARTS, SHORTEST_PART = 6, 16
 """dk and dv: split tiles of keys until each of these gets about so many, but none into parts of fewer blocks."""
 CHUNK, UNEVEN = 32, 0.07
-"""Tiles that the groups of heads take in turn, and from which share of a program's work on the longest tile counts as
-long.
+"""Tiles that the groups of heads take in turn, and from which share of a program's work
+on the longest tile counts as long.
 """
 ALIGNMENT, UNIT = 16, 16
 """Bytes that the first element of an input lies at a multiple of, and elements that strides are told in (8 for head
@@ -361,8 +361,8 @@ def _float32_blocks(work: WorkList) -> Blocks:
 
 
 def forward_blocks(work: WorkList, dtype: torch.dtype) -> Blocks:
-    """Sizes of the forward kernel, by what was fastest on an H200 (docs/kernels.md) and what fits other chips' shared
-    memory.
+    """Sizes of the forward kernel, by what was fastest on an H200 (docs/kernels.md)
+    and what fits other chips' shared memory.
     """
     if dtype == torch.float32:
         return _float32_blocks(work)
@@ -390,8 +390,8 @@ def queries_blocks(work: WorkList, dtype: torch.dtype) -> Blocks:
 
 
 def useful_share(slices: Ints, share: int, backward: bool) -> float:
-    """Pairs that attend over pairs that the tiles compute: what tiles alone allow. For bfloat16 heads of up to 128 on
-    Hopper.
+    """Pairs that attend over pairs that the tiles compute: what tiles alone allow.
+    For bfloat16 heads of up to 128 on Hopper.
     """
     forward, back = Blocks(128, 64, 4, 2, tma=True), Blocks(64, 64, 4, 2, tma=True)
     if not backward:
@@ -459,8 +459,8 @@ def _sizes(q: Tensor, work: WorkList, blocks: Blocks, settings: Settings) -> dic
 
 
 def _described(x_THD: Tensor, rows: int, heads: int) -> TensorDescriptor:
-    """The tensor for blocks of ``rows`` rows and ``heads`` heads. What a block has beyond the head's columns is read as
-    zeros.
+    """The tensor for blocks of ``rows`` rows and ``heads`` heads.
+    What a block has beyond the head's columns is read as zeros.
     """
     block = [rows, heads, columns(x_THD.shape[2])]
     return TensorDescriptor(x_THD, list(x_THD.shape), list(x_THD.stride()), block)
@@ -477,8 +477,8 @@ def base_of(dtype: torch.dtype) -> float:
 
 
 def scales(settings: Settings, dtype: torch.dtype) -> tuple[float, float]:
-    """What the kernels multiply q.k with, and the softcap: logits in their base, or the argument of the softcap's
-    tanh.
+    """What the kernels multiply q.k with, and the softcap: logits in their base,
+    or the argument of the softcap's tanh.
     """
     if not settings.scale > 0:
         raise ValueError(f"the scale of logits must be above 0; got {settings.scale}")
@@ -488,8 +488,8 @@ def scales(settings: Settings, dtype: torch.dtype) -> tuple[float, float]:
 
 
 def strides(*tensors: Tensor, unit: int = UNIT) -> list[int]:
-    """Strides of rows and heads: in units of so many elements, except of the one number per row and head of
-    statistics.
+    """Strides of rows and heads: in units of so many elements,
+    except of the one number per row and head of statistics.
     """
     return [s if t.dim() == 2 else s // unit for t in tensors for s in t.stride()[:2]]
 
