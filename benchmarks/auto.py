@@ -354,8 +354,8 @@ def page(cells: Sequence[Cell], planning: Sequence[str]) -> str:
             *by_lengths(cells),
             "## Planning time",
             "",
-            "Measured where this page was made: process time of one core, warm, whole steps, over the distributions, "
-            "seed 0.",
+            "Measured where this page was made: process time of one core, "
+            "warm, whole steps, over the distributions, seed 0.",
             "",
             *planning,
         ]

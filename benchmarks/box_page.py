@@ -84,8 +84,8 @@ def page(steps: Sequence[BoxStep], calibrated: Sequence[Calibrated], host: Host,
         f"A step is attention forward and backward ({SHAPE.heads} / {SHAPE.kv_heads} heads of {SHAPE.head_dim}, "
         f"{SHAPE.dtype}, causal), all ranks starting together in each; the slowest rank in the fastest repeat. The "
         "*load* is the time for which the busiest port is busy over the time for which the slowest rank computes, of "
-        "the median strategy; *communication / compute* is the same of each. Strategies that come to one plan share a "
-        "row.",
+        "the median strategy; *communication / compute* is the same of each. "
+        "Strategies that come to one plan share a row.",
         "",
         "## How far off",
         "",

@@ -91,8 +91,8 @@ def main() -> None:
         "# Planning: bytes, balance, time",
         "",
         f"**Measured**, by `make planning` on {date.today().isoformat()} ({platform.machine()}, one process). Times "
-        "include placement, schedule and hash; first calls are excluded. Bytes and balance are properties of the "
-        "plans.",
+        "include placement, schedule and hash; "
+        "first calls are excluded. Bytes and balance are properties of the plans.",
         "",
     ]
     for name, table in tables.items():

@@ -190,8 +190,8 @@ def place(text: str, kernel: str | None) -> tuple[Cluster, Rules, CostModel]:
     """
     if kernel is not None and kernel not in KERNELS:
         raise ValueError(
-            f"unknown kernel {kernel!r}; measured ones are {', '.join(KERNELS)}; leave it out for the analytic cost "
-            "model"
+            f"unknown kernel {kernel!r}; measured ones are {', '.join(KERNELS)}; "
+            "leave it out for the analytic cost model"
         )
     cost = CostModel() if kernel is None else KERNELS[kernel]()
     name, _, shape = text.partition(":")

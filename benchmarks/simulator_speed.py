@@ -67,8 +67,8 @@ def page(turns: int) -> str:
     lines = [
         "# How long simulating takes",
         "",
-        f"**Measured** on {date.today()} by `make simulator-speed` ({platform.machine()}, {turns} turns): milliseconds "
-        "of",
+        f"**Measured** on {date.today()} by `make simulator-speed` ({platform.machine()}, {turns} turns): "
+        "milliseconds of",
         "`simulate(plan)`, one layer forward and backward, 32K tokens a rank of `libra256k`, 32 / 8 heads of 128, H100 "
         "nodes of 8.",
         "The plan is there and loops are compiled. Simulating is one thread: where the clock shows more than the "

@@ -127,8 +127,8 @@ def page(rows: list[Row], turns: int) -> str:
         "answer. The comparison of hashes with other ranks, reading samples and everything a GPU adds (uploads, a "
         "kernel's own tiles) are not in it.",
         "",
-        "| strategy | ranks | lengths | plan alone | with its recipe | in the worker | reading | plan, KB | recipe, KB "
-        "|",
+        "| strategy | ranks | lengths | plan alone | with its recipe | in the worker | reading | plan, "
+        "KB | recipe, KB |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for r in rows:

@@ -181,8 +181,8 @@ def _many_table() -> list[str]:
         f"## Trees of {SEGMENTS:,} segments",
         "",
         "*Step*: what rank 0 derives of the plan (programs, calls, memory, rows), its positions, and all sequences and "
-        "edges of the batch. *Array memory* is the most that planning held in NumPy's arrays at a time, by "
-        "`tracemalloc`.",
+        "edges of the batch. *Array memory* is the most that planning held in NumPy's arrays at a time, "
+        "by `tracemalloc`.",
         "",
         "| tree | tokens | ranks | mask ms | blocks ms | auto ms | step ms | array memory MB |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",

@@ -198,13 +198,13 @@ def _check_together(figure: Figure) -> None:
         ),
         (
             figure.seeds > 1 and not figure.is_drawn,
-            "field 'seeds': these lengths are not drawn; drop it, or name a distribution without its seed, as in "
-            "web:65536",
+            "field 'seeds': these lengths are not drawn; "
+            "drop it, or name a distribution without its seed, as in web:65536",
         ),
         (
             figure.scale != 1 and not figure.is_drawn,
-            "field 'scale': only a distribution without its seed is scaled, as in longalign:131072; scale the lengths "
-            "yourself",
+            "field 'scale': only a distribution without its seed is scaled, "
+            "as in longalign:131072; scale the lengths yourself",
         ),
     ]
     mistakes = [words for wrong, words in checks if wrong]

@@ -185,8 +185,8 @@ class Planner:
         equal = _checked_tokens(tokens, pad_to, maps is not None)
         if (equal or maps is not None) and self.token_tolerance is not None:
             raise ValueError(
-                "token_tolerance applies only where the planner chooses token counts; drop it with tokens='equal' or a "
-                "fixed layout"
+                "token_tolerance applies only where the planner chooses token counts; "
+                "drop it with tokens='equal' or a fixed layout"
             )
         request = Request(
             batch,

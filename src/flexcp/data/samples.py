@@ -82,8 +82,8 @@ def opened(sample: Any, fields: Fields, limit: int, where: str, tree: Tree | Non
     given: Mapping[str, Any] = sample if isinstance(sample, Mapping) else {}
     if LABELS in given and fields.labels is None:
         raise ValueError(
-            f"{where} has a field 'labels'; make the Loader with labels='labels' to have it shifted, or leave the "
-            "field out"
+            f"{where} has a field 'labels'; make the Loader with labels='labels' to have it shifted, "
+            "or leave the field out"
         )
     aligned = tokens if fields.labels is None else _labels(given, fields, whole, where)
     if tree is not None and tree.tokens != whole:
@@ -309,8 +309,8 @@ def _checked_mask(found: Any, place: str, number: int) -> Mask:
     if isinstance(found, Mask):
         return found
     raise ValueError(
-        f"{place} holds {found!r} for document {number}, which is no mask; write flexcp.causal() or another of "
-        "flexcp's masks"
+        f"{place} holds {found!r} for document {number}, "
+        "which is no mask; write flexcp.causal() or another of flexcp's masks"
     )
 
 

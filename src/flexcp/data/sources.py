@@ -319,8 +319,8 @@ def checked_schema(known: Schema | None, found: Schema, where: str) -> Schema:
         return found
     shown = [{name: f"{dtype} {list(shape)}" for name, dtype, shape in schema} for schema in (known, found)]
     raise ValueError(
-        f"{where} has per-token fields {shown[1]}, but samples before it had {shown[0]}; all samples need the same "
-        "fields"
+        f"{where} has per-token fields {shown[1]}, but samples before it had {shown[0]}; "
+        "all samples need the same fields"
     )
 
 

@@ -545,8 +545,8 @@ def check_bound(step: object) -> None:
     """Raise for what is no step, such as the plan itself."""
     if isinstance(step, Plan):
         raise ValueError(
-            f"{step!r} is a plan, and attention runs a step: step = flexcp.bind(plan, group) on every rank, then pass "
-            "the step"
+            f"{step!r} is a plan, and attention runs a step: "
+            "step = flexcp.bind(plan, group) on every rank, then pass the step"
         )
     if not isinstance(step, Step):
         raise ValueError(

@@ -73,8 +73,8 @@ def read_batch(batch: Mapping[str, Any]) -> Collated:
     for other, found in said.items():
         if found != lengths:
             raise ValueError(
-                f"{other} says that documents have {found} tokens, {name} says {lengths}; give one of them, or both "
-                "alike"
+                f"{other} says that documents have {found} tokens, {name} says {lengths}; "
+                "give one of them, or both alike"
             )
     if not said:
         _refuse_holes(keep)

@@ -131,8 +131,8 @@ def _in_window(mask: MaskLike, left: int) -> MaskLike:
     if mask != causal():
         raise NotImplementedError(
             f"this model has window layers, and the mask {mask} has no window on its paths; give causal() or "
-            "flexcp.tree(parents, lengths) for each document (a shared question is the tree of a question and its "
-            "answers)"
+            "flexcp.tree(parents, lengths) for each document (a shared question is the tree of a question "
+            "and its answers)"
         )
     return window(left)
 

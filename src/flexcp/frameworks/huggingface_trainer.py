@@ -137,8 +137,8 @@ class FlexcpTrainer(Trainer):
             )
         if ranks > 1 and self._model_takes_the_loss() and not self.model_accepts_loss_kwargs:
             raise NotImplementedError(
-                f"{type(self.model).__name__} takes no num_items_in_batch, so the Trainer would average shares of one "
-                "loss"
+                f"{type(self.model).__name__} takes no num_items_in_batch, "
+                "so the Trainer would average shares of one loss"
             )
 
     def _model_takes_the_loss(self) -> bool:
@@ -231,8 +231,8 @@ def _refuse_parallelism(owner: Any) -> None:
         size = getattr(getattr(owner, "parallelism_config", None), name, 1)
         if size > 1:
             raise NotImplementedError(
-                f"parallelism_config has {name}={size} beside flexcp, which shares every batch over all ranks itself: "
-                f"set {name}=1"
+                f"parallelism_config has {name}={size} beside flexcp, "
+                f"which shares every batch over all ranks itself: set {name}=1"
             )
 
 

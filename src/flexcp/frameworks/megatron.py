@@ -383,8 +383,8 @@ def _check_config(config: Any) -> None:
         )
     if not config.calculate_per_token_loss:
         raise ValueError(
-            "under a plan ranks hold different numbers of tokens with a label: set calculate_per_token_loss=True in "
-            "the config"
+            "under a plan ranks hold different numbers of tokens with a label: "
+            "set calculate_per_token_loss=True in the config"
         )
 
 

@@ -140,8 +140,8 @@ def image_rows(features: Tensor, encoder: Step, language: Step, batch: ImageBatc
     if encoder.plan.batch.tokens != sum(batch.encoder_lengths) or language.plan.batch.tokens != len(sources):
         raise ValueError(
             f"the batch has {sum(batch.encoder_lengths)} patches and {len(sources)} tokens, but the plans are of "
-            f"{encoder.plan.batch.tokens} and {language.plan.batch.tokens}; plan batch.encoder_lengths and "
-            "batch.lengths"
+            f"{encoder.plan.batch.tokens} and {language.plan.batch.tokens}; "
+            "plan batch.encoder_lengths and batch.lengths"
         )
     padded = np.concatenate([sources, np.full((language.plan.placement.pads, batch.merge), -1)])
     wanted = [padded[local_stream(language.plan.placement, r)] for r in range(language.cp_size)]

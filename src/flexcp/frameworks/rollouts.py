@@ -60,8 +60,8 @@ class RolloutPart:
         for number, value, length in zip(self.rollouts, found, self.lengths, strict=True):
             if len(value) != length:
                 raise ValueError(
-                    f"rollout {number} has {length} tokens, but {len(value)} values were given of it: give one for "
-                    "each token"
+                    f"rollout {number} has {length} tokens, but {len(value)} values were given of it: "
+                    "give one for each token"
                 )
         return torch.cat(found) if found else values[0][:0] if values else torch.zeros(0)
 

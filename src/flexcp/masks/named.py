@@ -111,8 +111,8 @@ def shared_question(answers: int | Sequence[int] = 4, question: float | int = 0.
             )
         if answers > MAX_ANSWERS:
             raise ValueError(
-                f"shared_question cuts a document into at most {MAX_ANSWERS} answers; got {answers}. Give the answers' "
-                "lengths instead"
+                f"shared_question cuts a document into at most {MAX_ANSWERS} answers; got {answers}. "
+                "Give the answers' lengths instead"
             )
         return Mask("shared-question", (answers, float(question)))
     lengths = tuple(token_count(a) for a in answers)

@@ -209,8 +209,8 @@ def tree_order(parents: Sequence[int]) -> list[int]:
     for segment, parent in enumerate(above):
         if not ROOT <= parent < len(above):
             raise ValueError(
-                f"segment {segment} has the parent {parent}; parents are segments 0 to {len(above) - 1}, or -1 for a "
-                "root"
+                f"segment {segment} has the parent {parent}; parents are segments 0 to {len(above) - 1}, "
+                "or -1 for a root"
             )
         children.setdefault(parent, []).append(segment)
     order: list[int] = []
@@ -301,8 +301,8 @@ def _check_depth_first(parents: list[int]) -> None:
     for segment, parent in enumerate(parents):
         if parent < ROOT or parent >= len(parents):
             raise ValueError(
-                f"segment {segment} has the parent {parent}; parents are segments 0 to {len(parents) - 1}, or -1 for a "
-                "root"
+                f"segment {segment} has the parent {parent}; parents are segments 0 to {len(parents) - 1}, "
+                "or -1 for a root"
             )
         while path and path[-1] != parent:
             path.pop()

@@ -52,15 +52,15 @@ def _experts(fields: Fields, experts: Experts, count: int, layers: int) -> FeedF
     fields.agree(experts.per_token[0], per_token, "that number")
     if per_token > count:
         raise ValueError(
-            f"{fields.file} has {experts.per_token[0]} {per_token} of {count} experts; a token uses no more than there "
-            "are"
+            f"{fields.file} has {experts.per_token[0]} {per_token} of {count} experts; "
+            "a token uses no more than there are"
         )
     shared = _shared(fields, experts, width)
     dense = _layers_without(fields, experts, layers)
     if DENSE_PART * dense > layers:
         raise NotImplementedError(
-            f"{fields.file} has {dense} of {layers} layers without experts, and layers are priced as one kind; "
-            f"{NUMBERS}"
+            f"{fields.file} has {dense} of {layers} layers without experts, "
+            f"and layers are priced as one kind; {NUMBERS}"
         )
     return FeedForwards(width, per_token + shared, count + shared)
 

@@ -63,8 +63,8 @@ def refuse_order(batch: Batch, what: str) -> None:
     for document in batch.branches:
         raise NotImplementedError(
             f"document {document} branches, and {what} is for layers that read tokens in the order of the stream: "
-            "their state would go from one branch into the next. Train such a model on the sequences as documents of "
-            "their own"
+            "their state would go from one branch into the next. "
+            "Train such a model on the sequences as documents of their own"
         )
 
 

@@ -99,8 +99,8 @@ def refuse_over_cap(request: Request) -> None:
     if request.batch.tokens > room:
         raise Refused(
             f"{request.batch.tokens} tokens do not fit {request.ranks} ranks with {limit}: at least "
-            f"{-(-request.batch.tokens // request.ranks)} a rank are needed; raise the cap, or cut the batch into "
-            "micro-batches"
+            f"{-(-request.batch.tokens // request.ranks)} a rank are needed; "
+            "raise the cap, or cut the batch into micro-batches"
         )
 
 

@@ -88,8 +88,8 @@ def find_strategy(text: str) -> tuple[Callable[[Request], Placement], str]:
         raise ValueError(f"unknown strategy {text!r}: {hint}known strategies are {', '.join(STRATEGIES)}")
     if at and name not in static.STATIC:
         raise ValueError(
-            f"{text!r}: only static methods ({', '.join(static.STATIC)}) are told how to deal documents to groups; use "
-            f"{method!r}"
+            f"{text!r}: only static methods ({', '.join(static.STATIC)}) are told how to deal documents "
+            f"to groups; use {method!r}"
         )
     if at and at + dealing != BY_LOAD:
         raise ValueError(f"{text!r}: documents are dealt by tokens, or with {method + BY_LOAD!r} by load")

@@ -76,8 +76,8 @@ def check_cap(runs: Runs, cap: int | None) -> None:
     if cap is not None and tokens.max() > cap:
         raise Refused(
             f"this strategy keeps {int(tokens.max())} tokens on rank {int(tokens.argmax())}, over "
-            f"max_tokens_per_rank={cap}; raise the cap, use blocks with a free layout, or cut the batch into "
-            "micro-batches"
+            f"max_tokens_per_rank={cap}; "
+            "raise the cap, use blocks with a free layout, or cut the batch into micro-batches"
         )
 
 

@@ -165,8 +165,8 @@ def _todo(advice: Advice) -> list[str]:
             f"Do not bother: stay with {advice.static.name}. The gain is under {100 * advice.margin:g} "
             f"%{_in_what_was_seen(advice)}, because {why_static(advice)}.",
             how_sure(advice),
-            "Ask again when lengths, ranks or the mask change, or with --cost and your own calibration (flexcp "
-            "calibrate).",
+            "Ask again when lengths, ranks or the mask change, "
+            "or with --cost and your own calibration (flexcp calibrate).",
         ]
     q, answer = advice.question, advice.chosen
     what = (
@@ -175,8 +175,8 @@ def _todo(advice: Advice) -> list[str]:
         else f'Use flexcp\'s loader (layout="free") with strategy="{answer.name}".'
     )
     micro = (
-        f"Make {q.micro_batches} micro-batches a step of {q.tokens_per_step:,} tokens: planner.micro_batches(...) "
-        "balances them."
+        f"Make {q.micro_batches} micro-batches a step of {q.tokens_per_step:,} tokens: "
+        "planner.micro_batches(...) balances them."
         if q.micro_batches > 1
         else "One pass a step fits; no micro-batches."
     )

@@ -3,10 +3,10 @@
 For each mask and direction this writes the table of transfers. Two ways of travel:
 
 - *needed* (every planner of ours): what a rank's regions read, exact to the token and head, into each node once
-(:mod:`flexcp.schedule.routes`) and in as many stages as pay (:mod:`flexcp.schedule.stages`), forward and backward
-apart. Moved queries come first; gradients of keys go home as soon as the work on those keys is done, results for moved
-queries after the last. What a single rank computed whole travels in the model's dtype, others as partials. Keys travel
-again in the backward unless a budget lets ranks keep them.
+  (:mod:`flexcp.schedule.routes`) and in as many stages as pay (:mod:`flexcp.schedule.stages`), forward and backward
+  apart. Moved queries come first; gradients of keys go home as soon as the work on those keys is done, results for
+  moved queries after the last. What a single rank computed whole travels in the model's dtype, others as partials. Keys
+  travel again in the backward unless a budget lets ranks keep them.
 - *static*: the traffic users know of rings, head exchanges and gathers, needed or not.
 
 How each stage is executed is chosen behind that (:mod:`flexcp.schedule.execution`).

@@ -2,8 +2,8 @@
 
 - *compute*: the attention of the batch divided perfectly over the ranks, each as fast as it is.
 - *link*: bytes that must move because a document is more work than a unit (a rank, or a node) can do in the time. Let a
-  unit do w pairs (over query heads) of a document of n tokens. For every KV head it needs k keys and r rows with r * k
-  * g >= its pairs there (g query heads to a KV head), so by the inequality of means it reads and returns at least
+  unit do w pairs (over query heads) of a document of n tokens. For every KV head it needs k keys and r rows with
+  r * k * g >= its pairs there (g query heads to a KV head), so by the inequality of means it reads and returns at least
   ``2 * sqrt(b * c * w)`` bytes, b being the bytes of a key and c those of a row, both ways. It saves what it keeps
   itself: with m tokens at most ``m * (b + g * c)`` for each head. Spread over all H KV heads, a unit that keeps
   ``m* = 2 * sqrt(b * c * w / H) / (b + g * c)`` tokens may need nothing, one with fewer always does; since that need is

@@ -55,8 +55,8 @@ def _gathered(facts: dict[str, Any], group: dist.ProcessGroup, timeout: timedelt
         return found
     except dist.DistStoreError as error:
         raise RuntimeError(
-            f"rank {rank} waited for rank {other} for {timeout.total_seconds():g} s; every rank of the group must call "
-            "this"
+            f"rank {rank} waited for rank {other} for {timeout.total_seconds():g} s; "
+            "every rank of the group must call this"
         ) from error
 
 

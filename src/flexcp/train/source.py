@@ -84,8 +84,8 @@ def check_data(source: str) -> None:
         raise ValueError(f"{source} holds no text to train on")
     if path.suffix in JSON_LINES:
         raise ValueError(
-            f"{source} holds JSON lines, and train reads plain text; write the texts into a file, a blank line between "
-            "two"
+            f"{source} holds JSON lines, and train reads plain text; "
+            "write the texts into a file, a blank line between two"
         )
     if _holds_numbers(path):
         raise ValueError(

@@ -80,8 +80,8 @@ def test_the_way_out_is_the_cluster_that_fits_if_there_is_one(names: str, way_ou
 def test_a_host_of_two_nodes_is_found() -> None:
     assert shared_host(flexcp.cluster("h100:2x2"), "aabb") is None
     assert shared_host(flexcp.cluster("h100:2x2"), "aaaa") == (
-        "cluster h100:2x2 has rank 0 on node 0 and rank 2 on node 1, but both run on host a; plan for the hosts there "
-        "are, "
+        "cluster h100:2x2 has rank 0 on node 0 and rank 2 on node 1, "
+        "but both run on host a; plan for the hosts there are, "
         'cluster("h100", nodes=1, ranks_per_node=4)'
     )
     assert split_node(flexcp.cluster("h100:2x2"), "aaaa") is None

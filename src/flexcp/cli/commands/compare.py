@@ -104,8 +104,8 @@ def table(found: Comparison) -> str:
     if found.ran:
         lines.append(_units(found.ran[0]))
     lines.append(
-        "bars: # attention, . waiting, = other layers and gradient sync. optimality: attention's time over its lower "
-        "bound."
+        "bars: # attention, . waiting, = other layers and gradient sync. "
+        "optimality: attention's time over its lower bound."
     )
     best, by_load = found.best_static, found.best_static_by_load
     if best is not None:

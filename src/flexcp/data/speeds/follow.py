@@ -31,8 +31,8 @@ class SpeedFollower:
         self.cluster: Cluster | None = getattr(planner, "cluster", None)
         if every and (self.cluster is None or not hasattr(planner, "with_speeds")):
             raise ValueError(
-                f"follow_speeds={every} needs a planner with a cluster and with_speeds, as flexcp.Planner has; got "
-                f"{planner!r}"
+                f"follow_speeds={every} needs a planner with a cluster and with_speeds, "
+                f"as flexcp.Planner has; got {planner!r}"
             )
         self.every, self.peers = every, peers
         self.corrections: list[Correction] = []

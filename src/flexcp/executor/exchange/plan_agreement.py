@@ -130,8 +130,8 @@ def _disagreement(number: int, rank: int, mine: str, other: str, theirs: str) ->
     if (my_version, my_format) != (their_version, their_format):
         return (
             f"ranks run different flexcp at bind number {number}: rank {rank} has {my_version} with plan format "
-            f"{my_format}, rank {other} has {their_version} with plan format {their_format}; install the same on every "
-            "host"
+            f"{my_format}, rank {other} has {their_version} with plan format {their_format}; "
+            "install the same on every host"
         )
     if mine == theirs:
         return (

@@ -68,8 +68,8 @@ def choose_kernel(
     if no_triton is None:
         return Choice("triton", f"{torch.cuda.get_device_name(device)} runs Triton; not the hopper kernel: {no_hopper}")
     raise NotImplementedError(
-        f"no GPU kernel can run this: {no_triton}. kernel='cpu' runs anything in plain torch on {device}, correct and "
-        "slow"
+        f"no GPU kernel can run this: {no_triton}. kernel='cpu' runs anything in plain torch on {device}, "
+        "correct and slow"
     )
 
 

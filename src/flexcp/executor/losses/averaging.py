@@ -123,8 +123,8 @@ def wrong_factor(who: str, gradients: Gradients, ranks: int, late: bool = False)
     return (
         f"{who} {done} gradients over the {ranks} ranks that share this batch, but each of them holds a share of one "
         f"loss made for gradients={gradients!r}, so gradients would be {off} the batch's: {when}say "
-        f"gradients={right!r} (in step.loss, step.share, huggingface.inputs or prepared) and drop any factor of your "
-        "own"
+        f"gradients={right!r} (in step.loss, step.share, "
+        "huggingface.inputs or prepared) and drop any factor of your own"
     )
 
 

@@ -147,8 +147,8 @@ class Edges:
     def _checked_tokens(self, given: Sequence[Any]) -> Floats:
         if len(given) != self.sequences:
             raise ValueError(
-                f"weights of tokens for {len(given)} sequences, but this batch has {self.sequences}; give an array for "
-                "each"
+                f"weights of tokens for {len(given)} sequences, but this batch has {self.sequences}; "
+                "give an array for each"
             )
         parts = [_numbers(x, f"the weights of sequence {number}") for number, x in enumerate(given)]
         for number, part in enumerate(parts):
@@ -201,8 +201,8 @@ def edge_log_probs(logits: Tensor, edges: Edges) -> Tensor:
         at = int(((labels < 0) | (labels >= logits.shape[1])).nonzero()[0])
         raise ValueError(
             f"token {int(edges.children[at])} of the stream has the id {int(labels[at])}, outside of the vocabulary "
-            f"0..{logits.shape[1] - 1}; where it marks tokens without a label make the edges by step.edges(tokens, "
-            "ignore=...)"
+            f"0..{logits.shape[1] - 1}; where it marks tokens without a label make the edges "
+            "by step.edges(tokens, ignore=...)"
         )
     found = log_probs(logits, edges.rows.to(logits.device), labels)
     return torch.where(counts.to(logits.device), found, 0)
