@@ -48,8 +48,9 @@ class Plan:
     """One batch, planned: immutable, hashable, printable, the same on every rank.
 
     ``programs[m]`` is (forward, backward) of the batch's m-th mask. ``requested`` is the strategy that was asked for, ``strategy`` the one
-    that placed the batch: they differ where ``auto`` was asked. ``print(plan)`` shows a picture of who computes what; ``repr(plan)`` and
-    f-strings are one line, for logs.
+    that placed the batch: they differ where ``auto`` was asked. ``layout_given``
+    says that the user fixed who keeps which tokens; like notes it is no part of the hash, because what runs is the
+    same. ``print(plan)`` shows a picture of who computes what; ``repr(plan)`` and f-strings are one line, for logs.
     """
 
     shape: Shape
@@ -58,6 +59,7 @@ class Plan:
     requested: str
     placement: Placement
     programs: tuple[tuple[Program, Program], ...]
+    layout_given: bool = False
 
     @property
     def batch(self) -> Batch:
