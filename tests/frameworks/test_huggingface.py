@@ -13,6 +13,7 @@ from parallel_runs import (
     counted_labels,
     ids_cut_by_hand,
     own_ids_of_few_tokens,
+    rows_after_a_failure,
     streams_of_their_own,
     whole_stream,
     without_a_step,
@@ -233,6 +234,31 @@ def test_labels_that_the_model_would_shift_itself_are_refused(models: dict[str, 
     ids = step.shard(TOKENS)[None]
     with pytest.raises(ValueError, match=r"labels beside a step.*huggingface\.inputs\(tokens, step, labels\)"):
         models["llama"][0](ids, labels=ids, step=step, use_cache=False)
+
+
+def test_labels_that_the_loss_would_pass_over_are_refused(models: dict[str, Any]) -> None:
+    """The loss reads shift_labels, and is divided by the number of labels that was made with them."""
+    model, given = models["llama"][0], huggingface.inputs(TOKENS, bound())
+    masked = given["shift_labels"].clone()
+    masked[0, :7] = -100
+    with pytest.raises(
+        ValueError, match=r"labels are not those in shift_labels.*huggingface\.inputs\(tokens, step, labels\)"
+    ):
+        model(**(given | {"labels": masked}))
+    with pytest.raises(
+        ValueError, match=r"shift_labels has 22 labels that count on this rank, but .* made for 29 here"
+    ):
+        model(**(given | {"labels": masked, "shift_labels": masked}))
+    copied = given | {"labels": given["labels"].clone()}
+    assert model(**copied).loss.item() == model(**given).loss.item()
+    given["labels"][0, :7] = -100
+    with pytest.raises(ValueError, match=r"labels that count on this rank"):
+        model(**given)
+
+
+def test_a_forward_that_failed_leaves_nothing_to_the_next(pool: RankPool) -> None:
+    """A rank without a token has a row that nobody sees, which is taken from the outputs of that forward alone."""
+    assert all(pool.run(rows_after_a_failure, ranks=3))
 
 
 def test_a_full_mask_under_a_causal_model_is_refused(models: dict[str, Any]) -> None:

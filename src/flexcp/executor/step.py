@@ -387,7 +387,7 @@ class Step:
 
     def _check_count(self, count: Tensor | float) -> None:
         """Raise for a count that cannot be this rank's: one known to be the batch's, or above this rank's rows."""
-        if self.plan.ranks == 1 or (isinstance(count, Tensor) and not self._may_look_at(count)):
+        if self.plan.ranks == 1 or (isinstance(count, Tensor) and not self.may_look_at(count)):
             return
         rows = int((self.row_tokens >= 0).sum())
         if self.plan.batch.trees:  # a token counts once for each sequence that follows it
@@ -395,12 +395,12 @@ class Step:
         if isinstance(count, CountOfAllRanks) or float(count) > max(1, rows):
             raise ValueError(wrong_count(float(count), rows, self.plan.ranks))
 
-    def _may_look_at(self, x: Tensor) -> bool:
+    def may_look_at(self, x: Tensor) -> bool:
         """Whether the host may read ``x``: a device would have to be waited for, which is done in the first step of a group alone."""
         return x.device.type == "cpu" or self.collectives.step == 1
 
     def _warn_of_copied_labels(self, labels: Tensor, ignore: int) -> None:
-        if self.seen.done or not self._may_look_at(labels):
+        if self.seen.done or not self.may_look_at(labels):
             return
         own_cut = self.plan.ranks > 1 and self._cut_by_hand_fits()
         found = self.seen.copied(labels, ignore, self.plan.batch, own_cut)

@@ -233,7 +233,7 @@ def _refuse_other_streams(step: Step, tokens: Tensor) -> None:
 
 def keywords_of(rows: Rows, valid: int | Tensor, gradients: Gradients) -> dict[str, Any]:
     """Keywords of a model's forward for this rank's rows of a batch with so many ``valid`` labels on all ranks."""
-    divisor = ValidLabels(valid, rows.step, gradients)
+    divisor = ValidLabels(valid, rows.step, gradients, (rows.labels != IGNORE).sum())
     return {
         "input_ids": rows.tokens[None],
         "position_ids": rows.positions[None],
