@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 from typing import Any, Literal
 
 import numpy as np
@@ -113,7 +114,7 @@ def _model_of(state: FsdpModule) -> Any:
 
 def _calling_modules() -> Iterator[nn.Module]:
     """The modules whose methods are running in this thread."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_varnames[:1] == ("self",) and isinstance(caller := frame.f_locals.get("self"), nn.Module):
             yield caller
