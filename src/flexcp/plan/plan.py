@@ -71,7 +71,13 @@ class Plan:
 
     @property
     def strategy(self) -> str:
-        """The strategy that placed the batch, with its degree where it has one: what ``auto`` chose, or the one that was asked for."""
+        """The strategy that placed the batch, with its degree where it has one: what ``auto`` chose, or what was asked.
+
+        ``usp`` without degrees chooses them by heads and nodes, so they are named: tensor parallelism changes both.
+        """
+        if self.requested == "usp" and self.placement.traffic.groups:
+            grid = self.placement.traffic.groups[0]
+            return f"usp:{len(grid[0])},{len(grid)}"
         if self.requested != "auto":
             return self.requested
         return self.placement.note.split(": ")[0].split(" (")[0] or self.requested
