@@ -68,9 +68,9 @@ def attention(
 
     The rows must be those that the plan keeps on this rank, ``step.shard(stream)``. A plan made without ``layout=``
     places tokens freely, and rows that a training loop cut by itself cannot be told from them if their number is the
-    same: plan with ``layout="contiguous"`` for such loops. In both cases the whole stream must be the same on every
-    rank, positions (for RoPE) come from ``step.positions``, and labels are shifted before they are cut:
-    ``step.labels(tokens)``.
+    same: plan with ``layout="contiguous"`` for such loops. The call warns if the step's rows were never asked for. In
+    both cases the whole stream must be the same on every rank, positions (for RoPE) come from ``step.positions``, and
+    labels are shifted before they are cut: ``step.labels(tokens)``.
 
     ``mask`` names one of the plan's masks, if it has several. Instead, ``window`` gives the number of keys that a query
     of this layer sees, itself included, or 0 for a layer without a window; a plan without such a mask raises

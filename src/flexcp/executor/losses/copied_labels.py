@@ -8,7 +8,8 @@ labels where these count.)
 Reported ids are certain. Streams that were only sharded are judged by two rules. A stream that was sharded twice with
 the same values was once the ids and once the labels, unless it holds the next tokens of another sharded stream, or
 negative numbers, which cannot be ids. A stream that is the only one ever sharded must have been the model's input,
-unless this rank could have taken its input without the step.
+unless this rank could have taken its input without the step. If it was not the input after all, then the input is not
+the plan's rows, which is a mistake too, so that warning names both.
 """
 
 from __future__ import annotations
@@ -24,6 +25,11 @@ WARNING = (
     "the labels of this loss are the tokens themselves: step.loss shifts nothing, so the model learns to repeat what "
     "it is given. Labels are each token's successor in its document: take step.labels(tokens), or shard labels that "
     "were shifted before"
+)
+INPUT_FROM_ELSEWHERE = (
+    ". Nothing else was sharded by this step: where these labels were shifted before, the model's input is not the "
+    "plan's rows. Take it by step.shard too, or plan with layout='contiguous' where every rank keeps the part of the "
+    "stream that it cut itself"
 )
 NONE = -1
 
@@ -63,27 +69,29 @@ class SeenTokens:
         """Note that the user asked for ``step.indices``, and may have taken rows of a stream by them."""
         self._others = True
 
-    def copied(self, labels: Tensor, ignore: int, batch: Batch, own_cut: bool) -> bool:
-        """Return whether labels are the tokens themselves. ``own_cut`` says that this rank could have cut its input
-        from the stream without the step.
+    def copied(self, labels: Tensor, ignore: int, batch: Batch, own_cut: bool) -> str | None:
+        """Return the warning to give if labels are the tokens themselves, else None. ``own_cut`` says that this rank
+        could have cut its input from the stream without the step.
         """
         ids, sharded, others = self._ids, self._sharded, self._others
         self.done, self._ids, self._sharded = True, None, []
         counted = (labels != ignore).cpu()
         kept = labels.cpu()[counted]
         if len(kept) < 2 or bool((kept == kept[0]).all()):
-            return False
+            return None
 
         def equal(rows: Tensor) -> bool:
             return len(rows) == len(labels) and bool((rows.cpu()[counted] == kept).all())
 
         if ids is not None:
-            return equal(ids)
+            return WARNING if equal(ids) else None
         same = [seen for seen in sharded if equal(seen.rows) and not bool((seen.stream < 0).any())]
         rest = [seen for seen in sharded if not equal(seen.rows)]
         if len(same) > 1:
-            return not any(_follows(same[0].stream.cpu(), seen.stream.cpu(), batch) for seen in rest)
-        return len(same) == 1 and not rest and not others and not own_cut
+            shifted = any(_follows(same[0].stream.cpu(), seen.stream.cpu(), batch) for seen in rest)
+            return None if shifted else WARNING
+        alone = len(same) == 1 and not rest and not others and not own_cut
+        return WARNING + INPUT_FROM_ELSEWHERE if alone else None
 
 
 def _follows(labels: Tensor, tokens: Tensor, batch: Batch) -> bool:
