@@ -201,8 +201,8 @@ def process_group(group: dist.ProcessGroup | DeviceMesh, place: str) -> dist.Pro
     given: object = group
     if given is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
-            f"{place} was given a group that this rank, {dist.get_rank()}, is not in: dist.new_group gives ranks it "
-            "leaves out a number in its place. Only the group's own ranks may call this"
+            f"{place} was given a group that this rank, {dist.get_rank()}, is not in: dist.new_group returns a "
+            "placeholder on such ranks. Only the group's own ranks may call this"
         )
     if not hasattr(group, "get_group"):
         raise ValueError(f"{place} takes a ProcessGroup or a 1-D DeviceMesh axis such as mesh['cp']; got {group!r}")

@@ -206,8 +206,8 @@ def _dtype_hint(q: Tensor, k: Tensor, v: Tensor, planned: str) -> str:
     if q.dtype == k.dtype == v.dtype:
         return f'plan with Planner(dtype="{str(q.dtype).removeprefix("torch.")}")'
     return (
-        f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}: cast them to one (RoPE in float32 under autocast leaves q "
-        f"and k in it), here torch.{planned} or that of Planner(dtype=...)"
+        f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}: cast them to one dtype, torch.{planned} or that of "
+        "Planner(dtype=...) (RoPE in float32 under autocast leaves q and k in float32)"
     )
 
 
@@ -224,7 +224,6 @@ def _way_out(name: str, x: Tensor, size: tuple[int, int, int], step: Step) -> st
     if x.dim() != 3 or len(x) == step.local_tokens or step.plan.ranks == 1:
         return ""
     return (
-        '; cut the batch with step.shard, or plan with layout="contiguous" where every rank keeps a part that it cut '
-        "itself, by "
+        '; cut the batch with step.shard, or plan with layout="contiguous" if every rank cuts its own part, by '
         "stream.tensor_split(ranks)[rank]"
     )

@@ -234,7 +234,7 @@ def _check(q: Tensor, latent: Tensor, step: Step) -> None:
     shape = step.plan.shape
     if shape.latent is None:
         raise ValueError(
-            "this plan counts keys and values of heads; plan with Planner(kv_heads=1, latent=WIDTH) for latents"
+            "this plan moves keys and values of heads, not latents; plan with Planner(kv_heads=1, latent=WIDTH)"
         )
     wanted = {
         "q": (q, (step.local_tokens, shape.heads, shape.head_dim)),

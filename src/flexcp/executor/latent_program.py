@@ -107,7 +107,7 @@ def _slices(plan: Plan, rank: int, mask: int, own: Ints, arena: Ints) -> Ints:
     regions = regions.take(regions.rank == rank)
     if len(regions) and (regions.h0.any() or (regions.h1 != plan.shape.heads).any()):
         raise NotImplementedError(
-            f"strategy {plan.strategy!r} splits heads, and latent attention takes all; use 'blocks' or 'groups'"
+            f"strategy {plan.strategy!r} splits heads, and latent attention needs all of them; use 'blocks' or 'groups'"
         )
     index, slices = batch.masks[mask].cuts(regions.document, regions.q0, regions.q1, regions.k0, regions.k1)
     begin = batch.starts[regions.document[index]]

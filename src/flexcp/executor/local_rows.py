@@ -110,8 +110,8 @@ def refuse_shifted(tokens: Tensor, labels: Tensor, successors: Tensor, ignore: i
     given = (labels != ignore) & (successors != ignore)
     if bool((labels == successors)[given].all()) and not bool((labels == tokens)[given].all()):
         raise ValueError(
-            f"labels are already shifted: each is the token after its own, and {who} would shift them once more; pass "
-            "labels that stand beside their own tokens, as Transformers takes them, or none for every next token"
+            f"labels are already shifted: each is the token after its own, and {who} would shift them again; pass "
+            "labels that are not shifted, as Transformers takes them, or none to train on every next token"
         )
 
 
@@ -146,17 +146,17 @@ def check_logits(logits: Tensor, labels: Tensor, tokens: int) -> None:
             way = f"; pass {instead}" if instead else ""
             raise ValueError(f"{name} has shape {tuple(x.shape)}, but step.loss expects {shape}, this rank's rows{way}")
     if not logits.is_floating_point():
-        raise ValueError(f"logits are {logits.dtype}; a cross entropy is of floating point numbers")
+        raise ValueError(f"logits are {logits.dtype}; a cross entropy needs floating-point numbers")
     if labels.dtype not in (torch.int64, torch.uint8):
         raise ValueError(f"labels are {labels.dtype}; token ids are torch.int64: pass labels.long()")
     if len(logits) == len(labels) == tokens - 1:
         raise ValueError(
-            f"step.loss got {len(logits)} rows of logits and labels, but this rank has {tokens}: nothing is to be cut "
-            "off or shifted, because step.labels(tokens) are next tokens already; pass step.loss(logits, "
+            f"step.loss got {len(logits)} rows of logits and labels, but this rank has {tokens}: do not cut off or "
+            "shift anything, because step.labels(tokens) are next tokens already; call step.loss(logits, "
             "step.labels(tokens))"
         )
     if len(logits) == tokens != len(labels):
-        raise ValueError(f"{len(labels)} labels for {len(logits)} rows of logits; take them by step.labels(tokens)")
+        raise ValueError(f"{len(labels)} labels for {len(logits)} rows of logits; make them by step.labels(tokens)")
 
 
 def _wrong_label(labels: Tensor, vocabulary: int, ignore: int) -> str:
@@ -171,8 +171,8 @@ def _wrong_label(labels: Tensor, vocabulary: int, ignore: int) -> str:
         )
     elif label < 0:
         way = (
-            f"; where {label} marks rows without a label make the labels with step.labels(tokens, ignore={label}), "
-            f"which marks the ends of documents so too, and pass ignore={label} here"
+            f"; if {label} marks rows without a label, make the labels with step.labels(tokens, ignore={label}), "
+            f"which marks the ends of documents in the same way, and pass ignore={label} here"
         )
     return (
         f"the label of row {row} is {label}, outside of the vocabulary 0..{vocabulary - 1} and not ignore={ignore}{way}"

@@ -355,9 +355,7 @@ class Step:
                 return self.losses.say(weighed_loss(values, labels, weights) * factor)
         refuse_branches(self.plan.batch, "labels hold")
         if weights is not None:
-            raise ValueError(
-                "weights are of edges: pass step.edges(tokens) in the place of labels, or leave weights out"
-            )
+            raise ValueError("weights are for edges: pass step.edges(tokens) instead of labels, or leave weights out")
         check_whole("ignore", ignore)
         with self.collectives.checking("step.loss"):
             local_rows.check_logits(logits, labels, self.local_tokens)
@@ -390,13 +388,12 @@ class Step:
         if not isinstance(total, Tensor) or total.dim():
             raise ValueError(f"total is a tensor of one number, the sum over this rank's rows; got {named_kind(total)}")
         if not isinstance(count, int | float | Tensor) or (isinstance(count, Tensor) and count.dim()):
-            raise ValueError(f"count is one number, of what this rank's sum is over; got {named_kind(count)}")
+            raise ValueError(f"count is one number, the labels that this rank's sum is over; got {named_kind(count)}")
         here = torch.as_tensor(count, device=total.device)
         if is_mean(total) and float(here) > 1:
             raise ValueError(
-                f"total is a mean, and would be divided once more by the {float(here):g} labels it is over: pass the "
-                "sum over this rank's "
-                'rows, as of cross_entropy(..., reduction="sum")'
+                f"total is a mean, and would be divided again by the {float(here):g} labels that it is over: pass the "
+                'sum over this rank\'s rows, such as cross_entropy(..., reduction="sum")'
             )
         with self.collectives.checking("step.share"):
             self._check_count(count)
@@ -475,9 +472,9 @@ class Step:
             warnings.warn(
                 f"the plan gives rank {self.rank} tokens that are not part {self.rank} of {ranks} equal parts of the "
                 "stream, and nothing has asked this step which: take them by step.shard(stream), and their positions "
-                "from step.positions; or plan with layout='contiguous' where every rank keeps the part it cut itself "
-                "('zigzag' or index arrays for other cuts). Rows that follow the plan all the same: ask for "
-                "step.indices once, before attention",
+                "from step.positions; or plan with layout='contiguous' if every rank cuts its own part of the stream "
+                "('zigzag' or index arrays for other cuts). If the rows are the plan's after all, read step.indices "
+                "once before attention to end this warning",
                 stacklevel=2,
             )
 

@@ -62,9 +62,9 @@ def wrong_count(count: float, rows: int, ranks: int) -> str:
     """Return the message for a count that is not this rank's own."""
     return (
         f"count={count:g} is not what this rank's sum is over: it holds {rows} rows, and step.share itself adds up the "
-        f"counts of all {ranks} ranks. Pass this rank's own, (labels != -100).sum(), or divide by the batch's count "
-        "yourself: total / batch.valid, times the ranks where gradients are averaged, is the same share. Where a row "
-        "counts more than once, divide total and count by how often"
+        f"counts of all {ranks} ranks. Pass this rank's own count, (labels != -100).sum(), or divide by the batch's "
+        "count yourself: total / batch.valid, times the number of ranks if gradients are averaged, is the same share. "
+        "If every row counts more than once, divide total and count by how often it does"
     )
 
 
@@ -171,8 +171,8 @@ def unsaid_loss(who: str, least: int, most: int) -> str:
     return (
         f"{who} averages gradients over ranks that hold {least} to {most} tokens of this batch, and nothing says what "
         "this rank's loss was divided by. If it is the mean over this rank's own rows, the gradient is not the "
-        "batch's: tokens weigh more where few are. If it is this rank's sum / the labels of all ranks x ranks, the "
-        "gradient is right, and this warning ends where step.share(total, count, gradients='averaged') takes the same "
-        "share from this rank's sum and its own count of labels, or step.loss(logits, labels, gradients='averaged') "
-        "from its logits"
+        "batch's: tokens weigh more on ranks that hold few. If it is this rank's sum / the labels of all ranks x "
+        "ranks, the gradient is right; to end this warning, compute the same share by step.share(total, count, "
+        "gradients='averaged') from this rank's sum and its own count of labels, or by step.loss(logits, labels, "
+        "gradients='averaged') from its logits"
     )

@@ -22,14 +22,14 @@ from flexcp.batch import Batch
 from flexcp.executor.local_rows import next_tokens
 
 WARNING = (
-    "the labels of this loss are the tokens themselves: step.loss shifts nothing, so the model learns to repeat what "
-    "it is given. Labels are each token's successor in its document: take step.labels(tokens), or shard labels that "
-    "were shifted before"
+    "the labels of this loss are the tokens themselves: step.loss shifts nothing, so the model learns to repeat its "
+    "input. Labels are the next tokens inside each document: use step.labels(tokens), or shift labels before you shard "
+    "them"
 )
 INPUT_FROM_ELSEWHERE = (
-    ". Nothing else was sharded by this step: where these labels were shifted before, the model's input is not the "
-    "plan's rows. Take it by step.shard too, or plan with layout='contiguous' where every rank keeps the part of the "
-    "stream that it cut itself"
+    ". Nothing else was sharded by this step: if these labels were shifted before, the model's input is not the "
+    "plan's rows. Take the input by step.shard too, or plan with layout='contiguous' if every rank cuts its own part "
+    "of the stream"
 )
 NONE = -1
 

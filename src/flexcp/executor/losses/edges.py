@@ -205,7 +205,7 @@ def edge_log_probs(logits: Tensor, edges: Edges) -> Tensor:
         at = int(((labels < 0) | (labels >= logits.shape[1])).nonzero()[0])
         raise ValueError(
             f"token {int(edges.children[at])} of the stream has the id {int(labels[at])}, outside of the vocabulary "
-            f"0..{logits.shape[1] - 1}; where it marks tokens without a label make the edges "
+            f"0..{logits.shape[1] - 1}; if it marks tokens without a label, make the edges "
             "by step.edges(tokens, ignore=...)"
         )
     found = log_probs(logits, edges.rows.to(logits.device), labels)
