@@ -135,6 +135,7 @@ def _attend(x: Inputs, numbers: Numbers, layer: Layer) -> tuple[Tensor, Tensor, 
 
 
 def _attend_keeping_nothing(x: Inputs, numbers: Numbers, layer: Layer) -> tuple[Tensor, Tensor]:
+    """Run the forward of a plan that keeps no keys for the backward; return output and LSE."""
     return _attend(x, numbers, layer)[:2]
 
 
@@ -161,6 +162,7 @@ def _gradients(
 def _gradients_without_keys(
     back: Gradients, x: Inputs, made: Results, numbers: Numbers, layer: Layer
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run the backward of a plan that kept no keys from the forward."""
     return _gradients(back, x, made, Kept(made.out.new_empty(0)), numbers, layer)
 
 
@@ -173,12 +175,14 @@ _keep = register_attention(
 
 
 def _runtime(step: Step, q: Tensor, numbers: Numbers, mask: int, backward: bool) -> Runtime:
+    """Open the exchange of the next pass, and return what the pass runs with."""
     exchange = step.open_exchange(mask, backward, q.device)
     watch = None if step.telemetry is None else step.telemetry.watch(step, mask, backward, q.device)
     return Runtime(step.plan.shape, types_of(q), numbers.settings, exchange, step.arena, watch, numbers.sm_margin)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, step: Step) -> None:
+    """Raise ValueError unless q, k and v have the shapes and the dtype of the step's plan."""
     shape = step.plan.shape
     if shape.latent is not None:
         raise ValueError(

@@ -47,7 +47,7 @@ def bind(
     different nodes is allowed, so that one machine can stand for several. ``telemetry``, a :class:`flexcp.Telemetry`,
     records what the step does. ``arena`` is the arena of an earlier step, whose memory is then used again.
 
-    The plan says how messages are issued. ``rounds_per_call`` overrides that in every stage: so many conflict-free
+    The plan says how messages are issued. ``rounds_per_call`` overrides that in every stage: that many conflict-free
     rounds are posted at a time, in chunks of at most ``chunk_bytes``; with 0 all messages of a stage are posted at once
     (docs/communication.md). ``progress(done, all)`` is called with the number of connected peers while NCCL connects
     them; by default progress is shown on a terminal. ``recipe`` is what this rank derives from the plan, made ahead of

@@ -105,5 +105,6 @@ def _median(call: Any, device: torch.device, repeats: int) -> float:
 
 
 def _settle(device: torch.device) -> None:
+    """Wait until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

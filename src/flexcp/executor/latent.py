@@ -88,6 +88,8 @@ class _Asked:
 
 
 class _LatentAttention(torch.autograd.Function):
+    """The autograd function of :func:`latent_attention`."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, latent: Tensor, asked: _Asked, *weights: Tensor) -> Tensor:
         step = asked.step
@@ -179,6 +181,7 @@ def _open_messages(program: LatentProgram, step: Step, latent: Tensor, backward:
 
 
 def _calls(stage: Stage, *form: Any) -> tuple[Call, ...]:
+    """Return the only call of a stage, or none if nothing moves in it."""
     receives, sends = (
         tuple(MessageRange(peer, 0, size) for peer, size in _sizes(blocks, *form).items())
         for blocks in (stage.receives, stage.sends)
@@ -231,6 +234,7 @@ def _expanded(expand: Expand, arena: Tensor, weights: Sequence[Tensor], q: Tenso
 
 
 def _check(q: Tensor, latent: Tensor, step: Step) -> None:
+    """Raise ValueError unless q and the latent have the shapes and the dtype of the step's plan."""
     shape = step.plan.shape
     if shape.latent is None:
         raise ValueError(

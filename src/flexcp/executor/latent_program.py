@@ -97,6 +97,7 @@ def make_latent_program(plan: Plan, rank: int, mask: int) -> LatentProgram:
 
 
 def _blocks(pieces: PeerRows) -> tuple[RowBlock, ...]:
+    """Return the blocks of one side of a stage, sorted by peer, with partial rows first."""
     order = sorted(pieces, key=lambda key: (key[0], not key[1]))
     return tuple((peer, np.concatenate(pieces[peer, partial]), partial) for peer, partial in order)
 

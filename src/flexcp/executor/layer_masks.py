@@ -91,6 +91,7 @@ def _listed(batch: Batch) -> str:
 
 
 def _missing(batch: Batch, window: int) -> str:
+    """Return the message for a window that no mask of the plan has."""
     wanted = f"flexcp.window({window - 1})" if window else "flexcp.causal()"
     return (
         f"{_called(window)} has no mask in this plan, which has {_listed(batch)}; plan with masks={{'full': "

@@ -160,6 +160,7 @@ def check_logits(logits: Tensor, labels: Tensor, tokens: int) -> None:
 
 
 def _wrong_label(labels: Tensor, vocabulary: int, ignore: int) -> str:
+    """Return the message for the first label outside of the vocabulary."""
     outside = ((labels < 0) | (labels >= vocabulary)) & (labels != ignore)
     row = int(outside.nonzero()[0])
     label = int(labels[row])

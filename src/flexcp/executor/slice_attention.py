@@ -133,6 +133,7 @@ def _work(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[Any, Any, bool]:
+    """Check the slices and make the work list, as :func:`_work_of` returns it; results are cached."""
     table = trim(np.frombuffer(slices, np.int64).reshape(-1, 6))
     table = table[~is_empty(table)]
     if len(table) and (table.min(axis=0)[:4].min() < 0 or table[:, Q1].max() > queries or table[:, K1].max() > keys):
@@ -155,6 +156,7 @@ def _work(
 def _check(
     q: Tensor, k: Tensor, v: Tensor, slices: Tensor, sinks: Tensor | None, scale: float | None, softcap: float | None
 ) -> None:
+    """Raise ValueError for tensors whose shapes, dtypes or devices do not fit together."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 3:
             raise ValueError(f"{name} is [tokens, heads, head size]; got shape {tuple(x.shape)}")

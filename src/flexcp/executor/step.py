@@ -238,6 +238,7 @@ class Step:
         return local_rows.relayout(moved, self.plan.placement, self.collectives, maps, back=True, place="step.restore")
 
     def _maps(self, name: str | Sequence[Sequence[int]]) -> tuple[local_rows.Ints, ...]:
+        """Return the stream tokens of every rank in a layout other than the plan's own."""
         maps = user_layout(name, self.plan.batch.tokens, self.plan.ranks)
         if maps is None:
             raise ValueError(
@@ -308,6 +309,7 @@ class Step:
         return batch_sequences(self.plan.batch)
 
     def _check_edges(self, edges: Edges, place: str) -> None:
+        """Raise ValueError for edges of another step."""
         if edges.of_batch is not self._sequences:
             raise ValueError(
                 f"{place} got the edges of another step; take them by edges = step.edges(tokens) of this one"
@@ -421,6 +423,7 @@ class Step:
         return x.device.type == "cpu" or self.collectives.step == 1
 
     def _warn_of_copied_labels(self, labels: Tensor, ignore: int) -> None:
+        """Warn once if labels are the tokens themselves."""
         if self.seen.done or not self.may_look_at(labels):
             return
         own_cut = self.plan.ranks > 1 and self._cut_by_hand_fits()
@@ -438,6 +441,7 @@ class Step:
         return np.array_equal(local_stream(self.plan.placement, self.rank), cut)
 
     def _check_attended(self, without_attention: bool) -> None:
+        """Raise RuntimeError if this step's attention never ran."""
         if not self.calls and not without_attention:
             raise RuntimeError(
                 f"a loss is asked of {self!r}, but its attention never ran: the model's layers still use their own. "
@@ -532,6 +536,7 @@ class Step:
         return self._chosen[device, kernel]
 
     def _check_backend(self, device: torch.device) -> None:
+        """Raise ValueError if the group's backend cannot send tensors of this device."""
         if self.group is None or device.type != "cuda":
             return
         backends = str(dist.get_backend_config(self.group))
@@ -542,6 +547,7 @@ class Step:
             )
 
     def _check_rows(self, local: Tensor, place: str) -> None:
+        """Raise ValueError unless ``local`` has a row for each token of this rank."""
         self.collectives.check_usable()
         with self.collectives.checking(place):
             check_rows(local, place)

@@ -189,16 +189,19 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _forward_shapes(x: Inputs) -> tuple[Tensor, Tensor]:
+    """Return empty tensors of the forward's shapes and dtypes, for tracing."""
     size = (x.q.shape[0], x.q.shape[1], x.v.shape[2])
     return x.q.new_empty(size), x.q.new_empty(size[:2], dtype=types_of(x.q).statistics)
 
 
 def _keeping_shapes(x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Return empty tensors like those of a forward that also returns kept keys, for tracing."""
     size = torch.library.get_ctx().new_dynamic_size()
     return *_forward_shapes(x), x.q.new_empty(size, dtype=torch.uint8)
 
 
 def _backward_shapes(_: Gradients, x: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return empty tensors of the backward's shapes and dtypes, for tracing."""
     dsinks = x.q.new_empty(0) if x.sinks is None else torch.empty_like(x.sinks)
     dq, dk, dv = (given.new_empty(given.shape) for given in (x.q, x.k, x.v))
     return dq, dk, dv, dsinks

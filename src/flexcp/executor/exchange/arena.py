@@ -70,6 +70,7 @@ class Arena:
             self._lock.release()
 
     def _ready(self, size: int, device: torch.device) -> Tensor:
+        """Return memory of at least ``size`` bytes that the last lease no longer uses; allocate it if needed."""
         memory = self._memory
         if memory is None or memory.numel() < size or memory.device != device:
             # Free the old memory first, so that both need not fit on the device together.
@@ -104,4 +105,5 @@ class Buffers:
 
 
 def _allocated(size: int, device: torch.device) -> Tensor:
+    """Return ``size`` uninitialised bytes on a device."""
     return torch.empty(size, dtype=torch.uint8, device=device)

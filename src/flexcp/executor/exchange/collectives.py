@@ -159,4 +159,5 @@ class Collectives:
         return [pickle.loads(found[rank].numpy().tobytes()) for rank in range(self.size)]
 
     def _fail(self, reason: str) -> None:
+        """Note the first failure; the group, or the step, cannot be used after it."""
         self.failure = self.failure or reason

@@ -122,6 +122,7 @@ class FailureNotes:
         return ". ".join(said)
 
     def _read(self, rank: int, seconds: float) -> dict[str, Any] | None:
+        """Return the note of a rank, or None if it leaves none within ``seconds``."""
         key = self._key(rank)
 
         def read() -> dict[str, Any] | None:

@@ -54,6 +54,7 @@ def said_by_all(name: str, said: str, notes: FailureNotes, timeout: timedelta) -
 
 
 def _say(name: str, said: str, notes: FailureNotes, timeout: timedelta) -> list[str]:
+    """Run :func:`said_by_all` in the thread that uses the store."""
     store, size = notes.group.get_group_store(), dist.get_world_size(notes.group)
     keys = [f"flexcp/said/{name}/{rank}" for rank in range(size)]
     gone = f"flexcp/said/{name}/left"
@@ -82,6 +83,7 @@ def _meet(
     calls: CallSettings,
     cluster: Cluster | None,
 ) -> int:
+    """Run :func:`agree` in the thread that uses the store."""
     store = group.get_group_store()
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     number = int(store.add(f"flexcp/binds/{rank}", 1))

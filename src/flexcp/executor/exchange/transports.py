@@ -188,6 +188,7 @@ class DeviceExchange(Exchange):
     def _operation(
         self, kind: Callable[..., dist.Work | None], messages: dict[int, Tensor], part: MessageRange
     ) -> dist.P2POp:
+        """Return the operation that sends or receives one range of a message."""
         return dist.P2POp(
             kind, messages[part.peer][part.start : part.stop], group=self.wire.group, group_peer=part.peer
         )
@@ -276,6 +277,7 @@ class HostExchange(Exchange):
             self._broken = error
 
     def _post(self, stage: int, call: Call, messages: tuple[dict[int, Tensor], ...]) -> None:
+        """Start all receives and sends of one call."""
         tag = self.this.tag(stage, call.number)
         receiving, sending = self._receiving[stage], self._sending[stage]
         sides = ((self.receive, call.receives, receiving), (self.send, call.sends, sending))

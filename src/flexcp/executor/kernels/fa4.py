@@ -100,6 +100,7 @@ def _missing() -> str | None:
 
 @cache
 def _functions() -> tuple[Any, Any]:
+    """Return FlashAttention-4's forward and backward functions."""
     from flash_attn.cute import interface
 
     return interface._flash_attn_fwd, interface._flash_attn_bwd
@@ -175,4 +176,5 @@ def _batched(work: Fa4Work, *tensors: Tensor) -> list[Tensor]:
 
 
 def _by_head(work: Fa4Work, rows_TH: Tensor) -> Tensor:
+    """Return statistics in the layout of FlashAttention-4, float32 ``[heads, rows]``."""
     return _batched(work, rows_TH.float().T.contiguous())[0]

@@ -71,6 +71,7 @@ def backward(
 
 
 def _by_head(x_THD: Tensor) -> Tensor:
+    """Return ``[head, row, D]`` in the accumulator dtype."""
     return x_THD.transpose(0, 1).to(accumulator_dtype(x_THD.dtype))
 
 

@@ -85,6 +85,7 @@ def delta_rows(do_THV: Tensor, out_THV: Tensor, dlse_TH: Tensor | None, delta_TH
 
 
 def _block(longest: int) -> int:
+    """Return the block size of a launch by its longest row."""
     return int(min(LONGEST_BLOCK, max(128, triton.next_power_of_2(longest))))
 
 

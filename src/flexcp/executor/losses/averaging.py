@@ -11,7 +11,7 @@ DDP does not average the gradients of a forward under ``no_sync``. A communicati
 anything, so it is not judged; torch's own hooks average.
 
 FSDP2 reduces gradients by its settings at the time of the backward, and ``sum_gradients`` may be called after the loss
-was computed. So the backward checks the modules that attention ran in once more.
+was computed. So the backward checks the modules that attention ran in again.
 
 If users compute a cross entropy themselves, as the usual mean over a rank's rows, averaged gradients weigh every rank
 the same. That is the batch's gradient only if all ranks hold the same number of labels. So there is a warning for a

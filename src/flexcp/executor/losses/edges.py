@@ -84,7 +84,7 @@ class Edges:
         """
         edge, sequence = self._pairs
         position = self.of_batch.depths[self.here[edge]]
-        return self._there(edge), self._there(sequence), self._there(position)
+        return self._on_device(edge), self._on_device(sequence), self._on_device(position)
 
     def weights(
         self, sequences: Sequence[float] | Tensor | None = None, tokens: Sequence[Any] | None = None, per: Per = "token"
@@ -113,10 +113,11 @@ class Edges:
                 of_sequences[sequence] * flat[self.of_batch.places[sequence] + self.of_batch.depths[self.here[edge]]]
             )
             found = np.bincount(edge, values, minlength=len(self))
-        return self._there(found)
+        return self._on_device(found)
 
     @cached_property
     def _pairs(self) -> tuple[Ints, Ints]:
+        """(edge, sequence) for every sequence that uses an edge of this rank that counts."""
         counted = np.flatnonzero(self.counted[self.here])
         edge, sequence = self.of_batch.pairs(self.here[counted])
         return counted[edge], sequence
@@ -137,6 +138,7 @@ class Edges:
         return np.asarray(np.maximum(each, 1) * having)
 
     def _checked_sequences(self, given: Sequence[float] | Tensor | None) -> Floats:
+        """Return the weights of all sequences, 1 by default; raise ValueError unless there is one for each."""
         if given is None:
             return np.ones(self.sequences)
         found = _numbers(given, "weights of sequences")
@@ -147,6 +149,7 @@ class Edges:
         return found
 
     def _checked_tokens(self, given: Sequence[Any]) -> Floats:
+        """Return the weights of all sequences' tokens end to end; raise ValueError unless there is one for each."""
         if len(given) != self.sequences:
             raise ValueError(
                 f"weights of tokens for {len(given)} sequences, but this batch has {self.sequences}; "
@@ -161,7 +164,8 @@ class Edges:
                 )
         return np.concatenate(parts)
 
-    def _there(self, x: NDArray[Any]) -> Tensor:
+    def _on_device(self, x: NDArray[Any]) -> Tensor:
+        """Return an array as a tensor on the device of the edges."""
         return uploaded(x, self.rows.device)
 
 
@@ -177,16 +181,16 @@ def edges_of(sequences: Sequences, row_tokens: Ints, tokens: Tensor, ignore: int
     parents = sequences.predecessors[children]
     counted = (tokens.detach().cpu().numpy() != ignore) & (sequences.predecessors >= 0)
 
-    def there(x: NDArray[Any]) -> Tensor:
+    def upload(x: NDArray[Any]) -> Tensor:
         return uploaded(x, tokens.device)
 
-    on_device = there(children)
+    on_device = upload(children)
     return Edges(
-        there(rows[parents]),
-        there(parents),
+        upload(rows[parents]),
+        upload(parents),
         on_device,
         tokens[on_device].to(torch.int64),
-        there(sequences.count[children] * counted[children]),
+        upload(sequences.count[children] * counted[children]),
         sequences,
         counted,
         children,
@@ -270,6 +274,7 @@ def gathered(values: Tensor, edges: Edges, placement: Placement, collectives: Co
 
 
 def _numbers(given: Any, what: str) -> Floats:
+    """Return weights as a float64 array; raise ValueError if they are not numbers."""
     try:
         found = (
             given.detach().cpu().to(torch.float64).numpy()

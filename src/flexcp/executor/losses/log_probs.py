@@ -30,6 +30,8 @@ def _chunks(logits: Tensor) -> list[tuple[int, int]]:
 
 
 class _LogProbs(torch.autograd.Function):
+    """The autograd function of :func:`log_probs`."""
+
     @staticmethod
     def forward(ctx: Any, logits: Tensor, rows: Tensor, labels: Tensor) -> Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)

@@ -60,11 +60,13 @@ class LossWatch:
         return loss
 
     def _enter(self, gradient: Tensor) -> None:
+        """Note that a backward began at a reported loss."""
         self.said = self.in_backward = True
         # Checkpointing may run other backwards inside this one; the callback runs when this one ends.
         torch.autograd.Variable._execution_engine.queue_callback(self._leave)
 
     def _leave(self) -> None:
+        """Note that this backward has ended."""
         self.in_backward = False
 
     def check_reduction(self, gradients: Gradients) -> None:
@@ -103,6 +105,7 @@ class LossWatch:
             warnings.warn(unsaid_loss(self.averaged_by, *counts), stacklevel=2)
 
     def _refuse(self, gradients: Gradients, averaged_by: str | None, summed_by: str | None, late: bool = False) -> None:
+        """Raise ValueError if a module reduces gradients otherwise than the loss was made for."""
         who = averaged_by if gradients == "summed" else summed_by
         if who is not None:
             raise ValueError(wrong_factor(who, gradients, self._placement.ranks, late))

@@ -163,6 +163,7 @@ class _PassRun:
         return self.shelves
 
     def _post(self, stage: int) -> None:
+        """Pack the messages of a stage and start its transfers."""
         leaving = Buffers(self.prepared.sends[stage], self._at("sends", stage))
         self.prepared.packing.pack(stage, leaving, self.shelves)
         arriving = Buffers(self.prepared.receives[stage], self._at("receives", stage))
@@ -175,6 +176,7 @@ class _PassRun:
         return self.memory[self.program.layout.offsets.get(tenant, len(self.memory)) :]
 
     def _compute(self, work: PreparedWork, settings: Settings) -> None:
+        """Run one kernel launch on the tensors of its shelves."""
         q = {name: x[:, work.heads] for name, x in self.shelves[work.work.q_shelf].items()}
         kv = {name: x[:, work.groups] for name, x in self.shelves[work.work.kv_shelf].items()}
         kernel = self.prepared.kernel

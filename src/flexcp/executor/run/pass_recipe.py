@@ -113,6 +113,7 @@ def covers(slices: Ints, rows: int) -> bool:
 
 
 def _launch(work: ShelfWork, program: RankProgram, shape: Shape) -> LaunchRecipe:
+    """Return the recipe of one kernel launch."""
     queries, keys = program.shelves[work.q_shelf], program.shelves[work.kv_shelf]
     share = shape.queries_per_key
     heads = slice(work.h0 - queries.h0, work.h1 - queries.h0)

@@ -129,6 +129,7 @@ def _prepared(
     types: Types,
     lists: WorkLists,
 ) -> PreparedWork:
+    """Prepare one kernel launch; its work list is made unless ``lists`` has it."""
     rows = {} if own is None else {"begins": own.begins, "finishes": own.finishes}
     key = (name, types.device, *launch.list_key, *(runs.tobytes() for runs in rows.values()))
     if key not in lists:
@@ -138,6 +139,7 @@ def _prepared(
 
 
 def _packing(recipe: PassRecipe, shape: Shape, types: Types) -> Packing:
+    """Return the packing for the device of ``types``."""
     if packs_by_rows(types.device.type):
         from flexcp.executor.run.row_packing import RowPacking
 

@@ -158,6 +158,7 @@ class _Builder:
         self.segments: dict[tuple[int, int, int], list[Ints]] = {}
 
     def build(self) -> tuple[tuple[Shelf, ...], tuple[Slot, ...]]:
+        """Return the shelves and the slots."""
         t = self.program.transfers
         mine = t.take((t.source == self.rank) | (t.target == self.rank))
         if not self.placement.assemble_own:
@@ -169,6 +170,7 @@ class _Builder:
         return tuple(self.shelves), tuple(slots)
 
     def _own_segments(self) -> None:
+        """Add the segments of the rank's own tokens."""
         kept = self.placement.kept
         own = kept.rank == self.rank
         table = np.stack([kept.start[own], kept.stop[own], kept.local[own], np.zeros(int(own.sum()), np.int64)])
@@ -210,6 +212,7 @@ class _Builder:
         return self.spots.get(key, (side, slice(start, stop))) if owner == self.rank else self.spots[key]
 
     def _messages(self, mine: Transfers, slots: list[Slot]) -> None:
+        """Add the messages, and the moves inside the rank, to their slots."""
         sends: dict[tuple[int, int], list[Block]] = {}
         receives: dict[tuple[int, int], list[Block]] = {}
         for stage, source, target, kind, owner, start, stop, h0, h1, partial in mine.matrix().T.tolist():
@@ -235,6 +238,7 @@ class _Builder:
             slots[stage].receive.append(Message(peer, tuple(blocks)))
 
     def _block(self, kind: int, number: int, rows: Rows, h0: int, h1: int, partial: int) -> Block:
+        """Return the block of a piece on a shelf, with heads counted from the shelf's first."""
         base = self.shelves[number].h0
         count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
         return Block(Kind(kind), number, rows, count, h0 - base, h1 - base, bool(partial))
@@ -264,6 +268,7 @@ class _Builder:
                 self._group(slots, queries.shelf[q_seg], keys.shelf[k_seg], heads, part)
 
     def _sorted_segments(self, side: int) -> list[tuple[tuple[int, int, int], _Segments]]:
+        """Return the segments of one side by (side, head range), each sorted by the stream."""
         found = []
         for key, parts in sorted(self.segments.items()):
             if key[0] == side:
@@ -272,6 +277,7 @@ class _Builder:
         return found
 
     def _group(self, slots: list[Slot], q_shelf: Ints, kv_shelf: Ints, heads: Ints, slices: Ints) -> None:
+        """Add slices as work to their slots, grouped by shelves and heads; hold back what the plan holds."""
         if len(slices) == 0:
             return
         stages = np.array([s.stage for s in self.shelves])

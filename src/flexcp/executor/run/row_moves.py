@@ -25,7 +25,7 @@ from flexcp.shape import DTYPE_BYTES, FIELDS, OUTPUTS, Field, Kind, Shape
 
 Ints = NDArray[np.int64]
 PAIRS = 4
-"""The most pairs of tensors that one launch moves rows between; the kernels of ``row_kernels.py`` take so many."""
+"""The most pairs of tensors that one launch moves rows between; the kernels of ``row_kernels.py`` take that many."""
 RUN_BYTES = 32_768
 RUN_ROWS = 16
 """The most bytes and rows of one row run, which one GPU program moves row by row; a longer row is a run by itself."""
@@ -158,9 +158,11 @@ class _Builder:
             yield Move(what, places[name], self._on_shelf(block, field), self._length(block, field))
 
     def _length(self, block: Block, field: Field) -> int:
+        """Return the elements of a block's row in one field."""
         return (block.h1 - block.h0) * field.numbers(self.shape)
 
     def _on_shelf(self, block: Block, field: Field) -> Place:
+        """Return the place of a block's field on its shelf."""
         shelf, numbers = self.program.shelves[block.shelf], field.numbers(self.shape)
         dtype = self.shape.dtype if field.precise is False else self.accumulator
         step = (shelf.h1 - shelf.h0) * numbers
@@ -191,6 +193,7 @@ class _Builder:
         return found
 
     def _launch(self, pairs: list[list[Move]]) -> Launch:
+        """Return the launch of moves, grouped by pairs of tensors."""
         examples = tuple(moves[0] for moves in pairs)
         word = 0
         if examples[0].what == "merge":

@@ -52,6 +52,7 @@ class RowPacking:
 
 
 def _run(launch: _OnDevice, memory: Tensor | None, shelves: Shelves) -> None:
+    """Run one launch between shelves and ``memory``, the bytes of the stage's messages."""
     move = launch.made.pairs[0]
     pairs = [(_tensor(m.source, memory, shelves), _tensor(m.target, memory, shelves)) for m in launch.made.pairs]
     if move.what == "merge":

@@ -54,6 +54,7 @@ def kept(name: str, compile_now: Callable[[], Any]) -> Any:
 
 
 def _loaded(content: bytes) -> Any:
+    """Load the function from the content of an object file."""
     with tempfile.NamedTemporaryFile(suffix=".o") as file:
         file.write(content)
         file.flush()
@@ -61,6 +62,7 @@ def _loaded(content: bytes) -> Any:
 
 
 def _object_file(made: Any) -> bytes:
+    """Return the content of the object file of a compiled function."""
     with tempfile.NamedTemporaryFile(suffix=".o") as file:
         made.export_to_c(file.name, function_name=FUNCTION)
         return Path(file.name).read_bytes()

@@ -81,9 +81,7 @@ class CuteWork(HopperWork):
 
     @cached_property
     def forward_segments(self) -> Segments:
-        """Tiles of packed query rows. Of each tile, the list begins either all rows or none, and it finishes either all
-        or none.
-        """
+        """Tiles of packed query rows. The list begins all rows of a tile or none of them, and finishes all or none."""
         borders = np.unique(np.concatenate([self.begins, self.finishes]))
         return Segments.of(query_tiles(self.slices, self.share, borders), BLOCK, self.device)
 
@@ -159,6 +157,7 @@ class CuteWork(HopperWork):
         return self._backward_tables[programs]
 
     def _levelled_backward(self, programs: int) -> tuple[int, list[Tensor]]:
+        """Return the launch of a backward whose tiles are cut so that all programs end at about the same time."""
         block, units = QUERIES // self.pack, multiprocessors(self.device)
         longest = longest_part(self._key_tiles, self.kv_heads, self.share, units, PARTS, SHORTEST_PART)
         made = segment_list(self._key_tiles, block, longest, descending=True)
@@ -216,6 +215,7 @@ class CuteWork(HopperWork):
         return {}
 
     def _backward_order(self, made: Segments) -> Ints:
+        """Return the items of a backward in the order in which they are dealt."""
         if not self.in_step:
             return in_turns(made.count, self.kv_heads, 1)
         tiles, segments = made.made.tiles, made.made.segments
@@ -324,6 +324,7 @@ def close_dq(dq_THD: Tensor, settings: Settings, finished_THD: Tensor | None = N
 
 
 def _close(open_THD: Tensor, dq_THD: Tensor, settings: Settings) -> None:
+    """Write the gradient of an open dq to ``dq_THD``, which may be the same tensor."""
     rows, heads = dq_THD.shape[:2]
     if rows * heads:
         close = compiled_close(dq_THD.dtype)
@@ -460,6 +461,7 @@ def _strides(*tensors: Tensor) -> list[int]:
 
 
 def _numbers(settings: Settings) -> tuple[float, float]:
+    """Return scale and softcap (0 for none); raise ValueError for a scale that is not above 0."""
     if not settings.scale > 0:
         raise ValueError(f"the scale of logits must be above 0; got {settings.scale}")
     return settings.scale, settings.softcap or 0.0

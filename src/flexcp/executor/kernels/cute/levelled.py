@@ -132,6 +132,7 @@ def _give_down_to(limit: int, order: list[int], work: list[int], cut: list[tuple
 def _tables(
     made: SegmentList, whole: Table, items: Table, given: list[Given], groups: int, block: int, descending: bool
 ) -> LevelledList:
+    """Return the tables of a launch in which the parts ``given`` are cut from their tiles."""
     tiles: list[list[int]] = []
     segments: list[list[int]] = []
     parts: list[list[int]] = []

@@ -100,6 +100,7 @@ class HopperWork(WorkList):
         return key_tiles(self.slices, self.share)
 
     def _key_segments(self, longest: int | None) -> Segments:
+        """Return tiles of keys as segments; tiles of more than ``longest`` blocks are split."""
         return Segments.of(self._key_tiles, QUERIES // self.pack, self.device, longest)
 
 
@@ -116,6 +117,7 @@ class Segments:
     def of(
         made: TileList, block: int, device: torch.device, longest: int | None = None, descending: bool = False
     ) -> Segments:
+        """Cut a tile list into segments and upload them."""
         cut = segment_list(made, block, longest, descending)
         tables = (torch.from_numpy(x.reshape(-1)).pin_memory() for x in (cut.tiles, cut.segments))
         return Segments(cut, cut.tiles[:, 3].astype(np.int64), *(t.to(device, non_blocking=True) for t in tables))
@@ -216,6 +218,7 @@ def _backward_keys(
     dk: Tensor,
     dv: Tensor,
 ) -> None:
+    """Launch the kernel of dk and dv."""
     made = work.backward_segments if settings.deterministic else work.split_segments
     pack, items, rows = work.pack, made.count * work.kv_heads, len(q)
     keys_kernel[(programs_of(items, settings, work),)](
@@ -255,6 +258,7 @@ def _backward_queries(
     settings: Settings,
     dq: Tensor,
 ) -> None:
+    """Launch the kernel of dq."""
     made, pack, groups = work.forward_segments, work.pack, work.heads // work.pack
     programs = programs_of(made.count * groups, settings, work)
     queries_kernel[(programs,)](

@@ -106,6 +106,7 @@ def launches(slices: Ints, heads: int, kv_heads: int, row_bytes: int, units: int
 
 
 def _counts(made: SegmentList, groups: int, turn: int, programs: int) -> Ints:
+    """Return ``[program, 3]``: blocks without a mask, blocks with one, and tiles of each program."""
     first, blocks = made.tiles[:, 2].astype(np.int64), made.tiles[:, 3].astype(np.int64)
     # The segments of a tile are adjacent, and end where those of the next tile begin.
     order = np.argsort(first)

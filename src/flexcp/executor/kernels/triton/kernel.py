@@ -76,6 +76,7 @@ class Tiles:
 
     @staticmethod
     def on_device(made: TileList, device: torch.device) -> Tiles:
+        """Upload a tile list."""
         tables = (torch.from_numpy(x.reshape(-1)) for x in (made.tiles, made.entries))
         if device.type == "cuda":
             return Tiles(made, *(t.pin_memory().to(device, non_blocking=True) for t in tables))
@@ -125,6 +126,7 @@ class WorkList:
         return self._tiles("split", blocks.n, blocks.m // blocks.pack(self.share))
 
     def _tiles(self, side: str, height: int, block: int) -> Tiles:
+        """Return the tiles of one side ("rows", "keys" or "split"), made on first use."""
         key = (side, height, block)
         if key not in self._made:
             if side == "rows":
@@ -278,6 +280,7 @@ def _launch_keys(
     dv: Tensor,
     blocks: Blocks,
 ) -> None:
+    """Launch the kernel of dk and dv."""
     if settings.deterministic:
         tiles = work.keys(blocks)
         order = _order(tiles, work.kv_heads, work)
@@ -323,6 +326,7 @@ def _launch_queries(
     dq: Tensor,
     blocks: Blocks,
 ) -> None:
+    """Launch the kernel of dq."""
     tiles, pack = work.rows(blocks), blocks.pack(work.share)
     programs = len(tiles) * (work.heads // pack)
     k_at, v_at = (_described(x, blocks.n, 1) if blocks.tma else x for x in (k, v))
@@ -449,6 +453,7 @@ def _grid(programs: int, margin: int, device: torch.device) -> tuple[int]:
 
 
 def _sizes(q: Tensor, work: WorkList, blocks: Blocks, settings: Settings) -> dict[str, Any]:
+    """Return the constants and launch options that all kernels share."""
     return {
         "D": work.head_dim,
         "V": work.v_head_dim,
@@ -516,6 +521,7 @@ def _fits(x: Tensor, unit: int) -> bool:
 def check(
     work: WorkList, supports: Callable[..., str | None], q: Tensor, k: Tensor, v: Tensor, *others: Tensor
 ) -> None:
+    """Raise if tensors do not fit the work list: another device, strides, dtypes, heads or head sizes."""
     for x in (q, k, v, *others):
         if x.device != work.device:
             raise ValueError(f"the work list was prepared for {work.device}, but a tensor is on {x.device}")
