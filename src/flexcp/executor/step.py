@@ -46,6 +46,7 @@ from flexcp.executor.losses.edges import (
     weighed_loss,
 )
 from flexcp.executor.losses.loss_watch import LossWatch
+from flexcp.executor.run.device_tables import TableStreams, tables_in
 from flexcp.executor.run.message_layout import Types, types_of
 from flexcp.executor.run.pass_recipe import PassRecipe, pass_recipe
 from flexcp.executor.run.prepared import Prepared, WorkLists
@@ -108,6 +109,7 @@ class Step:
         self._work_lists: WorkLists = {}
         self._chosen: dict[tuple[torch.device, str | None], str] = {}
         self._orders: dict[torch.device, Tensor | None] = {}
+        self._table_streams = TableStreams()
 
     @property
     def cp_size(self) -> int:
@@ -450,6 +452,7 @@ class Step:
 
     def prepared(self, mask: int, backward: bool, kernel: str, types: Types) -> Prepared:
         """The program with its work lists and index maps on the device, made on first use."""
+        self._table_streams.use(types.device, self.tables)
         key = (mask, backward, kernel, types)
         if key not in self._prepared:
             self._check_backend(types.device)
@@ -459,6 +462,10 @@ class Step:
             made = self.pass_recipe(mask, backward)
             self._prepared[key] = prepare_program(made, self.plan.shape, kernel, types, self._work_lists)
         return self._prepared[key]
+
+    def tables(self) -> list[Tensor]:
+        """The work lists and index maps that were made so far."""
+        return tables_in(self._prepared, self._work_lists, self._orders)
 
     def prepare(self, device: torch.device | str, kernel: str | None = None) -> None:
         """Make everything attention needs on ``device`` now, for all masks and both directions, rather than at the first layer."""
