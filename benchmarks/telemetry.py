@@ -1,11 +1,12 @@
 """What telemetry costs: attention with and without a Telemetry, in turns in one run, and the cost of its stamps alone.
 
-    python benchmarks/telemetry.py                        # 2 CPU ranks
-    torchrun --nproc-per-node 8 benchmarks/telemetry.py   # GPUs, NCCL; one GPU: benchmarks/trust_gpu.py --only telemetry
+    python benchmarks/telemetry.py                        # 2 CPU ranks torchrun --nproc-per-node 8
+    benchmarks/telemetry.py   # GPUs, NCCL; one GPU: benchmarks/trust_gpu.py --only telemetry
 
-Layers run forward and backward, one with a Telemetry, one without, over and over; the ratio is of the medians of the slowest rank's time.
-Machines wander by more than a stamp costs, so the second figure is the surer one: the time to follow a pass of as many slots in a loop of
-its own, over the time of a pass. ``--nan-check`` adds the look at every output.
+Layers run forward and backward, one with a Telemetry, one without, over and over; the ratio is of the medians of the
+slowest rank's time. Machines wander by more than a stamp costs, so the second figure is the surer one: the time to
+follow a pass of as many slots in a loop of its own, over the time of a pass. ``--nan-check`` adds the look at every
+output.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ Timed = tuple[list[float], list[float], float]
 
 
 def measure(group: dist.ProcessGroup | None, plan: Plan, rounds: int, nan_check: bool, device: str) -> Timed:
-    """Seconds of each layer without and with a Telemetry, and of following one forward and backward that does nothing."""
+    """Seconds of each layer without and with a Telemetry, and of following a forward and backward that do nothing."""
     telemetry = flexcp.Telemetry(nan_check=nan_check)
     plain, watched = flexcp.bind(plan, group), flexcp.bind(plan, group, telemetry=telemetry)
     assert len(plain.indices) == len(watched.indices)  # asked for, as a training loop does

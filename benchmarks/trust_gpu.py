@@ -1,19 +1,20 @@
 """Trust on a GPU: what only a GPU and real NCCL ranks can show, part by part, each with its own time.
 
     python benchmarks/trust_gpu.py --only memory,telemetry,soak --minutes 9 --write trust_gpu.json
-    python benchmarks/trust_gpu.py --page trust_gpu.json --on "one H200, torch 2.11, NCCL 2.28"   # the tables of docs/trust.md
-    python benchmarks/trust_gpu.py --device cpu --small                                            # a sample on gloo ranks
+    python benchmarks/trust_gpu.py --page trust_gpu.json --on "one H200, torch 2.11"   # the tables of docs/trust.md
+    python benchmarks/trust_gpu.py --device cpu --small                                # a sample on gloo ranks
 
 | part | what |
 | --- | --- |
-| memory | plan.memory(rank) beside the allocator's peak, 8K to 1M tokens; what NCCL takes; 500 batches at 95 % of a cap |
+| memory | plan.memory(rank) beside the allocator's peak, 8K to 1M tokens; what NCCL takes; batches at 95 % of a cap |
 | telemetry | a layer with and without Telemetry, in turns |
 | soak | changing batches for as long as there is time: nothing may grow |
 | nccl | telemetry, check_every, the loader, latents, preparing on another stream, and ranks out of step, over NCCL |
 | numbers | adversarial values beside single-device attention, both against float64 |
 
-A part runs in a process of its own, in a session of its own, and is killed with all it started when its time is over: rows that it had
-are kept, and one more says so. The file is written again after every row. Ranks share the one GPU, so times over NCCL mean nothing.
+A part runs in a process of its own, in a session of its own, and is killed with all it started when its time is over:
+rows that it had are kept, and one more says so. The file is written again after every part. Ranks share the one GPU, so
+times over NCCL mean nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What a rank does for ``benchmarks/soak.py`` and ``benchmarks/trust_gpu.py``: steps of changing batches, and a look at what it holds."""
+"""What a rank does for ``benchmarks/soak.py`` and ``benchmarks/trust_gpu.py``: steps of changing batches, and a look at
+what it holds.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ MASKS = (flexcp.causal(), flexcp.full(), flexcp.window(16, 0), flexcp.lambda_(4,
 
 @dataclass(frozen=True)
 class Held:
-    """What a process holds; bytes and counts. ``allocated`` and ``reserved`` are those of CUDA's allocator, 0 on a CPU."""
+    """What a process holds; bytes and counts. ``allocated`` and ``reserved`` are CUDA's allocator's, 0 on a CPU."""
 
     resident: int
     threads: int
@@ -41,7 +43,9 @@ class Held:
 
 @dataclass(frozen=True)
 class Soaked:
-    """What a rank held after ``settled`` steps, and at the end, after ``steps``; whether a fixed batch gave the same bits."""
+    """What a rank held after ``settled`` steps, and at the end, after ``steps``; whether a fixed batch gave the same
+    bits.
+    """
 
     before: Held
     after: Held

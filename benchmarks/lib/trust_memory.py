@@ -1,11 +1,13 @@
 """Trust, memory: ``plan.memory(rank)`` beside the peak of CUDA's allocator, and batches that fill a cap.
 
-A layer is q, k and v, attention, and its backward from a gradient that is there: ``torch.cuda.max_memory_allocated`` above what was
-allocated before q was made is compared with the plan's total for the kernel that runs. On several NCCL ranks of the one GPU each rank
-looks at its own allocator; what NCCL takes outside of it (a communicator, and buffers of its peers) is the change of the device's free
-memory around the first call and around connecting, over all ranks together.
+A layer is q, k and v, attention, and its backward from a gradient that is there: ``torch.cuda.max_memory_allocated``
+above what was allocated before q was made is compared with the plan's total for the kernel that runs. On several NCCL
+ranks of the one GPU each rank looks at its own allocator; what NCCL takes outside of it (a communicator, and buffers of
+its peers) is the change of the device's free memory around the first call and around connecting, over all ranks
+together.
 
-The cap: batches change and are cut so that the plan's total is just under 95 % of what the process may allocate; then every one must run.
+The cap: batches change and are cut so that the plan's total is just under 95 % of what the process may allocate; then
+every one must run.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Trust, NCCL: what CPU ranks cannot show because only NCCL's transport does it, on ranks that share one GPU.
 
-- *telemetry*: events of every slot become durations, ``log`` and ``trace`` work, ``check_every`` passes right results and
-  finds a wrong one on every rank.
+- *telemetry*: events of every slot become durations, ``log`` and ``trace`` work, ``check_every`` passes right results
+  and finds a wrong one on every rank.
 - *loader*: samples that one rank reads reach the ranks that keep them, without a CPU group.
 - *latents*: attention over latents is that of the expanded keys, gradients too.
 - *another stream*: a step prepared on a stream that is late gives the bits of one prepared in time.
-- *out of step*: a rank makes one call more than the others, of the same sizes: no rank may end as if nothing had happened.
+- *out of step*: a rank counts one call more than the others, all of the same sizes: no rank may end as if nothing had
+  happened.
 
 The same functions run on gloo ranks (``--device cpu``), where streams are left out.
 """

@@ -1,4 +1,5 @@
-"""Trust, numbers: adversarial values through the kernels, beside torch's own attention on one device, both against float64.
+"""Trust, numbers: adversarial values through the kernels, beside torch's own attention on one device, both against
+float64.
 
 A case is q, k and v of one document. Of the output and of dq a sample of rows is computed again in float64, over all
 their keys; of dk and dv every row where the document is short. Errors are the largest difference over the size of what
@@ -40,20 +41,32 @@ def rows(setting: Setting) -> Iterator[Row]:
     yield attempted(setting, "a row of -inf, and NaN", 1, partial(_not_finite, setting), least=5)
 
 
-def _cases(small: bool) -> dict[str, tuple[int, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]]]:
+Change = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+def _cases(small: bool) -> dict[str, tuple[int, Change]]:
     """Tokens, and what is made of normal q, k and v."""
     short, long = (96, 128) if small else (GRADIENT_TOKENS, 65_536)
     return {
         "normal values": (short, lambda q, k, v: (q, k, v)),
         "large logits": (short, lambda q, k, v: (q * 30, k * 30, v)),
-        "equal logits": (short, lambda q, k, v: (q, k[:1].expand_as(k).contiguous(), v)),
-        "equal and large logits": (short, lambda q, k, v: (q * 30, (k[:1] * 30).expand_as(k).contiguous(), v)),
+        "equal logits": (short, lambda q, k, v: (q, _repeated(k), v)),
+        "equal and large logits": (short, lambda q, k, v: (q * 30, _repeated(k * 30), v)),
         "all logits zero": (short, lambda q, k, v: (torch.zeros_like(q), k, v)),
-        "values that cancel": (short, lambda q, k, v: (q, k, v * (1 - 2 * (torch.arange(len(v), device=v.device) % 2))[:, None, None])),
+        "values that cancel": (short, lambda q, k, v: (q, k, v.abs() * _signs(v))),
         "one key above all": (short, lambda q, k, v: (q, torch.cat([k[:1] * 50, k[1:]]), v)),
         "rows of many keys": (long, lambda q, k, v: (q, k, v)),
-        "rows of many keys, equal logits": (long, lambda q, k, v: (q, k[:1].expand_as(k).contiguous(), v)),
-    }  # fmt: skip
+        "rows of many keys, equal logits": (long, lambda q, k, v: (q, _repeated(k), v)),
+    }
+
+
+def _repeated(x: Tensor) -> Tensor:
+    return x[:1].expand_as(x).contiguous()
+
+
+def _signs(x: Tensor) -> Tensor:
+    """1 and -1 in turns, row by row."""
+    return 1 - 2 * (torch.arange(len(x), device=x.device) % 2)[:, None, None]
 
 
 def _made(setting: Setting, tokens: int, dtype: torch.dtype) -> list[Tensor]:
@@ -104,8 +117,9 @@ def _gradients(call: Callable[..., Tensor], qkv: list[Tensor], do: Tensor) -> di
 
 
 def _exact(qkv: list[Tensor], do: Tensor, sample: Tensor) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Causal attention in float64, head by head: sampled rows of out and dq, all rows of dk and dv of short documents; and the size of
-    what each is a sum of."""
+    """Causal attention in float64, head by head: sampled rows of out and dq, all rows of dk and dv of short documents;
+    and the size of what each is a sum of.
+    """
     tokens, whole = len(do), len(do) <= GRADIENT_TOKENS
     asked = torch.arange(tokens, device=do.device) if whole else sample
     found: dict[str, list[Tensor]] = {"out": [], "dq": [], "dk": [], "dv": []}
@@ -137,7 +151,8 @@ def _merged(setting: Setting, dtype: torch.dtype) -> Row:
     q, k, v, _ = _made(setting, keys, dtype)
     q = q[:128].contiguous()
     exact = torch.stack([
-        torch.softmax(q[:, h].double() @ k[:, h].double().T / math.sqrt(SIZE), 1) @ v[:, h].double() for h in range(HEADS)
+        torch.softmax(q[:, h].double() @ k[:, h].double().T / math.sqrt(SIZE), 1) @ v[:, h].double() for h in
+        range(HEADS)
     ], 1)  # fmt: skip
     name = choose_kernel(q.device, dtype, SIZE, SIZE).kernel
     kernel, settings = find_kernel(name), Settings(SIZE**-0.5)

@@ -1,4 +1,6 @@
-"""Trust, page: the tables of docs/trust.md from the files that ``benchmarks/trust_gpu.py`` wrote, between two comments that are kept."""
+"""Trust, page: the tables of docs/trust.md from the files that ``benchmarks/trust_gpu.py`` wrote, between two comments
+that are kept.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,13 @@ from lib.trust_ranks import Row
 PAGE = Path(__file__).parents[2] / "docs/trust.md"
 BEGIN, END = "<!-- on a GPU -->\n", "<!-- end of on a GPU -->\n"
 TITLES = {
-    "memory": "Memory of a layer: `plan.memory(rank).total` beside the allocator's peak. Outside the allocator NCCL takes, over all ranks "
-    "together, a communicator and buffers of its peers.",
+    "memory": "Memory of a layer: `plan.memory(rank).total` beside the allocator's peak. Outside the allocator NCCL "
+    "takes, over all ranks together, a communicator and buffers of its peers.",
     "telemetry": "Telemetry: milliseconds of a layer, forward and backward, without and with it, in turns.",
     "soak": "Soak: what a rank holds once it has settled / at the end.",
     "nccl": "What was only written for NCCL.",
-    "numbers": "Numbers: the largest error against float64, of flexcp's kernel and of torch's own attention on one device.",
+    "numbers": "Numbers: the largest error against float64, of flexcp's kernel and of torch's own attention on one "
+    "device.",
 }
 
 

@@ -1,5 +1,6 @@
-"""Trust ranks: a function on ranks of either kind, NCCL ranks that share one GPU or gloo ranks on the CPU, and what the parts of
-``benchmarks/trust_gpu.py`` are told."""
+"""Trust ranks: a function on ranks of either kind, NCCL ranks that share one GPU or gloo ranks on the CPU, and what the
+parts of ``benchmarks/trust_gpu.py`` are told.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ class Setting:
 def on_ranks(
     setting: Setting, ranks: int, function: Callable[..., Any], *arguments: Any, patience: float | None = None
 ) -> list[Any]:
-    """``function(group, *arguments)`` on so many ranks; their answers. Nobody waits longer than ``patience``, or the part's time."""
+    """``function(group, *arguments)`` on so many ranks; their answers. Nobody waits longer than ``patience``, or the
+    part's time.
+    """
     limit = max(5.0, min(patience or setting.left, setting.left))
     if setting.device == "cuda":
         from lib.nccl_ranks import on_nccl_ranks

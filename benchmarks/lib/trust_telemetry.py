@@ -1,4 +1,6 @@
-"""Trust, telemetry: what following a step costs on a GPU, by :mod:`telemetry`'s two figures: in turns, and its stamps alone."""
+"""Trust, telemetry: what following a step costs on a GPU, by :mod:`telemetry`'s two figures: in turns, and its stamps
+alone.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Proves on CPU ranks that ``benchmarks/trust_gpu.py`` will work where there is a GPU: every part's functions run, what fails or takes too
-long is a row, and the page is made of the rows."""
+"""Proves on CPU ranks that ``benchmarks/trust_gpu.py`` will work where there is a GPU: every part's functions run, what
+fails or takes too long is a row, and the page is made of the rows.
+"""
 
 from __future__ import annotations
 

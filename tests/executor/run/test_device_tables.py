@@ -1,4 +1,6 @@
-"""Proves that tables of a step are found, and used on another stream only after it waited; with streams that only note what is asked."""
+"""Proves that tables of a step are found, and used on another stream only after it waited; with streams that only note
+what is asked.
+"""
 
 from __future__ import annotations
 

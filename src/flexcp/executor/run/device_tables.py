@@ -1,8 +1,8 @@
 """Device tables: the index maps and work lists that a step keeps on its device, and on which stream they may be used.
 
-They are made where they are first needed, by a copy queued on the stream of that moment: in ``step.prepare`` or in a pass. A pass on
-another stream waits, on the device, for all that is queued on the stream of the last one, so it finds them whole; and the allocator is
-told that it reads them, so that their memory is not given away while it does.
+They are made where they are first needed, by a copy queued on the stream of that moment: in ``step.prepare`` or in a
+pass. A pass on another stream waits, on the device, for all that is queued on the stream of the last one, so it finds
+them whole; and the allocator is told that it reads them, so that their memory is not given away while it does.
 """
 
 from __future__ import annotations
