@@ -98,7 +98,7 @@ class _Scalars:
 
 def _telemetry(group: dist.ProcessGroup, device: str, dtype: str) -> list[str]:
     telemetry, writer = flexcp.Telemetry(nan_check=True, check_every=1, keep=4), _Scalars()
-    for strategy in ("ring", "blocks"):
+    for strategy in ("ring", "allgather"):
         step = flexcp.bind(_plan(group, device, dtype, strategy), group, telemetry=telemetry)
         _layer(step, device)
     synchronize(device)
@@ -167,7 +167,7 @@ def _latents(group: dist.ProcessGroup, device: str, dtype: str) -> list[str]:
     """Against attention under the same plan's layout over keys that were expanded before they travelled."""
     ranks, heads, width = dist.get_world_size(group), 4, 96
     planner = flexcp.Planner(
-        heads, 1, 64, dtype=dtype, latent=width, cluster=flexcp.cluster("cpu", 1, ranks), strategy="blocks"
+        heads, 1, 64, dtype=dtype, latent=width, cluster=flexcp.cluster("cpu", 1, ranks), strategy="allgather"
     )
     step = flexcp.bind(planner(LENGTHS, flexcp.causal()), group)
     kind, tokens = getattr(torch, dtype), step.plan.batch.tokens
@@ -211,7 +211,7 @@ def _another_stream(group: dist.ProcessGroup, device: str, dtype: str) -> list[s
     if device != "cuda":
         return ["a CPU has no streams"]
     found = []
-    for strategy in ("ring", "blocks"):
+    for strategy in ("ring", "allgather"):
         plan = _plan(group, device, dtype, strategy)
         exact = _layer(flexcp.bind(plan, group), device)
         for _ in range(3):

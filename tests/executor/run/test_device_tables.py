@@ -38,7 +38,7 @@ def test_a_change_of_stream_waits_and_tells_the_allocator(monkeypatch: pytest.Mo
 
 
 def test_all_tables_of_a_step_are_found() -> None:
-    planner = flexcp.Planner(4, 2, 16, dtype="float32", cluster=flexcp.cluster("cpu", 1, 1), strategy="dp")
+    planner = flexcp.Planner(4, 2, 16, dtype="float32", cluster=flexcp.cluster("cpu", 1, 1), strategy="blocks")
     step = flexcp.bind(planner([9, 4], layout=[[*range(12, -1, -1)]]))
     assert step.tables() == []
     step.prepare("cpu")
