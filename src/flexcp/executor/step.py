@@ -478,10 +478,11 @@ class Step:
 
     def prepared(self, mask: int, backward: bool, kernel: str, types: Types) -> Prepared:
         """The program with its work lists and index maps on the device, made on first use."""
-        self._table_streams.use(types.device, self.tables)
         key = (mask, backward, kernel, types)
         if key not in self._prepared:
             self._check_backend(types.device)
+        self._table_streams.use(types.device, self.tables)
+        if key not in self._prepared:
             if not self._prepared:
                 recipe = self._recipe
                 self.arena.reserve(self.plan.memory(self.rank).arena if recipe is None else recipe.arena)
