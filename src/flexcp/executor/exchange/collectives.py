@@ -43,6 +43,11 @@ class Occasion:
         """Return the tag of this call's messages, which differs from the tags of all passes."""
         return packed_tag(((1, 1), (self.step, 5), (self.number, 10), (zlib.crc32(self.place.encode()), 15)))
 
+    @property
+    def stamp(self) -> int:
+        """A number of 63 bits that identifies this call and differs from the stamps of all passes."""
+        return packed_tag(((1, 1), (self.step, 14), (self.number, 16), (zlib.crc32(self.place.encode()), 32)))
+
     def where(self, stage: int) -> str:
         """Return a description of the call for error messages."""
         return str(self)

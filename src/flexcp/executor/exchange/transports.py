@@ -15,7 +15,10 @@ whole, and CPU ranks do the same.
 
 On a device (NCCL) the calls of a stage are queued one after the other, and the host never waits: a handle's ``wait()``
 only makes the current CUDA stream wait for the transfer. Memory is kept until then, so the allocator may reuse it in
-stream order. Late ranks are reported by NCCL's own watchdog.
+stream order. Late ranks are reported by NCCL's own watchdog. NCCL has no tags, so the first message of a pass to a peer
+is preceded by a *stamp*, 8 bytes that identify the pass. Before anything reads the messages of a stage, the device
+compares their stamps with its own pass, and stops at an assertion if they differ. So ranks that make different calls of
+the same sizes never compute with each other's bytes. The host learns of it at its next synchronisation.
 
 On the host (gloo) the transport's own thread moves the bytes of a call while this thread computes. If a stage has
 several calls, another thread, the *courier*, waits for each call before it posts the next. Every wait has a time limit;
@@ -55,6 +58,10 @@ class Subject(Protocol):
     def tag(self, stage: int, call: int) -> int:
         """Return the tag of the messages of a call."""
 
+    @property
+    def stamp(self) -> int:
+        """A number of 63 bits that identifies the pass, or the call outside attention."""
+
     def where(self, stage: int) -> str:
         """Return a description of a stage for error messages."""
 
@@ -82,6 +89,11 @@ class PassLabel:
         """Return a tag of 31 bits that tells apart neighbouring steps, passes, directions, masks, stages and calls."""
         widths = ((0, 1), (self.step, 5), (self.number, 10), (self.backward, 1), (self.mask, 3), (stage, 7), (call, 4))
         return packed_tag(widths)
+
+    @property
+    def stamp(self) -> int:
+        """A number of 63 bits made of step, pass, direction and mask."""
+        return packed_tag(((0, 1), (self.step, 24), (self.number, 28), (self.backward, 1), (self.mask, 9)))
 
     def where(self, stage: int) -> str:
         """Return a description of a stage of this pass for error messages."""
@@ -158,13 +170,17 @@ class DeviceExchange(Exchange):
         super().__init__(wire, this, calls)
         self._receiving: dict[int, list[dist.Work]] = {}
         self._sending: list[tuple[dist.Work, Tensor]] = []
+        self._stamps: dict[int, list[Tensor]] = {}
+        self._own_stamps: list[Tensor] = []
+        self._stamped: tuple[set[int], set[int]] = (set(), set())
 
     def post(self, stage: int, sends: Buffers, receives: Buffers) -> None:
         self._arriving[stage] = receives
         posted = self._receiving.setdefault(stage, [])
         out, into = dict(sends.messages), dict(receives.messages)
         for call in self.calls[stage]:
-            operations = [self._operation(dist.irecv, into, part) for part in call.receives]
+            operations = self._stamp(stage, call, next(iter((into or out).values())).device)
+            operations += [self._operation(dist.irecv, into, part) for part in call.receives]
             operations += [self._operation(dist.isend, out, part) for part in call.sends]
             for part in call.sends:
                 self.wire.sent[part.peer] += part.stop - part.start
@@ -178,20 +194,46 @@ class DeviceExchange(Exchange):
     def arrived(self, stage: int) -> Buffers | None:
         for work in self._receiving.pop(stage, []):
             work.wait()
+        for stamps in self._stamps.pop(stage, []):
+            torch._assert_async((stamps == self.this.stamp).all(), self._mixed_up(stage))
         return self._arriving.pop(stage, None)
 
     def finish(self) -> None:
         for work, _ in self._sending:
             work.wait()
-        self._sending = []
+        self._sending, self._own_stamps = [], []
+
+    def _stamp(self, stage: int, call: Call, device: torch.device) -> list[dist.P2POp]:
+        """Return the operations that exchange stamps with those peers of a call that had none in this pass yet."""
+        new: list[list[int]] = []
+        for side, done in zip((call.receives, call.sends), self._stamped, strict=True):
+            new.append([peer for peer in dict.fromkeys(part.peer for part in side) if peer not in done])
+            done.update(new[-1])
+        from_, to = new
+        operations = []
+        if from_:
+            arriving = torch.empty(len(from_), dtype=torch.int64, device=device)
+            self._stamps.setdefault(stage, []).append(arriving)
+            operations += [self._point(dist.irecv, arriving[i : i + 1], peer) for i, peer in enumerate(from_)]
+        if to:
+            mine = torch.full((1,), self.this.stamp, dtype=torch.int64, device=device)
+            self._own_stamps.append(mine)
+            operations += [self._point(dist.isend, mine, peer) for peer in to]
+        return operations
+
+    def _mixed_up(self, stage: int) -> str:
+        """Return the message of the device's assertion, which has at most 255 characters."""
+        return f"flexcp: ranks are out of step: messages of another call arrived in {self.this.where(stage)}"[:255]
+
+    def _point(self, kind: Callable[..., dist.Work | None], message: Tensor, peer: int) -> dist.P2POp:
+        """Return the operation that sends or receives a tensor."""
+        return dist.P2POp(kind, message, group=self.wire.group, group_peer=peer)
 
     def _operation(
         self, kind: Callable[..., dist.Work | None], messages: dict[int, Tensor], part: MessageRange
     ) -> dist.P2POp:
         """Return the operation that sends or receives one range of a message."""
-        return dist.P2POp(
-            kind, messages[part.peer][part.start : part.stop], group=self.wire.group, group_peer=part.peer
-        )
+        return self._point(kind, messages[part.peer][part.start : part.stop], part.peer)
 
 
 @dataclass(frozen=True)

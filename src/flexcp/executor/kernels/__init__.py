@@ -50,6 +50,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -130,6 +131,13 @@ def uploaded(array: NDArray[Any], device: torch.device) -> Tensor:
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which ``device`` is the current one: Triton launches on the current device and its stream,
+    wherever its arguments are.
+    """
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @cache
