@@ -105,10 +105,10 @@ class Planner:
         self.place, self.argument = find_strategy(strategy)
         self.compute_tolerance = _checked_tolerance("compute_tolerance", compute_tolerance)
         self.token_tolerance = _checked_tolerance("token_tolerance", token_tolerance)
-        self.max_tokens_per_rank = _checked_count("max_tokens_per_rank", max_tokens_per_rank, 1, "the tokens of a rank")
+        self.max_tokens_per_rank = _checked_count("max_tokens_per_rank", max_tokens_per_rank, 1, "a rank's most tokens")
         self.keep_kv = _checked_count("keep_kv", keep_kv, 0, "bytes a rank may keep received keys in") or 0
         self.max_memory_per_rank = _checked_count("max_memory_per_rank", max_memory_per_rank, 1, "bytes of attention")
-        self.max_peers = _checked_count("max_peers", max_peers, 0, "the other ranks that a rank exchanges with")
+        self.max_peers = _checked_count("max_peers", max_peers, 0, "the most ranks that a rank exchanges with")
 
     def __call__(
         self,
@@ -256,7 +256,9 @@ def _checked_tokens(tokens: str, pad_to: int | None, fixed: bool) -> bool:
     if tokens not in ("balanced", "priced", "equal"):
         raise ValueError(f"tokens must be 'balanced', 'priced' or 'equal'; got {tokens!r}")
     if pad_to is not None and (tokens != "equal" or not isinstance(pad_to, int) or pad_to < 1):
-        raise ValueError(f"pad_to={pad_to} needs tokens='equal' and a multiple of at least 1")
+        raise ValueError(
+            f"pad_to is a whole number of at least 1 and needs tokens='equal'; got pad_to={pad_to!r}, tokens={tokens!r}"
+        )
     if tokens == "equal" and fixed:
         raise ValueError("a fixed layout decides token counts itself; drop tokens='equal' or the layout")
     return tokens == "equal"

@@ -95,7 +95,7 @@ class Shape:
         if self.latent is not None:
             if not isinstance(self.latent, int) or self.latent < 1:
                 raise ValueError(
-                    f"latent is the numbers of a token that travel, at least 1, or None; got {self.latent!r}"
+                    f"latent is how many numbers per token travel, at least 1, or None; got {self.latent!r}"
                 )
             if self.kv_heads != 1:
                 raise ValueError(
@@ -130,6 +130,7 @@ class Shape:
 
 @cache
 def _bytes_per_token_head(shape: Shape) -> Ints:
+    """Compute the table of :meth:`Shape.bytes_per_token_head`."""
     e, acc = shape.element_bytes, shape.accumulator_bytes
     d, dv = shape.head_dim, shape.v_head_dim
     kv = shape.latent or d + dv

@@ -158,6 +158,7 @@ class Kept:
         """Do nothing: Numba calls this before it recompiles everything, and files are then replaced."""
 
     def _file(self, key: str) -> str:
+        """Return the name of the file for a key."""
         return f"{self.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.nbc"
 
 

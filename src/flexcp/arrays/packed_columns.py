@@ -81,7 +81,7 @@ class Reader:
         elif width in _UNSIGNED:
             column = np.frombuffer(self._bytes(rows * width), _UNSIGNED[width]).astype(np.int64)
         else:
-            raise ValueError(f"a column of {width} bytes a value")
+            raise ValueError(f"a column has {width} bytes per value; it may have 0, 1, 2, 4 or 8")
         column += low
         return np.cumsum(column, dtype=np.int64) if how & DIFFERENCES else column
 

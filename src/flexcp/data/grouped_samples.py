@@ -48,14 +48,17 @@ def masks_of_trees(base: Masks) -> Masks:
         or base.spans_field
         or named is None
     ):
-        raise ValueError("tree_by makes the masks of documents: leave mask_fn, spans and masks for each document out")
+        raise ValueError("tree_by makes the mask of each document: leave out mask_fn, spans and lists of masks")
     choices = {"": (named, 1)} if isinstance(named, Mask) else dict(named)
     for name, (mask, _) in choices.items():
         if not isinstance(mask, Mask) or (mask != causal() and window_of(mask) is None):
             what = f"the mask {mask} of {name!r}" if name else f"mask={mask}"
-            raise ValueError(f"{what} is neither causal nor a window on what comes before; trees have no other masks")
+            raise ValueError(
+                f"{what} is neither causal nor a window that does not look ahead; trees take no other masks"
+            )
 
     def of_sample(sample: Any) -> MaskChoice:
+        """Return the masks of a grouped sample."""
         tree: Mask = sample[TREE_FIELD]
         found: dict[str, tuple[Mask, int]] = {}
         for name, (mask, layers) in choices.items():
@@ -145,9 +148,11 @@ class StatefulGroupedStream(GroupedStream):
     """A :class:`GroupedStream` of a stream with ``state_dict``: the state includes the samples that wait."""
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state of the stream and the samples that wait."""
         return {"stream": self.dataset.state_dict(), "waiting": list(self.waiting)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state of :meth:`state_dict`."""
         self.dataset.load_state_dict(state["stream"])
         self.restored = list(state["waiting"])
 

@@ -62,11 +62,12 @@ class ImageBatch:
             for span in spans:
                 if not end <= span.start < span.stop <= n:
                     raise ValueError(
-                        f"{span} does not lie in document {document} of {n} tokens after token {end}; spans ascend"
+                        f"{span} must lie in document {document} of {n} tokens and begin at token {end} or later; "
+                        "spans are in ascending order"
                     )
                 if span.frames < 1 or (span.stop - span.start) * self.merge % span.frames:
                     patches = (span.stop - span.start) * self.merge
-                    raise ValueError(f"{span} has {patches} patches, which are no {span.frames} frames of equal size")
+                    raise ValueError(f"{span} has {patches} patches, which {span.frames} equal frames cannot have")
                 if self.window:
                     self._check_width(span)
                 end = span.stop

@@ -233,7 +233,7 @@ class Loader:
                     yield batch
                     if iteration != self._iteration:
                         raise RuntimeError(
-                            "this loader is iterated anew or has another state; go on with the new iterator"
+                            "this loader was iterated again or loaded another state; continue with the new iterator"
                         )
                 self.speeds.after(self.epoch, spec.step, step)
         finally:

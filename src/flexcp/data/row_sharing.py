@@ -153,10 +153,12 @@ def _message(part: Segments, held: Mapping[int, Sample], schema: Schema) -> Tens
 
 
 def _bytes(rows: Tensor) -> Tensor:
+    """Return rows of a column as bytes."""
     return rows.contiguous().view(-1).view(torch.uint8)
 
 
 def _row_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    """Return the bytes of one row of a column."""
     return dtype.itemsize * int(np.prod(shape, dtype=np.int64))
 
 

@@ -123,7 +123,7 @@ def token_ids(sample: Any, fields: Fields, where: str) -> tuple[str, Tensor]:
             )
         name, value = names[0], sample[names[0]]
     if isinstance(value, str):
-        raise ValueError(f"{where}: token ids are wanted, and {value[:40]!r} is a text; tokenize the dataset first")
+        raise ValueError(f"{where}: expected token ids, but {value[:40]!r} is a text; tokenize the dataset first")
     if value is sample and isinstance(value, tuple | list) and len(value) and _holds_several(value[0]):
         kinds = ", ".join(type(x).__name__ for x in value[:4])
         raise ValueError(
@@ -227,6 +227,7 @@ def _span_numbers(spans: Any, rows: int, where: str) -> Tensor:
 
 
 def _spans(spans: Any) -> list[tuple[int, int]]:
+    """Return spans as a list of (start, end)."""
     return [(int(start), int(end)) for start, end in spans]
 
 

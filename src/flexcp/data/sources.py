@@ -147,7 +147,7 @@ class Read:
             return
         if epoch == self._epoch and self._restored is not None:
             raise ValueError(
-                f"the loaded state does not hold the stream's sample {place}, which is the next; it is damaged"
+                f"the loaded state is damaged: it does not hold sample {place} of the stream, which comes next"
             )
         self._documents.clear()
         self.held.clear()

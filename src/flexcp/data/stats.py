@@ -55,4 +55,5 @@ class Stats:
         self.planning_s += seconds
 
     def as_json(self) -> dict[str, Any]:
+        """Return the statistics as plain values."""
         return asdict(self)

@@ -35,7 +35,7 @@ def read_own(folder: Path, name: str) -> bytes:
             found = os.fstat(file)
             _check(f"{folder} holds a file that", found)
             if not stat.S_ISREG(found.st_mode):
-                raise NotOwnError(f"{folder} holds what is no plain file; remove it")
+                raise NotOwnError(f"{folder} holds something that is no plain file; remove the folder")
             return opened.read()
 
 

@@ -44,6 +44,7 @@ def full() -> Mask:
 
 
 def _full_columns(mask: Mask, n: Ints) -> list[Columns]:
+    """Return one slice without limits."""
     return [(0, n, 0, n, -UNBOUNDED, UNBOUNDED)]
 
 
@@ -53,6 +54,7 @@ def causal() -> Mask:
 
 
 def _causal_columns(mask: Mask, n: Ints) -> list[Columns]:
+    """Return one slice with the band k <= q."""
     return [(0, n, 0, n, -UNBOUNDED, 0)]
 
 
@@ -75,6 +77,7 @@ def _window_of_keys(keys: int) -> Mask:
 
 
 def _window_columns(mask: Mask, n: Ints) -> list[Columns]:
+    """Return one slice with the band of the window."""
     left, right = map(_bounded, mask.params)
     return [(0, n, 0, n, -left, right)]
 
@@ -88,6 +91,7 @@ def lambda_(sink: int = 64, window: int = 4096) -> Mask:
 
 
 def _lambda_columns(mask: Mask, n: Ints) -> list[Columns]:
+    """Return two slices: the window, and the sink's keys before the window."""
     sink, width = map(_bounded, mask.params)
     return [(0, n, 0, n, -(width - 1), 0), (0, n, 0, np.minimum(sink, n), -UNBOUNDED, -width)]
 
@@ -140,6 +144,7 @@ def question_and_answer(mask: Mask, n: Ints) -> tuple[Ints, Ints]:
 
 
 def _shared_question_columns(mask: Mask, n: Ints) -> list[Columns]:
+    """Return a slice for the keys of the question, and one for each answer."""
     answers, (q, each) = int(mask.params[0]), question_and_answer(mask, n)  # type: ignore[arg-type]
     columns: list[Columns] = [(0, n, 0, q, -UNBOUNDED, 0)]
     # If no document has a token for each answer, all answers but the last are empty.
@@ -162,6 +167,7 @@ def causal_blockwise(block: int = 256, local: int = 2) -> Mask:
 
 
 def _blockwise_columns(mask: Mask, n: Ints) -> list[Columns]:
+    """Return three slices: the keys of block 0, and the other keys for the middle blocks and for the last block."""
     block, local = map(_bounded, mask.params)
     last = (n - 1) // block * block
     return [
@@ -185,11 +191,12 @@ def _chunks(mask: Mask, longest: int) -> int:
 
 
 def _chunked_columns(mask: Mask, n: Ints) -> list[Columns]:
+    """Return a slice for each chunk of the longest document; shorter documents have empty ones at the end."""
     size, count = _bounded(mask.params[0]), _chunks(mask, int(n.max(initial=1)))
     if count > MAX_CHUNKS:
         raise ValueError(
-            f"chunks of {size} tokens cut a document of {int(n.max())} into {count}, and each is a slice; at most "
-            f"{MAX_CHUNKS} are made"
+            f"chunks of {size} tokens cut a document of {int(n.max())} tokens into {count} slices, more than "
+            f"{MAX_CHUNKS}; use larger chunks"
         )
     ends = [np.minimum(size * i, n) for i in range(count + 1)]
     return [(a, b, a, b, -UNBOUNDED, 0) for a, b in pairwise(ends)]
@@ -204,6 +211,7 @@ def prefix(tokens: int) -> Mask:
 
 
 def _prefix_columns(mask: Mask, n: Ints) -> list[Columns]:
+    """Return two slices: the keys of the prefix, and the causal rest."""
     p = np.minimum(_bounded(mask.params[0]), n)
     return [(0, n, 0, p, -UNBOUNDED, UNBOUNDED), (p, n, p, n, -UNBOUNDED, 0)]
 
@@ -227,6 +235,7 @@ def modality(spans: Iterable[tuple[int, int]], self_only: bool = False) -> Mask:
 
 
 def _modality_columns(mask: Mask, n: Ints) -> list[Columns]:
+    """Return a causal slice for each stretch of text, and a slice for each span."""
     flat, self_only = mask.params
     assert isinstance(flat, tuple)
     if flat and np.any(n < flat[-1]):

@@ -200,7 +200,7 @@ def tree(
             raise ValueError("ends is empty; name the segment in which each sequence ends, or leave ends out")
     back = UNBOUNDED if left is None else min(reach(left), UNBOUNDED)
     if back < 0:
-        raise ValueError(f"left is how many tokens before its own a token sees, 0 or more; got {left}")
+        raise ValueError(f"left is how many tokens before it a token sees, 0 or more; got {left}")
     return Mask(NAME, (tuple(above), tuple(tokens), tuple(last), back), total)
 
 
@@ -323,8 +323,8 @@ def _check_depth_first(parents: list[int]) -> None:
                 else f"whose subtree ended before segment {segment - 1} began"
             )
             raise ValueError(
-                f"segment {segment} has the parent {parent}, {why}: segments stand in depth-first order, each subtree "
-                "in one piece; flexcp.tree_order(parents) gives that order"
+                f"segment {segment} has the parent {parent}, {why}: segments must be in depth-first order, each "
+                "subtree in one piece; flexcp.tree_order(parents) gives that order"
             )
         path.append(segment)
 

@@ -63,8 +63,8 @@ def _check_kinds(fields: Fields, kinds: object, layers: int) -> None:
     unknown = sorted({str(kind)[:40] for kind in kinds if kind not in KINDS})
     if unknown:
         raise NotImplementedError(
-            f"{fields.file} has layers of kind {', '.join(unknown)[:200]}; attention is known of {' and '.join(KINDS)} "
-            "only"
+            f"{fields.file} has layers of kind {', '.join(unknown)[:200]}; only {' and '.join(KINDS)} are read from a "
+            "file"
         )
 
 

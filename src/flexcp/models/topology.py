@@ -174,6 +174,7 @@ def _divided_model(model: Model, tp: int, pp: int, fits: list[int] | None = None
 
 
 def _divisors(number: int) -> list[int]:
+    """Return all divisors of a number, ascending."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 

@@ -41,7 +41,7 @@ def check_plan(plan: Plan) -> None:
     _check_runs(placement)
     _require(
         len(placement.batch.masks) == len(placement.regions) == len(plan.programs),
-        "not one program and set of regions per mask",
+        "there must be one program and one set of regions per mask",
     )
     for number, programs in enumerate(plan.programs):
         _check_work(plan, number)
@@ -266,12 +266,12 @@ class _SymbolicPass:
         Only work of a rank on its own rows and own keys may be held, and only if these results do not travel.
         """
         held = self.program.held
-        self._require(len(held) in (0, self.plan.ranks), "not one share of held work per rank")
+        self._require(len(held) in (0, self.plan.ranks), "there must be one share of held work per rank, or none")
         self._require(
             all(0 <= share <= 1000 for share in held), "a share of held work is not between 0 and 1000 per mille"
         )
         stay = self.placement.traffic.kind == "needed" and not self.placement.assemble_own
-        self._require(stay or not any(held), "work is held whose results others wait for")
+        self._require(stay or not any(held), "held work has results that other ranks wait for")
 
     def _require_cells(self) -> None:
         """Raise if a transfer names a rank, token or head that does not exist."""
@@ -279,8 +279,10 @@ class _SymbolicPass:
         for name in ("source", "target", "owner"):
             column = getattr(t, name)
             self._require(((column >= 0) & (column < ranks)).all(), f"a transfer's {name} does not exist")
-        self._require((t.start >= 0).all() and (t.start < t.stop).all(), "an impossible piece")
-        self._require((t.stop <= self.placement.tokens[t.owner]).all(), "an impossible piece")
+        self._require((t.start >= 0).all() and (t.start < t.stop).all(), "a piece has no tokens")
+        self._require(
+            (t.stop <= self.placement.tokens[t.owner]).all(), "a piece has tokens that its owner does not keep"
+        )
         heads = np.where(np.isin(t.kind, QUERY_SIDED), self.plan.shape.heads, self.plan.shape.kv_heads)
         self._require(((t.h0 >= 0) & (t.h0 < t.h1) & (t.h1 <= heads)).all(), "a transfer's heads do not exist")
         self._require(np.isin(t.partial, (0, 1)).all(), "a transfer is neither partial nor final")
@@ -308,7 +310,7 @@ class _SymbolicPass:
         if self.program.keys_kept:
             self._require(backward, "a forward has no keys that were kept")
             self._require(not (self.program.transfers.kind == Kind.KV).any(), "keys travel that every rank has kept")
-            self._require(not self.placement.assemble_own, "keys are kept that have to be assembled")
+            self._require(not self.placement.assemble_own, "keys that have to be assembled cannot be kept")
 
     def _rows(self, kind: Kind) -> list[tuple[int, ...]]:
         """Return (stage, source, target, owner, start, stop, h0, h1) of the pieces of one kind."""

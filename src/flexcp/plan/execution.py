@@ -62,7 +62,7 @@ class Execution(Table):
         if np.any(self.ahead[1:] > number):
             return "a stage is posted before the first slot"
         if np.any(np.diff(self.posted[1:]) < 0):
-            return "a stage is posted before the one in front of it"
+            return "a stage is posted before an earlier stage"
         return None
 
 

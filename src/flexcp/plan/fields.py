@@ -114,7 +114,7 @@ def _read_program(entry: Any) -> tuple[int, int, tuple[int, ...], bool]:
     own_stage, stages, held, kept = items(entry, "a program")
     shares = tuple(integer(share, "a share of held work") for share in items(held, "held work"))
     if not isinstance(kept, bool):
-        raise ValueError(f"whether keys are kept is true or false; got {kept!r}")
+        raise ValueError(f"keys_kept of a program must be true or false; got {kept!r}")
     return integer(own_stage, "own stage"), integer(stages, "stages"), shares, kept
 
 
@@ -144,7 +144,7 @@ def _read_masks(given: Any) -> list[tuple[str, int]]:
     """Check and read (name, layers) of each mask of a plan file."""
     named = [(text(name, "a mask's name"), integer(layers, "layers")) for name, layers in items(given, "masks")]
     if len({name for name, _ in named}) != len(named):
-        raise ValueError("two masks of one name")
+        raise ValueError("two masks have the same name")
     return named
 
 

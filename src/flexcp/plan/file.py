@@ -94,7 +94,7 @@ def save_plan(plan: Plan) -> bytes:
     if plan.ranks != plan.cluster.ranks or plan.ranks > MAX_RANKS:
         raise ValueError(
             f"a plan of {plan.ranks} ranks on a cluster of {plan.cluster.ranks} cannot be saved; "
-            f"they must be as many, and at most {MAX_RANKS}"
+            f"the two numbers must be equal, and at most {MAX_RANKS}"
         )
     rules = different_rules(plan)
     number = {rule: i for i, rule in enumerate(rules)}
@@ -126,6 +126,7 @@ def _sealed(prefix: bytes, deflated: bytes) -> bytes:
 
 
 def _checksum(head: bytes, deflated: bytes) -> bytes:
+    """Return the checksum of the file, 16 bytes."""
     return hashlib.blake2b(head + deflated, digest_size=16).digest()
 
 
@@ -170,7 +171,7 @@ def _check_comparisons(table: Sequence[Sequence[int]]) -> None:
     ends = np.searchsorted(first, np.sort(rows[:, m.Q1]), side="left")
     if int(np.maximum(ends - np.arange(len(rows)), 0).sum()) > MAX_COMPARISONS:
         raise ValueError(
-            f"a mask of {len(rows)} slices that share rows is too fine for a file; use a block-sparse kernel for it"
+            f"a mask of {len(rows)} slices that share rows is too large for a file; use a block-sparse kernel for it"
         )
 
 
@@ -241,7 +242,7 @@ def _inflated(deflated: bytes, size: int, room: int) -> bytes:
     except zlib.error as error:
         raise ValueError(f"its body cannot be inflated ({error})") from None
     if len(body) != size or not machine.eof or machine.unused_data.strip(b"\0"):
-        raise ValueError("its body is not as long as it says")
+        raise ValueError(f"its body does not have the {size} bytes that its header says")
     return body
 
 
@@ -256,7 +257,7 @@ def _plan(facts: Mapping[str, Any], reader: Reader, version: int) -> Plan:
         raise ValueError(f"{len(facts['programs'])} pairs of programs for {len(batch.masks)} masks")
     for pair in facts["programs"]:
         if len(pair) != 2:
-            raise ValueError(f"{len(pair)} programs of a mask, not a forward and a backward")
+            raise ValueError(f"a mask has {len(pair)} programs; it must have two, a forward and a backward")
         regions.append(_table(reader, Regions))
         transfers += [_table(reader, Transfers) for _ in pair]
     entries = [entry for pair in facts["programs"] for entry in pair]
@@ -296,8 +297,8 @@ def _batch(facts: Mapping[str, Any], reader: Reader, version: int) -> Batch:
     rules = [_rule(entry, reader, version) for entry in facts["rules"]]
     for (name, _), column in zip(named, numbers, strict=True):
         if len(column) == 0 or column.min() < 0 or column.max() >= len(rules):
-            raise ValueError(f"mask {name[:40]!r} names a rule that is not there")
-    reader.spend(_slices_memory(rules, numbers, lengths), "so many slices")  # type: ignore[arg-type]
+            raise ValueError(f"mask {name[:40]!r} names a rule that the file does not have")
+    reader.spend(_slices_memory(rules, numbers, lengths), "the memory of its slices")  # type: ignore[arg-type]
     chosen: dict[str, tuple[Mask | list[Mask], int]] = {}
     for (name, layers), column in zip(named, numbers, strict=True):
         chosen[name] = (rules[column[0]] if len(column) == 1 else [rules[i] for i in column], layers)
@@ -343,7 +344,7 @@ def _check_placement(placement: Placement, shape: Shape) -> None:
     """Raise unless all ranks, documents, rows, keys and heads exist and the runs cover the stream once."""
     runs, batch = placement.runs, placement.batch
     if placement.pads < 0 or placement.stream >= MAX_NUMBER >> 8:
-        raise ValueError(f"{placement.pads} pads")
+        raise ValueError(f"{placement.pads} pads are not possible")
     if any(not 0 <= rank < placement.ranks for grid in placement.traffic.groups for row in grid for rank in row):
         raise ValueError("a group's rank does not exist")
     _inside("a run's rank", runs.rank, 0, placement.ranks)
@@ -366,11 +367,11 @@ def _check_program(program: Program, placement: Placement, shape: Shape) -> None
     if not 0 <= program.own_stage < program.stages <= MAX_STAGES:
         raise ValueError(f"own tokens enter in stage {program.own_stage} of {program.stages}")
     if len(program.held) not in (0, ranks) or any(not 0 <= share <= 1000 for share in program.held):
-        raise ValueError("held work is not a share of 0 to 1000 for each rank")
+        raise ValueError("held work must be a share of 0 to 1000 per mille for each rank, or empty")
     if (problem := program.execution.problem(program.stages)) is not None:
         raise ValueError(problem)
     if max(int(program.execution.margin.max()), int(program.execution.rounds_per_call.max())) > MAX_STAGES:
-        raise ValueError("a margin or a number of rounds that cannot be")
+        raise ValueError(f"a margin or a number of rounds per call is above {MAX_STAGES}")
     _inside("a transfer's stage", t.stage, 1, program.stages)
     for name in ("source", "target", "owner"):
         _inside(f"a transfer's {name}", getattr(t, name), 0, ranks)

@@ -23,9 +23,7 @@ def token_positions(batch: Batch, tokens: Ints) -> Ints:
         inside = slice(batch.starts[document], batch.starts[document + 1])
         first, *others = (places[inside] if tree is None else tree.depths() for tree in dict.fromkeys(by_mask))
         if any(not np.array_equal(first, other) for other in others):
-            raise _disagreeing(
-                batch, document, "the positions of its tokens: some branch and some do not, or elsewhere"
-            )
+            raise _disagreeing(batch, document, "the positions of its tokens, because they branch at different places")
         places[inside] = first
     return places[tokens]
 

@@ -187,7 +187,7 @@ class Telemetry:
     def dump(self, reason: str = "asked", message: str = "") -> Path:
         """Write a dump of the last steps to ``dump_dir`` now, and return its path."""
         if self.dump_dir is None:
-            raise ValueError("there is no folder to dump to; make it Telemetry('folder')")
+            raise ValueError("there is no folder for dumps; make the telemetry with flexcp.Telemetry('folder')")
         threads = thread_stacks() if reason == "stall" else None
         path = write_dump(self.dump_dir, reason, message, self.steps, _global_rank(), threads)
         self.dumps.append(path)
@@ -263,4 +263,5 @@ class Telemetry:
 
 
 def _global_rank() -> int:
+    """Return this process's rank in the whole run, 0 without torch.distributed."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

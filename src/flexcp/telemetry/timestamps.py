@@ -36,6 +36,7 @@ def passed(stamps: list[Stamp]) -> int:
 
 
 def _reached(stamp: Stamp) -> bool:
+    """Return whether the device has reached a stamp."""
     return isinstance(stamp, int) or stamp.query()
 
 
@@ -45,6 +46,7 @@ def gaps(stamps: list[Stamp]) -> list[int]:
 
 
 def _gap(a: Stamp, b: Stamp) -> int:
+    """Return the nanoseconds from one stamp to another."""
     if isinstance(a, int) and isinstance(b, int):
         return b - a
     return int(a.elapsed_time(b) * 1e6)  # type: ignore[union-attr, arg-type]

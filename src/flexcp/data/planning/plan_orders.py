@@ -80,6 +80,7 @@ def with_recipes(parts: list[PlannedPart], wish: RecipeWish | None) -> list[Plan
 
 
 def _recipe(plan: Plan, wish: RecipeWish | None) -> RankRecipe | None:
+    """Derive the recipe of a plan, if there is a wish for one."""
     return None if wish is None else rank_recipe(plan, wish.rank, wish.packing)
 
 

@@ -201,8 +201,8 @@ class Pool:
             warnings.warn(note, RuntimeWarning, stacklevel=4)
         if stuck:
             warnings.warn(
-                f"step {job.key} was not planned within {self.patience:g} s of waiting; its planner process was ended, "
-                "and the step is planned in the training process",
+                f"step {job.key} was not planned within {self.patience:g} s of waiting; its planner process was "
+                "killed, and the step is planned in the training process",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -303,7 +303,7 @@ def _done(shared: _Shared, number: int, worker: _Worker | None, job: Job) -> _Wo
                 job.deaths += ready
                 job.false_starts += not ready
                 shared.stats.deaths += 1
-                shared.notes.append(f"a planner process {how} over step {job.key}; another does it again")
+                shared.notes.append(f"a planner process {how} over step {job.key}; another process repeats the step")
             if job.deaths < TRIES and job.false_starts < STARTS:
                 continue
             error = f"{job.deaths + job.false_starts} planner processes ended over it, the last one {how}"
