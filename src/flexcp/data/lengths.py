@@ -34,7 +34,10 @@ Rng = np.random.Generator
 FORMS = "4096,4k,1 or 64x2048 or @file (one a line, or .jsonl) or NAME:TOKENS:SEED, as in web:131072:0"
 LETTERS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 """The factor for which the letter after a count of tokens stands: 4k is 4,096 tokens."""
-JSONL_FIELDS = ("length", "tokens", "input_ids")
+JSONL = (".jsonl", ".ndjson")
+JSONL_FIELDS = ("input_ids", "tokens", "length")
+"""The fields in which a document is searched, in this order: token ids first, as a number may count characters."""
+ADVISE_ALONE = "texts (--tokenizer), other fields (--field), trees and hf: data sets are read by flexcp advise alone"
 SLACK = 8
 """A batch leaves one in this many of the ranks' tokens free (see :func:`batch_tokens`)."""
 MOST_DOCUMENTS = 100_000_000
@@ -179,6 +182,8 @@ def parse_lengths(text: str) -> list[int]:
     """Return document lengths from a text form (see ``FORMS``)."""
     if is_lengths_file(text):
         return _read(Path(text.removeprefix("@")))
+    if text.startswith("hf:"):
+        raise ValueError(f"lengths {text!r}: {ADVISE_ALONE}; write {FORMS}")
     name, _, tail = text.partition(":")
     if tail:
         parts = tail.split(":")
@@ -274,7 +279,7 @@ def jsonl_lengths(path: Path | str, field: str | None = None) -> list[int]:
     """
     found = []
     try:
-        with Path(path).open() as lines:
+        with Path(path).open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     found.append(_json_length(line, field, f"{path}, line {number}"))
@@ -297,19 +302,20 @@ def _json_length(line: str, field: str | None, where: str) -> int:
         name = field or next((n for n in JSONL_FIELDS if n in value), "")
         if name not in value:
             raise ValueError(
-                f"{where} has no {field or ' or '.join(JSONL_FIELDS)}; it has {', '.join(list(value)[:8])}"
+                f"{where} has no {field or ' or '.join(JSONL_FIELDS)}; it has {', '.join(list(value)[:8])}: "
+                f"give lengths or lists of token ids; {ADVISE_ALONE}"
             )
         value = value[name]
     if isinstance(value, list):
         return len(value)
     if type(value) is not int:
-        raise ValueError(f"{where}: {str(value)[:60]!r} is neither a length nor a list of tokens")
+        raise ValueError(f"{where}: {str(value)[:60]!r} is neither a length nor a list of tokens; {ADVISE_ALONE}")
     return value
 
 
 def _read(path: Path) -> list[int]:
     """Read document lengths from a file: JSON lines, or one number a line."""
-    if path.suffix == ".jsonl":
+    if path.suffix in JSONL:
         return jsonl_lengths(path)
     try:
         lines = path.read_text("utf-8-sig").splitlines()  # files from spreadsheets begin with a byte order mark

@@ -93,6 +93,7 @@ def local_batch(
 
     tokens, labels = there(columns[TOKENS]), there(columns[LABELS])
     step.seen.given(tokens)
+    step.asked_for_rows = True  # the loader brings the rows, so the step need not warn that nothing asked for them
     return LocalBatch(
         step,
         tokens,

@@ -1,7 +1,8 @@
-"""Config fields: read numbers and switches of a ``config.json``, with errors that name the file, the field and a fix.
+"""Config fields: read numbers and switches of a ``config.json`` or of a configuration in memory.
 
 A quantity has several names in Transformers, and each family of models reads only some of them. :meth:`Fields.read`
-takes these names, and refuses a file that gives another value under a name that the family ignores.
+takes these names, and refuses a file that gives another value under a name that the family ignores. Errors name the
+file, the field and what to do.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ NUMBERS = "describe the model with --heads, --kv-heads, --head-dim, --hidden and
 
 
 class Fields:
-    """The fields of a file, for models of one family; ``family`` is the ``model_type``."""
+    """The fields of a configuration for models of one family; ``file`` names it in errors, ``family`` is its type."""
 
-    def __init__(self, file: Path, config: Mapping[str, Any], family: str) -> None:
+    def __init__(self, file: Path | str, config: Mapping[str, Any], family: str) -> None:
         self.file, self.config, self.family = file, config, family
 
     def count(self, name: str) -> int | None:

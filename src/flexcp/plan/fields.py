@@ -6,9 +6,9 @@ valid, and where the file stores the value elsewhere: document lengths and the r
 
 To add a field, add a row here and a field of ``Plan`` or ``Placement``, and use it in ``_plan`` of
 :mod:`flexcp.plan.file`. The content of a file version never changes, and a file that lacks a field of its version is
-refused, so a new field needs a higher ``VERSION`` there. Files of earlier versions are read with the value that means
-"as before", and the hash leaves the field out when it has that value (as for ``keys_kept``), so that the hashes of old
-plans do not change. A test reads a stored file of each earlier version.
+refused, so a new field needs a higher ``VERSION`` there, which its row names as ``since``. Files of earlier versions
+are read with the value that means "as before", and the hash leaves the field out when it has that value (as for
+``keys_kept``), so that the hashes of old plans do not change. A test reads a stored file of each earlier version.
 """
 
 from __future__ import annotations
@@ -34,12 +34,15 @@ class Fact(NamedTuple):
     """A field of a plan.
 
     ``hashed`` and ``saved`` give its JSON value in the header and in the file, ``read`` turns the value from a file
-    into the field's value; None means that the field is not there.
+    into the field's value; None means that the field is not there. Files have the field since version ``since``; files
+    of earlier versions are read with the value ``before``.
     """
 
     hashed: Callable[[Plan], Any] | None
     saved: Callable[[Plan], Any] | None
     read: Callable[[Any], Any] | None
+    since: int = 1
+    before: Any = None
 
 
 def header(plan: Plan) -> dict[str, Any]:
@@ -57,10 +60,14 @@ def saved_facts(plan: Plan) -> dict[str, Any]:
     return {name: fact.saved(plan) for name, fact in FACTS.items() if fact.saved}
 
 
-def read_facts(given: Any) -> dict[str, Any]:
-    """Check and read the fields of a plan file; raise KeyError with the name of a field that is missing."""
+def read_facts(given: Any, version: int) -> dict[str, Any]:
+    """Check and read the fields of a plan file of this version; raise KeyError with the name of a missing field."""
     given = mapping(given, "the facts")
-    return {name: fact.read(given[name]) for name, fact in FACTS.items() if fact.read}
+    return {
+        name: fact.read(given[name]) if version >= fact.since else fact.before
+        for name, fact in FACTS.items()
+        if fact.read
+    }
 
 
 def different_rules(plan: Plan) -> list[Mask]:
@@ -170,6 +177,10 @@ FACTS: dict[str, Fact] = {
     ),
     "lengths": Fact(lambda plan: plan.batch.lengths.tolist(), None, None),
     "note": Fact(None, lambda plan: plan.placement.note, lambda given: text(given, "the note")),
+    # Plans of old files count as plans with a given layout, so that users who cut rows themselves are not warned.
+    "layout_given": Fact(
+        None, lambda plan: plan.layout_given, lambda given: flag(given, "layout_given"), since=4, before=True
+    ),
     "pads": Fact(
         lambda plan: plan.placement.pads, lambda plan: plan.placement.pads, lambda given: integer(given, "pads")
     ),

@@ -49,8 +49,10 @@ class Plan:
     """The plan of one batch: immutable, hashable, printable, the same on every rank.
 
     ``programs[m]`` is (forward, backward) of the batch's m-th mask. ``requested`` is the strategy given to the planner
-    and ``strategy`` the one that placed the batch; they differ if ``requested`` is ``auto``. ``print(plan)`` shows a
-    picture of which rank computes what; ``repr(plan)`` and f-strings give one line, for logs.
+    and ``strategy`` the one that placed the batch; they differ if ``requested`` is ``auto``. ``layout_given`` says that
+    the user fixed which rank keeps which tokens; like notes it is no part of the hash, because it does not change what
+    runs. ``print(plan)`` shows a picture of which rank computes what; ``repr(plan)`` and f-strings give one line, for
+    logs.
     """
 
     shape: Shape
@@ -59,6 +61,7 @@ class Plan:
     requested: str
     placement: Placement
     programs: tuple[tuple[Program, Program], ...]
+    layout_given: bool = False
 
     @property
     def batch(self) -> Batch:
@@ -70,7 +73,14 @@ class Plan:
 
     @property
     def strategy(self) -> str:
-        """The strategy that placed the batch (the requested one, or the choice of ``auto``), with its degree."""
+        """The strategy that placed the batch (the requested one, or the choice of ``auto``), with its degree.
+
+        For ``usp`` without degrees the chosen degrees are named, because they depend on heads and nodes, which tensor
+        parallelism changes.
+        """
+        if self.requested == "usp" and self.placement.traffic.groups:
+            grid = self.placement.traffic.groups[0]
+            return f"usp:{len(grid[0])},{len(grid)}"
         if self.requested != "auto":
             return self.requested
         return self.placement.note.split(": ")[0].split(" (")[0] or self.requested

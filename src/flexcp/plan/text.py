@@ -24,7 +24,7 @@ MANY = "*"
 
 def label(plan: Plan) -> str:
     """Return the strategy for headings: ``blocks``, or ``auto: blocks`` if ``auto`` chose it."""
-    return plan.strategy if plan.strategy == plan.requested else f"{plan.requested}: {plan.strategy}"
+    return f"auto: {plan.strategy}" if plan.requested == "auto" else plan.strategy
 
 
 def one_line(plan: Plan) -> str:
