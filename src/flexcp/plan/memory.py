@@ -19,9 +19,13 @@ every tensor is aligned for kernels and copies.
 
 The executor lays out its buffer with :func:`arena_layout`, so the arena is exactly as large as :func:`plan_memory`
 says. Outside the arena are the rank's own tensors: those that autograd keeps for the backward (including received keys,
-if the plan keeps them), and the results of a pass before they are returned. LSE and delta of own rows count 8 bytes per
-number, as on a CPU; a GPU uses 4. Not counted are index maps and work lists (about 8 bytes per token and direction) and
-the tiles of CPU kernels.
+if the plan keeps them), the results of a pass before they are returned, and the gradients that exist during a backward:
+that of the output, and the first one that is rounded while the sums still exist. LSE and delta of own rows count 8
+bytes per number, as on a CPU; a GPU uses 4. Index maps and work lists are estimated as :data:`TABLE_BYTES` per row.
+
+On a rank without transfers kernels differ: some write dq once, in the model's dtype, others add it up in float32.
+Without the name of a kernel, the larger of the two is counted. Not counted are the tiles of CPU kernels and the memory
+of the communication library.
 """
 
 from __future__ import annotations
@@ -33,6 +37,8 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
+from flexcp.arrays.intervals import united
+from flexcp.masks import Q0, Q1, trim
 from flexcp.plan.placement import Placement
 from flexcp.plan.plan import Plan
 from flexcp.plan.program import Transfers
@@ -47,6 +53,12 @@ STATISTICS_BYTES = 8
 """Bytes of an LSE or a delta of own rows, and of an LSE while it accumulates."""
 SCRATCH_BYTES = 4096
 """Bytes of a kernel's scratch memory, besides two numbers per row and head."""
+TABLE_BYTES = 16
+"""Estimated bytes of index maps and work lists per row of a shelf and per mask: tiles of both directions, and the place
+of a row that moves.
+"""
+WRITES_DQ_ONCE = ("triton", "hopper")
+"""Kernels that write dq of a rank without transfers directly in the model's dtype, without a sum in float32."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +69,9 @@ class Memory:
     serves all layers. ``saved`` is what autograd keeps of one layer for its backward: q, k, v, output and LSE.
     ``kept_keys`` are the received keys that the plan keeps for the backward, of all layers together. ``results`` is the
     most that a pass holds of the rank's own results before it returns them; if the rank's tokens are not in stream
-    order, this includes reordered copies. ``scratch`` is the scratch memory of a GPU kernel.
+    order, this includes reordered copies. ``gradients`` are the gradient of the output and the gradient that is being
+    rounded, during a backward. ``scratch`` is the scratch memory of a GPU kernel, and ``tables`` an estimate of index
+    maps and work lists.
     """
 
     rank: int
@@ -67,7 +81,9 @@ class Memory:
     saved: int
     kept_keys: int
     results: int
+    gradients: int
     scratch: int
+    tables: int
 
     @property
     def arena(self) -> int:
@@ -77,7 +93,12 @@ class Memory:
     @property
     def total(self) -> int:
         """The bytes of all layers together, in a model without activation recomputation."""
-        return self.arena + self.layers * self.saved + self.kept_keys + self.results + self.scratch
+        return self.arena + self.layers * self.saved + self.kept_keys + self.in_a_pass
+
+    @property
+    def in_a_pass(self) -> int:
+        """The bytes outside the arena that exist only during a pass, and the index maps and work lists."""
+        return self.results + self.gradients + self.scratch + self.tables
 
 
 @dataclass(frozen=True)
@@ -93,8 +114,8 @@ class Layout:
     offsets: dict[tuple[str | int, ...], int]
 
 
-def plan_memory(plan: Plan, rank: int) -> Memory:
-    """Return the memory that attention needs on ``rank``."""
+def plan_memory(plan: Plan, rank: int, kernel: str | None = None) -> Memory:
+    """Return the memory that attention needs on ``rank`` with a kernel; by default with the one that needs most."""
     if not 0 <= rank < plan.ranks:
         raise ValueError(f"rank {rank} does not exist: the plan has ranks 0..{plan.ranks - 1}")
     numbers = range(len(plan.programs))
@@ -104,8 +125,13 @@ def plan_memory(plan: Plan, rank: int) -> Memory:
     tokens, shape = int(plan.placement.tokens[rank]), plan.shape
     rows = max(_most_rows(plan, rank, mask) for mask in numbers)
     scratch = 8 * rows + SCRATCH_BYTES if rows else 0
-    saved, results = tokens * _saved(shape), tokens * _results(shape, _in_stream_order(plan.placement, rank))
-    return Memory(rank, layers, forward, backward, saved, kept, results, scratch)
+    once = kernel in WRITES_DQ_ONCE and all(_needs_nobody(plan, rank, mask) for mask in numbers)
+    in_order = _in_stream_order(plan.placement, rank)
+    results = tokens * _results(shape, in_order, once)
+    gradients = tokens * _passing_gradients(shape, in_order, once)
+    tables = TABLE_BYTES * sum(tokens + _arriving_rows(plan, rank, mask) for mask in numbers)
+    saved = tokens * _saved(shape)
+    return Memory(rank, layers, forward, backward, saved, kept, results, gradients, scratch, tables)
 
 
 def arena_layout(plan: Plan, rank: int, mask: int, backward: bool) -> Layout:
@@ -295,18 +321,53 @@ def _saved(shape: Shape) -> int:
     return wide * shape.element_bytes + shape.heads * STATISTICS_BYTES
 
 
-def _results(shape: Shape, in_order: bool) -> int:
+def _results(shape: Shape, in_order: bool, once: bool) -> int:
     """Return the bytes of one token's results before they are returned, in the direction that needs more.
 
-    ``in_order`` says that the rank's tokens are in stream order, so that no reordered copies are needed.
+    ``in_order`` says that the rank's tokens are in stream order, so that no reordered copies are needed; ``once`` says
+    that dq is written once and never summed up.
     """
     e, acc, h, d, dv = shape.element_bytes, shape.accumulator_bytes, shape.heads, shape.head_dim, shape.v_head_dim
-    out = h * dv * acc if e != acc else 0  # without a change of dtype, the accumulated output itself is returned
-    grads = (h * d + shape.kv_heads * (d + dv)) * acc + h * STATISTICS_BYTES
+    out = h * dv * acc if e != acc and not once else 0  # else the output is returned from where it accumulated
+    grads = (h * d * (not once) + shape.kv_heads * (d + dv)) * acc + h * STATISTICS_BYTES
     if not in_order:
         inputs = (h * d + shape.kv_heads * (d + dv)) * e
         out, grads = out + inputs, grads + inputs + h * dv * e + 2 * h * STATISTICS_BYTES
     return max(out, grads)
+
+
+def _passing_gradients(shape: Shape, in_order: bool, once: bool) -> int:
+    """Return the bytes of one token's gradient of the output, and of the gradients rounded while sums still exist.
+
+    Reordered copies do not exist any more at that time, and they were larger.
+    """
+    e, h, d, dv = shape.element_bytes, shape.heads, shape.head_dim, shape.v_head_dim
+    rounds = e != shape.accumulator_bytes
+    dq = h * d * e if once or (rounds and in_order) else 0
+    return h * dv * e + dq + (shape.kv_heads * max(d, dv) * e if once and rounds else 0)
+
+
+def _needs_nobody(plan: Plan, rank: int, mask: int) -> bool:
+    """Return whether a rank neither sends nor receives anything, and every row of the batch sees a key."""
+    if any(((p.transfers.source == rank) | (p.transfers.target == rank)).any() for p in plan.programs[mask]):
+        return False
+    return _all_rows_see(plan, mask)
+
+
+def _all_rows_see(plan: Plan, mask: int) -> bool:
+    """Return whether every row of the batch sees a key; a pad sees none."""
+    batch, layer = plan.batch, plan.batch.masks[mask]
+    slices = trim(layer.slices)
+    document = np.repeat(np.arange(batch.documents), np.diff(layer.first))
+    some = slices[:, Q0] < slices[:, Q1]
+    _, start, stop = united(document[some], slices[some, Q0], slices[some, Q1])
+    return plan.placement.pads == 0 and int((stop - start).sum()) == batch.tokens
+
+
+def _arriving_rows(plan: Plan, rank: int, mask: int) -> int:
+    """Return the number of rows that a rank receives as inputs, over both directions."""
+    inputs = [pass_inputs(plan, mask, backward) for backward in (False, True)]
+    return int(sum((t.stop - t.start)[t.target == rank].sum() for t in inputs))
 
 
 def _in_stream_order(placement: Placement, rank: int) -> bool:

@@ -183,11 +183,14 @@ class Plan:
     def _rounds(self) -> dict[tuple[int, bool, int | None, int | None], Rounds]:
         return {}
 
-    def memory(self, rank: int) -> Memory:
-        """Return the bytes that attention needs on ``rank``, without allocating them (:mod:`flexcp.plan.memory`)."""
+    def memory(self, rank: int, kernel: str | None = None) -> Memory:
+        """Return the bytes that attention needs on ``rank``, without allocating them (:mod:`flexcp.plan.memory`).
+
+        ``kernel`` is the name of a kernel (``step.kernels``); without a name, the kernel that needs most is counted.
+        """
         from flexcp.plan.memory import plan_memory
 
-        return plan_memory(self, rank)
+        return plan_memory(self, rank, kernel)
 
     def explain(self) -> str:
         """Return one line about the strategy; for ``auto``, what it chose, over what, and by how much (simulated)."""
