@@ -259,7 +259,7 @@ def forged(plan: Plan, table: int, column: str, value: int) -> bytes:
         (3, "kind", 6, "a transfer's kind does not exist"),
         (3, "stage", 0, "a transfer's stage does not exist"),
         (4, "margin", -1, "margin is below 0"),
-        (4, "rounds_per_call", 1 << 40, "a margin or a number of rounds that cannot be"),
+        (4, "rounds_per_call", 1 << 40, "a margin or a number of rounds per call is above"),
         (5, "ahead", -1, "ahead is below 0"),
     ],
 )
@@ -295,7 +295,7 @@ def test_slices_that_would_take_minutes_to_compare_are_refused() -> None:
     plan = small(mask=[flexcp.causal()] * 4)
     mask = replace(plan.batch.masks[0], rules=(Mask("slices", (), 20_000, rows),))
     batch = replace(plan.batch, masks=(mask,))
-    with pytest.raises(ValueError, match="too fine for a file"):
+    with pytest.raises(ValueError, match="too large for a file"):
         save_plan(replace(plan, placement=replace(plan.placement, batch=batch)))
 
 
