@@ -150,10 +150,13 @@ def _merged(setting: Setting, dtype: torch.dtype) -> Row:
     keys = 2 * MERGES if setting.small else 64 * MERGES
     q, k, v, _ = _made(setting, keys, dtype)
     q = q[:128].contiguous()
-    exact = torch.stack([
-        torch.softmax(q[:, h].double() @ k[:, h].double().T / math.sqrt(SIZE), 1) @ v[:, h].double() for h in
-        range(HEADS)
-    ], 1)  # fmt: skip
+    exact = torch.stack(
+        [
+            torch.softmax(q[:, h].double() @ k[:, h].double().T / math.sqrt(SIZE), 1) @ v[:, h].double()
+            for h in range(HEADS)
+        ],
+        1,
+    )
     name = choose_kernel(q.device, dtype, SIZE, SIZE).kernel
     kernel, settings = find_kernel(name), Settings(SIZE**-0.5)
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
