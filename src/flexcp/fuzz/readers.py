@@ -67,8 +67,8 @@ def _mask_slices(path: Path) -> object:
 
 
 def readers(folder: Path) -> list[Reader]:
-    """Return all kinds of files; some good examples are first written to ``folder`` by the code that writes them
-    for users.
+    """Return all kinds of files; some good examples are first written to ``folder``
+    by the code that writes them for users.
     """
     plan = Planner(4, 2, 8, cluster=cluster("cpu", 1, 2), strategy="blocks")([30, 5, 1])
     config = {
