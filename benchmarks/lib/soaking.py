@@ -1,4 +1,4 @@
-"""What a rank does for ``benchmarks/soak.py``: steps of changing batches, and a look at what it holds."""
+"""The ranks' part of ``benchmarks/soak.py``: steps with changing batches, and a count of what a process holds."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ import flexcp
 from flexcp.plan.plan import Plan
 
 SETTLED = 500
-"""Steps after which a process has loaded, compiled and cached what it ever will."""
+"""The number of steps after which a process has loaded, compiled and cached everything."""
 STRATEGIES = ("blocks", "zigzag", "allgather", "ring", "groups", "dp")
 MASKS = (flexcp.causal(), flexcp.full(), flexcp.window(16, 0), flexcp.lambda_(4, 32), flexcp.shared_question(3, 0.3))
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a process holds; bytes and counts."""
+    """Resources of a process: resident bytes, and numbers of threads, files, sockets and shared memory files."""
 
     resident: int
     threads: int
@@ -36,8 +36,8 @@ class Held:
 
 @dataclass(frozen=True)
 class Soaked:
-    """What a rank held after the steps in which it settled, and at the end;
-    whether a fixed batch gave the same bits.
+    """A rank's resources after the steps in which it settled and at the end,
+    and whether a fixed batch gave the same bits.
     """
 
     before: Held
@@ -46,7 +46,7 @@ class Soaked:
 
 
 def held() -> Held:
-    """Of this process, garbage collected and the allocator's free memory given back."""
+    """Return the resources of this process, after collecting garbage and returning free memory."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -61,7 +61,7 @@ def held() -> Held:
 
 
 def soak(group: dist.ProcessGroup, steps: int, settled: int, seed: int) -> Generator[str, None, Soaked]:
-    """On every rank: that many steps; says how far it is."""
+    """Run ``steps`` steps on this rank; yields progress messages."""
     rng, ranks = random.Random(seed), dist.get_world_size(group)
     first = _fixed(group, ranks)
     before = held()
@@ -91,7 +91,7 @@ def _drawn(rng: random.Random, ranks: int) -> Plan:
 
 def _step(step: flexcp.Step, seed: int) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(seed * 1000 + step.rank)
-    assert len(step.indices) == step.local_tokens  # asked for, as a training loop does: otherwise attention warns
+    assert len(step.indices) == step.local_tokens  # unread indices would make attention warn
 
     def rows(heads: int) -> torch.Tensor:
         return torch.randn(step.local_tokens, heads, 16, generator=generator).requires_grad_()
