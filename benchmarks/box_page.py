@@ -1,4 +1,4 @@
-"""Tables of predicted beside measured steps, and the page of results that ``box_error.py`` writes."""
+"""Tables of predicted and measured steps, and the page of results that ``box_error.py`` writes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lib.record_errors import record_errors
 from simulated import table
 
 BUSY = 0.5
-"""A load average over this is no idle machine's."""
+"""A machine with a load average above this is not idle."""
 ROW_HEADS = ("batch", "load", "strategy", "communication / compute", "measured ms", "predicted ms", "error")
 
 
 def step_errors(steps: Sequence[BoxStep]) -> Errors:
-    """How far predictions are from steps."""
+    """Return the errors of predicted steps."""
     return errors([step.predicted_ms for step in steps], [step.measured_ms for step in steps])
 
 
@@ -33,7 +33,7 @@ def _by_load(steps: Sequence[BoxStep]) -> list[tuple[str, list[BoxStep]]]:
 
 
 def summary(steps: Sequence[BoxStep]) -> list[str]:
-    """Errors and order at each load."""
+    """Return a table of errors and order at each load."""
     rows = []
     for load, some in _by_load(steps):
         off, found, late = step_errors(some), order(some), regrets(some)
@@ -52,13 +52,13 @@ def summary(steps: Sequence[BoxStep]) -> list[str]:
 
 
 def machine_words(busy: float) -> str:
-    """The machine, and whether it was idle."""
+    """Describe the machine, and whether it was idle."""
     idle = "idle" if busy <= BUSY else f"not idle: load average {busy:.1f} before it began"
     return f"{os.cpu_count()} cores ({platform.machine()}), {idle}"
 
 
 def page(steps: Sequence[BoxStep], calibrated: Sequence[Calibrated], host: Host, busy: float, command: str) -> str:
-    """The page of results."""
+    """Return the page of results."""
     ports = [
         [
             c.batch,
@@ -110,7 +110,7 @@ def _port(each: Calibrated, name: str) -> list[str]:
 
 
 def record(steps: Sequence[BoxStep], calibrated: Sequence[Calibrated], busy: float) -> None:
-    """State the errors for flexcp to print, if the machine was idle."""
+    """Record the errors that flexcp prints, if the machine was idle."""
     if busy > BUSY:
         print(
             f"errors are not recorded: load average {busy:.1f} before it began, and an idle machine has at most {BUSY}"
