@@ -1,5 +1,5 @@
 """Texts of the page of the three papers: how settings differ from the papers', and why numbers do.
-Numbers in them are of the rows.
+Numbers in the texts are computed from the rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LEGEND = (
 
 
 def intro() -> str:
-    """What the page is, and what it cannot say."""
+    """Return the introduction: what the page shows, and its limits."""
     return (
         "Figures and tables of the three papers: what they published, what their planner reaches here and what `auto` "
         "does. Times are the event simulator's with the analytic cost model ([errors](errors.md)). A published number "
@@ -40,7 +40,7 @@ def intro() -> str:
 
 
 def dcp(rows: Sequence[Row]) -> list[str]:
-    """DCP's: settings, then why."""
+    """Return the texts on DCP: settings, then reasons for differences."""
     micro = [row.base_off for row in rows if row.part == ALL and row.base_off is not None]
     of_dcp = [
         (1 + row.base_off) * row.theirs / row.planner
@@ -78,7 +78,7 @@ def dcp(rows: Sequence[Row]) -> list[str]:
 
 
 def fcp(rows: Sequence[Row]) -> list[str]:
-    """FCP's."""
+    """Return the texts on FCP."""
     speed = [row.planner for row in rows if row.figure == "speed" and row.planner is not None]
     last = [
         row.planner for row in rows if row.figure == "ablation" and row.part == "reshuffle" and row.planner is not None
@@ -107,7 +107,7 @@ def fcp(rows: Sequence[Row]) -> list[str]:
 
 
 def dhp(rows: Sequence[Row]) -> list[str]:
-    """DHP's."""
+    """Return the texts on DHP."""
     gains = []
     for whose, who in (
         ("Megatron-LM", "Megatron-LM's rings"),

@@ -1,4 +1,4 @@
-"""Tables of published figures beside simulated ones, and the page of results that ``published.py`` writes."""
+"""Tables of published and simulated figures, and the page of results that ``published.py`` writes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KINDS: tuple[tuple[str, Callable[[Result], bool]], ...] = (
 
 
 def figures_table(results: Sequence[Result]) -> list[str]:
-    """A row for every figure."""
+    """Return a table with a row for every figure."""
     heads = [
         "line",
         "system",
@@ -67,7 +67,7 @@ def _lengths(each: Result) -> str:
 
 
 def summary(results: Sequence[Result]) -> list[str]:
-    """Errors, and order and ratios of pairs, by what the sources state and by source."""
+    """Return tables of errors, and of order and ratios of pairs, by what the sources state and by source."""
     counted = counted_once(results)
     rows = [_errors(words, [r for r in counted if wanted(r)]) for words, wanted in KINDS]
     systems = sorted({_who(r) for r in counted})
@@ -88,12 +88,12 @@ def summary(results: Sequence[Result]) -> list[str]:
 
 
 def counted_once(results: Sequence[Result]) -> list[Result]:
-    """Every published value once, by the line that was entered first."""
+    """Return every published value once, by the line that was entered first."""
     return [r for r in results if r.figure.again is None]
 
 
 def _who(each: Result) -> str:
-    """The source by its first words."""
+    """Return the first words of the source."""
     return each.figure.source.split(",")[0].split(" (")[0].removeprefix("https://github.com/").removesuffix(" README")
 
 
@@ -112,7 +112,7 @@ def _right(some: Sequence[Pair]) -> str:
 
 
 def record(results: Sequence[Result]) -> None:
-    """State the errors for flexcp to print."""
+    """Record the errors that flexcp prints."""
     today, found = date.today().isoformat(), []
     results = counted_once(results)
     for name, words in (("stated", KINDS[0][0]), ("all", KINDS[-1][0])):
@@ -133,7 +133,7 @@ def _rounded(found: Spread) -> Errors:
 
 
 def misses(results: Sequence[Result]) -> list[str]:
-    """Every figure that is off by more than ``MISS`` or was refused, with its reason."""
+    """Return a table of every figure that is off by more than ``MISS`` or was refused, with its reason."""
     rows = []
     later = {each.figure.again: each.line for each in results if each.figure.again is not None}
     for each in results:
@@ -146,7 +146,7 @@ def misses(results: Sequence[Result]) -> list[str]:
 
 
 def ratios_by_source(results: Sequence[Result]) -> list[str]:
-    """Ratios of every source that has pairs, and why they miss where any is off by more than ``MISS``."""
+    """Return a table of the ratios of every source with pairs, and the reason if one is off by more than ``MISS``."""
     rows = []
     found = pairs(counted_once(results))
     for who in sorted({_who(p.first) for p in found}):
@@ -161,7 +161,7 @@ def ratios_by_source(results: Sequence[Result]) -> list[str]:
 
 
 def assumptions(results: Sequence[Result]) -> list[str]:
-    """What was assumed, once for all lines that share it."""
+    """Return a table of assumptions, each once for all lines that share it."""
     lines: dict[str, list[int]] = {}
     for each in results:
         if each.figure.assumed:
@@ -170,7 +170,7 @@ def assumptions(results: Sequence[Result]) -> list[str]:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """3, 4, 5, 9 as '3 to 5, 9'."""
+    """Write 3, 4, 5, 9 as '3 to 5, 9'."""
     parts: list[list[int]] = []
     for n in numbers:
         if parts and parts[-1][-1] == n - 1:
@@ -181,7 +181,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def page(results: Sequence[Result]) -> str:
-    """The page of results."""
+    """Return the page of results."""
     lines = [
         "# Published figures, simulated",
         "",
@@ -250,7 +250,7 @@ RATIOS_MISS = {
         "of the host is not public and not simulated"
     ),
 }
-"""Why ratios of a source miss, by its first words."""
+"""Why ratios of a source miss, by the first words of the source."""
 
 MERGES = (
     "*Merges*: figures so marked are of ring-flash-attention, whose code sends keys from where they lie and "

@@ -1,12 +1,12 @@
-"""What telemetry costs: attention with and without a Telemetry, in turns in one run, and the cost of its stamps alone.
+"""The cost of telemetry: attention with and without a Telemetry, in turns in one run, and its time stamps alone.
 
     python benchmarks/telemetry.py                        # 2 CPU ranks
-    torchrun --nproc-per-node 8 benchmarks/telemetry.py   # GPUs, NCCL (not run yet: no machine)
+    torchrun --nproc-per-node 8 benchmarks/telemetry.py   # GPUs, NCCL (not run yet)
 
-Layers run forward and backward, one with a Telemetry, one without, over and over; the ratio is of the medians of the
-slowest rank's time. Machines wander by more than a stamp costs, so the second figure is the surer one: the time to
-follow a pass of as many slots in a loop of its own, over the time of a pass. ``--nan-check`` adds the look at every
-output.
+Layers run forward and backward, alternately with and without a Telemetry; the ratio is that of the medians of the
+slowest rank's time. The speed of a machine varies by more than a time stamp costs, so the second figure is the more
+reliable one: the time to record a pass with as many slots in a loop of its own, over the time of a pass.
+``--nan-check`` adds the check of every output.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ Timed = tuple[list[float], list[float], float]
 
 
 def measure(group: dist.ProcessGroup, plan: Plan, rounds: int, nan_check: bool, device: str) -> Timed:
-    """Seconds of each layer without and with a Telemetry, and of following one forward and backward
-    that does nothing.
+    """Return the seconds of each layer without and with a Telemetry,
+    and of recording one forward and backward that do nothing.
     """
     telemetry = flexcp.Telemetry(nan_check=nan_check)
     plain, watched = flexcp.bind(plan, group), flexcp.bind(plan, group, telemetry=telemetry)
@@ -84,7 +84,7 @@ def measure(group: dist.ProcessGroup, plan: Plan, rounds: int, nan_check: bool, 
 
 
 def layer(step: Step, inputs: list[torch.Tensor]) -> None:
-    """One forward and backward, to the end."""
+    """Run one forward and backward, and wait for the device."""
     out = flexcp.attention(*inputs, step)
     assert isinstance(out, torch.Tensor)
     out.sum().backward()
@@ -93,7 +93,7 @@ def layer(step: Step, inputs: list[torch.Tensor]) -> None:
 
 
 def stamps(telemetry: flexcp.Telemetry, step: Step, device: torch.device) -> float:
-    """Seconds to follow a forward and a backward."""
+    """Return the seconds to record a forward and a backward."""
     times = []
     for _ in range(200):
         begin = perf_counter()
