@@ -31,7 +31,7 @@ class Planned(NamedTuple):
 
 
 class OverStatic(NamedTuple):
-    """Mean speed-ups of a strategy over the best static method of each batch, and over the one fixed for all batches."""
+    """Mean speed-ups of a strategy over the best static method of each batch, and over the one fixed for all."""
 
     of_each_batch: float
     of_one_fixed: float

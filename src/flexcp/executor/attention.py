@@ -67,8 +67,9 @@ def attention(
 
     Rows are those that the plan keeps on this rank, ``step.shard(stream)``. A plan made without ``layout=`` places
     tokens as it likes, and rows that a loop cut itself look the same here when there are as many: plan with
-    ``layout="contiguous"`` for those. Either way the stream is the same on every rank before it is cut, positions
-    (RoPE, ``arange``) are ``step.positions``, and labels are shifted before they are cut: ``step.labels(tokens)``.
+    ``layout="contiguous"`` for those. A step that nobody asked for its rows warns. Either way the stream is the same on
+    every rank before it is cut, positions (RoPE, ``arange``) are ``step.positions``, and labels are shifted before they
+    are cut: ``step.labels(tokens)``.
 
     ``mask`` names one of the plan's masks, where it has several; ``window`` says it by the keys a query of this layer
     sees, itself included, 0 for a layer without a window, and a plan without such a mask is refused. ``scale`` defaults
