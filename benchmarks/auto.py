@@ -68,12 +68,12 @@ INTRODUCTION = """
 cost model `{cost}`, llama3-8b (32 / 8 heads of 128), whole steps under FSDP or attention alone, {distributions}
 distributions of lengths, {seeds} seeds. *half* is one document of half of all tokens among web documents. *Headroom*:
 the best static method of the batch, documents dealt by tokens, over the floor, which is perfectly divided compute or
-what must move, whichever takes longer. *Share of the gap closed*: of the time between the two, what `auto` saves; the
-mean over batches with a headroom of at least {headroom}. The next four columns are the time of a static method over
-that of `auto`, geometric means: *of the batch*, the fastest method of each batch, which no training run has; *fixed for
-the run*, the fastest over the batches of the other seeds; *by tokens* as Megatron-Core, DeepSpeed and torchtitan deal
-documents to groups, *by load* as WLB-LLM does. *Worst of the batch* is the least speed-up over either. *Dynamic* is how
-often `auto` took no static method. {ahead}
+unavoidable communication, whichever takes longer. *Share of the gap closed*: the share of the time between the two that
+`auto` saves; the mean over batches with a headroom of at least {headroom}. The next four columns are the time of a
+static method over that of `auto`, geometric means: *of the batch*, the fastest method of each batch, which no training
+run can use; *fixed for the run*, the fastest over the batches of the other seeds; *by tokens* as Megatron-Core,
+DeepSpeed and torchtitan deal documents to groups, *by load* as WLB-LLM does. *Worst of the batch* is the least speed-up
+over either. *Dynamic* counts the batches for which `auto` chose no static method. {ahead}
 """
 PLANNING = (("h100:1x8", 8192), ("h100:4x8", 8192), ("h100:8x8", 8192), ("h100:32x8", 32_768))
 """Clusters and tokens a rank for the table of planning times."""
@@ -350,7 +350,7 @@ def page(cells: Sequence[Cell], planning: Sequence[str]) -> str:
             *summaries(cells),
             "## By lengths",
             "",
-            "Mean speed-up over the best static method of the batch by tokens, and what `auto` took.",
+            "Mean speed-up over the best static method of the batch by tokens, and what `auto` chose.",
             "",
             *by_lengths(cells),
             "## Planning time",

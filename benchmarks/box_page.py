@@ -75,17 +75,18 @@ def page(steps: Sequence[BoxStep], calibrated: Sequence[Calibrated], host: Host,
         "# A cluster in a box, predicted and measured",
         "",
         f"**Measured against simulated**, by `{command}` on {date.today().isoformat()}: {machine_words(busy)}. Four "
-        "ranks in two nodes are processes with a network namespace each, which talk over real TCP (gloo) through ports "
-        f"limited by `tc`: one across nodes, and one inside the node that is {INSIDE} times as fast. A rank's kernel "
-        "is paced: it waits as long as a device of a stated speed would compute. Everything else is what training "
-        "runs: plans, messages, packing, merging, Python. Ports, waits and hosts are measured first, on other messages "
-        "and another batch; then the event simulator predicts each step, and it is run. Nothing is fitted to a step.",
+        "ranks in two nodes are processes, each with its own network namespace. They communicate over real TCP "
+        f"(gloo) through ports limited by `tc`: one across nodes, and one inside the node that is {INSIDE} times as "
+        "fast. A rank's kernel is paced: it sleeps as long as a device of a stated speed would compute. Everything "
+        "else is as in training: plans, messages, packing, merging, Python. Ports, sleeps and hosts are measured "
+        "first, with other messages and another batch; then the event simulator predicts each step, and the step is "
+        "run. Nothing is fitted to a step.",
         "",
         f"A step is attention forward and backward ({SHAPE.heads} / {SHAPE.kv_heads} heads of {SHAPE.head_dim}, "
-        f"{SHAPE.dtype}, causal), all ranks starting together in each; the slowest rank in the fastest repeat. The "
-        "*load* is the time for which the busiest port is busy over the time for which the slowest rank computes, of "
-        "the median strategy; *communication / compute* is the same of each. "
-        "Strategies that come to one plan share a row.",
+        f"{SHAPE.dtype}, causal), with all ranks starting together in each; its time is that of the slowest rank in "
+        "the fastest repeat. The *load* is the time that the busiest port is busy over the compute time of the "
+        "slowest rank, for the median strategy; *communication / compute* is the same ratio for each strategy. "
+        "Strategies with the same plan share a row.",
         "",
         "## How far off",
         "",

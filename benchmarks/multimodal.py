@@ -254,12 +254,12 @@ def page(console: Console, measure: bool) -> str:
         "",
         "## Balance, bytes and time",
         "",
-        f"Predicted in closed form, cost model `analytic` ([errors](errors.md)), mean of {SEEDS} batches with "
+        f"Predicted by the closed form with cost model `analytic` ([errors](errors.md)), mean of {SEEDS} batches with "
         f"about {TOKENS_A_RANK:,} tokens a rank, Qwen2-VL 7B's encoder (16 heads of 80, {encoder}) and language model "
         f"(28 / 4 heads of 128, {language}). *Best static* is the best of {', '.join(STATIC)} in each batch, the same "
-        "for both parts as users run it; *for each part* a different one for encoder and language model, which needs "
-        "two layouts and a way between them. Compute and tokens are largest over mean; MB are of one layer, forward "
-        "and backward, over all ranks.",
+        "for both parts, as users run it; *for each part* may be a different one for encoder and language model, "
+        "which needs two layouts and an exchange between them. Compute and tokens are the largest over the mean; MB "
+        "are those of one layer, forward and backward, over all ranks.",
         "",
         f"| cluster | lengths | strategy | encoder {columns} | language {columns} | step ms | gain over best static |",
         "| --- " * 13 + "|",
@@ -298,9 +298,9 @@ def page(console: Console, measure: bool) -> str:
         "## By model",
         "",
         f"Simulated by events, whole steps with FSDP, mean of {MODEL_SEEDS} batches of videos: encoder and language "
-        "model of each family, one after the other, spans that see both ways. Qwen2.5-VL's encoder attends in windows "
-        "in 28 of 32 layers, those of the others over frames. Static methods are rings, Ulysses and both in all powers "
-        "of two, and data parallelism; the same for both parts.",
+        "model of each family, one after the other, with spans that see both ways. Qwen2.5-VL's encoder attends in "
+        "windows in 28 of 32 layers, the other encoders over frames. Static methods are rings, Ulysses and both "
+        "combined in all powers of two, and data parallelism; the same for both parts.",
         "",
         "| model | cluster | encoder, auto ms | language, auto ms | step: best static of each batch | one fixed | dhp "
         "| auto | auto over static of each batch | over one fixed |",

@@ -230,14 +230,14 @@ def degrees(runs: Runs) -> list[Row]:
 
 
 def rest() -> list[Row]:
-    """What is not here."""
+    """Make the rows of figures that cannot be repeated here."""
     return [
         absent("models", "InternVL", "among its models", "no such model here: encoders that merge after whole images"),
     ]
 
 
 def rows(quick: bool, runs: Runs) -> list[Row]:
-    """All of DHP's."""
+    """Make all rows of DHP."""
     counts, seeds = ((8, 64), 1) if quick else (RANKS, 2)
     return [
         *speed_ups(runs, seeds, counts),

@@ -1,9 +1,9 @@
 """FCP's figures (arXiv 2605.08524), with `fcp` itself and with ``auto``, in the setting of ``block_fcp.py``: H20-like
 GPUs, 64 / 8 heads, 32K tokens a GPU.
 
-There is no ratio over its fourth rival, MagiAttention: simulated, its dealing is not within 10 % of its published rates
-at 16, 32 and 64 GPUs (``magi.py`` of this folder). It is the strongest of the four, so a ratio over the best of the
-others is larger than one over all.
+There is no ratio over its fourth rival, MagiAttention: its dealing does not simulate within 10 % of its published rates
+at all of 16, 32 and 64 GPUs (``magi.py`` of this folder). It is the strongest of the four, so a ratio over the best of
+the others is larger than one over all.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def _torch() -> Iterator[Finding]:
     yield Finding("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'not built in'}", fix=old)
     gloo = dist.is_available() and dist.is_gloo_available()
     yield Finding(
-        "gloo", "there, for CPU ranks" if gloo else "missing", fix=None if gloo else "install a torch built with gloo"
+        "gloo", "for CPU ranks" if gloo else "missing", fix=None if gloo else "install a torch built with gloo"
     )
     if not torch.cuda.is_available():
         why = (
@@ -129,7 +129,7 @@ def transfer_stream(group: dist.ProcessGroup | None) -> Finding:
 
     if group is None:
         words = "of high priority in groups that flexcp makes (flexcp train, bench step, accept)"
-        return Finding("stream of transfers", words, hint=f"one's own group needs to ask for it: {OWN_GROUP}")
+        return Finding("stream of transfers", words, hint=f"your own process group has to ask for it: {OWN_GROUP}")
     if has_high_priority(group):
         return Finding("stream of transfers", "of high priority")
     return Finding("stream of transfers", "not of high priority", hint=f"make the group with {OWN_GROUP}")

@@ -3,7 +3,7 @@
 The tables and their files:
 
 strategies_table.py  strategies side by side (``compare``, ``advise``)
-plan_tables.py       a plan: its batch, ranks, masks, who sends what to whom (``plan``, ``show``)
+plan_tables.py       a plan: its batch, ranks, masks, bytes between ranks (``plan``, ``show``)
 trees.py             the trees of a plan: their picture and its table
 rounds_table.py      a plan's rounds, also as text (``plan --rounds``)
 training_table.py    the steps of a training run (``train``)

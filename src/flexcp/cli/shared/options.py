@@ -1,4 +1,4 @@
-"""Options that several commands have in different company: their name, type and help,
+"""Options that several commands share without forming a group: their name, type and help,
 and the parsing of their values.
 
 Options that always go together are declared in their group, with their defaults: those of a batch in
