@@ -55,8 +55,8 @@ def errors_page(entries: Mapping[str, KnownError]) -> str:
             "advise`, `compare`, `simulate` and reports print the row that applies: for the analytic cost model, "
             "published figures whose source states its setting; for a calibrated one, steps of CPU ranks, together "
             "with the calibration's own held-out errors. The numbers are in src/flexcp/known_errors/errors.json, "
-            "written on the dates and by the commands in the last column; - means not run. Nothing here was measured "
-            "on a cluster of several machines.",
+            "written on the dates and by the commands in the last column; - marks what has not been run. Nothing here "
+            "was measured on a cluster of several machines.",
             "",
             *table(heads, rows),
         ]
