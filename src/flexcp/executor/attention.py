@@ -151,10 +151,12 @@ def _gradients(
     if step.kept_order_on(q.device) is not None:
         gradient = gradient.in_order(step.in_stream_order)
     kept_q, kept_k, kept_v, kept_lse = (step.in_stream_order(rows) for rows in (q, k, v, made.lse))
-    found = run_backward(prepared, runtime, kept.keys, kept_q, kept_k, kept_v, kept_lse, gradient)
-    dq, dk, dv = (step.in_local_order(rows) for rows in found)
+    found = list(run_backward(prepared, runtime, kept.keys, kept_q, kept_k, kept_v, kept_lse, gradient))
     dsinks = q.new_empty(0) if sinks is None else sinks_gradient(sinks, kept_lse, gradient.delta)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
+    del kept_q, kept_k, kept_v, kept_lse, gradient
+    # A sum is let go before the next one is rounded: that is what plan.memory counts.
+    dq, dk, dv = (step.in_local_order(found.pop(0).to(x.dtype)) for x in (q, k, v))
+    return dq, dk, dv, dsinks
 
 
 def _gradients_without_keys(

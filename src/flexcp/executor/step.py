@@ -45,6 +45,7 @@ from flexcp.executor.losses.edges import (
     weighed_loss,
 )
 from flexcp.executor.losses.loss_watch import LossWatch
+from flexcp.executor.run.device_tables import TableStreams, tables_in
 from flexcp.executor.run.message_layout import Types, types_of
 from flexcp.executor.run.pass_recipe import PassRecipe, pass_recipe
 from flexcp.executor.run.prepared import Prepared, WorkLists
@@ -110,6 +111,7 @@ class Step:
         self._work_lists: WorkLists = {}
         self._chosen: dict[tuple[torch.device, str | None], str] = {}
         self._orders: dict[torch.device, Tensor | None] = {}
+        self._table_streams = TableStreams()
 
     @property
     def cp_size(self) -> int:
@@ -487,12 +489,18 @@ class Step:
         key = (mask, backward, kernel, types)
         if key not in self._prepared:
             self._check_backend(types.device)
+        self._table_streams.use(types.device, self.tables)
+        if key not in self._prepared:
             if not self._prepared:
                 recipe = self._recipe
                 self.arena.reserve(self.plan.memory(self.rank).arena if recipe is None else recipe.arena)
             made = self.pass_recipe(mask, backward)
             self._prepared[key] = prepare_program(made, self.plan.shape, kernel, types, self._work_lists)
         return self._prepared[key]
+
+    def tables(self) -> list[Tensor]:
+        """The work lists and index maps that were made so far."""
+        return tables_in(self._prepared, self._work_lists, self._orders)
 
     def prepare(self, device: torch.device | str, kernel: str | None = None) -> None:
         """Make everything attention needs on ``device`` now, for all masks and both directions,

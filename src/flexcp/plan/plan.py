@@ -177,11 +177,14 @@ class Plan:
     def _rounds(self) -> dict[tuple[int, bool, int | None, int | None], Rounds]:
         return {}
 
-    def memory(self, rank: int) -> Memory:
-        """What attention needs on ``rank``, in bytes, before anything is allocated (:mod:`flexcp.plan.memory`)."""
+    def memory(self, rank: int, kernel: str | None = None) -> Memory:
+        """What attention needs on ``rank``, in bytes, before anything is allocated (:mod:`flexcp.plan.memory`).
+
+        With the name of a kernel (``step.kernels``) it is what that one needs, without whichever needs most.
+        """
         from flexcp.plan.memory import plan_memory
 
-        return plan_memory(self, rank)
+        return plan_memory(self, rank, kernel)
 
     def explain(self) -> str:
         """One line: the strategy, and where ``auto`` was asked what it took, over what, and by how much, simulated."""
