@@ -1,7 +1,7 @@
 """The cost of telemetry: attention with and without a Telemetry, in turns in one run, and its time stamps alone.
 
     python benchmarks/telemetry.py                        # 2 CPU ranks
-    torchrun --nproc-per-node 8 benchmarks/telemetry.py   # GPUs, NCCL; one GPU: benchmarks/trust_gpu.py --only telemetry
+    torchrun --nproc-per-node 8 benchmarks/telemetry.py   # NCCL; on one GPU: benchmarks/trust_gpu.py --only telemetry
 
 Layers run forward and backward, alternately with and without a Telemetry; the ratio is that of the medians of the
 slowest rank's time. The speed of a machine varies by more than a time stamp costs, so the second figure is the more
