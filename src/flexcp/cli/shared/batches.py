@@ -91,9 +91,10 @@ def take_batch(text: str, ranks: int, max_tokens_per_rank: int | None, number: i
         count = f"{len(batches)} batches" if len(batches) > 1 else "1 batch"
         raise ValueError(f"--batch {at}: {text} makes {count} of up to {most:,} tokens, numbered from 1{left}")
     taken = batches[at - 1]
+    first = sum(map(len, batches[: at - 1]))
+    _refuse_too_long(taken, first, ranks, cap)
     if len(taken) == len(lengths):
         return Taken(lengths, max_tokens_per_rank)
-    first = sum(map(len, batches[: at - 1]))
     which = f"document {first}" if len(taken) == 1 else f"documents {first} to {first + len(taken) - 1}"
     own = ", which this one document exceeds" if sum(taken) > most else ""
     return Taken(
@@ -103,6 +104,17 @@ def take_batch(text: str, ranks: int, max_tokens_per_rank: int | None, number: i
         f"{sum(taken):,} of {sum(lengths):,} tokens; up to {most:,} a batch, "
         f"7/8 of {ranks} ranks x {cap:,}{own}; --batch and --max-tokens-per-rank choose others){left}",
     )
+
+
+def _refuse_too_long(batch: list[int], first: int, ranks: int, cap: int) -> None:
+    """Raise for a document that all ranks together cannot keep; ``first`` is the file's number of the first one."""
+    longest = max(batch, default=0)
+    if longest > ranks * cap:
+        raise ValueError(
+            f"document {first + batch.index(longest)} of the file (counted from 0) has {longest:,} tokens, and {ranks} "
+            f"ranks x {cap:,} tokens keep {ranks * cap:,}; raise --max-tokens-per-rank to {-(-longest // ranks):,}, "
+            "use more ranks, choose another --batch, or cut the document"
+        )
 
 
 def _too_long_words(lengths: list[int], ranks: int, cap: int) -> str:
