@@ -1,5 +1,5 @@
-"""What a rank does for ``benchmarks/soak.py`` and ``benchmarks/trust_gpu.py``: steps of changing batches, and a look at
-what it holds.
+"""The ranks' part of ``benchmarks/soak.py`` and ``benchmarks/trust_gpu.py``: steps with changing batches,
+and a count of what a process holds.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ import flexcp
 from flexcp.plan.plan import Plan
 
 SETTLED = 500
-"""Steps after which a process has loaded, compiled and cached what it ever will."""
+"""The number of steps after which a process has loaded, compiled and cached everything."""
 STRATEGIES = ("blocks", "zigzag", "allgather", "ring", "groups", "dp")
 MASKS = (flexcp.causal(), flexcp.full(), flexcp.window(16, 0), flexcp.lambda_(4, 32), flexcp.shared_question(3, 0.3))
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a process holds; bytes and counts. ``allocated`` and ``reserved`` are CUDA's allocator's, 0 on a CPU."""
+    """Resources of a process, in bytes and counts;
+    ``allocated`` and ``reserved`` are of CUDA's allocator, 0 on a CPU.
+    """
 
     resident: int
     threads: int
@@ -43,8 +45,8 @@ class Held:
 
 @dataclass(frozen=True)
 class Soaked:
-    """What a rank held after ``settled`` steps, and at the end, after ``steps``; whether a fixed batch gave the same
-    bits.
+    """A rank's resources after ``settled`` steps and at the end, after ``steps``,
+    and whether a fixed batch gave the same bits.
     """
 
     before: Held
@@ -55,7 +57,7 @@ class Soaked:
 
 
 def held(device: str = "cpu") -> Held:
-    """Of this process, garbage collected and the allocator's free memory given back."""
+    """Return the resources of this process, after collecting garbage and returning free memory."""
     gc.collect()
     on_gpu = (0, 0)
     if device == "cuda":
@@ -77,12 +79,12 @@ def held(device: str = "cpu") -> Held:
 def soak(
     group: dist.ProcessGroup, steps: int, settled: int, seed: int, device: str = "cpu", seconds: float | None = None
 ) -> Generator[str, None, Soaked]:
-    """On every rank: that many steps, or as many as there are ``seconds`` for; says how far it is."""
+    """Run ``steps`` steps on this rank, or as many as fit into ``seconds``; yields progress messages."""
     rng, ranks, begin = random.Random(seed), dist.get_world_size(group), time.monotonic()
     first = _fixed(group, ranks, device)
     looks = {0: held(device)}
     for number in range(steps):
-        # Where time runs out early, what was held at the last of these before the middle is compared with the end.
+        # If time runs out early, the last of these counts before the middle is compared with the end.
         if number == settled or (seconds is not None and number in (50, 100, 200)):
             looks[number] = held(device)
         if number % 50 == 0:
@@ -97,7 +99,7 @@ def soak(
 
 
 def soaked(group: dist.ProcessGroup, *asked: Any) -> Soaked:
-    """:func:`soak` for callers that take no progress: rank 0 prints it."""
+    """Run :func:`soak` for callers that take no progress messages; rank 0 prints them."""
     running = soak(group, *asked)
     while True:
         try:
@@ -110,7 +112,7 @@ def soaked(group: dist.ProcessGroup, *asked: Any) -> Soaked:
 
 
 def _over(group: dist.ProcessGroup, device: str, mine: bool) -> bool:
-    """Whether any rank says so: all stop at the same step."""
+    """Return whether any rank's time is over, so that all ranks stop at the same step."""
     votes = torch.tensor([int(mine)], device=device)
     dist.all_reduce(votes, group=group)
     return bool(votes.item())
@@ -132,7 +134,7 @@ def _planner(ranks: int, device: str, strategy: str, keep: int = 0) -> flexcp.Pl
 def _step(step: flexcp.Step, seed: int, device: str) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator(device).manual_seed(seed * 1000 + step.rank)
     shape, dtype = step.plan.shape, getattr(torch, step.plan.shape.dtype)
-    assert len(step.indices) == step.local_tokens  # asked for, as a training loop does: otherwise attention warns
+    assert len(step.indices) == step.local_tokens  # unread indices would make attention warn
 
     def rows(heads: int) -> torch.Tensor:
         made = torch.randn(step.local_tokens, heads, shape.head_dim, generator=generator, device=device)

@@ -1,13 +1,12 @@
-"""Trust, memory: ``plan.memory(rank)`` beside the peak of CUDA's allocator, and batches that fill a cap.
+"""Memory on a GPU: ``plan.memory(rank)`` compared with the peak of CUDA's allocator, and batches that fill a cap.
 
-A layer is q, k and v, attention, and its backward from a gradient that is there: ``torch.cuda.max_memory_allocated``
-above what was allocated before q was made is compared with the plan's total for the kernel that runs. On several NCCL
-ranks of the one GPU each rank looks at its own allocator; what NCCL takes outside of it (a communicator, and buffers of
-its peers) is the change of the device's free memory around the first call and around connecting, over all ranks
-together.
+A layer is q, k and v, attention, and its backward from an existing gradient. ``torch.cuda.max_memory_allocated`` beyond
+what was allocated before q was made is compared with the plan's total for the kernel that runs. On several NCCL ranks
+of one GPU each rank reads its own allocator. Memory that NCCL takes outside of it (a communicator, and buffers for its
+peers) is the change of the device's free memory around the first call and around connecting, over all ranks together.
 
-The cap: batches change and are cut so that the plan's total is just under 95 % of what the process may allocate; then
-every one must run.
+For the cap, batches change and are cut so that the plan's total is just under 95 % of what the process may allocate;
+every one of them must run.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ MIB = 1 << 20
 
 
 def rows(setting: Setting) -> Iterator[Row]:
-    """One rank from few tokens to a million, several ranks, then the cap."""
+    """Yield rows of one rank from few tokens to a million, of several ranks, then of the cap."""
     for name, lengths, heads, kv_heads in _one_rank_cases(setting.small):
         yield attempted(setting, name, 1, partial(_on_one, setting, lengths, heads, kv_heads))
     for ranks in (2,) if setting.small else (2, 4):
         cases = _several_rank_cases(setting.small)
-        # One start of the ranks serves all cases.
+        # The ranks are started once for all cases.
         found = attempted(setting, "several ranks", ranks, partial(_on_several, setting, ranks, cases), least=30)
         yield from found.get("rows") or [found]
     yield attempted(setting, "a cap", 1, partial(under_a_cap, setting))
@@ -53,7 +52,7 @@ def _on_one(setting: Setting, lengths: list[int], heads: int, kv_heads: int) -> 
 
 
 def _on_several(setting: Setting, ranks: int, cases: list[tuple[str, str, list[int]]]) -> Row:
-    """A row for each case, of the rank that is farthest off."""
+    """Return a row for each case, from the rank with the largest error."""
     plans = [_planner(setting, ranks, strategy)(lengths) for _, strategy, lengths in cases]
     answers: list[list[Row]] = on_ranks(setting, ranks, _measured_all, plans, setting.device, patience=150)
     worst = [max(of_case, key=lambda row: abs(row["off"] or 0.0)) for of_case in zip(*answers, strict=True)]
@@ -75,14 +74,14 @@ def _measured_all(group: dist.ProcessGroup, plans: list[Plan], device: str) -> l
 
 
 def measured(group: dist.ProcessGroup | None, plan: Plan, device: str) -> Row:
-    """Predicted and measured bytes of one layer on this rank, tables, and what NCCL takes."""
+    """Return predicted and measured bytes of one layer on this rank, of tables, and of NCCL."""
     free = [_free(group, device)]
     if group is not None:
         dist.all_reduce(torch.zeros(1, device=device), group=group)  # NCCL makes its communicator at the first call
         free.append(_free(group, device))
     step = flexcp.bind(plan, group)
     free.append(_free(group, device))
-    _layer(step, device)  # what is compiled and allocated once
+    _layer(step, device)  # compiles kernels and makes one-time allocations
     step = flexcp.bind(plan, group)
     peak = _peak(step, device)
     kernel = next(iter(step.kernels))
@@ -105,7 +104,7 @@ def measured(group: dist.ProcessGroup | None, plan: Plan, device: str) -> Row:
 
 
 def under_a_cap(setting: Setting, batches: int = 500) -> Row:
-    """Changing batches whose predicted memory is just under 95 % of what this process may allocate."""
+    """Run changing batches whose predicted memory is just under 95 % of what this process may allocate."""
     batches = 5 if setting.small else batches
     if setting.device != "cuda":
         cap = 4 * MIB
@@ -135,7 +134,7 @@ def under_a_cap(setting: Setting, batches: int = 500) -> Row:
 
 
 def _fill(setting: Setting, cap: int, batches: int) -> tuple[int, int]:
-    """How many batches ran, and the most that was predicted for one."""
+    """Return how many batches ran, and the largest prediction for one."""
     rng, most = random.Random(setting.seed), 0
     for number in range(batches):
         if setting.left < 5:
@@ -149,7 +148,7 @@ def _fill(setting: Setting, cap: int, batches: int) -> tuple[int, int]:
 
 
 def _filling(setting: Setting, rng: random.Random, limit: int) -> Plan:
-    """A batch of random documents that needs as much of ``limit`` as one more token allows."""
+    """Return the plan of a batch of random documents that needs as much of ``limit`` as possible, to one token."""
     mask = rng.choice((flexcp.causal(), flexcp.full(), flexcp.window(512, 0)))
     kernel = "hopper" if setting.device == "cuda" else None
     planner = _planner(setting, 1, "dp")
@@ -173,7 +172,7 @@ def _layer(step: Step, device: str) -> None:
 
 def _tensors(step: Step, device: str) -> tuple[list[Tensor], Tensor]:
     shape, tokens = step.plan.shape, step.local_tokens
-    assert len(step.indices) == tokens  # asked for, as a training loop does
+    assert len(step.indices) == tokens  # unread indices would make attention warn
     options: dict[str, Any] = {"device": device, "dtype": getattr(torch, shape.dtype)}
     q = torch.randn(tokens, shape.heads, shape.head_dim, **options).requires_grad_()
     k = torch.randn(tokens, shape.kv_heads, shape.head_dim, **options).requires_grad_()
@@ -194,7 +193,7 @@ def _peak(step: Step, device: str) -> int | None:
 
 
 def _free(group: dist.ProcessGroup | None, device: str) -> int:
-    """Free bytes of the device once all ranks are here, before any of them goes on."""
+    """Return the free bytes of the device, read while all ranks wait here."""
     if device != "cuda":
         return 0
     torch.cuda.synchronize()
@@ -205,7 +204,7 @@ def _free(group: dist.ProcessGroup | None, device: str) -> int:
 
 
 def _meet(group: dist.ProcessGroup | None) -> None:
-    """Wait for all ranks by way of the store: a barrier of NCCL's would make its communicator."""
+    """Wait for all ranks through the store, because a barrier of NCCL would make its communicator."""
     if group is None:
         return
     store, ranks = group.get_group_store(), dist.get_world_size(group)

@@ -1,14 +1,14 @@
-"""Trust, NCCL: what CPU ranks cannot show because only NCCL's transport does it, on ranks that share one GPU.
+"""NCCL on a GPU: checks of what only NCCL's transport does and CPU ranks cannot show, on ranks that share one GPU.
 
 - *telemetry*: events of every slot become durations, ``log`` and ``trace`` work, ``check_every`` passes right results
   and finds a wrong one on every rank.
 - *loader*: samples that one rank reads reach the ranks that keep them, without a CPU group.
-- *latents*: attention over latents is that of the expanded keys, gradients too.
-- *another stream*: a step prepared on a stream that is late gives the bits of one prepared in time.
-- *out of step*: a rank counts one call more than the others, all of the same sizes: no rank may end as if nothing had
+- *latents*: attention over latents equals attention over the expanded keys, gradients too.
+- *another stream*: a step prepared on a delayed stream gives the same bits as one prepared in time.
+- *out of step*: one rank counts one call more than the others, all of the same sizes; no rank may end as if nothing had
   happened.
 
-The same functions run on gloo ranks (``--device cpu``), where streams are left out.
+The same functions run on gloo ranks (``--device cpu``), without the check of streams.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from lib.trust_ranks import Row, Setting, attempted, on_ranks, synchronize
 
 LENGTHS = [700, 1, 260, 63, 128, 2]
 LATE = 200_000_000
-"""Cycles by which a stream is late: about a tenth of a second."""
+"""Clock cycles by which a stream is delayed: about a tenth of a second."""
 LIMIT = 15.0
-"""Seconds NCCL waits for a rank that is out of step."""
+"""Seconds that NCCL waits for a rank that is out of step."""
 
 
 def rows(setting: Setting) -> Iterator[Row]:
-    """Every check on 2 ranks, then on 4; one start of the ranks serves all that are meant to pass."""
+    """Yield every check on 2 ranks, then on 4; ranks are started once for all checks that should pass."""
     for ranks in (2,) if setting.small else (2, 4):
         found = attempted(
             setting, "all checks", ranks, partial(_passing, setting, ranks), least=40 - 30 * setting.small
@@ -69,7 +69,7 @@ def _passing(setting: Setting, ranks: int) -> Row:
 
 
 def _checks(group: dist.ProcessGroup, device: str, dtype: str) -> dict[str, list[str]]:
-    """What each check says on this rank; a line that begins with the word wrong is a failure."""
+    """Return the messages of each check on this rank; a message that begins with "wrong" is a failure."""
     checks = {"telemetry": _telemetry, "loader": _loader, "latents": _latents, "another stream": _another_stream}
     found = {}
     for name, check in checks.items():
@@ -131,7 +131,7 @@ def _wrong_row_is_found(group: dist.ProcessGroup, device: str, dtype: str) -> li
 
 
 class _Samples:
-    """Samples whose tokens say which sample and row they are."""
+    """Samples whose tokens tell their sample and row."""
 
     lengths = (30, 1, 2, 77, 5, 64, 3, 1, 90, 12, 41, 8, 8, 1, 55, 19, 100, 2, 6, 33, 47, 21, 1, 9)
 
@@ -164,7 +164,7 @@ def _loader(group: dist.ProcessGroup, device: str, dtype: str) -> list[str]:
 
 
 def _latents(group: dist.ProcessGroup, device: str, dtype: str) -> list[str]:
-    """Against attention under the same plan's layout over keys that were expanded before they travelled."""
+    """Compare with attention in the same plan's layout over keys that were expanded before they travelled."""
     ranks, heads, width = dist.get_world_size(group), 4, 96
     planner = flexcp.Planner(
         heads, 1, 64, dtype=dtype, latent=width, cluster=flexcp.cluster("cpu", 1, ranks), strategy="allgather"
@@ -240,7 +240,7 @@ def _out_of_step(setting: Setting, ranks: int) -> Row:
 
 
 def _one_call_more(groups: dict[int, Any], dtype: str) -> None:
-    """The last rank goes one call ahead of the others: of the same sizes, with other data."""
+    """Let the last rank go one call ahead of the others, with the same sizes and other data."""
     group = groups[max(groups)]
     step = flexcp.bind(_plan(group, "cuda", dtype, "ring"), group)
     q, k, v = _tensors(step, "cuda")
@@ -261,7 +261,7 @@ def _plan(group: dist.ProcessGroup, device: str, dtype: str, strategy: str) -> P
 
 def _tensors(step: Step, device: str) -> tuple[Tensor, Tensor, Tensor]:
     shape, generator = step.plan.shape, torch.Generator().manual_seed(step.rank)
-    assert len(step.indices) == step.local_tokens  # asked for, as a training loop does
+    assert len(step.indices) == step.local_tokens  # unread indices would make attention warn
 
     def made(heads: int) -> Tensor:
         values = torch.randn(step.local_tokens, heads, shape.head_dim, generator=generator)
