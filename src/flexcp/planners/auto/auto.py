@@ -49,6 +49,8 @@ DEFAULT_EFFORT = 16
 MOST_SIMULATED = 5
 MANY_REGIONS = 150_000
 """Regions of a static method beyond which the closed form, which counts them all, takes longer than the events, which know rings."""
+UNSURE_PERMILLE = 30
+"""By how much the closed form may be too slow of a placement that spans nodes."""
 LARGE = 400_000
 """Transfers of a static method's backward beyond which it is not scheduled below high effort."""
 MANY_DOCUMENTS = 65_536
@@ -146,7 +148,7 @@ class _Search:
                 self.placed += 1
                 for found in self._place(item):
                     self.accepted += 1
-                    heapq.heappush(queue, (found.ns, order, self.accepted, found))
+                    heapq.heappush(queue, (self._least_ns(found), order, self.accepted, found))
             else:
                 self._pass_over(price, item)
 
@@ -156,6 +158,11 @@ class _Search:
         if self.request.batch.documents > MANY_DOCUMENTS:
             return price * WORTH_TRYING < self.best.ns * (WORTH_TRYING - 1)
         return price < self.best.ns
+
+    def _least_ns(self, placed: _Placed) -> int:
+        """What events may find at least."""
+        unsure = self.request.cluster.nodes > 1 and not placed.candidate.is_static
+        return placed.ns - placed.ns * UNSURE_PERMILLE // 1000 if unsure else placed.ns
 
     def _may_simulate(self, candidate: Candidate) -> bool:
         if candidate.transfers > LARGE and self.effort < HIGH_EFFORT and self.best is not None:
