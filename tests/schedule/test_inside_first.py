@@ -1,4 +1,6 @@
-"""Proves stages that are inside nodes first: what travels when, that they are taken where events agree, and what they are counted by."""
+"""Proves stages that are inside nodes first: what travels when, that they are taken where events agree,
+and what they are counted by.
+"""
 
 from __future__ import annotations
 

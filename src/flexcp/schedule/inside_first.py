@@ -1,17 +1,18 @@
-"""Inside first: one stage of all that comes from the same node, then what crosses nodes, beside work that hides it cheaply.
+"""Inside first: one stage of all that comes from the same node, then what crosses nodes, beside work that hides it.
 
-Transfers inside a node are fast and cost the work beside them much: it leaves many multiprocessors to them, or nearly stops. Such as only
-cross nodes are slow and cost little (:class:`flexcp.cost.Contention`). With both in every stage (:mod:`flexcp.schedule.stages`) all work
-pays the price of the first kind. Apart, as rings over nodes with heads split inside them have it, only the ends do:
+Transfers inside a node are fast and cost the work beside them much: it leaves many multiprocessors to them, or nearly
+stops. Such as only cross nodes are slow and cost little (:class:`flexcp.cost.Contention`). With both in every stage
+(:mod:`flexcp.schedule.stages`) all work pays the price of the first kind. Apart, as rings over nodes with heads split
+inside them have it, only the ends do:
 
-    slot 0        own work, first share                | queries and keys from the same node
-    slot 1        work on those                        | keys from other nodes, first part
-    slot 2 .. n   work on the last part                | next part, gradients of the part before the last
-    slot n + 1    work on the last part                | gradients of the part before it
-    slot n + 2    own work, second share               | gradients of the last part, of keys of the node, results for moved queries
+    slot 0        own work, first share    | queries and keys from the same node
+    slot 1        work on those            | keys from other nodes, first part
+    slot 2 .. n   work on the last part    | next part, gradients of the part before the last
+    slot n + 1    work on the last part    | gradients of the part before it
+    slot n + 2    own work, second share   | gradients of the last part and of keys of the node, results of moved queries
 
-How many parts, and how much own work is held back, is what takes least time under contention over all ranks together. Where ranks read
-keys of both kinds, none is relayed, and all queries are of the same node.
+How many parts, and how much own work is held back, is what takes least time under contention over all ranks together.
+Not where all keys come from the same node, where some are relayed, or where queries cross nodes.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ Ints = NDArray[np.int64]
 
 
 class NodeWork(NamedTuple):
-    """Of each rank's work on keys that come to it: the share on keys of its node in ``PARTS``, and one more pass over what reads others."""
+    """Of each rank's work on keys that come to it: the share on keys of its node, in ``PARTS``,
+    and one more pass over what reads keys of other nodes.
+    """
 
     near: Ints
     again: Ints

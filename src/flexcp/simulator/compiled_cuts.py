@@ -1,8 +1,9 @@
 """Loops of slot work: regions cut along what their ranks hold, pair by pair of a query and a key segment; compiled.
 
-``held`` are the segments of one side (queries or keys), by head range, then rank, then place in the stream, where those of one head range
-and rank are apart; ``first[range * ranks + rank]`` is where a rank's begin, ``heads[range]`` the query heads of a range. ``slices`` are of
-regions, in stream coordinates, those of a region side by side; ``regions`` are the rows RANK to LAST_HEAD.
+``held`` are the segments of one side (queries or keys), by head range, then rank, then place in the stream, where those
+of one head range and rank are apart; ``first[range * ranks + rank]`` is where a rank's begin, ``heads[range]`` the
+query heads of a range. ``slices`` are of regions, in stream coordinates, those of a region side by side; ``regions``
+are the rows RANK to LAST_HEAD.
 """
 
 from __future__ import annotations
@@ -24,13 +25,22 @@ REMEMBERED = 1 << 12
 
 @compiled
 def sum_parts(
-    index: Ints, slices: Ints, regions: Ints, queries: Ints, first_query: Ints, query_heads: Ints,
-    keys: Ints, first_key: Ints, key_heads: Ints, sizes: Ints,
-) -> tuple[Ints, Ints]:  # fmt: skip
+    index: Ints,
+    slices: Ints,
+    regions: Ints,
+    queries: Ints,
+    first_query: Ints,
+    query_heads: Ints,
+    keys: Ints,
+    first_key: Ints,
+    key_heads: Ints,
+    sizes: Ints,
+) -> tuple[Ints, Ints]:
     """(sums ``[PAIRS to OWN_ROW_TILES, rank, slot]``, launches, some of them more than once).
 
-    ``sizes`` are ranks, slots, query heads and shelves. Own pairs are those of a rank's own rows and keys, both on shelf 0. A pass over a
-    region in a slot, own work apart, for heads that begin with the same one, has its row tiles once.
+    ``sizes`` are ranks, slots, query heads and shelves. Own pairs are those of a rank's own rows and keys, both on
+    shelf 0. A pass over a region in a slot, own work apart, for heads that begin with the same one, has its row tiles
+    once.
     """
     ranks, slots, heads, shelves = sizes[0], sizes[1], sizes[2], sizes[3]
     found = np.zeros((SUMS, ranks, slots), np.int64)
@@ -50,25 +60,73 @@ def sum_parts(
             k_begin, k_end, low, high = first_key[g], first_key[g + 1], both[pair, LOW], both[pair, HIGH]
             for s in range(at, end if k_begin < k_end else at):
                 launches, count = add_whole_slice(
-                    found, passed, launches, count, remembered, region, regions, slices, s, queries, first_query[f], first_query[f + 1],
-                    keys, k_begin, k_end, low, high, shelves,
-                )  # fmt: skip
+                    found,
+                    passed,
+                    launches,
+                    count,
+                    remembered,
+                    region,
+                    regions,
+                    slices,
+                    s,
+                    queries,
+                    first_query[f],
+                    first_query[f + 1],
+                    keys,
+                    k_begin,
+                    k_end,
+                    low,
+                    high,
+                    shelves,
+                )
         at = end
     return found, launches[:count]
 
 
 @compiled_inline
 def add_whole_slice(
-    found, passed, launches, count, remembered, region, regions, slices, s, queries, q_begin, q_end, keys, k_begin, k_end,
-    low, high, shelves,
-):  # fmt: skip
+    found,
+    passed,
+    launches,
+    count,
+    remembered,
+    region,
+    regions,
+    slices,
+    s,
+    queries,
+    q_begin,
+    q_end,
+    keys,
+    k_begin,
+    k_end,
+    low,
+    high,
+    shelves,
+):
     """Count slice ``s``, with more room for launches whenever there is none left: (launches, how many are noted)."""
     i = first_behind(queries, q_begin, q_end, slices[s, 0])
     while i >= 0:
         i, count = add_slice(
-            found, passed, launches, count, remembered, region, regions, slices, s, queries, i, q_end, keys, k_begin, k_end,
-            low, high, shelves,
-        )  # fmt: skip
+            found,
+            passed,
+            launches,
+            count,
+            remembered,
+            region,
+            regions,
+            slices,
+            s,
+            queries,
+            i,
+            q_end,
+            keys,
+            k_begin,
+            k_end,
+            low,
+            high,
+            shelves,
+        )
         if i >= 0:
             launches = np.concatenate((launches, np.empty(len(launches) + k_end - k_begin, np.int64)))
     return launches, count
@@ -76,7 +134,9 @@ def add_whole_slice(
 
 @compiled_leaf
 def head_ranges(both, regions, region, query_heads, key_heads):
-    """Write the head ranges of queries and of keys that meet in a region, and the heads that all three share; how many there are."""
+    """Write the head ranges of queries and of keys that meet in a region, and the heads that all three share;
+    how many there are.
+    """
     count = 0
     for g in range(len(key_heads)):
         for f in range(len(query_heads)):
@@ -90,9 +150,28 @@ def head_ranges(both, regions, region, query_heads, key_heads):
 
 @compiled_leaf
 def add_slice(
-    found, passed, launches, count, remembered, region, regions, slices, s, queries, i, q_end, keys, k_begin, k_end, low, high, shelves
-):  # fmt: skip
-    """Count slice ``s`` from segment ``i`` of the rows on: (the first segment that is still to be counted, or -1; launches noted)."""
+    found,
+    passed,
+    launches,
+    count,
+    remembered,
+    region,
+    regions,
+    slices,
+    s,
+    queries,
+    i,
+    q_end,
+    keys,
+    k_begin,
+    k_end,
+    low,
+    high,
+    shelves,
+):
+    """Count slice ``s`` from segment ``i`` of the rows on: (the first segment that is still
+    to be counted, or -1; launches noted).
+    """
     rank, slots, heads = regions[RANK, region], found.shape[2], passed.shape[2]
     q0, q1, k0, k1, lo, hi = slices[s, 0], slices[s, 1], slices[s, 2], slices[s, 3], slices[s, 4], slices[s, 5]
     while i < q_end and queries[START, i] < q1:

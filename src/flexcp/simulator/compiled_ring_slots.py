@@ -17,13 +17,24 @@ QUERIES, KEYS = range(2)
 
 @compiled
 def find_ring_slots(
-    stage: Ints, target: Ints, owner: Ints, start: Ints, stop: Ints, h0: Ints, h1: Ints, is_keys: Ints,
-    tokens: Ints, seat: Ints, heads: Ints, stages: int,
-) -> tuple[Ints, Ints, bool]:  # fmt: skip
+    stage: Ints,
+    target: Ints,
+    owner: Ints,
+    start: Ints,
+    stop: Ints,
+    h0: Ints,
+    h1: Ints,
+    is_keys: Ints,
+    tokens: Ints,
+    seat: Ints,
+    heads: Ints,
+    stages: int,
+) -> tuple[Ints, Ints, bool]:
     """(``hop[rank, position]``, -1 where no keys come; ``home[rank]``; whether these inputs are a ring's).
 
-    The columns up to ``is_keys`` are inputs. ``heads[QUERIES or KEYS, 0 or 1, rank]`` are the heads that each rank must get, from the
-    others of its position and of its group. What comes together must have one stage; hops are one a stage, behind the position's own.
+    The columns up to ``is_keys`` are inputs. ``heads[QUERIES or KEYS, 0 or 1, rank]`` are the heads that each rank must
+    get, from the others of its position and of its group. What comes together must have one stage; hops are one a
+    stage, behind the position's own.
     """
     ranks = seat.shape[1]
     hop, home = np.full((ranks, seat[NUMBER].max() + 1), -1, np.int64), np.zeros(ranks, np.int64)

@@ -1,13 +1,14 @@
 """Loops of ring work: what the rows of every rank see of the keys of every ring position; compiled.
 
-A document is a row of runs, each kept by one rank. The runs are swept once for each slice of its mask. Under a slice a run of rows sees
-most runs of keys whole or not at all: whole are those in a range of runs that only moves forward while the sweep does. The sweep therefore
-carries along how many keys of each position lie in that range, and a run of rows adds them all with one product. Only the few runs at the
-range's ends, which the band of the slice cuts, are counted one by one.
+A document is a row of runs, each kept by one rank. The runs are swept once for each slice of its mask. Under a slice a
+run of rows sees most runs of keys whole or not at all: whole are those in a range of runs that only moves forward while
+the sweep does. The sweep therefore carries along how many keys of each position lie in that range, and a run of rows
+adds them all with one product. Only the few runs at the range's ends, which the band of the slice cuts, are counted one
+by one.
 
-``runs`` are the runs in the order of the stream, cut where documents end; ``first_run[document]`` is where a document's begin. A *region*
-is what the ranks of one position keep side by side of one document. ``seat`` says where ranks are: in which group, at which position of its
-ring, as which member of the position.
+``runs`` are the runs in the order of the stream, cut where documents end; ``first_run[document]`` is where a document's
+begin. A *region* is what the ranks of one position keep side by side of one document. ``seat`` says where ranks are: in
+which group, at which position of its ring, as which member of the position.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ GROUP, NUMBER, MEMBER, POSITIONS, MEMBERS, LEADER, HEADS0, HEADS1, SEAT_ROWS = r
 
 @compiled
 def cut_runs(rank: Ints, start: Ints, stop: Ints, starts: Ints, seat: Ints) -> tuple[Table, Ints, Table]:
-    """(runs in the order of the stream, where each document's begin, regions); what lies behind the last document is left out.
+    """(runs in the order of the stream, where each document's begin, regions);
+    what lies behind the last document is left out.
 
-    Given rank by rank, runs are first dealt to their documents, then put in order there: most documents are cut like the one before, whose
-    order they then have.
+    Given rank by rank, runs are first dealt to their documents, then put in order there: most documents are cut like
+    the one before, whose order they then have.
     """
     documents, count, d = len(starts) - 1, 0, 0
     pieces = np.empty((len(rank) + documents, RUN_COLUMNS), np.int32)
@@ -95,12 +97,25 @@ def is_in_order(dealt, low, high, order):
 
 @compiled
 def is_placed_as_ring(
-    runs: Table, first_run: Ints, regions: Table, seat: Ints, lengths: Ints,
-    rank: Ints, document: Ints, q0: Ints, q1: Ints, k0: Ints, k1: Ints, h0: Ints, h1: Ints,
-) -> bool:  # fmt: skip
-    """Whether documents stay in groups, and every rank computes the regions of its position, in order, with all keys, for its heads.
+    runs: Table,
+    first_run: Ints,
+    regions: Table,
+    seat: Ints,
+    lengths: Ints,
+    rank: Ints,
+    document: Ints,
+    q0: Ints,
+    q1: Ints,
+    k0: Ints,
+    k1: Ints,
+    h0: Ints,
+    h1: Ints,
+) -> bool:
+    """Whether documents stay in groups, and every rank computes the regions of its position, in order,
+    with all keys, for its heads.
 
-    The columns from ``rank`` on are the placement's regions, rank by rank. Differences are gathered, not branched at: that is faster.
+    The columns from ``rank`` on are the placement's regions, rank by rank. Differences are gathered, not branched at:
+    that is faster.
     """
     ranks, count, differ = seat.shape[1], len(regions), 0
     if seat[GROUP].max() > 0:
@@ -130,7 +145,9 @@ def is_placed_as_ring(
 
 @compiled
 def find_alike(runs: Table, first_run: Ints, which: Ints) -> tuple[Ints, Floats]:
-    """Those of the documents ``which`` whose runs have the owners of the first one's, and how long each of the others' runs are."""
+    """Those of the documents ``which`` whose runs have the owners of the first one's,
+    and how long each of the others' runs are.
+    """
     model = which[0]
     low, count = first_run[model], first_run[model + 1] - first_run[model]
     found, size = np.empty(len(which), np.int64), np.empty((len(which), count), np.float64)
@@ -165,7 +182,8 @@ def row_tiles(runs: Table, first_run: Ints, regions: Table, alike: Ints) -> Ints
 
 @compiled_fused
 def sum_products(sizes: Floats) -> Floats:
-    """The sum over documents of ``sizes[document, i] * sizes[document, j]``, for j up to i; four documents at a time stay in registers.
+    """The sum over documents of ``sizes[document, i] * sizes[document, j]``, for j up to i;
+    four documents at a time stay in registers.
 
     (A library's product would start threads for it, and wait for them where the processor has other work.)
     """
@@ -188,10 +206,12 @@ def sum_products(sizes: Floats) -> Floats:
 def count_rings(
     runs: Table, first_run: Ints, slices: Ints, first_slice: Ints, seat: Ints, crew: Ints, tiles: Ints, which: Ints
 ) -> tuple[Floats, Ints, Ints, Ints, Ints]:
-    """Pairs of each rank's rows with the keys of each position, and of each member of its own; row tiles of regions that have any.
+    """Pairs of each rank's rows with the keys of each position, and of each member of its own;
+    row tiles of regions that have any.
 
-    Row tiles (``tiles[region]``) are of each position (its leader) by the position whose keys are seen, and at home of each rank: of
-    regions with pairs of its own rows and keys, and of regions with others. ``crew[leader]`` are the ranks of a position.
+    Row tiles (``tiles[region]``) are of each position (its leader) by the position whose keys are seen, and at home of
+    each rank: of regions with pairs of its own rows and keys, and of regions with others. ``crew[leader]`` are the
+    ranks of a position.
     """
     ranks = seat.shape[1]
     widest, members = seat[POSITIONS].max(), seat[MEMBERS].max()
@@ -207,7 +227,8 @@ def count_rings(
     # Of a document's regions: whether they see each position, pairs at home, those of each member with itself.
     sees = np.zeros((most, widest), np.uint8)
     at_home, own = np.zeros(most, np.int64), np.zeros((most, members), np.int64)
-    # Keys of each position, and of each member of it, in the range of runs that are seen whole; below 2**30, as documents are.
+    # Keys of each position, and of each member of it, in the range of runs that are seen whole; below 2**30, as
+    # documents are.
     keys, keys_of = np.zeros(widest, np.float64), np.zeros((widest, members), np.int64)
     for d in which:
         low, high = first_run[d], first_run[d + 1]
