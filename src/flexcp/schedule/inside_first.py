@@ -9,10 +9,10 @@ inside them have it, only the ends do:
     slot 1        work on those            | keys from other nodes, first part
     slot 2 .. n   work on the last part    | next part, gradients of the part before the last
     slot n + 1    work on the last part    | gradients of the part before it
-    slot n + 2    own work, second share   | gradients of the last part and of keys of the node, results of moved queries
+    slot n + 2    own work, second share   | gradients of the last part and of the node, results of moved queries
 
 How many parts, and how much own work is held back, is what takes least time under contention over all ranks together.
-Not where all keys come from the same node, where some are relayed, or where queries cross nodes.
+Where nothing crosses nodes this is a single stage. Not where everything does, keys are relayed, or queries cross nodes.
 """
 
 from __future__ import annotations
@@ -51,10 +51,12 @@ def node_work(
     """What the keys of nodes are worked on by; None where stages of this kind make no sense."""
     keys, size = needs.keys.first, cluster.ranks_per_node
     crossing = keys.owner // size != keys.rank // size
-    if len(needs.keys.relays) or not crossing.any() or np.any(needs.q.owner // size != needs.q.rank // size):
+    if len(needs.keys.relays) or len(keys) == 0 or np.any(needs.q.owner // size != needs.q.rank // size):
         return None
     if crossing.all() and len(needs.q) == 0:
         return None
+    if not crossing.any():
+        return NodeWork(np.full(cluster.ranks, PARTS), np.zeros(cluster.ranks, np.int64))
     of_node = count_pairs(placement, regions, cuts, homes_of(placement, np.arange(cluster.ranks) // size)).own
     heads = regions.h1 - regions.h0
     here = pairs.own + (0 if pairs.at_keys is None else pairs.at_keys)

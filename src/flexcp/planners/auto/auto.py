@@ -56,7 +56,7 @@ MANY_REGIONS = 150_000
 """Regions of a static method beyond which the closed form, which counts them all, takes longer than the events,
 which know rings.
 """
-UNSURE_PERMILLE = 30
+UNSURE_PERMILLE = 50
 """By how much the closed form may be too slow of a placement that spans nodes."""
 LARGE = 400_000
 """Transfers of a static method's backward beyond which it is not scheduled below high effort."""

@@ -165,6 +165,19 @@ def team_sizes(request: Request) -> list[int]:
     return sorted({1, own_keys, possible[-1]})
 
 
+def searched_settings(request: Request) -> list[str]:
+    """What ``auto`` asks for, as arguments: the sizes above with all settings, and over several nodes some others.
+
+    Documents that need few ranks move less in small teams, which can be made even where there are many of them.
+    """
+    likely, possible = team_sizes(request), _possible_teams(request)
+    found = [f"team={team}" for team in likely]
+    if request.cluster.nodes > 1:
+        others = sorted({possible[0], possible[-2:][0]} - set(likely))
+        found += [f"team={team}+slack={SLACKS[0]}" for team in others]
+    return found
+
+
 # --- the search -------------------------------------------------------------------------------------------------------
 
 
