@@ -122,17 +122,18 @@ def _staged(
     return MaskAnalysis(needs, keys_kept, *passes)
 
 
-def in_other_stages(masks: list[MaskAnalysis], backward: bool) -> list[list[MaskAnalysis]]:
-    """The same with one direction's stages cut in each other way that might be faster for some mask."""
+def in_other_stages(masks: list[MaskAnalysis], backward: bool) -> list[MaskAnalysis] | None:
+    """The same with one direction's stages cut another way where that might be faster;
+    None where it is not for any mask.
+    """
     passes = [found.backward if backward else found.forward for found in masks]
-    ways = [worth_simulating(one.stages) for one in passes]
+    others = [worth_simulating(one.stages) for one in passes]
+    if not any(others):
+        return None
     found = []
-    for number in range(max(map(len, ways))):
-        cut = [
-            p._replace(stages=mine[number]) if number < len(mine) else p for p, mine in zip(passes, ways, strict=True)
-        ]
-        both = zip(masks, cut, strict=True)
-        found.append([m._replace(backward=one) if backward else m._replace(forward=one) for m, one in both])
+    for mask, one, other in zip(masks, passes, others, strict=True):
+        cut = one._replace(stages=other) if other else one
+        found.append(mask._replace(backward=cut) if backward else mask._replace(forward=cut))
     return found
 
 

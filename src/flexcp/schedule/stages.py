@@ -58,7 +58,7 @@ FLATTERED_PERMILLE = 1012
 """How much longer events find ways that have transfers inside nodes beside most work
 than such as have them at the ends.
 """
-UNSURE_PERMILLE = 1050
+UNSURE_PERMILLE = 1020
 """A way to cut that was not taken is not worth simulating when it takes longer than this."""
 CUT_TOKENS = 128
 """Parts of a piece are cut at multiples of this, so that kernels see few ragged tiles."""
@@ -91,9 +91,10 @@ def faster_way(stages: Stages, inside_first: Stages) -> Stages:
     return stages._replace(others=(inside_first, *stages.others))
 
 
-def worth_simulating(stages: Stages) -> list[Stages]:
-    """The other ways to cut that events might prefer."""
-    return [way for way in stages.others if way.contended_ns * 1000 <= stages.contended_ns * UNSURE_PERMILLE]
+def worth_simulating(stages: Stages) -> Stages | None:
+    """The other way to cut that events might prefer, the fastest of them."""
+    other = min(stages.others, key=lambda way: way.contended_ns, default=None)
+    return other if other and other.contended_ns * 1000 <= stages.contended_ns * UNSURE_PERMILLE else None
 
 
 class Peers(NamedTuple):

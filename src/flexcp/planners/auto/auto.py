@@ -229,17 +229,16 @@ class _Search:
         where that is faster.
         """
         for backward in (False, True):
-            assert self.best is not None
             best = self.best
-            if best.analysis is None or self._is_too_long(best.ns):
+            assert best is not None
+            others = in_other_stages(best.analysis, backward) if best.analysis is not None else None
+            if others is None or self._is_too_long(best.ns):
                 continue
-            for others in in_other_stages(best.analysis, backward):
-                plan = self._planned(_Placed(best.candidate, best.plan.placement, best.ns, others))
-                ns = step_ns(plan, self.request.training)
-                if ns < self.best.ns:
-                    faster = replace(best, plan=plan, ns=ns, analysis=others)
-                    self.simulated[self.simulated.index(self.best)] = faster
-                    self.best = faster
+            plan = self._planned(_Placed(best.candidate, best.plan.placement, best.ns, others))
+            ns = step_ns(plan, self.request.training)
+            if ns < best.ns:
+                self.best = replace(best, plan=plan, ns=ns, analysis=others)
+                self.simulated[self.simulated.index(best)] = self.best
 
     def _is_too_long(self, ns: int) -> bool:
         return ns // self.request.batch.layers > LONGEST_NS
