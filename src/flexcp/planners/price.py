@@ -7,7 +7,8 @@ nothing but what the prediction knows of.
 
 Over several nodes what compute and transfers cost each other decides. There layers take what their stages do under
 contention, all ranks together (:mod:`flexcp.schedule.stages`), and the other two are means over ranks: who has more
-tokens is counted in the layers. Such a price is close to what events find, and may be a few per cent above it.
+tokens is counted in the layers. It is no less than what the busiest rank computes. Such a price is close to what events
+find, and may be a few per cent above it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def price_ns(request: Request, placement: Placement, analysis: list[MaskAnalysis
         others = others + beyond_layers_ns(placement.tokens, request.batch.layers, *known, request.training)
     contended = _contended_ns(request, analysis)
     if contended:
-        return contended + int(others.mean())
+        busiest = int((found.attention_ns + found.linear_ns + others).max())
+        return max(contended + int(others.mean()), busiest)
     return int((found.rank_ns + others).max())
 
 

@@ -48,7 +48,7 @@ from flexcp.plan.placement import Placement
 from flexcp.planners.groups.priced_documents import PricedDocuments, price_documents
 from flexcp.planners.groups.rows import Pieces, place_pieces
 from flexcp.planners.price import price_ns
-from flexcp.planners.request import Refused, Request, refuse_tolerances
+from flexcp.planners.request import Refused, Request, refuse_over_cap, refuse_tolerances
 from flexcp.shape import Shape
 
 Ints = NDArray[np.int64]
@@ -86,6 +86,7 @@ def all_groupings(request: Request) -> list[Placement]:
     if request.layout is not None:
         raise Refused("groups places tokens itself, so it cannot keep a fixed layout; use blocks, or layout='free'")
     refuse_tolerances(request)
+    refuse_over_cap(request)
     tried = _settings(request)
     priced = price_documents(request, sorted({each.team for each in tried}))
     found: list[Placement] = []
