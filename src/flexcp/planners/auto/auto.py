@@ -14,11 +14,12 @@ is left can be faster than the fastest simulated one. That one is taken. A candi
   parallelism. Of a request that describes none it is the layers alone; where nothing but attention costs time, its
   passes one by one. Times are integers of nanoseconds from integers, so all machines choose the same; of equal ones the
   first of the list wins, a static one.
-- **Stages.** In what stages a pass is cut best (:mod:`flexcp.schedule.thin_ends`) the closed form says; of the fastest
-  plan events say it again, for the forward and the backward apart.
+- **Stages.** In what stages a pass is cut best (:mod:`flexcp.schedule.thin_ends`,
+  :mod:`flexcp.schedule.inside_first`) the closed form says; of the fastest plan events say it again, for the forward
+  and the backward apart.
 - **What is left out.** A candidate is passed over when its price is not under the fastest simulated time: prices are
-  optimistic, the closed form with the least copies too. It is left out for a static method of so many regions that
-  events are found sooner.
+  optimistic, the closed form with the least copies too, less what it may be too slow by over several nodes. It is left
+  out for a static method of so many regions that events are found sooner.
 - **Many documents.** Everything takes time in proportion to documents. With more than ``MANY_DOCUMENTS``, most of which
   are short and easily dealt, a candidate is looked at only when its price promises a gain of more than 1 /
   ``WORTH_TRYING``.
@@ -55,6 +56,8 @@ MANY_REGIONS = 150_000
 """Regions of a static method beyond which the closed form, which counts them all, takes longer than the events,
 which know rings.
 """
+UNSURE_PERMILLE = 50
+"""By how much the closed form may be too slow of a placement that spans nodes."""
 LARGE = 400_000
 """Transfers of a static method's backward beyond which it is not scheduled below high effort."""
 MANY_DOCUMENTS = 65_536
@@ -158,7 +161,7 @@ class _Search:
                 self.placed += 1
                 for found in self._place(item):
                     self.accepted += 1
-                    heapq.heappush(queue, (found.ns, order, self.accepted, found))
+                    heapq.heappush(queue, (self._least_ns(found), order, self.accepted, found))
             else:
                 self._pass_over(price, item)
 
@@ -168,6 +171,11 @@ class _Search:
         if self.request.batch.documents > MANY_DOCUMENTS:
             return price * WORTH_TRYING < self.best.ns * (WORTH_TRYING - 1)
         return price < self.best.ns
+
+    def _least_ns(self, placed: _Placed) -> int:
+        """What events may find at least."""
+        unsure = self.request.cluster.nodes > 1 and not placed.candidate.is_static
+        return placed.ns - placed.ns * UNSURE_PERMILLE // 1000 if unsure else placed.ns
 
     def _may_simulate(self, candidate: Candidate) -> bool:
         if candidate.transfers > LARGE and self.effort < HIGH_EFFORT and self.best is not None:
