@@ -137,7 +137,9 @@ def find_messages(program: Program, shape: Shape, cluster: Cluster) -> tuple[Mes
     node, ranks = cluster.ranks_per_node, cluster.ranks
     stage, source, target, size = _joined(program.transfers, ranks, program.transfers.bytes(shape))
     level = 2 * stage + (source // node != target // node)
-    order = np.argsort((level * ranks + (target - source) % ranks) * ranks + source)  # all different
+    ahead = target - source
+    ahead += ranks * (ahead < 0)
+    order = np.argsort((level * ranks + ahead) * ranks + source, kind="stable")
     source, target, size, level = source[order], target[order], size[order], level[order]
     begins = np.diff(level, prepend=-1) > 0
     found, exchange = level[begins], np.cumsum(begins) - 1
@@ -146,18 +148,18 @@ def find_messages(program: Program, shape: Shape, cluster: Cluster) -> tuple[Mes
 
 def _joined(transfers: Transfers, ranks: int, size: Ints) -> tuple[Ints, Ints, Ints, Ints]:
     """Stage, source, target and bytes of all that one rank sends another in a stage, where that is anything."""
-    pair = (transfers.stage * ranks + transfers.source) * ranks + transfers.target
-    step = np.diff(pair)
-    if step.min(initial=0) < 0:  # a program's transfers are in order, unless somebody made it by hand
-        order = np.argsort(pair)
-        pair, size = pair[order], size[order]
-        step = np.diff(pair)
-    first = np.flatnonzero(np.concatenate([np.ones(min(1, len(pair)), np.int64), step]))
+    stage, source, target = transfers.stage, transfers.source, transfers.target
+    pair = (stage * ranks + source) * ranks + target
+    if not (pair[1:] >= pair[:-1]).all():  # a program's transfers are in order, unless somebody made it by hand
+        order = np.argsort(pair, kind="stable")
+        pair, size, stage, source, target = (column[order] for column in (pair, size, stage, source, target))
+    begins = np.ones(len(pair), bool)
+    np.not_equal(pair[1:], pair[:-1], out=begins[1:])
+    first = np.flatnonzero(begins)
     total = np.add.reduceat(size, first) if len(first) else size
     some = np.flatnonzero(total)
-    pair, total = pair[first[some]], total[some]
-    sends = pair // ranks
-    return sends // ranks, sends % ranks, pair % ranks, total
+    here = first[some]
+    return stage[here], source[here], target[here], total[some]
 
 
 def _busiest_ports(messages: Messages, exchanges: int, ranks: int) -> Ints:

@@ -36,7 +36,7 @@ MOST_CHUNKS = 1 << WHOM
 LATENCY, IN_LINE, RULES = range(3)
 SLOW, LINK = range(2)
 PACK, TAKE_IN = range(2)
-SLOT, STAGE_POSTED, COMPUTING, LEFT, SINCE, READY, UNDER_WAY, RANK_ROWS = range(8)
+SLOT, STAGE_POSTED, COMPUTING, LEFT, SINCE, READY, FORESEEN, UNDER_WAY, RANK_ROWS = range(9)
 STAGE, PORT_OUT, PORT_IN, SOURCE, TARGET, NS, BEGIN, END, CHUNK_ROWS = range(9)
 BUSY, HEAD, POSTED_UP_TO, QUEUE_ROWS = range(4)
 BEFORE, AFTER, EARLIEST, LINK_ROWS = range(4)
@@ -72,7 +72,7 @@ def run_events(
     rank[:, SLOT] = -1
     queue = np.zeros((2, ports.max() + 1, QUEUE_ROWS), np.int64)
     links = queued(chunk, queue)
-    rank[:, READY] = start
+    rank[:, READY] = rank[:, FORESEEN] = start
     # A rank posts and computes once a slot; a chunk arrives once, and changes the pace of two ranks when it starts and when it does.
     events = empty_heap(ranks + 2 * ranks * slots + 5 * len(chunk))
     for r in range(ranks):
@@ -87,6 +87,8 @@ def run_events(
                 if rank[number, SLOT] >= 0:
                     end[number, rank[number, SLOT]] = now
                 go_on(number, now, rank, begin, end, missing, takes_part, work, copies, rule, pace, opens, events)
+            elif now == rank[number, FORESEEN] and rank[number, COMPUTING] == 1:  # slowed down meanwhile
+                foresee(number, rank, events)
         elif what == POSTED:
             stage = rank[number, STAGE_POSTED] + 1
             while takes_part[number, stage] == 0:
@@ -142,10 +144,18 @@ def go_on(r, now, rank, begin, end, missing, takes_part, work, copies, rule, pac
 
 @compiled_leaf
 def compute(r, now, rank, pace, events):
-    """Foresee the end of a rank's compute at today's pace; what was foreseen before is void."""
+    """Find the end of a rank's compute at today's pace; what was found before is void, but its event serves if it comes no later."""
     slow = pace[SLOW, r, rank[r, SLOT]] if rank[r, UNDER_WAY] > 0 else 1000
     rank[r, SINCE] = now
     rank[r, READY] = now + (rank[r, LEFT] * slow + 999) // 1000
+    if not now < rank[r, FORESEEN] <= rank[r, READY]:
+        foresee(r, rank, events)
+
+
+@compiled_leaf
+def foresee(r, rank, events):
+    """Look at a rank again when its compute will be over at today's pace."""
+    rank[r, FORESEEN] = rank[r, READY]
     push(events, event(rank[r, READY], COMPUTED, r))
 
 
