@@ -1,11 +1,12 @@
 """``flexcp accept`` rehearsed in a box: nodes are network namespaces with names of their own, each with its torchrun.
 
     sudo python benchmarks/accept.py --nodes 2 --ranks 2 --mbit 400 -- --strategies ring,blocks
-    sudo python benchmarks/accept.py --nodes 3 --ranks 1 --mbit 400 --throttle 1:20          # node 1's link carries 20 Mbit/s
-    sudo python benchmarks/accept.py --nodes 2 --ranks 2 --mbit 400 -- --cluster cpu:1x4     # a wrong node map
+    sudo python benchmarks/accept.py --nodes 3 --ranks 1 --mbit 400 --throttle 1:20         # node 1's link: 20 Mbit/s
+    sudo python benchmarks/accept.py --nodes 2 --ranks 2 --mbit 400 -- --cluster cpu:1x4    # a wrong node map
 
-What follows ``--`` goes to ``flexcp accept``. Every node's link carries ``--mbit`` each way, which is what the cluster is said to have.
-Prints what the first node's torchrun prints, and ends with its exit code. Needs root and iproute2; without them it says so and ends with 0.
+What follows ``--`` goes to ``flexcp accept``. Every node's link carries ``--mbit`` each way, which is what the cluster
+is said to have. Prints what the first node's torchrun prints, and ends with its exit code. Needs root and iproute2;
+without them it says so and ends with 0.
 
 Ranks of one GPU need no box: on a machine with a GPU,
 
@@ -28,7 +29,9 @@ from flexcp.cost import CostModel
 from lib.box import STORE_PORT, Network
 
 INSIDE_MBPS = 10
-"""What ranks of a node are said to reach over loopback: little, because they share this machine's cores with all others."""
+"""What ranks of a node are said to reach over loopback: little,
+because they share this machine's cores with all others.
+"""
 
 
 def main() -> None:
@@ -60,10 +63,13 @@ def main() -> None:
 
 
 def _launched(network: Network, node: int, ranks: int, commands: list[str]) -> subprocess.Popen[bytes]:
-    """torchrun on a node. The static rendezvous takes addresses, where others look names up that only the nodes have."""
+    """torchrun on a node. The static rendezvous takes addresses,
+    where others look names up that only the nodes have.
+    """
     launcher = (
-        f"{sys.executable} -m torch.distributed.run --nnodes {network.nodes} --node-rank {node} --nproc-per-node {ranks} "
-        f"--master-addr {network.address(0)} --master-port {STORE_PORT} --local-addr {network.address(node)} -m flexcp accept"
+        f"{sys.executable} -m torch.distributed.run --nnodes {network.nodes} --node-rank {node} --nproc-per-node "
+        f"{ranks} --master-addr {network.address(0)} --master-port {STORE_PORT} --local-addr {network.address(node)} "
+        "-m flexcp accept"
     )
     named = f"hostname {network.host(node)} && exec {launcher} {shlex.join(commands)}"
     quiet = None if node == 0 else subprocess.DEVNULL

@@ -1,17 +1,19 @@
-"""``auto`` against static methods, simulated: what it gains, and how much of what there is to gain. ``make auto`` writes
-docs/results/auto.md.
+"""``auto`` against static methods, simulated: what it gains, and how much of what there is to gain.
+``make auto`` writes docs/results/auto.md.
 
-A *setting* is a cluster, a number of tokens a rank, a mask, and whether attention alone or a whole step of llama3-8b is timed. In each,
-batches of seven length distributions and three seeds are planned by ``auto`` and by every static method, and the event simulator times
-them. For each batch there are
+A *setting* is a cluster, a number of tokens a rank, a mask, and whether attention alone or a whole step of llama3-8b is
+timed. In each, batches of seven length distributions and three seeds are planned by ``auto`` and by every static
+method, and the event simulator times them. For each batch there are
 
-- four *baselines*: the best static method of the batch, and the one fixed for the run (chosen on the batches of the other seeds), each with
-  documents dealt by tokens and by load; a method stands for the degree that the closed form finds best;
-- the *floor*, which no placement is faster than: all compute divided perfectly over the ranks, or what must move, whichever takes longer;
+- four *baselines*: the best static method of the batch, and the one fixed for the run (chosen on the batches of the
+  other seeds), each with documents dealt by tokens and by load; a method stands for the degree that the closed form
+  finds best;
+- the *floor*, which no placement is faster than: all compute divided perfectly over the ranks, or what must move,
+  whichever takes longer;
 - the *share of the gap closed*: (best static of the batch by tokens - auto) / (the same - floor).
 
-Where a static method of the batch is more than ``MOST_BEHIND`` faster than ``auto``, the page says so and this ends with an error.
-Everything but planning times is *simulated*; no time here was measured on GPUs.
+Where a static method of the batch is more than ``MOST_BEHIND`` faster than ``auto``, the page says so and this ends
+with an error. Everything but planning times is *simulated*; no time here was measured on GPUs.
 """
 
 from __future__ import annotations
@@ -61,14 +63,16 @@ MASKS: dict[str, Mask] = {
 }
 BASELINES = [f"{what}, by {dealing}" for what in ("of the batch", "fixed for the run") for dealing in DEALINGS]
 INTRODUCTION = """
-**Simulated**, by `make auto` on {date} ({machine}); no time here was measured on GPUs. The event simulator with the cost model `{cost}`,
-llama3-8b (32 / 8 heads of 128), whole steps under FSDP or attention alone, {distributions} distributions of lengths, {seeds} seeds. *half*
-is one document of half of all tokens among web documents. *Headroom*: the best static method of the batch, documents dealt by tokens, over
-the floor, which is perfectly divided compute or what must move, whichever takes longer. *Share of the gap closed*: of the time between the
-two, what `auto` saves; the mean over batches with a headroom of at least {headroom}. The next four columns are the time of a static method
-over that of `auto`, geometric means: *of the batch*, the fastest method of each batch, which no training run has; *fixed for the run*, the
-fastest over the batches of the other seeds; *by tokens* as Megatron-Core, DeepSpeed and torchtitan deal documents to groups, *by load* as
-WLB-LLM does. *Worst of the batch* is the least speed-up over either. *Dynamic* is how often `auto` took no static method. {ahead}
+**Simulated**, by `make auto` on {date} ({machine}); no time here was measured on GPUs. The event simulator with the
+cost model `{cost}`, llama3-8b (32 / 8 heads of 128), whole steps under FSDP or attention alone, {distributions}
+distributions of lengths, {seeds} seeds. *half* is one document of half of all tokens among web documents. *Headroom*:
+the best static method of the batch, documents dealt by tokens, over the floor, which is perfectly divided compute or
+what must move, whichever takes longer. *Share of the gap closed*: of the time between the two, what `auto` saves; the
+mean over batches with a headroom of at least {headroom}. The next four columns are the time of a static method over
+that of `auto`, geometric means: *of the batch*, the fastest method of each batch, which no training run has; *fixed for
+the run*, the fastest over the batches of the other seeds; *by tokens* as Megatron-Core, DeepSpeed and torchtitan deal
+documents to groups, *by load* as WLB-LLM does. *Worst of the batch* is the least speed-up over either. *Dynamic* is how
+often `auto` took no static method. {ahead}
 """
 PLANNING = (("h100:1x8", 8192), ("h100:4x8", 8192), ("h100:8x8", 8192), ("h100:32x8", 32_768))
 """Clusters and tokens a rank of the table of planning times."""
@@ -164,7 +168,9 @@ class Batch:
         return max(compute, sum(layers * bound.link for layers, bound in passes))
 
     def best(self, dealing: str, others: Sequence[Batch] = ()) -> tuple[int, str]:
-        """The fastest static method: of the batch, or the one that ``others`` choose together, in this batch's nanoseconds."""
+        """The fastest static method: of the batch, or the one that ``others`` choose together,
+        in this batch's nanoseconds.
+        """
         judges = list(others) or [self]
         found = []
         for method in DEALINGS[dealing]:
@@ -195,7 +201,9 @@ def _predicted(request: Request, name: str) -> int | None:
 
 @dataclass(frozen=True)
 class Cell:
-    """One batch: what ``auto`` took, the baselines in the order of ``BASELINES``, and the floor, all in simulated nanoseconds."""
+    """One batch: what ``auto`` took, the baselines in the order of ``BASELINES``, and the floor,
+    all in simulated nanoseconds.
+    """
 
     setting: Setting
     lengths: str
@@ -242,7 +250,7 @@ def cells_of(setting: Setting, lengths: str, seeds: Sequence[int] = SEEDS) -> li
     return found
 
 
-# --- the page ------------------------------------------------------------------------------------------------------------
+# --- the page ---------------------------------------------------------------------------------------------------------
 
 
 def summary(name: str, cells: Sequence[Cell]) -> list[str]:
@@ -279,7 +287,9 @@ def summaries(cells: Sequence[Cell]) -> list[str]:
 
 
 def by_lengths(cells: Sequence[Cell]) -> list[str]:
-    """A row for each setting, a column for each distribution: the mean gain over the best static method of the batch, what was taken."""
+    """A row for each setting, a column for each distribution:
+    the mean gain over the best static method of the batch, what was taken.
+    """
     names = list(dict.fromkeys(cell.lengths for cell in cells))
     rows = []
     for setting in dict.fromkeys(cell.setting for cell in cells):
@@ -315,7 +325,8 @@ def ahead_words(cells: Sequence[Cell]) -> str:
     broken = [what for cell in cells for what in cell.broken]
     if not broken:
         return f"In no batch is a static method more than {MOST_BEHIND:.1%} faster than `auto`."
-    return f"In {len(broken)} of {len(cells)} batches a static method is more than {MOST_BEHIND:.1%} faster: {'; '.join(broken)}."
+    which = "; ".join(broken)
+    return f"In {len(broken)} of {len(cells)} batches a static method is more than {MOST_BEHIND:.1%} faster: {which}."
 
 
 def page(cells: Sequence[Cell], planning: Sequence[str]) -> str:
@@ -343,7 +354,8 @@ def page(cells: Sequence[Cell], planning: Sequence[str]) -> str:
             *by_lengths(cells),
             "## Planning time",
             "",
-            "Measured where this page was made: process time of one core, warm, whole steps, over the distributions, seed 0.",
+            "Measured where this page was made: process time of one core, "
+            "warm, whole steps, over the distributions, seed 0.",
             "",
             *planning,
         ]

@@ -1,13 +1,14 @@
-"""Attention beside a transfer, slot by slot of real plans: measured on one GPU, and beside it what the simulator's rule says.
+"""Attention beside a transfer, slot by slot of real plans: measured on one GPU, and what the simulator's rule says.
 
-    python benchmarks/beside_gpu.py --make slots.pkl                 on any machine: the fullest slot of some plans
-    python benchmarks/beside_gpu.py --slots slots.pkl --write x.json  on a GPU: measure at every margin
-    python benchmarks/beside_gpu.py --judge x.json                   on any machine: measured over simulated, under the plan's margin
+    python benchmarks/beside_gpu.py --make slots.pkl                   on any machine: the fullest slot of some plans
+    python benchmarks/beside_gpu.py --slots slots.pkl --write x.json   on a GPU: measure at every margin
+    python benchmarks/beside_gpu.py --judge x.json                     on any machine: measured over simulated
 
-Of every plan the slot and rank in which work and transfer are largest together, as the executor runs it: its work lists one after the
-other, and before them, on a stream of high priority, a copy that takes as long as the plan's transfer does by the cost model, by as many
-blocks as such a transfer has (:mod:`flexcp.measure.kernels.margin`). Work and copy alone are measured too; the rule is given those two
-and the cost model's row of contention, and must say how long both take together.
+Of every plan the slot and rank in which work and transfer are largest together, as the executor runs it: its work lists
+one after the other, and before them, on a stream of high priority, a copy that takes as long as the plan's transfer
+does by the cost model, by as many blocks as such a transfer has (:mod:`flexcp.measure.kernels.margin`). Work and copy
+alone are measured too; the rule is given those two and the cost model's row of contention, and must say how long both
+take together, under the plan's margin.
 """
 
 from __future__ import annotations
@@ -87,11 +88,16 @@ def full_slots() -> list[dict[str, Any]]:
             lists = program_lists(rank_program(plan, rank, 0, bool(backward)), bool(backward))[at]
             found.append(
                 {
-                    "plan": f"{data}, {ranks} ranks, {plan.strategy}", "backward": bool(backward), "rank": rank, "slot": at,
-                    "margin": int(program.execution.margin[at]), "where": "inside" if inside[rank, at + 1] else "across",
-                    "transfer ns": int(carried[rank, at + 1]), "lists": lists,
+                    "plan": f"{data}, {ranks} ranks, {plan.strategy}",
+                    "backward": bool(backward),
+                    "rank": rank,
+                    "slot": at,
+                    "margin": int(program.execution.margin[at]),
+                    "where": "inside" if inside[rank, at + 1] else "across",
+                    "transfer ns": int(carried[rank, at + 1]),
+                    "lists": lists,
                 }
-            )  # fmt: skip
+            )
     return found
 
 
@@ -128,11 +134,14 @@ def measured(slot: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(slots: list[dict[str, Any]]) -> str:
-    """Measured over simulated, of work and transfer, under the margin that the cost model of today chooses for the slot."""
+    """Measured over simulated, of work and transfer, under the margin that the cost model
+    of today chooses for the slot.
+    """
     from flexcp.cost import CostModel
 
     lines = [
-        "| plan | pass | transfer | margin | work alone, ms | work, measured | simulated | transfer alone, ms | measured | simulated |",
+        "| plan | pass | transfer | margin | work alone, ms | work, measured | simulated | transfer alone, ms | "
+        "measured | simulated |",
         "| " + "--- | " * 9 + "--- |",
     ]
     for slot in slots:
@@ -146,9 +155,9 @@ def table(slots: list[dict[str, Any]]) -> str:
         said, row = min(times, key=lambda each: (max(each[0]), each[0][0]))
         got = rows[row.margin]
         lines.append(
-            f"| {slot['plan']} | {'backward' if slot['backward'] else 'forward'} | {slot['where']} | {row.margin} | {work / 1e6:.3f} | "
-            f"{got['work ms']:.3f} | {said[0] / 1e6:.3f} ({got['work ms'] * 1e6 / said[0]:.2f}) | {copied / 1e6:.3f} | "
-            f"{got['copy ms']:.3f} | {said[1] / 1e6:.3f} ({got['copy ms'] * 1e6 / said[1]:.2f}) |"
+            f"| {slot['plan']} | {'backward' if slot['backward'] else 'forward'} | {slot['where']} | {row.margin} | "
+            f"{work / 1e6:.3f} | {got['work ms']:.3f} | {said[0] / 1e6:.3f} ({got['work ms'] * 1e6 / said[0]:.2f}) | "
+            f"{copied / 1e6:.3f} | {got['copy ms']:.3f} | {said[1] / 1e6:.3f} ({got['copy ms'] * 1e6 / said[1]:.2f}) |"
         )
     return "\n".join(lines)
 

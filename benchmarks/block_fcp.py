@@ -1,12 +1,14 @@
-"""Block-level FCP's ring and ablation, simulated, and its setting; ``papers_fcp.py`` has its figures with `fcp` and ``auto``.
+"""Block-level FCP's ring and ablation, simulated, and its setting;
+``papers_fcp.py`` has its figures with `fcp` and ``auto``.
 
 Repeats: 64 query and 8 KV heads of 128, causal, 32K tokens a GPU, 16 to 256 GPUs; lengths lognormal (mean 16K),
 bimodal (16K and 64K) and equal; efficiency against one GPU; the ablation at 128 GPUs.
 
-Differs: the preset ``h20`` (8 a node, 25 GB/s a rank across) and the analytic cost model. The length of "equal" documents is not published:
-several are shown. For the ablation their placement (blocks of 4K dealt by area, equal tokens) is ``minheap:4096``; pipelining is the
-overlap of stages, rounds and coalescing are this simulator's; their last step, the reshuffle, changes the layout outside attention.
-*Efficiency* is useful FLOPs over those of the same kernels on one rank that has all of its documents whole.
+Differs: the preset ``h20`` (8 a node, 25 GB/s a rank across) and the analytic cost model. The length of "equal"
+documents is not published: several are shown. For the ablation their placement (blocks of 4K dealt by area, equal
+tokens) is ``minheap:4096``; pipelining is the overlap of stages, rounds and coalescing are this simulator's; their last
+step, the reshuffle, changes the layout outside attention. *Efficiency* is useful FLOPs over those of the same kernels
+on one rank that has all of its documents whole.
 """
 
 from __future__ import annotations

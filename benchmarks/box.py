@@ -1,16 +1,16 @@
-"""A cluster in a box, measured: step time of attention over slow links, beside compute and communication of the same plan alone.
+"""A cluster in a box, measured: steps of attention over slow links, beside compute and communication alone.
 
-    sudo python benchmarks/box.py --nodes 2 --ranks 2 --mbit 200 --gflops 20       # every rank a device paced at 20 GFLOP/s
-    sudo python benchmarks/box.py --nodes 2 --ranks 2 --mbit 50 --real             # real kernels on this machine's cores
+    sudo python benchmarks/box.py --nodes 2 --ranks 2 --mbit 200 --gflops 20    # every rank paced at 20 GFLOP/s
+    sudo python benchmarks/box.py --nodes 2 --ranks 2 --mbit 50 --real          # real kernels on this machine's cores
 
-Ranks are network namespaces, a rank's network port carries ``--mbit`` each way, messages are real TCP (benchmarks/lib/box.py). By default
-compute is paced, because ranks that share two cores wait for each other as devices of a cluster do not; ``--real`` runs the CPU kernel,
-calibrates the planner on it, and compares results. A row marked "no relays" is the placement above it with every key straight from its
-owner.
+Ranks are network namespaces, a rank's network port carries ``--mbit`` each way, messages are real TCP
+(benchmarks/lib/box.py). By default compute is paced, because ranks that share two cores wait for each other as devices
+of a cluster do not; ``--real`` runs the CPU kernel, calibrates the planner on it, and compares results. A row marked
+"no relays" is the placement above it with every key straight from its owner.
 
-Columns: MB between nodes and step, as planned and as the links counted (headers included); milliseconds of the slowest rank in the fastest
-of ``--repeats``: compute alone, communication alone, the step; the step over the longer of the two; the step over the first row's. Needs
-root and iproute2; without them it says so and ends with exit code 0.
+Columns: MB between nodes and step, as planned and as the links counted (headers included); milliseconds of the slowest
+rank in the fastest of ``--repeats``: compute alone, communication alone, the step; the step over the longer of the two;
+the step over the first row's. Needs root and iproute2; without them it says so and ends with exit code 0.
 """
 
 from __future__ import annotations
@@ -35,11 +35,19 @@ from lib.box import Box
 from lib.step_time import Arrays, StepPart, difference, slowest_ms, time_steps
 
 DTYPE = "float32"
-# Only attention is timed, so a token costs nothing else; a pass through Python and gloo starts in a fraction of a millisecond.
+# Only attention is timed, so a token costs nothing else; a pass through Python and gloo starts in a fraction of a
+# millisecond.
 COST = CostModel(
-    "box", 1000, 1000, 1000, link_efficiency=950, row_tile_pairs=0, kernel_ns=300_000, message_ns=100_000,
+    "box",
+    1000,
+    1000,
+    1000,
+    link_efficiency=950,
+    row_tile_pairs=0,
+    kernel_ns=300_000,
+    message_ns=100_000,
     model=Model("attention only", hidden=1, layers=1, feed_forward=1),
-)  # fmt: skip
+)
 PARTS: tuple[StepPart, ...] = ("compute", "communication", "whole")
 
 
@@ -64,7 +72,8 @@ def main() -> None:
             f"{machine}, {asked.mbit} Mbit/s a rank, {gflops:.1f} GFLOP/s a rank ({'real' if asked.real else 'paced'})"
         )
         print(
-            "| plan | stages | MB planned | MB counted | compute | communication | step | step / longer | step / first's |"
+            "| plan | stages | MB planned | MB counted | compute | communication | step | step / longer | step / "
+            "first's |"
         )
         print("| --- " * 9 + "|")
         box.network.limit(asked.mbit)

@@ -3,13 +3,15 @@
     make box                                                     # an idle machine with two cores: a quarter of an hour
     sudo python benchmarks/box_error.py --batches mixed --loads 0.5 --strategies "ring zigzag groups"
 
-Ranks are network namespaces on one machine (benchmarks/lib/box.py). Their ports are limited and their kernels paced, so that they are
-devices of a cluster (benchmarks/lib/box_machine.py), and messages, packing, merging and all of Python are real. Ports, sleeps and hosts are
-measured first (benchmarks/lib/box_calibration.py), on other messages and other batches; with these the event simulator predicts every step
-before it is run, forward and backward of attention, all ranks starting together in each. Nothing is fitted to a step.
+Ranks are network namespaces on one machine (benchmarks/lib/box.py). Their ports are limited and their kernels paced, so
+that they are devices of a cluster (benchmarks/lib/box_machine.py), and messages, packing, merging and all of Python are
+real. Ports, sleeps and hosts are measured first (benchmarks/lib/box_calibration.py), on other messages and other
+batches; with these the event simulator predicts every step before it is run, forward and backward of attention, all
+ranks starting together in each. Nothing is fitted to a step.
 
-``--write`` writes the page of results, and the errors for ``flexcp`` to state (src/flexcp/known_errors/errors.json), which only a run
-of everything on an idle machine may. Needs root and iproute2; without them it says so and ends with exit code 0.
+``--write`` writes the page of results, and the errors for ``flexcp`` to state (src/flexcp/known_errors/errors.json),
+which only a run of everything on an idle machine may. Needs root and iproute2; without them it says so and ends with
+exit code 0.
 """
 
 from __future__ import annotations
@@ -29,9 +31,29 @@ from lib.box_machine import INSIDE, communication_share, mbit_for, paced_machine
 from lib.step_time import slowest_ms, time_steps
 
 STRATEGIES = (
-    "auto", "dp", "ring", "zigzag", "allgather", "ulysses", "usp:2,2", "ring:2", "zigzag:2", "allgather:2", "ulysses:2", "zigzag:2@load",
-    "blocks", "groups", "hypergraph", "dhp", "fcp:256", "dcp", "minheap", "pow2", "hdp", "wlb",
-)  # fmt: skip
+    "auto",
+    "dp",
+    "ring",
+    "zigzag",
+    "allgather",
+    "ulysses",
+    "usp:2,2",
+    "ring:2",
+    "zigzag:2",
+    "allgather:2",
+    "ulysses:2",
+    "zigzag:2@load",
+    "blocks",
+    "groups",
+    "hypergraph",
+    "dhp",
+    "fcp:256",
+    "dcp",
+    "minheap",
+    "pow2",
+    "hdp",
+    "wlb",
+)
 LOADS = (0.1, 0.5, 1.0)
 MAKE = "make box"
 BATCHES = {

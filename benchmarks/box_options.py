@@ -1,4 +1,6 @@
-"""What the benchmarks in a box share: the options that say which box, the end where none can be made, and the cluster it is."""
+"""What the benchmarks in a box share: the options that say which box, the end where none can be made,
+and the cluster it is.
+"""
 
 from __future__ import annotations
 

@@ -74,17 +74,18 @@ def page(steps: Sequence[BoxStep], calibrated: Sequence[Calibrated], host: Host,
     lines = [
         "# A cluster in a box, predicted and measured",
         "",
-        f"**Measured against simulated**, by `{command}` on {date.today().isoformat()}: {machine_words(busy)}. Four ranks in two nodes are "
-        "processes with a network namespace each, which talk over real TCP (gloo) through ports limited by `tc`: one across nodes, and "
-        f"one inside the node that is {INSIDE} times as fast. A rank's kernel is paced: it waits as long as a device of a stated speed "
-        "would compute. Everything else is what training runs: plans, messages, packing, merging, Python. Ports, waits and hosts are "
-        "measured first, on other messages and another batch; then the event simulator predicts each step, and it is run. Nothing is "
-        "fitted to a step.",
+        f"**Measured against simulated**, by `{command}` on {date.today().isoformat()}: {machine_words(busy)}. Four "
+        "ranks in two nodes are processes with a network namespace each, which talk over real TCP (gloo) through ports "
+        f"limited by `tc`: one across nodes, and one inside the node that is {INSIDE} times as fast. A rank's kernel "
+        "is paced: it waits as long as a device of a stated speed would compute. Everything else is what training "
+        "runs: plans, messages, packing, merging, Python. Ports, waits and hosts are measured first, on other messages "
+        "and another batch; then the event simulator predicts each step, and it is run. Nothing is fitted to a step.",
         "",
-        f"A step is attention forward and backward ({SHAPE.heads} / {SHAPE.kv_heads} heads of {SHAPE.head_dim}, {SHAPE.dtype}, causal), "
-        "all ranks starting together in each; the slowest rank in the fastest repeat. The *load* is the time for which the busiest "
-        "port is busy over the time for which the slowest rank computes, of the median strategy; *communication / compute* is the same "
-        "of each. Strategies that come to one plan share a row.",
+        f"A step is attention forward and backward ({SHAPE.heads} / {SHAPE.kv_heads} heads of {SHAPE.head_dim}, "
+        f"{SHAPE.dtype}, causal), all ranks starting together in each; the slowest rank in the fastest repeat. The "
+        "*load* is the time for which the busiest port is busy over the time for which the slowest rank computes, of "
+        "the median strategy; *communication / compute* is the same of each. "
+        "Strategies that come to one plan share a row.",
         "",
         "## How far off",
         "",
@@ -94,9 +95,9 @@ def page(steps: Sequence[BoxStep], calibrated: Sequence[Calibrated], host: Host,
         *table(ROW_HEADS, [step.cells() for step in steps]),
         "## What was measured first",
         "",
-        f"Hosts: {host.slot_ns / 1e3:.0f} us a slot, {host.piece_ns / 1e3:.0f} us a piece that leaves or comes, copies at "
-        f"{host.copy_mbps:,} MB/s, {host.kernel_ns / 1e3:.0f} us of a kernel beyond its pace; passes that were not fitted are off by "
-        f"{host.off.median:.0%} in the median, {host.off.worst:.0%} at worst. Ports, MB/s:",
+        f"Hosts: {host.slot_ns / 1e3:.0f} us a slot, {host.piece_ns / 1e3:.0f} us a piece that leaves or comes, copies "
+        f"at {host.copy_mbps:,} MB/s, {host.kernel_ns / 1e3:.0f} us of a kernel beyond its pace; passes that were not "
+        f"fitted are off by {host.off.median:.0%} in the median, {host.off.worst:.0%} at worst. Ports, MB/s:",
         "",
         *table(["batch", "load", "across nodes: set", *level, "inside: set", *level], ports),
     ]

@@ -2,9 +2,9 @@
 
     python benchmarks/closed_form.py
 
-Both have the same cost model and neither has contention, so what differs is the form: ranks that wait for each other's work, ports that
-several stages or ranks want at once. Prints every case and the errors by strategy; then attention alone in DCP's setting (dcp.py), where
-the network is slow and nothing else hides it.
+Both have the same cost model and neither has contention, so what differs is the form: ranks that wait for each other's
+work, ports that several stages or ranks want at once. Prints every case and the errors by strategy; then attention
+alone in DCP's setting (dcp.py), where the network is slow and nothing else hides it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def main() -> None:
     preset = find_model("llama3-8b")
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     print(
-        "| lengths | nodes | strategy | tokens | events ms | closed form / events |\n| --- | --- | --- | --- | --- | --- |"
+        "| lengths | nodes | strategy | tokens | events ms | closed form / events |\n| --- | --- | --- | --- | --- | "
+        "--- |"
     )
     for lengths in LENGTHS:
         for nodes in (1, 4):

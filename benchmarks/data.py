@@ -1,12 +1,14 @@
 """What the data pipeline promises, measured: ``make data`` writes docs/results/data.md.
 
-    resume     a training run killed with signal 9 at twenty random moments, on one rank and on two, against an undisturbed one
+    resume     a training run killed with signal 9 at twenty random moments, on one rank and on two, against one that
+               is not disturbed
     planners   planner processes killed with signal 9 all through an epoch
     waits      how long the loop waits when planning takes ten times as long as usual, with and without look-ahead
     million    1,000,000 document lengths: time to the first batch, memory over an epoch
     fuzz       100,000 mutated plan files (benchmarks/fuzz_plans.py)
 
-Each part runs in a process of its own; ``--part NAME`` runs one and prints its numbers as JSON, ``--quick`` takes a sample.
+Each part runs in a process of its own; ``--part NAME`` runs one and prints its numbers as JSON, ``--quick`` takes a
+sample.
 """
 
 from __future__ import annotations
@@ -208,15 +210,16 @@ def table(results: dict[str, dict[str, Any]], quick: bool) -> str:
     lines = [
         "# The data pipeline under stress",
         "",
-        f"**Measured**, by `make data` on {date.today().isoformat()} ({platform.machine()}, {os.cpu_count()} cores, torch "
-        f"{torch.__version__}){', a sample' if quick else ''}. Waiting is counted after the first plan; the loop's work and the slowness "
-        "are sleeps. Memory is resident memory of the training process.",
+        f"**Measured**, by `make data` on {date.today().isoformat()} ({platform.machine()}, {os.cpu_count()} cores, "
+        f"torch {torch.__version__}){', a sample' if quick else ''}. Waiting is counted after the first plan; the "
+        "loop's work and the slowness are sleeps. Memory is resident memory of the training process.",
         "",
         "| promise | measured | holds |",
         "| --- | --- | --- |",
     ]
     promises = {
-        "resume": "killed with signal 9 at 20 random moments and resumed: samples and losses bitwise those of an undisturbed run",
+        "resume": "killed with signal 9 at 20 random moments and resumed: samples and losses bitwise those of an "
+        "undisturbed run",
         "planners": "planner processes killed with signal 9: no sample skipped or repeated",
         "waits": "planning 10 times slower than usual, within the look-ahead: the loop waits under 2 % of the time",
         "million": "1,000,000 lengths: first batch in under 3 s, flat memory over an epoch",

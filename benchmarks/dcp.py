@@ -3,13 +3,13 @@
 Repeats: attention of one layer on 4 nodes x 8 A100, 4 x 100 Gb/s a node, 131,072 tokens, 8 query and 2 KV heads
 of 128, lengths of LongAlign and LongDataCollections scaled by 0.5, 1, 2, 4.
 
-Differs: lengths are drawn from our own ``longalign`` and ``longtail`` (theirs are not public as numbers), so batches are not theirs;
-links, latencies and kernel efficiency are the a100 preset and the analytic cost model; two ranks share a network card. Its static
-baselines are ring, zig-zag, LoongTrain and TransformerEngine: here ``ring``, ``zigzag``, ``usp:2,16`` (heads by two, as LoongTrain could
-with two KV heads) and ``allgather``; TransformerEngine's ring is ``zigzag``'s. The artifact runs them in groups (data parallelism
-outside), as many as the largest power of two not above 131,072 // longest document of the data set, and its files do not hold that
-length; here they run over all 32 ranks. End to end, tensor parallelism 4 is folded into a rank four times as fast (its own collectives
-are left out).
+Differs: lengths are drawn from our own ``longalign`` and ``longtail`` (theirs are not public as numbers), so batches
+are not theirs; links, latencies and kernel efficiency are the a100 preset and the analytic cost model; two ranks share
+a network card. Its static baselines are ring, zig-zag, LoongTrain and TransformerEngine: here ``ring``, ``zigzag``,
+``usp:2,16`` (heads by two, as LoongTrain could with two KV heads) and ``allgather``; TransformerEngine's ring is
+``zigzag``'s. The artifact runs them in groups (data parallelism outside), as many as the largest power of two not above
+131,072 // longest document of the data set, and its files do not hold that length; here they run over all 32 ranks. End
+to end, tensor parallelism 4 is folded into a rank four times as fast (its own collectives are left out).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """All simulated experiments, one after the other. ``make experiments`` writes docs/results/experiments.md.
 
-Each has a script of its own beside this one that says what it repeats and where its setting differs. Seeds are fixed, so the same code
-gives the same tables; ``--quick`` draws one batch a cell and fewer sizes.
+Each has a script of its own beside this one that says what it repeats and where its setting differs. Seeds are fixed,
+so the same code gives the same tables; ``--quick`` draws one batch a cell and fewer sizes.
 """
 
 from __future__ import annotations
@@ -28,49 +28,53 @@ def sections(quick: bool) -> list[tuple[str, str, Callable[[], list[str]]]]:
     return [
         (
             "How well the cost models fit kernels measured on an H200",
-            "`python benchmarks/kernel_fit.py`: raw times of the `hopper` kernel on one H200 (benchmarks/h200.json), fitted as `flexcp "
-            "calibrate` fits them, errors on what was not fitted. Planners use pairs and row tiles; `flexcp simulate`, `compare` and "
-            "`bench step` with such a calibration time a finished plan by prices of tiles. The tables below are of other GPUs and use the "
-            "analytic model. Kernels of 100 ms and more run slower than the fit says, because the chip lowers its clock.",
+            "`python benchmarks/kernel_fit.py`: raw times of the `hopper` kernel on one H200 (benchmarks/h200.json), "
+            "fitted as `flexcp calibrate` fits them, errors on what was not fitted. Planners use pairs and row tiles; "
+            "`flexcp simulate`, `compare` and `bench step` with such a calibration time a finished plan by prices of "
+            "tiles. The tables below are of other GPUs and use the analytic model. Kernels of 100 ms and more run "
+            "slower than the fit says, because the chip lowers its clock.",
             lambda: [*kernel_fit.read_table(), ""],
         ),
         (
             "DCP's static methods, published and simulated",
-            "`python benchmarks/dcp.py`. Forward milliseconds of one layer's attention, 4x8 A100, 131,072 tokens, 8 / 2 heads of 128, "
-            "beside the best static method that DCP (arXiv 2510.10620) published. Two ranks share a 100 Gb/s card here, a choice made "
-            "with knowledge of the published figures: with 6.25 GB/s for each rank alone a ring would take about twice as long. Simulated "
-            "times hardly depend on the lengths, because a ring over all ranks is bound by its network. The published ones fall with the "
-            "scale, on LongDataCollections by half, for a reason that is not in the model.",
+            "`python benchmarks/dcp.py`. Forward milliseconds of one layer's attention, 4x8 A100, 131,072 tokens, 8 / "
+            "2 heads of 128, beside the best static method that DCP (arXiv 2510.10620) published. Two ranks share a "
+            "100 Gb/s card here, a choice made with knowledge of the published figures: with 6.25 GB/s for each rank "
+            "alone a ring would take about twice as long. Simulated times hardly depend on the lengths, because a ring "
+            "over all ranks is bound by its network. The published ones fall with the scale, on LongDataCollections by "
+            "half, for a reason that is not in the model.",
             lambda: dcp.absolutes(few),
         ),
         (
             "The ring of block-level FCP, published and simulated",
-            "`python benchmarks/block_fcp.py`. A zig-zag ring over all ranks, H20-like, 64 / 8 heads, 32K tokens a GPU, equal lengths, "
-            "efficiency against one GPU. The published setting (arXiv 2605.08524) does not name the length of its documents, so three are "
-            "shown. No single length gives both published figures.",
+            "`python benchmarks/block_fcp.py`. A zig-zag ring over all ranks, H20-like, 64 / 8 heads, 32K tokens a "
+            "GPU, equal lengths, efficiency against one GPU. The published setting (arXiv 2605.08524) does not name "
+            "the length of its documents, so three are shown. No single length gives both published figures.",
             lambda: block_fcp.ring_absolutes(counts),
         ),
         (
             "The ablation of block-level FCP, published and simulated",
-            "128 GPUs, forward MFU, with blocks dealt by `minheap:4096` in FCP's place; [the page of the three papers](papers.md) has the "
-            "ladder of its own planner, `fcp:4096`, where rungs are lower. The kernel's efficiency, 0.80, is derived from the published "
-            "figures (0.75 / 0.93), so agreement in "
-            "the last row is no independent evidence. The first row does not agree: without overlap and rounds the simulated executor "
-            "still sends exactly what is needed, in at most four stages.",
+            "128 GPUs, forward MFU, with blocks dealt by `minheap:4096` in FCP's place; [the page of the three "
+            "papers](papers.md) has the ladder of its own planner, `fcp:4096`, where rungs are lower. The kernel's "
+            "efficiency, 0.80, is derived from the published figures (0.75 / 0.93), so agreement in "
+            "the last row is no independent evidence. The first row does not agree: without overlap and rounds the "
+            "simulated executor still sends exactly what is needed, in at most four stages.",
             block_fcp.ablation,
         ),
         (
             "MagiAttention's weak scaling, published and simulated",
-            "`python benchmarks/magi.py`. TFLOP/s a GPU on web documents, 64 / 8 heads, 8,192 tokens a GPU, H100. `minheap` is the way "
-            "MagiAttention deals chunks to ranks, every key straight from its owner; with its native collectives and measured links "
-            "[it is nearer](published.md), but not within 10 % at 64 GPUs. Until it is, no speed-up over MagiAttention is stated.",
+            "`python benchmarks/magi.py`. TFLOP/s a GPU on web documents, 64 / 8 heads, 8,192 tokens a GPU, H100. "
+            "`minheap` is the way MagiAttention deals chunks to ranks, every key straight from its owner; with its "
+            "native collectives and measured links [it is nearer](published.md), but not within 10 % at 64 GPUs. Until "
+            "it is, no speed-up over MagiAttention is stated.",
             lambda: magi.weak_scaling(1 if quick else 5),
         ),
         (
             "flexcp on Libra's lengths",
-            "`python benchmarks/libra.py`. Whole steps of llama3-8b on 8x8 H100, 32K tokens a rank, FSDP; Libra's model, cluster and batch "
-            "are not published. The bound is Ulysses over a step with attention at its floor and all other layers divided evenly, nothing "
-            "exchanged and no gradients synchronised: where it is below the published ratio, no placement reaches that ratio here.",
+            "`python benchmarks/libra.py`. Whole steps of llama3-8b on 8x8 H100, 32K tokens a rank, FSDP; Libra's "
+            "model, cluster and batch are not published. The bound is Ulysses over a step with attention at its floor "
+            "and all other layers divided evenly, nothing exchanged and no gradients synchronised: where it is below "
+            "the published ratio, no placement reaches that ratio here.",
             lambda: libra.lengths_table(few),
         ),
     ]
@@ -81,15 +85,15 @@ def page(quick: bool) -> str:
     lines = [
         "# Experiments against published systems",
         "",
-        f"**Simulated**, by `make experiments{' QUICK=1' * quick}` on {date.today().isoformat()}: the event simulator, cost model "
-        f"{CostModel().name} ([errors](errors.md)), unless a section says otherwise; compute and transfers slow each other as measured "
-        "on one H200 with 16 multiprocessors left to transfers. No time here was measured on GPUs, except the raw times of the first "
-        "table. Published figures are those of the systems' papers. Tokens are equal on all ranks where only attention is timed. "
-        "*Optimality* is time over max(perfectly divided compute, unavoidable communication), which no placement reaches where "
-        "documents must be cut.",
+        f"**Simulated**, by `make experiments{' QUICK=1' * quick}` on {date.today().isoformat()}: the event simulator, "
+        f"cost model {CostModel().name} ([errors](errors.md)), unless a section says otherwise; compute and transfers "
+        "slow each other as measured on one H200 with 16 multiprocessors left to transfers. No time here was measured "
+        "on GPUs, except the raw times of the first table. Published figures are those of the systems' papers. Tokens "
+        "are equal on all ranks where only attention is timed. *Optimality* is time over max(perfectly divided "
+        "compute, unavoidable communication), which no placement reaches where documents must be cut.",
         "",
-        "flexcp's strategies in the settings of DCP, FCP and DHP are on [the page of the three papers](papers.md), beside their planners "
-        "and over both baselines.",
+        "flexcp's strategies in the settings of DCP, FCP and DHP are on [the page of the three papers](papers.md), "
+        "beside their planners and over both baselines.",
         "",
     ]
     console = Console(stderr=True)

@@ -3,12 +3,13 @@
 Each begins as the file of a good plan and is changed in one of three ways:
 
 - *raw*: bits, bytes and ranges of the file, as disks and cables do;
-- *sealed*: the inflated body, or a value of its facts, deflated and sealed again with a right checksum, as somebody hostile does;
+- *sealed*: the inflated body, or a value of its facts, deflated and sealed again with a right checksum, as somebody
+  hostile does;
 - *forged*: fields or cells of the plan itself, saved with everything right around them.
 
-Reading one must give an equal plan, another valid plan (of a forged one), or a PlanFormatError. It is watched while it reads: an audit
-hook sees every import, file, process, socket or piece of code; memory is limited, and its peak measured on a sample; an alarm ends a read
-that takes long. The watching cannot be undone, so this is a program of its own.
+Reading one must give an equal plan, another valid plan (of a forged one), or a PlanFormatError. It is watched while it
+reads: an audit hook sees every import, file, process, socket or piece of code; memory is limited, and its peak measured
+on a sample; an alarm ends a read that takes long. The watching cannot be undone, so this is a program of its own.
 """
 
 from __future__ import annotations
@@ -57,8 +58,27 @@ FORBIDDEN = (
     "ctypes.",
     "code.",
 )
-EXTREMES = [0, 1, -1, 2, 7, 255, 256, 65_535, 1 << 20, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 53, 1 << 61, -(1 << 61), 1 << 62,
-            1 << 63, (1 << 64) - 1, 10**30]  # fmt: skip
+EXTREMES = [
+    0,
+    1,
+    -1,
+    2,
+    7,
+    255,
+    256,
+    65_535,
+    1 << 20,
+    1 << 31,
+    (1 << 32) - 1,
+    1 << 40,
+    1 << 53,
+    1 << 61,
+    -(1 << 61),
+    1 << 62,
+    1 << 63,
+    (1 << 64) - 1,
+    10**30,
+]
 
 
 @dataclass
@@ -212,7 +232,7 @@ def _forged_fact(plan: Plan, rng: random.Random) -> Plan:
 MUTATIONS: dict[str, Callable[[bytes, Plan, random.Random], bytes]] = {"raw": raw, "sealed": sealed, "forged": forged}
 
 
-# --- reading them, watched ----------------------------------------------------------------------------------------------
+# --- reading them, watched --------------------------------------------------------------------------------------------
 
 
 class Watch:

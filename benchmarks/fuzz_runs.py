@@ -2,7 +2,8 @@
 
     python benchmarks/fuzz_runs.py plans.json ranks.json more.json --on "16 cores (x86_64), Python 3.12, torch 2.11"
 
-The table stands between two comments of the page, which are kept. Failures are those of the run, whatever was mended since.
+The table stands between two comments of the page, which are kept. Failures are those of the run, whatever was mended
+since.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ def table(runs: list[dict[str, Any]], machine: str) -> str:
     names = ("seed", "cases", "refused", "plans", "on real ranks", "jobs", "seconds", "failed")
     head = f"**Measured** on {machine}:\n\n| {' | '.join(names)} |\n|{' --- |' * len(names)}"
     rows = [
-        f"| {run['seed']} | {run['cases']:,} | {run['refused']:,} | {run['plans']:,} | {run['on_ranks']:,} | {run['jobs']} | "
-        f"{run['seconds']:.0f} | {_failed(run)} |"
+        f"| {run['seed']} | {run['cases']:,} | {run['refused']:,} | {run['plans']:,} | {run['on_ranks']:,} | "
+        f"{run['jobs']} | {run['seconds']:.0f} | {_failed(run)} |"
         for run in runs
     ]
     return "\n".join([head, *rows]) + "\n"

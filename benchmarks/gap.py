@@ -1,16 +1,19 @@
 """How much of the gap between static methods and perfect plans a strategy closes: ``python benchmarks/gap.py groups``.
 
-A cell is a cluster, a number of tokens a rank, what is timed (a step of llama3-8b; attention of 32 / 8 or of 8 / 1 heads of 128) and a
-distribution of lengths. In each, the *gap* is between the fastest static method of the batch and what no plan is faster than: the larger of
-perfectly divided compute and unavoidable communication. A strategy that is as fast as the static method closes 0 of it, a perfect one 1, a
-slower one less than 0. Rows are means over lengths and numbers of tokens, shares arithmetic and speed-ups geometric, over the best static
-method with documents dealt by tokens and, in the last two columns, by load. Everything is simulated.
+A cell is a cluster, a number of tokens a rank, what is timed (a step of llama3-8b; attention of 32 / 8 or of 8 / 1
+heads of 128) and a distribution of lengths. In each, the *gap* is between the fastest static method of the batch and
+what no plan is faster than: the larger of perfectly divided compute and unavoidable communication. A strategy that is
+as fast as the static method closes 0 of it, a perfect one 1, a slower one less than 0. Rows are means over lengths and
+numbers of tokens, shares arithmetic and speed-ups geometric, over the best static method with documents dealt by tokens
+and, in the last two columns, by load. Everything is simulated.
 
-The floor ignores what every plan that moves anything pays: multiprocessors left to transfers, copies of messages, row tiles and kernels of
-cut documents. ``--parts`` prints for each cell what a strategy's time over perfectly divided compute is made of
-(:mod:`lib.lost_time`), so that what a planner could still win (imbalance, exposed communication) is told from what none can.
+The floor ignores what every plan that moves anything pays: multiprocessors left to transfers, copies of messages, row
+tiles and kernels of cut documents. ``--parts`` prints for each cell what a strategy's time over perfectly divided
+compute is made of (:mod:`lib.lost_time`), so that what a planner could still win (imbalance, exposed communication) is
+told from what none can.
 
-Static methods take most of the time: ``--baselines FILE`` keeps them for other strategies and other checkouts of the planners.
+Static methods take most of the time: ``--baselines FILE`` keeps them for other strategies and other checkouts of the
+planners.
 """
 
 from __future__ import annotations
@@ -57,7 +60,9 @@ def cells_of(clusters: list[str], seeds: int) -> Iterator[Cell]:
 
 
 def experiment_of(cell: Cell) -> tuple[Experiment, list[int]]:
-    """Where the cell's batch runs, and its documents; ``half`` is one document of half the tokens among others of ``web``."""
+    """Where the cell's batch runs, and its documents; ``half`` is one document
+    of half the tokens among others of ``web``.
+    """
     name, kind, each, lengths, seed = cell
     where, shape = cluster_of(name), KINDS[kind]
     tokens = each * where.ranks

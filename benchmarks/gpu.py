@@ -1,14 +1,15 @@
 """The GPU suite: everything that needs a GPU, in one command; writes one JSON.
 
-    python benchmarks/gpu.py --write gpu.json            all parts
-    python benchmarks/gpu.py --only cases,recompiles     some of them
-    python benchmarks/gpu.py --plans plans.npz --make-plans   on any machine: the work lists of real plans, for one without Numba
-    python benchmarks/gpu.py --nccl-cases c.pkl --make-nccl-cases   the plans of ``nccl``, for a machine without Mt-KaHyPar
+    python benchmarks/gpu.py --write gpu.json                         all parts
+    python benchmarks/gpu.py --only cases,recompiles                  some of them
+    python benchmarks/gpu.py --plans plans.npz --make-plans           work lists of real plans, made where Numba is
+    python benchmarks/gpu.py --nccl-cases c.pkl --make-nccl-cases     plans of ``nccl``, made where Mt-KaHyPar is
 
-Parts: ``cases`` (1,000 random cases by the error rule), ``recompiles`` (100 random batches compile nothing), ``bench`` (ours beside the
-baselines), ``plans`` (work lists of real plans against the kernel's dense rate), ``margin`` (multiprocessors left to a copy that runs
-beside attention), and ``nccl``, only when asked for (2, 4 and 8 real ranks on the one GPU). Each runs in processes of its own; compiling is
-parallel, timing is not. Needs torch, Triton and NumPy, no more.
+Parts: ``cases`` (1,000 random cases by the error rule), ``recompiles`` (100 random batches compile nothing), ``bench``
+(ours beside the baselines), ``plans`` (work lists of real plans against the kernel's dense rate), ``margin``
+(multiprocessors left to a copy that runs beside attention), and ``nccl``, only when asked for (2, 4 and 8 real ranks on
+the one GPU). Each runs in processes of its own; compiling is parallel, timing is not. Needs torch, Triton and NumPy, no
+more.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ def recompiled(argument: Any) -> Any:
 
 
 def bench(argument: Any) -> Any:
-    """The rows of docs/results/kernels.md: each workload with the contenders that are fast on it, printed as it is measured."""
+    """The rows of docs/results/kernels.md: each workload with the contenders that are fast on it, printed at once."""
     from flexcp.measure.kernels import bench as b
 
     dense, sparse = ["cute", "op", "fa4", "cudnn"], ["cute", "op", "fa4", "flex", "flexfa4"]
@@ -148,7 +149,9 @@ def bench(argument: Any) -> Any:
 
 
 def plan_work() -> dict[str, Any]:
-    """Work lists of real plans: ``data/ranks/seed/rank/direction/number`` -> slices; a second array has the rest of a ``Listed``."""
+    """Work lists of real plans: ``data/ranks/seed/rank/direction/number`` -> slices;
+    a second array has the rest of a ``Listed``.
+    """
     import flexcp
     from flexcp.data.lengths import draw_lengths
     from flexcp.executor.run.rank_program import rank_program
@@ -172,7 +175,9 @@ def plan_work() -> dict[str, Any]:
 
 
 def plans(argument: Any) -> Any:
-    """TFLOP/s of a rank's stages together against the kernel's rate on one full square, in turns, and what tiles alone allow."""
+    """TFLOP/s of a rank's stages together against the kernel's rate on one full square, in turns,
+    and what tiles alone allow.
+    """
     import torch
 
     from flexcp.executor.kernels.choose import choose_kernel
@@ -234,9 +239,13 @@ def nccl(argument: Any) -> Any:
 
 
 PARTS: dict[str, Callable[[Any], Any]] = {
-    "cases": cases, "recompiles": recompiled, "bench": bench, "plans": plans, "margin": margin,
+    "cases": cases,
+    "recompiles": recompiled,
+    "bench": bench,
+    "plans": plans,
+    "margin": margin,
     "nccl": nccl,
-}  # fmt: skip
+}
 
 
 if __name__ == "__main__":

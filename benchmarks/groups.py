@@ -2,12 +2,12 @@
 
 ``make groups`` writes docs/results/groups.md.
 
-What DHP (arXiv 2602.21788) published (``1.46`` on average, ``2.24`` on extremely unbalanced batches, against Megatron's and DeepSpeed's
-fixed degrees) was measured on 8 to 64 NPUs; here stands the same comparison in simulation.
+What DHP (arXiv 2602.21788) published (``1.46`` on average, ``2.24`` on extremely unbalanced batches, against Megatron's
+and DeepSpeed's fixed degrees) was measured on 8 to 64 NPUs; here stands the same comparison in simulation.
 
-A *fixed grid* has one degree for all batches of a distribution,
-the best there is over these batches: zig-zag rings (DHP's first baseline), or any static method. Ranks may keep at most twice the mean of
-tokens, as memory would have it; a grid that breaks this for some batch is no grid for the distribution.
+A *fixed grid* has one degree for all batches of a distribution, the best there is over these batches: zig-zag rings
+(DHP's first baseline), or any static method. Ranks may keep at most twice the mean of tokens, as memory would have it;
+a grid that breaks this for some batch is no grid for the distribution.
 
 ``half`` is a batch with one document of half the tokens, the others drawn from ``web``.
 """
@@ -54,7 +54,9 @@ def lengths_of(name: str, tokens: int, seed: int) -> list[int]:
 
 
 def compare(where: Cluster, name: str, tokens: int) -> tuple[float, float, float, str, set[int]]:
-    """(speed-up over zig-zag grids, over all static grids, time over the bound, the best static grid, degrees that groups used)."""
+    """(speed-up over zig-zag grids, over all static grids, time over the bound, the best static grid, degrees that
+    groups used).
+    """
     ours, bound, degrees = 0, 0, set()
     totals: dict[str, int] = {}
     for seed in range(SEEDS):
@@ -90,7 +92,8 @@ def _ranks_of_documents(placement: Placement) -> np.ndarray:
 def comparison() -> list[str]:
     """One row for every preset, size and distribution, and the averages."""
     lines = [
-        "| cluster | tokens a rank | lengths | over the best zig-zag grid | over the best static grid | which | time / bound | degrees |",
+        "| cluster | tokens a rank | lengths | over the best zig-zag grid | over the best static grid | which | time / "
+        "bound | degrees |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     averages = []
@@ -103,7 +106,8 @@ def comparison() -> list[str]:
                 rows.append((rings, static))
                 shown = ", ".join(map(str, sorted(degrees)))
                 lines.append(
-                    f"| {preset} 8x8 | {tokens:,} | {name} | {rings:.2f} | {static:.2f} | {which} | {gap:.3f} | {shown} |"
+                    f"| {preset} 8x8 | {tokens:,} | {name} | {rings:.2f} | {static:.2f} | {which} | {gap:.3f} | "
+                    f"{shown} |"
                 )
             rings, static = (statistics.mean(column) for column in zip(*rows, strict=True))
             averages.append(f"| {preset} 8x8 | {tokens:,} | **average** | **{rings:.2f}** | **{static:.2f}** | | | |")
@@ -139,17 +143,19 @@ def main() -> None:
         [
             "# groups against fixed grids",
             "",
-            f"**Simulated**, by `make groups` on {date.today().isoformat()} ({platform.machine()}); only planning times, in the last "
-            f"table, are measured. Predicted whole-step time (cost model `{COST.name}`, [errors](errors.md)), sum "
-            f"over {SEEDS} batches, 32 / 8 heads of 128, causal, at most twice the mean of tokens on a rank. A fixed grid has one degree "
-            "for all batches of a distribution. DHP (arXiv 2602.21788) published 1.46 (average) and 2.24 (extremely unbalanced batches) "
-            "over fixed degrees, measured on its own machines. *Bound* is all compute divided perfectly.",
+            f"**Simulated**, by `make groups` on {date.today().isoformat()} ({platform.machine()}); only planning "
+            f"times, in the last table, are measured. Predicted whole-step time (cost model `{COST.name}`, "
+            f"[errors](errors.md)), sum over {SEEDS} batches, 32 / 8 heads of 128, causal, at most twice the mean of "
+            "tokens on a rank. A fixed grid has one degree for all batches of a distribution. DHP (arXiv 2602.21788) "
+            "published 1.46 (average) and 2.24 (extremely unbalanced batches) over fixed degrees, measured on its own "
+            "machines. *Bound* is all compute divided perfectly.",
             "",
             *comparison(),
             "",
             "## Planning 512 documents on 64 ranks",
             "",
-            "Measured, CPU milliseconds of one process, the median of ten. DHP published 86 ms for its solver and 0.9 s in all.",
+            "Measured, CPU milliseconds of one process, the median of ten. DHP published 86 ms for its solver and 0.9 "
+            "s in all.",
             "",
             *speed(),
             "",

@@ -1,8 +1,9 @@
-"""hypergraph beside blocks, measured: bytes, balance and seconds. ``make hypergraph`` writes docs/results/planning-hypergraph.md.
+"""hypergraph beside blocks, measured: bytes, balance and seconds.
+``make hypergraph`` writes docs/results/planning-hypergraph.md.
 
-The two batches of 131,072 tokens on which DCP's own planner was measured, four masks, 8 query / 2 KV heads of 128, one node of 8 and four,
-both tolerances 0.05. So both strategies answer the same question, and their imbalances stand beside their bytes. Seconds are CPU
-time, medians of warm planner calls with schedule and hash, in one process on one thread.
+The two batches of 131,072 tokens on which DCP's own planner was measured, four masks, 8 query / 2 KV heads of 128, one
+node of 8 and four, both tolerances 0.05. So both strategies answer the same question, and their imbalances stand beside
+their bytes. Seconds are CPU time, medians of warm planner calls with schedule and hash, in one process on one thread.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def _token_blocks(plan: Plan) -> int:
 def table(cases: list[tuple[str, str, int]], repeats: int = REPEATS) -> list[str]:
     """The lines of the table, and what it shows in a sentence."""
     lines = [
-        "| mask | batch | ranks | blocks MB | hypergraph MB | ratio | compute | tokens | token blocks | blocks s | hypergraph s |",
+        "| mask | batch | ranks | blocks MB | hypergraph MB | ratio | compute | tokens | token blocks | blocks s | "
+        "hypergraph s |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     ratios, seconds = [], []
@@ -84,7 +86,8 @@ def table(cases: list[tuple[str, str, int]], repeats: int = REPEATS) -> list[str
         seconds.append(h.seconds)
         lines.append(
             f"| {mask} | {batch} | {nodes}x8 | {b.megabytes:.1f} | {h.megabytes:.1f} | {ratios[-1]:.3f} "
-            f"| {b.compute:.3f} / {h.compute:.3f} | {b.tokens:.3f} / {h.tokens:.3f} | {h.blocks} | {b.seconds:.3f} | {h.seconds:.2f} |"
+            f"| {b.compute:.3f} / {h.compute:.3f} | {b.tokens:.3f} / {h.tokens:.3f} | {h.blocks} | {b.seconds:.3f} | "
+            f"{h.seconds:.2f} |"
         )
     worst = (
         f"at most {max(ratios):.3f} of blocks' bytes, {statistics.geometric_mean(ratios):.3f} in the (geometric) mean"
@@ -104,11 +107,11 @@ def main() -> None:
     lines = [
         "# hypergraph beside blocks",
         "",
-        f"**Measured**, by `make hypergraph` on {date.today().isoformat()} ({platform.machine()}, one process); CPU seconds, first calls "
-        "excluded.",
+        f"**Measured**, by `make hypergraph` on {date.today().isoformat()} ({platform.machine()}, one process); CPU "
+        "seconds, first calls excluded.",
         "",
-        "DCP's two batches of 131,072 tokens, 8 / 2 heads of 128; forward MB of one layer, both tolerances 0.05; imbalances are max / mean "
-        "of blocks / hypergraph.",
+        "DCP's two batches of 131,072 tokens, 8 / 2 heads of 128; forward MB of one layer, both tolerances 0.05; "
+        "imbalances are max / mean of blocks / hypergraph.",
         "",
         *table(CASES),
         "",

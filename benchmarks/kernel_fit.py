@@ -1,11 +1,13 @@
-"""How well the cost models fit an H200's kernels: raw times in h200.json, fitted as ``flexcp calibrate`` fits them, errors on the rest.
+"""How well the cost models fit an H200's kernels: raw times in h200.json, fitted as ``flexcp calibrate`` fits them,
+errors on the rest.
 
     python benchmarks/kernel_fit.py            # --record states the errors for flexcp to print (make kernel-fit)
 
-Two models: *pairs and row tiles*, which planners use, and *prices of tiles*, which the simulator times a finished plan with
-(flexcp/measure/tile_times.py). Fitted are calls of up to 16,384 tokens (two of three) and, for prices, slots of two plans; errors are on
-the other calls, on all ranks of the other plans (``ulysses``, ``groups``, ... on three distributions), and on calls longer than any
-fitted. *Stated* is the analytic default as it is. Nothing is measured here: ``flexcp calibrate --device cuda`` does both on a GPU.
+Two models: *pairs and row tiles*, which planners use, and *prices of tiles*, which the simulator times a finished plan
+with (flexcp/measure/tile_times.py). Fitted are calls of up to 16,384 tokens (two of three) and, for prices, slots of
+two plans; errors are on the other calls, on all ranks of the other plans (``ulysses``, ``groups``, ... on three
+distributions), and on calls longer than any fitted. *Stated* is the analytic default as it is. Nothing is measured
+here: ``flexcp calibrate --device cuda`` does both on a GPU.
 """
 
 from __future__ import annotations
@@ -70,11 +72,15 @@ def rows(raw: dict[str, Any]) -> list[tuple[str, str, Errors]]:
     calls = "calls not fitted"
     return [
         ("stated", f"all {all_heads.heads} heads, all calls", _stated(short(single[all_heads]), all_heads)),
-        ("pairs and row tiles", f"{all_heads.heads} heads, {calls}", errors([fit.ns(s) for s in held], [s.ns for s in held])),
+        (
+            "pairs and row tiles",
+            f"{all_heads.heads} heads, {calls}",
+            errors([fit.ns(s) for s in held], [s.ns for s in held]),
+        ),
         ("prices of tiles", f"{all_heads.heads} and {all_heads.queries_per_key} heads, {calls}", found["tiles"]),
         ("prices of tiles", "ranks of plans not fitted", found["plans"]),
         ("prices of tiles", "calls of 32,768 and 65,536 tokens", _longer(longer, all_heads, units, tiles)),
-    ]  # fmt: skip
+    ]
 
 
 def _longer(samples: list[Sample], shape: Shape, units: int, tiles: TileTimes) -> Errors:

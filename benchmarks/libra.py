@@ -2,12 +2,12 @@
 
 Repeats: documents up to 256K and 1M tokens, end to end against Ulysses; published 1.79 and 2.54 times.
 
-Differs: its model, cluster and batch are not known to us: llama3-8b on 8 nodes of 8 H100, 32K tokens a rank, FSDP. Ulysses is over the 8
-ranks of a node, the largest degree its 8 KV heads allow without copies, data parallel outside.
+Differs: its model, cluster and batch are not known to us: llama3-8b on 8 nodes of 8 H100, 32K tokens a rank, FSDP.
+Ulysses is over the 8 ranks of a node, the largest degree its 8 KV heads allow without copies, data parallel outside.
 
-The *bound* is Ulysses over a step that no plan is faster than: attention at the floor of its bounds (perfectly divided compute, or bytes
-that must move) and all other layers divided evenly, with nothing exchanged and no gradients synchronised. Where it is below the published
-ratio, no placement reaches that ratio in this setting.
+The *bound* is Ulysses over a step that no plan is faster than: attention at the floor of its bounds (perfectly divided
+compute, or bytes that must move) and all other layers divided evenly, with nothing exchanged and no gradients
+synchronised. Where it is below the published ratio, no placement reaches that ratio in this setting.
 """
 
 from __future__ import annotations

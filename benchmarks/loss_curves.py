@@ -1,4 +1,5 @@
-"""The losses that ``model_gpu.py`` wrote, as a picture: every run's curve, and below it how far each is from the baseline.
+"""The losses that ``model_gpu.py`` wrote, as a picture: every run's curve,
+and below it how far each is from the baseline.
 
     python benchmarks/loss_curves.py benchmarks/model_gpu.json --write docs/pictures/losses.svg
 

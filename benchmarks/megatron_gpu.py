@@ -2,11 +2,12 @@
 
     python benchmarks/megatron_gpu.py --write megatron.json      # one GPU, megatron-core, a few minutes
 
-A small GPT in bfloat16, weights and optimizer in float32 masters, long-tailed documents. The run alone is stock Megatron with its own
-attention, one document a micro-batch, on one rank. How far losses may differ is measured, not chosen: the run alone is repeated as it is
-(it is not bitwise the same), with its micro-batches in the opposite order, with pads behind every document, and with its softmax in float32
-as ours is; nothing but roundings change. CP4, CP2 x TP2 and CP2 x PP2 must begin with the same loss to 1e-4, and over all steps differ from
-the run alone by no more, at most and on average, than two runs alone differ from each other. All runs go at once, on ranks of their own.
+A small GPT in bfloat16, weights and optimizer in float32 masters, long-tailed documents. The run alone is stock
+Megatron with its own attention, one document a micro-batch, on one rank. How far losses may differ is measured, not
+chosen: the run alone is repeated as it is (it is not bitwise the same), with its micro-batches in the opposite order,
+with pads behind every document, and with its softmax in float32 as ours is; nothing but roundings change. CP4, CP2 x
+TP2 and CP2 x PP2 must begin with the same loss to 1e-4, and over all steps differ from the run alone by no more, at
+most and on average, than two runs alone differ from each other. All runs go at once, on ranks of their own.
 """
 
 from __future__ import annotations
@@ -100,7 +101,9 @@ class Masters:
 def trained(
     wrapped: Any, masters: Masters, forward_step: Any, batches: Any, count: Any, more: dict[str, Any]
 ) -> list[float]:
-    """Losses of all steps, on the last stage; ``batches(step)`` is the data iterator, ``count(step)`` its micro-batches."""
+    """Losses of all steps, on the last stage; ``batches(step)`` is the data iterator,
+    ``count(step)`` its micro-batches.
+    """
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
@@ -234,9 +237,9 @@ def main() -> None:
         errors = [abs(a - b) / a for a, b in zip(found["alone"], found[name], strict=True)]
         fine = errors[0] <= FIRST_STEP and max(errors) <= max(noise) and mean(errors) <= mean(noise)
         print(
-            f"{name}: last loss {found[name][-1]:.4f} (alone {found['alone'][-1]:.4f}, first {found['alone'][0]:.4f}), difference in the "
-            f"first step {errors[0]:.1e}, at most {max(errors):.1e} (runs alone {max(noise):.1e}), on average {mean(errors):.1e} "
-            f"({mean(noise):.1e})"
+            f"{name}: last loss {found[name][-1]:.4f} (alone {found['alone'][-1]:.4f}, first {found['alone'][0]:.4f}), "
+            f"difference in the first step {errors[0]:.1e}, at most {max(errors):.1e} (runs alone {max(noise):.1e}), "
+            f"on average {mean(errors):.1e} ({mean(noise):.1e})"
         )
         failed += [] if fine else [name]
     if given.write:

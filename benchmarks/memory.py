@@ -1,6 +1,8 @@
-"""What attention needs of a rank's memory under each strategy, from the plan alone. ``make memory`` writes docs/results/memory.md.
+"""What attention needs of a rank's memory under each strategy, from the plan alone.
+``make memory`` writes docs/results/memory.md.
 
-The rank with the largest arena, one layer, 131,072 tokens on 2 nodes of 4 H100, 32 heads and 8 KV heads of 128 in bfloat16, causal.
+The rank with the largest arena, one layer, 131,072 tokens on 2 nodes of 4 H100, 32 heads and 8 KV heads of 128 in
+bfloat16, causal.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ def page() -> str:
     lines = [
         "# Memory of attention, by strategy",
         "",
-        f"**Computed from plans**, by `make memory` on {date.today().isoformat()}; a test compares such numbers with real allocations "
-        "(tests/executor/exchange/test_arena.py). "
+        f"**Computed from plans**, by `make memory` on {date.today().isoformat()}; a test compares such numbers with "
+        "real allocations (tests/executor/exchange/test_arena.py). "
         "MB of the rank with the largest arena, one layer; 131,072 tokens on 2 nodes of 4 H100, 32 heads "
         "and 8 KV heads of 128 in bfloat16, causal. The last column is what all ranks together send in the backward.",
         "",

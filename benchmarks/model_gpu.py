@@ -1,15 +1,16 @@
-"""A 1B-class model on one GPU: flexcp beside cuDNN's attention, FlashAttention-4 and FlexAttention, and four NCCL ranks beside one.
+"""A 1B-class model on one GPU: flexcp beside cuDNN, FlashAttention-4 and FlexAttention, and four NCCL ranks beside one.
 
-    python benchmarks/model_gpu.py --write model_gpu.json          # all parts; --only steps,packed,losses,ranks for some
+    python benchmarks/model_gpu.py --write model_gpu.json    # all parts; --only steps,packed,losses,ranks for some
 
-- ``steps``: one rank, one long document, step time beside the same model on cuDNN's attention and, where it is installed, on
-  FlashAttention-4. Models take turns, so that all meet the same clocks.
-- ``packed``: one rank, packed documents, step time beside FlexAttention, compiled; its block mask is made ahead of the step, as plans are.
-  (Transformers' own way to it tunes for more than four minutes before the first step.)
-- ``losses``: 200 steps of one long document each from the same weights, flexcp beside cuDNN. How far two runs may part is measured: the
-  baseline is run again.
-- ``ranks``: a small model under FSDP2 on four NCCL ranks that share the GPU (``NCCL_HOSTID`` of their own, sockets: right, not fast), 50
-  steps, beside one process, which is run again with the documents of every step in the opposite order: only roundings differ.
+- ``steps``: one rank, one long document, step time beside the same model on cuDNN's attention and, where it is
+  installed, on FlashAttention-4. Models take turns, so that all meet the same clocks.
+- ``packed``: one rank, packed documents, step time beside FlexAttention, compiled; its block mask is made ahead of the
+  step, as plans are. (Transformers' own way to it tunes for more than four minutes before the first step.)
+- ``losses``: 200 steps of one long document each from the same weights, flexcp beside cuDNN. How far two runs may part
+  is measured: the baseline is run again.
+- ``ranks``: a small model under FSDP2 on four NCCL ranks that share the GPU (``NCCL_HOSTID`` of their own, sockets:
+  right, not fast), 50 steps, beside one process, which is run again with the documents of every step in the opposite
+  order: only roundings differ.
 """
 
 from __future__ import annotations
@@ -39,18 +40,30 @@ from lib.nccl_ranks import on_nccl_ranks
 
 SIZES: dict[str, dict[str, Any]] = {
     "1.4B, heads of 128": {
-        "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
         "head_dim": 128,
     },
     "1.2B, heads of 64": {
-        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
         "head_dim": 64,
     },
     "small": {
-        "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
         "head_dim": 64,
     },
-}  # fmt: skip
+}
 VOCABULARY = 32_768
 WORDS = 512
 """Tokens that occur: few, so that a loss falls within some hundred steps."""
@@ -62,7 +75,9 @@ STATIC = "sdpa", FLEX, FA4
 
 
 class Flex:
-    """FlexAttention for Transformers: causal inside documents, whose numbers lie in one tensor, so that it is compiled once."""
+    """FlexAttention for Transformers: causal inside documents, whose numbers lie in one tensor,
+    so that it is compiled once.
+    """
 
     def __init__(self) -> None:
         from torch.nn.attention.flex_attention import flex_attention
@@ -86,8 +101,16 @@ class Flex:
         return create_block_mask(self.seen, None, None, tokens, tokens, device=device)
 
     def _attention(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, block_mask: Any, **_: Any
-    ) -> tuple[Tensor, None]:  # fmt: skip
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        scaling: float,
+        block_mask: Any,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
         out = self._attend(query, key, value, block_mask=block_mask, scale=scaling, enable_gqa=True)
         return out.transpose(1, 2).contiguous(), None
 
@@ -141,7 +164,9 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
 
     def plan(self, parts: list[Tensor]) -> Any:
-        """What the loader does ahead of a step: plan, bind, work lists on the device; or the block mask of FlexAttention."""
+        """What the loader does ahead of a step: plan, bind, work lists on the device;
+        or the block mask of FlexAttention.
+        """
         lengths = [len(part) for part in parts]
         if self.attention in STATIC:
             return None if self.flex is None else self.flex.block_mask(lengths, "cuda")
@@ -153,7 +178,8 @@ class Trainer:
     def step(self, parts: list[Tensor], planned: Any) -> Tensor:
         """One step on these documents; its loss, which the device may still be computing."""
         tokens = torch.cat(parts).cuda()
-        # cuDNN or nothing, so that nobody is compared with another kernel in silence; FlexAttention is no business of SDPA's.
+        # cuDNN or nothing, so that nobody is compared with another kernel in silence; FlexAttention is no business of
+        # SDPA's.
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             if isinstance(planned, flexcp.Step):
                 loss = planned_loss(self.model, tokens, planned)
@@ -231,7 +257,8 @@ def ranks_losses(groups: dict[int, Any], tokens: int, steps: int) -> list[float]
 
     mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("cp",))
     trainer = Trainer("small", huggingface.NAME, recompute=False)
-    # Gradients are summed over ranks in float32, so that a sum of four is rounded no more often than that of one process.
+    # Gradients are summed over ranks in float32, so that a sum of four is rounded no more often than that of one
+    # process.
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for layer in trainer.model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
@@ -252,7 +279,9 @@ def ranks_losses(groups: dict[int, Any], tokens: int, steps: int) -> list[float]
 
 
 def parting(run: list[float], baseline: list[float], again: list[float]) -> dict[str, float]:
-    """Largest relative difference from the baseline, and between the baseline's two runs; the most steps differ by as a multiple of it."""
+    """Largest relative difference from the baseline, and between the baseline's two runs;
+    the most steps differ by as a multiple of it.
+    """
     mine = [abs(a - b) / b for a, b in zip(run, baseline, strict=True)]
     noise = list(accumulate((abs(a - b) / b for a, b in zip(again, baseline, strict=True)), max))
     return {
@@ -315,8 +344,11 @@ def main() -> None:
         "ranks": lambda: all_ranks(4096, 50),
     }
     found: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "date": date.today().isoformat(), "tokens": asked.tokens
-    }  # fmt: skip
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "date": date.today().isoformat(),
+        "tokens": asked.tokens,
+    }
     for name in asked.only.split(","):
         found[name] = parts[name]()
         shown = (

@@ -1,4 +1,5 @@
-"""Model families under flexcp against one process, all combinations: writes docs/results/models.md. Run it on an idle machine.
+"""Model families under flexcp against one process, all combinations: writes docs/results/models.md.
+Run it on an idle machine.
 
 python benchmarks/models.py --write docs/results/models.md    # 210 runs of 50 (float64) and 10 (float32) steps
 python benchmarks/models.py --steps 5 --families llama,gemma2 # a part of it
@@ -66,7 +67,8 @@ def main() -> None:
             results.append((run, found))
             ok = "ok" if passed(run, found) else "FAILED"
             print(
-                f"{run.family} {run.dtype} {run.strategy} {run.layout} {run.ranks}: {found.loss:.1e} {found.gradient:.1e} {ok}",
+                f"{run.family} {run.dtype} {run.strategy} {run.layout} {run.ranks}: {found.loss:.1e} "
+                f"{found.gradient:.1e} {ok}",
                 flush=True,
             )
     text = page(results, options.steps, time.perf_counter() - begin)
@@ -94,14 +96,15 @@ def page(results: list[tuple[Run, Difference]], steps: int, seconds: float) -> s
     lines = [
         "# Model families against one process",
         "",
-        f"**Measured**, by `{command}` on {datetime.date.today()} ({platform.machine()}, torch {torch.__version__}, transformers "
-        f"{transformers.__version__}): {len(results)} runs in {seconds / 60:.0f} minutes, {failed} outside the limits.",
+        f"**Measured**, by `{command}` on {datetime.date.today()} ({platform.machine()}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}): {len(results)} runs in {seconds / 60:.0f} minutes, {failed} "
+        "outside the limits.",
         "",
-        f"Each run trains a tiny model of the family for {steps} steps in float64 (limit 1e-9 for loss and gradients) or "
-        f"{min(steps, FLOAT32_STEPS)} steps in float32 (loss 1e-5, gradients 1e-4), AdamW, packed documents of 1 to 23 tokens, on real "
-        "gloo ranks. The single process runs one document at a time through plain dense attention and knows nothing of flexcp. The "
-        "numbers are the worst relative differences over layouts (free, contiguous) and 2, 3 and 4 ranks; gradients are of the first "
-        "and last step, by parameter.",
+        f"Each run trains a tiny model of the family for {steps} steps in float64 (limit 1e-9 for loss and gradients) "
+        f"or {min(steps, FLOAT32_STEPS)} steps in float32 (loss 1e-5, gradients 1e-4), AdamW, packed documents of 1 to "
+        "23 tokens, on real gloo ranks. The single process runs one document at a time through plain dense attention "
+        "and knows nothing of flexcp. The numbers are the worst relative differences over layouts (free, contiguous) "
+        "and 2, 3 and 4 ranks; gradients are of the first and last step, by parameter.",
         "",
         "| family | dtype | strategy | runs | loss | gradient |",
         "| --- | --- | --- | --- | --- | --- |",

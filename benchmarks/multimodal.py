@@ -1,11 +1,13 @@
 """Vision-language batches under static layouts, ``groups`` and ``blocks``: balance, bytes, predicted and measured time.
 
-``make multimodal`` writes docs/results/multimodal.md. Two kinds of batches, of the sizes that the ``video`` and ``images`` distributions
-have: documents that are one long video, and documents of text with a few images in it. Encoder and language model are Qwen2-VL 7B's, but
-for the table by model. A step is both, one after the other; a static layout is the same method for both, as users run it.
+``make multimodal`` writes docs/results/multimodal.md. Two kinds of batches, of the sizes that the ``video`` and
+``images`` distributions have: documents that are one long video, and documents of text with a few images in it. Encoder
+and language model are Qwen2-VL 7B's, but for the table by model. A step is both, one after the other; a static layout
+is the same method for both, as users run it.
 
-The measured part runs the attention of one layer of each on CPU ranks of this machine, forward and backward, with lengths divided by
-``SHRINK``; ratios are what it is good for, and those of ranks that share cores are of total work more than of balance.
+The measured part runs the attention of one layer of each on CPU ranks of this machine, forward and backward, with
+lengths divided by ``SHRINK``; ratios are what it is good for, and those of ranks that share cores are of total work
+more than of balance.
 """
 
 from __future__ import annotations
@@ -92,7 +94,9 @@ def plans_of(batch: ImageBatch, where: Cluster, strategy: str, dtype: str = "bfl
 
 @dataclass(frozen=True)
 class Row:
-    """What a part of a batch is under a plan: largest over mean, megabytes a layer and direction pair, milliseconds a step."""
+    """What a part of a batch is under a plan: largest over mean, megabytes a layer and direction pair,
+    milliseconds a step.
+    """
 
     compute: float
     tokens: float
@@ -107,7 +111,9 @@ def row_of(plan: Plan) -> Row:
 
 
 def beside(batch: ImageBatch, where: Cluster, language: Plan) -> float:
-    """Milliseconds of the encoder when every image is encoded where its tokens are kept, work placed as well as that allows."""
+    """Milliseconds of the encoder when every image is encoded where its tokens are kept,
+    work placed as well as that allows.
+    """
     sources = batch.sources()
     padded = np.concatenate([sources, np.full((language.placement.pads, batch.merge), -1)])
     held = [padded[local_stream(language.placement, rank)] for rank in range(where.ranks)]
@@ -123,7 +129,9 @@ def mean(rows: list[Row]) -> Row:
 
 
 def compared(kind: str, where: Cluster, console: Console) -> dict[str, dict[str, Row]]:
-    """Of every strategy that can: its mean row for encoder and language model; and of the best static ones in each batch."""
+    """Of every strategy that can: its mean row for encoder and language model;
+    and of the best static ones in each batch.
+    """
     found: dict[str, list[dict[str, Row]]] = {name: [] for name in (*STATIC, *DYNAMIC)}
     for seed in range(SEEDS):
         batch = batch_of(kind, TOKENS_A_RANK * where.ranks, seed)
@@ -133,7 +141,8 @@ def compared(kind: str, where: Cluster, console: Console) -> dict[str, dict[str,
             except Refused:
                 del found[name]
         console.print(
-            f"{kind}, {where.ranks} ranks, batch {seed}: {len(batch.lengths)} documents, {len(batch.encoder_lengths)} frames"
+            f"{kind}, {where.ranks} ranks, batch {seed}: {len(batch.lengths)} documents, {len(batch.encoder_lengths)} "
+            "frames"
         )
     static = [name for name in STATIC if name in found]
     best = [min((found[name][s] for name in static), key=total) for s in range(SEEDS)]
@@ -246,10 +255,11 @@ def page(console: Console, measure: bool) -> str:
         "## Balance, bytes and time",
         "",
         f"Predicted in closed form, cost model `analytic` ([errors](errors.md)), mean of {SEEDS} batches with "
-        f"about {TOKENS_A_RANK:,} tokens a rank, Qwen2-VL 7B's encoder (16 heads of 80, {encoder}) and language model (28 / 4 heads of "
-        f"128, {language}). *Best static* is the best of {', '.join(STATIC)} in each batch, the same for both parts as users run it; *for "
-        "each part* a different one for encoder and language model, which needs two layouts and a way between them. Compute and "
-        "tokens are largest over mean; MB are of one layer, forward and backward, over all ranks.",
+        f"about {TOKENS_A_RANK:,} tokens a rank, Qwen2-VL 7B's encoder (16 heads of 80, {encoder}) and language model "
+        f"(28 / 4 heads of 128, {language}). *Best static* is the best of {', '.join(STATIC)} in each batch, the same "
+        "for both parts as users run it; *for each part* a different one for encoder and language model, which needs "
+        "two layouts and a way between them. Compute and tokens are largest over mean; MB are of one layer, forward "
+        "and backward, over all ranks.",
         "",
         f"| cluster | lengths | strategy | encoder {columns} | language {columns} | step ms | gain over best static |",
         "| --- " * 13 + "|",
@@ -266,7 +276,8 @@ def page(console: Console, measure: bool) -> str:
                 ]
                 gain = base / total(found[name])
                 lines.append(
-                    f"| {cluster_name} | {kind} | {name} | {' | '.join(cells)} | {total(found[name]):,.1f} | {gain:.2f} |"
+                    f"| {cluster_name} | {kind} | {name} | {' | '.join(cells)} | {total(found[name]):,.1f} | "
+                    f"{gain:.2f} |"
                 )
     lines += [
         "",
@@ -286,12 +297,13 @@ def page(console: Console, measure: bool) -> str:
         "",
         "## By model",
         "",
-        f"Simulated by events, whole steps with FSDP, mean of {MODEL_SEEDS} batches of videos: encoder and language model of each family, "
-        "one after the other, spans that see both ways. Qwen2.5-VL's encoder attends in windows in 28 of 32 layers, those of the others "
-        "over frames. Static methods are rings, Ulysses and both in all powers of two, and data parallelism; the same for both parts.",
+        f"Simulated by events, whole steps with FSDP, mean of {MODEL_SEEDS} batches of videos: encoder and language "
+        "model of each family, one after the other, spans that see both ways. Qwen2.5-VL's encoder attends in windows "
+        "in 28 of 32 layers, those of the others over frames. Static methods are rings, Ulysses and both in all powers "
+        "of two, and data parallelism; the same for both parts.",
         "",
-        "| model | cluster | encoder, auto ms | language, auto ms | step: best static of each batch | one fixed | dhp | auto | auto over "
-        "static of each batch | over one fixed |",
+        "| model | cluster | encoder, auto ms | language, auto ms | step: best static of each batch | one fixed | dhp "
+        "| auto | auto over static of each batch | over one fixed |",
         "| --- " * 10 + "|",
         *by_model(MODEL_SEEDS, CLUSTERS),
     ]
@@ -302,8 +314,8 @@ def page(console: Console, measure: bool) -> str:
             + "\n"
         )
     lines += [
-        f"Measured: attention of one layer of each part, forward and backward, {MEASURED_RANKS} gloo ranks of this machine, lengths "
-        f"divided by {SHRINK}, median of {REPEATS}.",
+        f"Measured: attention of one layer of each part, forward and backward, {MEASURED_RANKS} gloo ranks of this "
+        f"machine, lengths divided by {SHRINK}, median of {REPEATS}.",
         "",
         "| lengths | strategy | seconds | gain over zigzag |",
         "| --- | --- | --- | --- |",

@@ -2,9 +2,10 @@
 
     python benchmarks/mutants.py --count 200 --jobs 16 --write build/mutants.json --page docs/results/mutants.md
 
-Each mutant is one small change (:mod:`lib.mutations`) of a source of :data:`lib.mutant_areas.AREAS`, in a copy of the checkout
-(:mod:`lib.mutant_runs`). It is killed when one of its tests fails, or takes more than three times as long as without it. Changes that
-compile to the same code as the original are recognised and never drawn. All others count, also those that a reader would call equivalent.
+Each mutant is one small change (:mod:`lib.mutations`) of a source of :data:`lib.mutant_areas.AREAS`, in a copy of the
+checkout (:mod:`lib.mutant_runs`). It is killed when one of its tests fails, or takes more than three times as long as
+without it. Changes that compile to the same code as the original are recognised and never drawn. All others count, also
+those that a reader would call equivalent.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def say(text: str) -> None:
 
 
 def measured(root: Path, areas: dict[str, Area], asked: argparse.Namespace) -> tuple[list[Verdict], dict[str, Any]]:
-    """Verdicts in the order of drawing, and what else is worth keeping. Stops at ``asked.minutes``; rewrites ``asked.write`` as it goes."""
+    """Verdicts in the order of drawing, and what else is worth keeping. Stops at ``asked.minutes``; rewrites
+    ``asked.write`` as it goes.
+    """
     begin, verdicts = time.monotonic(), dict[int, Verdict]()
     with tempfile.TemporaryDirectory(prefix="flexcp-mutants-") as folder:
         copies = Copies(root, Path(folder), asked.jobs)
@@ -74,8 +77,8 @@ def measured(root: Path, areas: dict[str, Area], asked: argparse.Namespace) -> t
                 facts["seconds"] = round(time.monotonic() - begin)
                 place = verdict.place
                 say(
-                    f"{len(verdicts)}/{len(places)} {verdict.how} in {verdict.seconds:.0f} s: {place.source} {place.mutant.kind}, "
-                    f"{place.mutant.diff()}"
+                    f"{len(verdicts)}/{len(places)} {verdict.how} in {verdict.seconds:.0f} s: {place.source} "
+                    f"{place.mutant.kind}, {place.mutant.diff()}"
                 )
                 if asked.write is not None:
                     write(asked.write, [verdicts[number] for number in sorted(verdicts)], facts)
@@ -104,9 +107,10 @@ def page(content: dict[str, Any]) -> str:
     all_of = Counter(row["area"] for row in rows)
     killed = Counter(row["area"] for row in rows if row["verdict"] != "survived")
     head = (
-        f"# Mutants\n\n**Measured** {content['date']} by `python benchmarks/mutants.py --count {content['asked']} --seed {content['seed']} "
-        f"--jobs {content['jobs']}` on {content['cores']} cores ({content['machine']}) in {content['seconds']} s: {summary(rows)}. Changes "
-        "that compile to the same code are not drawn; all others count, also those that mean the same to a reader.\n"
+        f"# Mutants\n\n**Measured** {content['date']} by `python benchmarks/mutants.py --count {content['asked']} "
+        f"--seed {content['seed']} --jobs {content['jobs']}` on {content['cores']} cores ({content['machine']}) in "
+        f"{content['seconds']} s: {summary(rows)}. Changes that compile to the same code are not drawn; all others "
+        "count, also those that mean the same to a reader.\n"
     )
     table = [f"| {area} | {count} | {killed[area]} |" for area, count in all_of.items()]
     survivors = [

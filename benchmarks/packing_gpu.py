@@ -1,8 +1,9 @@
-"""Packing on a GPU: how fast rows are copied into messages, laid on shelves and merged, beside the bytes that the simulator counts for it.
+"""Packing on a GPU: how fast rows are copied, laid on shelves and merged, beside the bytes that are simulated for it.
 
-``python benchmarks/packing_gpu.py [--json FILE]`` on a GPU machine. A stage is made by hand: so many tokens of one kind of piece, 32 / 8
-heads of 128 in bf16, in messages of several peers. What the executor launches for it is queued behind other work, so that the host is
-ahead, and timed between events. Rows are side by side, scattered in runs of 64, or some heads of each.
+``python benchmarks/packing_gpu.py [--json FILE]`` on a GPU machine. A stage is made by hand: so many tokens of one kind
+of piece, 32 / 8 heads of 128 in bf16, in messages of several peers. What the executor launches for it is queued behind
+other work, so that the host is ahead, and timed between events. Rows are side by side, scattered in runs of 64, or some
+heads of each.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ def stages() -> list[Stage]:
 
 
 def measure(stage: Stage) -> dict[str, float]:
-    """Bytes, microseconds and GB/s of packing a stage and of taking it in, as :mod:`flexcp.simulator.copies` counts bytes."""
+    """Bytes, microseconds and GB/s of packing a stage and of taking it in,
+    as :mod:`flexcp.simulator.copies` counts bytes.
+    """
     device, backward = torch.device("cuda"), stage.kind in (Kind.DQ, Kind.DKV)
     types = types_of(torch.empty(0, dtype=torch.bfloat16, device=device))
     order = np.random.default_rng(0).permutation(stage.tokens // RUN)
@@ -122,8 +125,13 @@ def main() -> None:
         found = measure(stage)
         rows.append({**asdict(stage), "kind": stage.kind.name, **found})
         how = "scattered" if stage.scattered else "together"
-        words = f"{stage.kind.name:4} partial={stage.partial!s:5} {stage.tokens:6} tokens {stage.peers} peers {how} 1/{stage.parts} heads"
-        print(words, *(f"{name} {value:.1f}" for name, value in found.items()), sep="  ", flush=True)
+        words = f"{stage.kind.name:4} partial={stage.partial!s:5} {stage.tokens:6} tokens {stage.peers} peers"
+        print(
+            f"{words} {how} 1/{stage.parts} heads",
+            *(f"{name} {value:.1f}" for name, value in found.items()),
+            sep="  ",
+            flush=True,
+        )
     if arguments.json is not None:
         arguments.json.write_text(json.dumps({"device": torch.cuda.get_device_name(), "rows": rows}, indent=1))
 

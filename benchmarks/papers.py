@@ -1,8 +1,10 @@
-"""The three papers figure by figure: theirs, ours with their planner, ours with ``auto``: ``make papers`` writes docs/results/papers.md.
+"""The three papers figure by figure: theirs, ours with their planner, ours with ``auto``:
+``make papers`` writes docs/results/papers.md.
 
-Under an hour on two cores; ``--quick`` draws fewer batches and sizes, ``--only dcp`` (or fcp, dhp) makes one part. The heads of
-``papers_dcp.py``, ``papers_fcp.py`` and ``papers_dhp.py`` say how settings differ from the papers'. Plans and simulations are kept for the
-whole run (``papers_runs.py``). Texts are in ``papers_words.py``, the summary is made of the rows (``papers_summary.py``).
+Under an hour on two cores; ``--quick`` draws fewer batches and sizes, ``--only dcp`` (or fcp, dhp) makes one part. The
+heads of ``papers_dcp.py``, ``papers_fcp.py`` and ``papers_dhp.py`` say how settings differ from the papers'. Plans and
+simulations are kept for the whole run (``papers_runs.py``). Texts are in ``papers_words.py``, the summary is made of
+the rows (``papers_summary.py``).
 """
 
 from __future__ import annotations
@@ -62,8 +64,8 @@ def written(
     lines = [
         "# The three papers, figure by figure",
         "",
-        f"**Simulated** unless a row says otherwise, by `make papers{' QUICK=1' * quick}` on {date.today().isoformat()} in {minutes:.0f} "
-        f"CPU minutes. {papers_words.intro()}",
+        f"**Simulated** unless a row says otherwise, by `make papers{' QUICK=1' * quick}` on "
+        f"{date.today().isoformat()} in {minutes:.0f} CPU minutes. {papers_words.intro()}",
         "",
         *papers_words.LEGEND,
         "",

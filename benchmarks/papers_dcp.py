@@ -1,16 +1,19 @@
-"""DCP's figures (arXiv 2510.10620), numbered as its artifact numbers them (the arXiv version counts one more from 12 on), with `dcp` itself
-and with ``auto``. Setting and published numbers are those of ``dcp.py`` of this folder; what follows is read from its public code.
+"""DCP's figures (arXiv 2510.10620), numbered as its artifact numbers them (the arXiv version counts one more from 12
+on), with `dcp` itself and with ``auto``. Setting and published numbers are those of ``dcp.py`` of this folder; what
+follows is read from its public code.
 
-*Micro-benchmark*: data parallelism is the largest power of two not above 131,072 / the longest document of the whole data set, after
-scaling, documents over 131,072 left out: one degree for all batches. LongDataCollections has such long documents at every scale, so its
-baselines run over all 32 ranks. LongAlign is described as up to 64K, which gives 8, 16, 32 and 32; one document more than that is enough
-for 32 everywhere, and its published times (a ring takes 27 ms at scale 0.5) are not those of rings inside nodes, so both are shown. Causal
-baselines are ring, zig-zag, and two head groups x rings (LoongTrain, TransformerEngine); of sparse masks TransformerEngine alone. Of every
-method the times of all batches are averaged and the best setting is taken: for DCP, blocks of 1,024, 2,048 and 4,096 tokens.
+*Micro-benchmark*: data parallelism is the largest power of two not above 131,072 / the longest document of the whole
+data set, after scaling, documents over 131,072 left out: one degree for all batches. LongDataCollections has such long
+documents at every scale, so its baselines run over all 32 ranks. LongAlign is described as up to 64K, which gives 8,
+16, 32 and 32; one document more than that is enough for 32 everywhere, and its published times (a ring takes 27 ms at
+scale 0.5) are not those of rings inside nodes, so both are shown. Causal baselines are ring, zig-zag, and two head
+groups x rings (LoongTrain, TransformerEngine); of sparse masks TransformerEngine alone. Of every method the times of
+all batches are averaged and the best setting is taken: for DCP, blocks of 1,024, 2,048 and 4,096 tokens.
 
-*End to end*: a batch has as many tokens as the longest document may have, 16,384 to 131,072 on 64 GPUs, so there is no data parallelism
-and Megatron-LM has context parallelism over all 16 ranks, two head groups x a ring of 8. DCP's blocks are 512 or 1,024 tokens, 1,024, and
-2,048 or 4,096 there. It also tries a node tolerance of 1.6 beside 0.4, which is left out here.
+*End to end*: a batch has as many tokens as the longest document may have, 16,384 to 131,072 on 64 GPUs, so there is no
+data parallelism and Megatron-LM has context parallelism over all 16 ranks, two head groups x a ring of 8. DCP's blocks
+are 512 or 1,024 tokens, 1,024, and 2,048 or 4,096 there. It also tries a node tolerance of 1.6 beside 0.4, which is
+left out here.
 """
 
 from __future__ import annotations
@@ -64,7 +67,9 @@ def baselines(ranks: int, causal: bool) -> list[str]:
 
 
 def micro(runs: Runs, seeds: int, scales: Sequence[float], masks: Sequence[str]) -> list[Row]:
-    """Figures 12 and 13: attention of one layer, each direction, speed-up over the best baseline, times averaged over batches."""
+    """Figures 12 and 13: attention of one layer, each direction, speed-up over the best baseline,
+    times averaged over batches.
+    """
     rows = []
     for mask in masks:
         rule = setting.MASKS[mask]
@@ -124,8 +129,9 @@ def capped(name: str, cap: int, seed: int) -> list[int]:
 
 
 def end_to_end(runs: Runs, seeds: int, masks: Sequence[str], caps: Sequence[int] = setting.CAPS) -> list[Row]:
-    """Figures 14 and 15: iterations of an 8B model, speed-up over Megatron-LM; and the share of a step that waits, figures 1 and 21, of the
-    longest documents."""
+    """Figures 14 and 15: iterations of an 8B model, speed-up over Megatron-LM; and the share of a step that waits,
+    figures 1 and 21, of the longest documents.
+    """
     where, rows, waits = machine(), [], []
     for number, name in enumerate(NAMES):
         for mask in masks:
@@ -159,14 +165,20 @@ def _waits(runs: Runs, where: Experiment, lengths: Sequence[int], mask: str, dat
         return found.exposed_ns / step_ns(found)
 
     theirs = "Megatron 27.7 to 44.6 %; DCP less under sparse masks, overlap worse under causal"
-    words = f"{mask}, {data}, {sum(lengths):,} tokens: share of a step in which attention waits; Megatron's here {share(MEGATRON):.1%}"
+    what = f"{mask}, {data}, {sum(lengths):,} tokens: share of a step in which attention waits"
+    words = f"{what}; Megatron's here {share(MEGATRON):.1%}"
     return Row("1, 21", words, theirs, share(dcp), share("auto"), SIMULATED, False, percent, aspect=None)
 
 
 def dry_runs(
-    runs: Runs, blocks: Sequence[int] = DRY_BLOCKS, tolerances: Sequence[float] = TOLERANCES, names: Sequence[str] = tuple(NAMES)
-) -> list[Row]:  # fmt: skip
-    """Figures 16 to 19: what planning alone shows: bytes and seconds by block size, bytes by sparsity and by tolerance."""
+    runs: Runs,
+    blocks: Sequence[int] = DRY_BLOCKS,
+    tolerances: Sequence[float] = TOLERANCES,
+    names: Sequence[str] = tuple(NAMES),
+) -> list[Row]:
+    """Figures 16 to 19: what planning alone shows: bytes and seconds by block size,
+    bytes by sparsity and by tolerance.
+    """
     rows: list[Row] = []
     for name in names:
         lengths = scaled_lengths(name, setting.TOKENS, 1.0, 0)
@@ -222,8 +234,8 @@ def rest() -> list[Row]:
             "20",
             "loss curves with and without DCP",
             "the same",
-            "not with `dcp`: flexcp's own plans, measured on one H200 and on NCCL ranks that share it ([training](training.md)) and on CPU "
-            "ranks in float64 ([models](models.md))",
+            "not with `dcp`: flexcp's own plans, measured on one H200 and on NCCL ranks that share it "
+            "([training](training.md)) and on CPU ranks in float64 ([models](models.md))",
         ),
     ]
 

@@ -1,13 +1,14 @@
-"""DHP's figures (flexible groups, arXiv 2602.21788) with `dhp` itself and with ``auto``: whole steps with FSDP on devices like an
-Ascend 910B, a language model and a multimodal one, 8 to 64 devices with 8,192 tokens each.
+"""DHP's figures (flexible groups, arXiv 2602.21788) with `dhp` itself and with ``auto``: whole steps with FSDP on
+devices like an Ascend 910B, a language model and a multimodal one, 8 to 64 devices with 8,192 tokens each.
 
-The paper compares with Megatron-LM, whose context parallelism is a ring, and with DeepSpeed, whose is Ulysses, each in one degree for the
-run: here zig-zag rings and ``ulysses`` in the best degree for all batches together, documents dealt by tokens, with data parallelism
-outside. Ulysses has any degree that divides the query heads, so up to 32 of 32; 28 heads leave 2 and 4 of the powers of two. ``usp``, heads
-and a ring, is in neither, and mostly the strongest fixed method: a third row has it. ``qwen2.5-vl-7b`` in these rows is its language model
-alone with a causal mask; :func:`video` has models with their encoders and spans that see both ways, on 16 devices.
-*Unbalanced* batches have one document with half of all tokens beside short ones, our reading of the paper's extremely unbalanced batches,
-whose lengths are not published.
+The paper compares with Megatron-LM, whose context parallelism is a ring, and with DeepSpeed, whose is Ulysses, each in
+one degree for the run: here zig-zag rings and ``ulysses`` in the best degree for all batches together, documents dealt
+by tokens, with data parallelism outside. Ulysses has any degree that divides the query heads, so up to 32 of 32; 28
+heads leave 2 and 4 of the powers of two. ``usp``, heads and a ring, is in neither, and mostly the strongest fixed
+method: a third row has it. ``qwen2.5-vl-7b`` in these rows is its language model alone with a causal mask;
+:func:`video` has models with their encoders and spans that see both ways, on 16 devices. *Unbalanced* batches have one
+document with half of all tokens beside short ones, our reading of the paper's extremely unbalanced batches, whose
+lengths are not published.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ UNBALANCED = "unbalanced"
 AVERAGE = "up to 1.46 on average"
 PUBLISHED = {"libra256k": AVERAGE, "video": AVERAGE, UNBALANCED: "up to 2.24"}
 FIRST_VERSION = {8: "1.02", 64: "1.16"}
-"""Throughput against Megatron-LM's by devices, in the first version of the preprint; of which model and data is not known here."""
+"""Throughput against Megatron-LM's by devices, in the first version of the preprint;
+of which model and data is not known here.
+"""
 CASES = (("llama3-8b", "libra256k"), ("qwen2.5-vl-7b", "video"), ("llama3-8b", UNBALANCED))
 ALONE = {"qwen2.5-vl-7b": "qwen2.5-vl-7b (language model alone, causal)"}
 RANKS = (8, 16, 32, 64)
@@ -53,7 +56,9 @@ def lengths_of(name: str, tokens: int, seed: int) -> list[int]:
 
 
 def fixed_methods(ranks: int) -> dict[str, list[str]]:
-    """What one would configure for a run, by whose it is; a degree that does not divide the heads is refused when it is planned."""
+    """What one would configure for a run, by whose it is; a degree
+    that does not divide the heads is refused when it is planned.
+    """
     degrees = [d for d in (2, 4, 8, 16, 32, 64) if d <= ranks]
     rings, ulysses = ["dp", *(f"zigzag:{d}" for d in degrees)], ["dp", *(f"ulysses:{d}" for d in degrees)]
     grids = [f"usp:{u},{d // u}" for d in degrees for u in degrees if u < d]
@@ -152,15 +157,16 @@ def video(seeds: int, ranks: int, names: Sequence[str] = tuple(MODELS)) -> list[
 
 def _steps(
     model: VisionModel, batches: Sequence[ImageBatch], where: Cluster, methods: Iterable[str]
-) -> dict[str, list[int]]:  # fmt: skip
+) -> dict[str, list[int]]:
     """Nanoseconds of encoder and language model together in every batch, by the methods that refuse none."""
     found = {each: [part_ns(model, batch, where, each) for batch in batches] for each in methods}
     return {each: [sum(parts) for parts in of if parts] for each, of in found.items() if None not in of}
 
 
 def solver(runs: Runs, cases: Sequence[tuple[int, int]] = SOLVER) -> list[Row]:
-    """Milliseconds of packing and of the dynamic program, with one memory and with the several that are tried without a cap, and of the
-    whole plan."""
+    """Milliseconds of packing and of the dynamic program, with one memory and with the several that are tried without a
+    cap, and of the whole plan.
+    """
     rows = []
     for ranks, documents in cases:
         where = step_of(find_model("llama3-8b"), cluster("ascend910b", ranks // 8, 8))
@@ -187,7 +193,9 @@ def _placing_ms(request: Request) -> float:
 
 
 def cost_model(runs: Runs, counts: Sequence[int], seeds: int) -> list[Row]:
-    """What its cost model says of the slowest group, against events of the same plan: the layers of a step, without vocabulary and sync."""
+    """What its cost model says of the slowest group, against events of the same plan:
+    the layers of a step, without vocabulary and sync.
+    """
     rows = []
     for model, name in CASES:
         for ranks in counts:

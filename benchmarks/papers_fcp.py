@@ -1,8 +1,9 @@
-"""FCP's figures (arXiv 2605.08524) with `fcp` itself and with ``auto``, in the setting of ``block_fcp.py``: H20-like GPUs, 64 / 8 heads,
-32K tokens a GPU.
+"""FCP's figures (arXiv 2605.08524) with `fcp` itself and with ``auto``, in the setting of ``block_fcp.py``: H20-like
+GPUs, 64 / 8 heads, 32K tokens a GPU.
 
-Its fourth rival, MagiAttention, has no ratio: its dealing does not come within 10 % of its published rates on the simulator at 16, 32 and
-64 GPUs (``magi.py`` of this folder). It is the strongest of the four, so a ratio over the best of the others is more than one over all.
+Its fourth rival, MagiAttention, has no ratio: its dealing does not come within 10 % of its published rates on the
+simulator at 16, 32 and 64 GPUs (``magi.py`` of this folder). It is the strongest of the four, so a ratio over the best
+of the others is more than one over all.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def batches(name: str, ranks: int, seeds: int = 1) -> list[list[int]]:
 
 
 def speed_ups(runs: Runs, counts: Sequence[int], seeds: int) -> list[Row]:
-    """Attention, both directions, over the best of ring, ByteScale and WLB-LLM; MFU of each direction; and how even ranks are."""
+    """Attention, both directions, over the best of ring, ByteScale and WLB-LLM; MFU of each direction;
+    and how even ranks are.
+    """
     rows = []
     for name in LENGTHS:
         for ranks in counts:
@@ -137,7 +140,9 @@ def efficiency(runs: Runs, counts: Sequence[int], seeds: int) -> list[Row]:
 
 
 def ladder(runs: Runs, ranks: int) -> list[Row]:
-    """The ablation: forward MFU with one mechanism after the other; last in the model's own layout, reshuffled around attention."""
+    """The ablation: forward MFU with one mechanism after the other; last in the model's own layout,
+    reshuffled around attention.
+    """
     rows = []
     for name in LENGTHS:
         lengths = batches(name, ranks)[0]
@@ -149,7 +154,8 @@ def ladder(runs: Runs, ranks: int) -> list[Row]:
             )
         free = [runs.run(_where(ranks), lengths, each) for each in (PLANNER, "auto")]
         kept = [_in_layout(lengths, ranks, each) for each in (PLANNER, "auto")]
-        words = f"{name}, {ranks} GPUs, MFU forward: tokens in contiguous order, reshuffled around attention; not reproduced"
+        order = "tokens in contiguous order, reshuffled around attention; not reproduced"
+        words = f"{name}, {ranks} GPUs, MFU forward: {order}"
         rows.append(Row("ablation", words, RESHUFFLE, *(one.mfu(False) for one in kept), SIMULATED, part="reshuffle"))
         more = [(two.pass_ns(False) - one.pass_ns(False)) / 1e6 for one, two in zip(free, kept, strict=True)]
         words = f"{name}, {ranks} GPUs: ms forward more than with tokens where the planner wants them"
@@ -178,12 +184,15 @@ def blocks(runs: Runs, ranks: int) -> list[Row]:
 
 
 def overlap() -> list[Row]:
-    """The bandwidth with which a block's keys travel as fast as the block computes: (KV heads / heads) x FLOP/s / tokens of a block."""
+    """The bandwidth with which a block's keys travel as fast as the block computes: (KV heads / heads) x FLOP/s /
+    tokens of a block.
+    """
     shape, block, found = setting.SHAPE, 4096, {}
     for name, cost in (("h20", setting.COST), ("h100", CostModel())):
         flops = cluster(name).gflops * cost.forward_efficiency / 1000
         found[name] = shape.kv_heads / shape.heads * flops / block
-    words = f"GB/s that hide the keys of {block:,} tokens, by a rule inferred from its text; H100-like {found['h100']:.1f}, H20-like"
+    rule = f"GB/s that hide the keys of {block:,} tokens, by a rule inferred from its text"
+    words = f"{rule}; H100-like {found['h100']:.1f}, H20-like"
     return [Row("overlap", words, 22.0, found["h20"], None, "computed from the cost model", False, "{:.1f}".format)]
 
 
@@ -217,7 +226,8 @@ def rest() -> list[Row]:
             "convergence",
             "loss with and without FCP",
             "the same",
-            "not with `fcp`: flexcp's own plans, measured on one H200 and on NCCL ranks that share it ([training](training.md))",
+            "not with `fcp`: flexcp's own plans, measured on one H200 and on NCCL ranks that share it "
+            "([training](training.md))",
         ),
     ]
 

@@ -1,5 +1,5 @@
-"""FCP's reshuffle at the door of attention, measured: four ranks in the box, `fcp` and ``auto`` with tokens where they want them and in
-contiguous order.
+"""FCP's reshuffle at the door of attention, measured: four ranks in the box, `fcp` and ``auto`` with tokens where they
+want them and in contiguous order.
 
 Links are slow and compute is paced, as in ``box.py``; without root there is no box, and the row says so.
 """
@@ -22,8 +22,8 @@ PLANNERS = ("fcp:1024", "auto")
 HEADS = 8
 HIDDEN = "hidden behind local work"
 WHAT = (
-    f"{PLANNERS[0]} and `auto`, {HEADS} / {HEADS} heads, {sum(LENGTHS):,} tokens, 2 x 2 ranks in the box, ports of {MBIT} Mb/s: ms forward "
-    "and backward more than with tokens where the planner wants them"
+    f"{PLANNERS[0]} and `auto`, {HEADS} / {HEADS} heads, {sum(LENGTHS):,} tokens, 2 x 2 ranks in the box, ports of "
+    f"{MBIT} Mb/s: ms forward and backward more than with tokens where the planner wants them"
 )
 
 

@@ -1,8 +1,8 @@
 """Rows of the page of the three papers: a figure's cell, as published, with the published planner and with ``auto``.
 
-A row may have a *verdict*: ``auto`` against the published planner, better, same or worse, in time, bytes, balance or planning. One
-comparison (the same batches, the same planner, the same quantity) often stands in several rows, over another baseline or in another
-figure; it is judged in the first of them, and the others say so.
+A row may have a *verdict*: ``auto`` against the published planner, better, same or worse, in time, bytes, balance or
+planning. One comparison (the same batches, the same planner, the same quantity) often stands in several rows, over
+another baseline or in another figure; it is judged in the first of them, and the others say so.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ Show = Callable[[float], str]
 
 @dataclass(frozen=True)
 class Row:
-    """One cell: what the paper says (a number or words), what its planner and ``auto`` reach here, and whether more is better.
+    """One cell: what the paper says (a number or words), what its planner and ``auto`` reach here,
+    and whether more is better.
 
-    ``kind`` is how the last two were found, or why they are missing. ``static``, where times are compared, sets ``auto`` beside static
-    methods of any degree. ``aspect`` is what a verdict is about, None where there is none. Rows of one ``comparison`` (the cell's words
-    where it is empty) share a verdict. ``part`` tells rows of a figure apart in the summary. ``base_off`` is how far the baseline of a
-    ratio is from its published time.
+    ``kind`` is how the last two were found, or why they are missing. ``static``, where times are compared, sets
+    ``auto`` beside static methods of any degree. ``aspect`` is what a verdict is about, None where there is none. Rows
+    of one ``comparison`` (the cell's words where it is empty) share a verdict. ``part`` tells rows of a figure apart in
+    the summary. ``base_off`` is how far the baseline of a ratio is from its published time.
     """
 
     figure: str

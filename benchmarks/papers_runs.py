@@ -1,9 +1,10 @@
-"""Runs of the page of the three papers: every batch is planned once with each strategy and simulated once under each set of rules.
+"""Runs of the page of the three papers: every batch is planned once with each strategy
+and simulated once under each set of rules.
 
-Figures share batches (an efficiency, a ladder of rules and a planning time are of the same plan), so a page is made with one
-:class:`Runs`, which keeps what it made. :func:`over_static` sets a strategy beside static methods of any degree: the best of each batch,
-which no training run has, and the one that serves all batches of the setting best, which it would configure. Both deal documents to their
-groups by tokens or by load, whichever is faster.
+Figures share batches (an efficiency, a ladder of rules and a planning time are of the same plan), so a page is made
+with one :class:`Runs`, which keeps what it made. :func:`over_static` sets a strategy beside static methods of any
+degree: the best of each batch, which no training run has, and the one that serves all batches of the setting best,
+which it would configure. Both deal documents to their groups by tokens or by load, whichever is faster.
 """
 
 from __future__ import annotations
@@ -81,8 +82,13 @@ class Runs:
         return None if None in found else sum(time(one) for one in found if one is not None)
 
     def least(
-        self, where: Experiment, batches: Sequence[Sequence[int]], names: Sequence[str], time: Time, mask: Mask | None = None
-    ) -> tuple[str, int]:  # fmt: skip
+        self,
+        where: Experiment,
+        batches: Sequence[Sequence[int]],
+        names: Sequence[str],
+        time: Time,
+        mask: Mask | None = None,
+    ) -> tuple[str, int]:
         """The one strategy of ``names`` with the least time over all batches together, and that time."""
         totals = {name: self.total(where, batches, name, time, mask) for name in names}
         ran = {name: total for name, total in totals.items() if total is not None}
@@ -99,10 +105,17 @@ class Runs:
         return self._searched[key]
 
     def over_static(
-        self, where: Experiment, batches: Sequence[Sequence[int]], name: str, time: Time, mask: Mask | None = None, also: Sequence[str] = ()
-    ) -> OverStatic:  # fmt: skip
-        """The strategy's speed over static methods, documents dealt by tokens and by load: of each the degree that the closed form finds
-        best, and those of ``also``, so that no baseline of a row is stronger."""
+        self,
+        where: Experiment,
+        batches: Sequence[Sequence[int]],
+        name: str,
+        time: Time,
+        mask: Mask | None = None,
+        also: Sequence[str] = (),
+    ) -> OverStatic:
+        """The strategy's speed over static methods, documents dealt by tokens and by load: of each the degree that the
+        closed form finds best, and those of ``also``, so that no baseline of a row is stronger.
+        """
         fixed = list(dict.fromkeys([*self.searched(where, batches, mask), *also]))
         configured = self.least(where, batches, fixed, time, mask)[0]
         each, one = [], []

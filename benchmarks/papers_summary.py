@@ -1,4 +1,6 @@
-"""The short form of the page of the three papers: a line for each figure of a paper, made of its rows, and the counts of verdicts."""
+"""The short form of the page of the three papers: a line for each figure of a paper, made of its rows,
+and the counts of verdicts.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """``auto``'s regret where its prices are wrong: ``python benchmarks/perturbed.py --cells 200``.
 
-All plans are made with the analytic cost model and then simulated with one of its prices 30 % higher or lower: links (their efficiency),
-contention (how much compute and transfers slow each other) or kernels (efficiency of attention, and what a tile of rows costs). *Regret* is
-the time of ``auto`` over that of the fastest plan, rivals and every static method in its best degree included, and ``auto`` itself. Cells
-are drawn in turns from clusters, tokens a rank, lengths, seeds, what is timed and which price is wrong: the first of them are a sample.
-Everything is simulated.
+All plans are made with the analytic cost model and then simulated with one of its prices 30 % higher or lower: links
+(their efficiency), contention (how much compute and transfers slow each other) or kernels (efficiency of attention, and
+what a tile of rows costs). *Regret* is the time of ``auto`` over that of the fastest plan, rivals and every static
+method in its best degree included, and ``auto`` itself. Cells are drawn in turns from clusters, tokens a rank, lengths,
+seeds, what is timed and which price is wrong: the first of them are a sample. Everything is simulated.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ def _contention(row: Contention, percent: int) -> Contention:
 
 
 def cells() -> Iterator[tuple[Cell, str, int]]:
-    """Cells without end: settings in turns, and for each all prices both ways, then other numbers of tokens and seeds."""
+    """Cells without end: settings in turns, and for each all prices both ways,
+    then other numbers of tokens and seeds.
+    """
     for number in count():
         where, kind = SETTINGS[number % 6]
         price, percent = PRICES[number // 6 % 3], WRONG_PERCENT[number // 18 % 2]

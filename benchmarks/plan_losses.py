@@ -1,10 +1,12 @@
-"""Where the time of real plans' work lists goes on an H200, by the prices that ``kernel_fit.py`` fits (nothing is measured here).
+"""Where the time of real plans' work lists goes on an H200,
+by the prices that ``kernel_fit.py`` fits (nothing is measured here).
 
     python benchmarks/plan_losses.py        # plans 200 ranks' lists first, half a minute
 
-The lists are those of ``gpu.py --only plans``. *Share* is the predicted time of one full square's worth of pairs over that of the lists,
-to be laid beside the measured one. The rest says what the time goes to: blocks that need no mask, blocks that do (priced like the others),
-what masks add, the fixed price of tiles, programs that wait for the busiest one, and starting calls.
+The lists are those of ``gpu.py --only plans``. *Share* is the predicted time of one full square's worth of pairs over
+that of the lists, to be laid beside the measured one. The rest says what the time goes to: blocks that need no mask,
+blocks that do (priced like the others), what masks add, the fixed price of tiles, programs that wait for the busiest
+one, and starting calls.
 """
 
 from __future__ import annotations
@@ -91,7 +93,8 @@ def main() -> None:
     times = prices()
     print("\n".join(table(plan_work(), times)))
     print(
-        f"\nnanoseconds of a clear block, an edge block, a tile, one that adds: {times.forward}; backward: {times.backward}"
+        f"\nnanoseconds of a clear block, an edge block, a tile, one that adds: {times.forward}; backward: "
+        f"{times.backward}"
     )
 
 

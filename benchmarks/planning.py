@@ -1,15 +1,18 @@
-"""Planning, measured: bytes, balance and time of planning on fixed batches. ``make planning`` writes docs/results/planning.md.
+"""Planning, measured: bytes, balance and time of planning on fixed batches.
+``make planning`` writes docs/results/planning.md.
 
-- *yardstick*: the two batches of 131,072 tokens on which DCP's own planner was measured, four masks, 8 query / 2 KV heads of 128,
-  one node of 8 and four; beside DCP's best row with a compute imbalance of at most 1.4.
-- *web*: packs of web documents, 8,192 tokens a rank, 64 / 8 heads of 128, causal, beside ``minheap`` (MagiAttention's default
-  dealing) on the same packs; with tolerances and with equal tokens.
+- *yardstick*: the two batches of 131,072 tokens on which DCP's own planner was measured, four masks, 8 query / 2 KV
+  heads of 128, one node of 8 and four; beside DCP's best row with a compute imbalance of at most 1.4.
+- *web*: packs of web documents, 8,192 tokens a rank, 64 / 8 heads of 128, causal, beside ``minheap`` (MagiAttention's
+  default dealing) on the same packs; with tolerances and with equal tokens.
 - *growth*: 32K tokens a rank up to 1,024 ranks, ``blocks`` and ``auto``, and the size of the plan.
-- *many*: up to a million documents on 64 ranks, in seconds of CPU, which neighbours on the machine change less than seconds on a clock.
+- *many*: up to a million documents on 64 ranks, in seconds of CPU, which neighbours on the machine change less than
+  seconds on a clock.
 - *auto*: its planning time on the batches above.
 
 Bytes are what the placement needs, every piece straight from its owner, as DCP counts; beside them what crosses nodes,
-straight and with relays. Times are medians of warm, uncached planner calls with schedule and hash, in one process on this machine.
+straight and with relays. Times are medians of warm, uncached planner calls with schedule and hash, in one process on
+this machine.
 """
 
 from __future__ import annotations
@@ -87,8 +90,9 @@ def main() -> None:
     lines = [
         "# Planning: bytes, balance, time",
         "",
-        f"**Measured**, by `make planning` on {date.today().isoformat()} ({platform.machine()}, one process). Times include placement, "
-        "schedule and hash; first calls are excluded. Bytes and balance are properties of the plans.",
+        f"**Measured**, by `make planning` on {date.today().isoformat()} ({platform.machine()}, one process). Times "
+        "include placement, schedule and hash; "
+        "first calls are excluded. Bytes and balance are properties of the plans.",
         "",
     ]
     for name, table in tables.items():
@@ -121,9 +125,9 @@ def _yardstick(seeds: int) -> list[str]:
     lines = [
         "## The two batches of DCP's planner",
         "",
-        "Forward MB of one layer of `blocks` with both tolerances at 0.05, beside the best result of DCP's planner (arXiv 2510.10620) on "
-        "the same batch whose compute imbalance is at most 1.4 (`-`: it has none). *Across nodes* and *with relays* are the bytes that "
-        "cross between nodes without and with relays.",
+        "Forward MB of one layer of `blocks` with both tolerances at 0.05, beside the best result of DCP's planner "
+        "(arXiv 2510.10620) on the same batch whose compute imbalance is at most 1.4 (`-`: it has none). *Across "
+        "nodes* and *with relays* are the bytes that cross between nodes without and with relays.",
         "",
         "| mask | batch | ranks | blocks | DCP | across nodes | with relays | compute | tokens | planning ms |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -134,9 +138,10 @@ def _yardstick(seeds: int) -> list[str]:
         plan.check()
         straight = _straight(plan)
         lines.append(
-            f"| {mask} | {batch} | {nodes}x8 | {straight.bytes().sum() / 1e6:.1f} | {'-' if dcp is None else f'{dcp:g}'} "
-            f"| {straight.inter_node_bytes() / 1e6:.1f} | {plan.inter_node_bytes() / 1e6:.1f} "
-            f"| {imbalance(plan.work()):.3f} | {imbalance(plan.placement.tokens):.3f} | {ms:.1f} |"
+            f"| {mask} | {batch} | {nodes}x8 | {straight.bytes().sum() / 1e6:.1f} | "
+            f"{'-' if dcp is None else f'{dcp:g}'} | {straight.inter_node_bytes() / 1e6:.1f} | "
+            f"{plan.inter_node_bytes() / 1e6:.1f} | {imbalance(plan.work()):.3f} | "
+            f"{imbalance(plan.placement.tokens):.3f} | {ms:.1f} |"
         )
     return lines
 
@@ -145,10 +150,12 @@ def _web(seeds: int) -> list[str]:
     lines = [
         f"## Web packs (8,192 tokens a rank, 64 / 8 heads, causal, {seeds} seeds, beside `minheap` on the same packs)",
         "",
-        "*Volume* is the mean of the bytes a rank receives over the bytes of all keys and values. *Exposed* is the predicted share of the "
-        "step in which the slowest rank waits for communication: what levelling the worst rank's bytes could gain at most.",
+        "*Volume* is the mean of the bytes a rank receives over the bytes of all keys and values. *Exposed* is the "
+        "predicted share of the step in which the slowest rank waits for communication: what levelling the worst "
+        "rank's bytes could gain at most.",
         "",
-        "| ranks | tokens | compute max | tokens max | bytes / minheap's | volume | worst rank / mean | exposed % | planning ms |",
+        "| ranks | tokens | compute max | tokens max | bytes / minheap's | volume | worst rank / mean | exposed % | "
+        "planning ms |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for equal in (False, True):
@@ -173,8 +180,8 @@ def _web(seeds: int) -> list[str]:
             volume = statistics.mean(ours) / ranks / (8192 * ranks * 4096)
             lines.append(
                 f"| {ranks} | {'equal' if equal else 'tolerance 0.05'} | {max(compute):.3f} | {max(tokens):.3f} "
-                f"| {sum(ours) / sum(theirs):.3f} | {volume:.4f} | {statistics.mean(worst):.2f} | {statistics.mean(exposed):.2f} "
-                f"| {statistics.median(times):.1f} |"
+                f"| {sum(ours) / sum(theirs):.3f} | {volume:.4f} | {statistics.mean(worst):.2f} | "
+                f"{statistics.mean(exposed):.2f} | {statistics.median(times):.1f} |"
             )
     return lines
 

@@ -2,8 +2,8 @@
 
     python benchmarks/planted.py --jobs 2 --write out/planted.json --page docs/results/planted.md
 
-A bug that is not found within the limit fails the run, and so does one that is found by the wrong means: a process that dies of it says
-nothing about what was compared.
+A bug that is not found within the limit fails the run, and so does one that is found by the wrong means: a process that
+dies of it says nothing about what was compared.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Hunt:
 
     def row(self) -> str:
         """Of the table."""
-        return f"| {self.area} | {self.bug} | {self.check if self.found else 'NOT FOUND'} | {self.cases} | {self.seconds:.0f} |"
+        found = self.check if self.found else "NOT FOUND"
+        return f"| {self.area} | {self.bug} | {found} | {self.cases} | {self.seconds:.0f} |"
 
 
 def hunt(area: str, seed: int, seconds: float, most_ranks: int, jobs: int) -> Hunt:
@@ -60,8 +61,9 @@ def page(hunts: list[Hunt], command: str, jobs: int) -> str:
     """A table."""
     head = (
         f"# Planted bugs\n\n**Measured** {date.today()} by `{command}` with `--jobs {jobs}` on {os.cpu_count()} cores "
-        f"({platform.machine()}): a bug put into each area, and after how many cases and seconds `flexcp fuzz` failed. Seconds include "
-        "starting the processes.\n\n| area | bug | found by | cases | seconds |\n| --- | --- | --- | --- | --- |\n"
+        f"({platform.machine()}): a bug put into each area, and after how many cases and seconds `flexcp fuzz` failed. "
+        "Seconds include starting the processes.\n\n| area | bug | found by | cases | seconds |\n| --- | --- | --- | "
+        "--- | --- |\n"
     )
     return head + "\n".join(one.row() for one in hunts) + "\n"
 

@@ -1,10 +1,12 @@
-"""Published figures beside simulated ones: ``python benchmarks/published.py FILE`` simulates every figure of a file and prints its error.
+"""Published figures beside simulated ones: ``python benchmarks/published.py FILE`` simulates every figure of a file and
+prints its error.
 
-``lib/published_figures.py`` has the format of the file. Every figure is planned with the strategy that stands for its method and run by the
-event simulator on the cluster it names; links and kernels are those of ``published_parameters.py``, which come from other measurements, and
-nothing is fitted to a figure. Without FILE the figures are those of benchmarks/published.jsonl; ``--write`` makes the page of results
-and states the errors for flexcp to print (``make published``). A file with a mistake is refused, with its lines and fields, before anything
-is simulated.
+``lib/published_figures.py`` has the format of the file. Every figure is planned with the strategy that stands for its
+method and run by the event simulator on the cluster it names; links and kernels are those of
+``published_parameters.py``, which come from other measurements, and nothing is fitted to a figure. Without FILE the
+figures are those of benchmarks/published.jsonl; ``--write`` makes the page of results and states the errors for flexcp
+to print (``make published``). A file with a mistake is refused, with its lines and fields, before anything is
+simulated.
 """
 
 from __future__ import annotations
@@ -78,7 +80,9 @@ class Setting:
         return found
 
     def _with_merges(self, ran: Simulation, method: str) -> Simulation:
-        """The same plan, run by the figure's own executor: it sends keys from where they lie and merges after every step."""
+        """The same plan, run by the figure's own executor: it sends keys from where they lie and merges
+        after every step.
+        """
         speed = copy_mbps(ran.plan.cluster) if ran.rules.copy_mbps is None else ran.rules.copy_mbps
         measured = with_merges(ran.plan, ran.cost, method, speed)
         return run_plan(ran.plan, ran.cost, replace(ran.rules, copy_mbps=0), self.experiment.training, measured)

@@ -1,30 +1,35 @@
 """What ring-flash-attention does between its kernels, priced: it accumulates in float32 outside FlashAttention.
 
-Counted from its public code (zhuzilin/ring-flash-attention: utils.py, and the modules of ring and zigzag, batch and varlen), before any
-figure was simulated with the count. Keys and values are sent from where they lie, so no message is copied; but every step's result is
-merged into what was accumulated, in PyTorch. A zigzag's rank merges all its rows while keys come from before it in the ring, and the
-later half of every document's rows afterwards. One document is halved by a slice, which is a view. Several are halved by a mask that
-lies on the host: rows are gathered, and put back, and each use of the mask makes the host wait for the device.
+Counted from its public code (zhuzilin/ring-flash-attention: utils.py, and the modules of ring and zigzag, batch and
+varlen), before any figure was simulated with the count. Keys and values are sent from where they lie, so no message is
+copied; but every step's result is merged into what was accumulated, in PyTorch. A zigzag's rank merges all its rows
+while keys come from before it in the ring, and the later half of every document's rows afterwards. One document is
+halved by a slice, which is a view. Several are halved by a mask that lies on the host: rows are gathered, and put back,
+and each use of the mask makes the host wait for the device.
 
 Per number of out or dq, of k and v or dk and dv, and per LSE; *m* is the model's dtype, *a* the accumulator's:
 
-=================  ===============================================================================================================
+=================  =====================================================================================================
 when               bytes read and written
-=================  ===============================================================================================================
-begin              k and v made contiguous, 2m; several documents: the later half of q gathered, 2m (backward: of dout, q and out)
+=================  =====================================================================================================
+begin              k and v made contiguous, 2m; several documents: the later half of q gathered, 2m
+                   (backward: of dout, q and out)
 first step         out to float32, m + a (backward: dq, dk and dv)
 all rows           out merged, m + 2a, LSE 3a; backward: dq added, m + 2a, and the first half of dk and dv, m + 2a.
-                   Several documents: the first half of k and v gathered, 2m; backward: dk and dv gathered and put back, 4a
-later half         the same merge of half of the rows, and put back, 2a; backward: half of dq added, m + 2a, and all of dk and dv.
+                   Several documents: the first half of k and v gathered, 2m; backward: dk and dv gathered and
+                   put back, 4a
+later half         the same merge of half of the rows, and put back, 2a; backward: half of dq added,
+                   m + 2a, and all of dk and dv.
                    Several documents: out and LSE gathered before, 2a; backward: dq gathered and put back, 4a
 end                out rounded, a + m (backward: dq, dk and dv)
-=================  ===============================================================================================================
+=================  =====================================================================================================
 
-The merge is a scripted function, and TorchScript fuses such ones on a GPU: one pass over out. Issue 60 of that repository fits: three of
-the first calls take up to a quarter of a second, as compiling does, and the later ones 0.14 ms. Not fused it would read and write 38
-bytes a number instead of 10. A plain ring merges all rows in every step that has work. Bytes go at the speed of copies
-(:func:`flexcp.simulator.copies.copy_mbps`); every kernel, and every wait of the host, costs the start of one. What Python takes until it
-has issued the next kernel after a wait is not public and not in it.
+The merge is a scripted function, and TorchScript fuses such ones on a GPU: one pass over out. Issue 60 of that
+repository fits: three of the first calls take up to a quarter of a second, as compiling does, and the later ones 0.14
+ms. Not fused it would read and write 38 bytes a number instead of 10. A plain ring merges all rows in every step that
+has work. Bytes go at the speed of copies (:func:`flexcp.simulator.copies.copy_mbps`); every kernel, and every wait of
+the host, costs the start of one. What Python takes until it has issued the next kernel after a wait is not public and
+not in it.
 """
 
 from __future__ import annotations
@@ -60,7 +65,8 @@ class Price:
 
 @dataclass(frozen=True)
 class Merges:
-    """A rank's prices: ``out``, ``lse`` and ``kv`` are how many numbers it has of out or dq, of LSE, and of k and v or dk and dv.
+    """A rank's prices: ``out``, ``lse`` and ``kv`` are how many numbers it has of out or dq, of LSE,
+    and of k and v or dk and dv.
 
     ``masked``: documents are halved by a mask, whose every use gathers or puts back and is waited for.
     """
@@ -111,7 +117,9 @@ class Merges:
         return Price(size * (self.out + self.kv), 3) if backward else Price(size * self.out, 1)
 
     def _moved(self, size: int, times: int) -> Price:
-        """So many gathers (or puts) of ``size`` bytes by the mask, each with its wait; nothing where a slice does it."""
+        """So many gathers (or puts) of ``size`` bytes by the mask, each with its wait;
+        nothing where a slice does it.
+        """
         return Price(2 * size * times, 2 * times) if self.masked else Price()
 
 
@@ -122,7 +130,9 @@ def is_step_by_step(method: str) -> bool:
 
 
 def with_merges(plan: Plan, cost: CostModel, method: str, mbps: int) -> Callable[[int, bool], Ints]:
-    """Compute and merges ``[rank, slot]`` of a mask's pass, as :func:`flexcp.simulator.training.simulate` takes it for measured."""
+    """Compute and merges ``[rank, slot]`` of a mask's pass,
+    as :func:`flexcp.simulator.training.simulate` takes it for measured.
+    """
     name, _, degree = method.partition(":")
 
     def measured(mask: int, backward: bool) -> Ints:

@@ -185,16 +185,17 @@ def page(results: Sequence[Result]) -> str:
     lines = [
         "# Published figures, simulated",
         "",
-        f"**Simulated**, by `make published` on {date.today().isoformat()}: {len(counted_once(results))} published figures "
-        "(benchmarks/published.jsonl), each planned with the strategy that stands for its method and run by the event simulator. Links are "
-        "NCCL's in public tables and kernels are rates measured on one GPU; nothing is fitted to a figure that is counted. Figures and "
-        "parameters were committed before the script first ran; settings of MagiAttention, DCP, FCP, DHP and Libra had been simulated "
-        "earlier, by [scripts of their own](experiments.md). `python benchmarks/published.py FILE` does the same with figures of yours; "
-        "the format is at the top of benchmarks/lib/published_figures.py.",
+        f"**Simulated**, by `make published` on {date.today().isoformat()}: {len(counted_once(results))} published "
+        "figures (benchmarks/published.jsonl), each planned with the strategy that stands for its method and run by "
+        "the event simulator. Links are NCCL's in public tables and kernels are rates measured on one GPU; nothing is "
+        "fitted to a figure that is counted. Figures and parameters were committed before the script first ran; "
+        "settings of MagiAttention, DCP, FCP, DHP and Libra had been simulated earlier, by [scripts of their "
+        "own](experiments.md). `python benchmarks/published.py FILE` does the same with figures of yours; the format "
+        "is at the top of benchmarks/lib/published_figures.py.",
         "",
-        "A source *states its setting* when it names the GPU, the nodes, the network between them where there are several, heads, lengths "
-        "or their distribution, mask and method. Something *stands in* where it does, but the data is not here. Misses stay in every "
-        "median.",
+        "A source *states its setting* when it names the GPU, the nodes, the network between them where there are "
+        "several, heads, lengths or their distribution, mask and method. Something *stands in* where it does, but the "
+        "data is not here. Misses stay in every median.",
         "",
         "## How far off",
         "",
@@ -214,57 +215,70 @@ def page(results: Sequence[Result]) -> str:
         *assumptions(results),
         "## Parameters",
         "",
-        "Sources are in benchmarks/published_parameters.py. Efficiencies (forward / backward) are per mille of the GPU's bf16 peak.",
+        "Sources are in benchmarks/published_parameters.py. Efficiencies (forward / backward) are per mille of the "
+        "GPU's bf16 peak.",
         "",
         *(f"- {line}" for line in show()),
         "",
         MERGES,
         "",
-        "Striped attention (ring-flash-attention) has no strategy here, so its rows are not entered; nor are NeMo's FLOPs, whose formula "
-        "is not stated, and a public table whose H100 rows repeat its 4090 rows.",
+        "Striped attention (ring-flash-attention) has no strategy here, so its rows are not entered; nor are NeMo's "
+        "FLOPs, whose formula is not stated, and a public table whose H100 rows repeat its 4090 rows.",
         "",
     ]
     return "\n".join(lines)
 
 
 RATIOS_MISS = {
-    "DCP": "the artifact runs its baselines in groups, as many as the largest power of two not above 131,072 // longest document, with "
-    "documents dealt to them greedily by tokens and rounded up to twice a group's ranks; its files do not hold the longest document, so "
-    "here all 32 ranks are one group. Of LoongTrain it takes the best window of a double ring, of DCP the best block of 1,024, 2,048 and "
-    "4,096 tokens, and it drops batches that are less than 75 % full; here LoongTrain is one flat ring and every batch has 131,072 "
-    "tokens. LoongTrain comes out too slow, plain rings and DCP too fast, and a ratio has both errors",
-    "FCP": "the length of its equal documents is not stated, and a ring depends on it; of the ablation the lower rungs are simulated "
-    "too fast, so every step up is too small",
-    "MagiAttention blog": "the network between nodes is not stated; Megatron's hybrid is too fast at 16 GPUs and MagiAttention at 64",
-    "zhuzilin/ring-flash-attention": "zigzag over several documents is still too fast: what Python takes to issue the next kernel "
-    "after each wait of the host is not public and not simulated",
+    "DCP": (
+        "the artifact runs its baselines in groups, as many as the largest power of two not above 131,072 // longest "
+        "document, with documents dealt to them greedily by tokens and rounded up to twice a group's ranks; its files "
+        "do not hold the longest document, so here all 32 ranks are one group. Of LoongTrain it takes the best window "
+        "of a double ring, of DCP the best block of 1,024, 2,048 and 4,096 tokens, and it drops batches that are less "
+        "than 75 % full; here LoongTrain is one flat ring and every batch has 131,072 tokens. LoongTrain comes out "
+        "too slow, plain rings and DCP too fast, and a ratio has both errors"
+    ),
+    "FCP": (
+        "the length of its equal documents is not stated, and a ring depends on it; of the ablation the lower rungs "
+        "are simulated too fast, so every step up is too small"
+    ),
+    "MagiAttention blog": (
+        "the network between nodes is not stated; Megatron's hybrid is too fast at 16 GPUs and MagiAttention at 64"
+    ),
+    "zhuzilin/ring-flash-attention": (
+        "zigzag over several documents is still too fast: what Python takes to issue the next kernel after each wait "
+        "of the host is not public and not simulated"
+    ),
 }
 """Why ratios of a source miss, by its first words."""
 
 MERGES = (
-    "*Merges*: figures so marked are of ring-flash-attention, whose code sends keys from where they lie and accumulates in float32 "
-    "outside its kernels: after every step it reads the block's output in bfloat16 and reads and writes the accumulated one (10 bytes a "
-    "number, and the LSEs), in the backward the same of dq, dk and dv; a zigzag of several documents gathers halves by a mask and puts "
-    "them back, and the host waits at each use of the mask. The count, step by step, is in benchmarks/published_merges.py; bytes go at "
-    "the speed of copies, a kernel or a wait costs the start of a kernel. LoongTrain is built on that code; its flat ring is bound by the "
-    "network here, and its merges are not counted."
+    "*Merges*: figures so marked are of ring-flash-attention, whose code sends keys from where they lie and "
+    "accumulates in float32 outside its kernels: after every step it reads the block's output in bfloat16 and reads "
+    "and writes the accumulated one (10 bytes a number, and the LSEs), in the backward the same of dq, dk and dv; a "
+    "zigzag of several documents gathers halves by a mask and puts them back, and the host waits at each use of the "
+    "mask. The count, step by step, is in benchmarks/published_merges.py; bytes go at the speed of copies, a kernel or "
+    "a wait costs the start of a kernel. LoongTrain is built on that code; its flat ring is bound by the network here, "
+    "and its merges are not counted."
 )
 
 CHANGED = (
-    "In the first run `minheap:2048` stood for MagiAttention, with every key sent straight from its owner: off by -1 %, -35 %, -39 % and "
-    "-21 % at 8, 16, 32 and 64 GPUs. Its charts are of its native group collectives, which cross to a node once, so `minheap:2048,relay` "
-    "stands for it since. Packing and merging were first priced as our executor does them (median error 17 % where the setting is stated, "
-    "Ulysses -20 % and MagiAttention -24 % at 8 GPUs); what other systems clear, merge and round outside their kernels is not ours, so of "
-    "theirs only the copies of messages count since, in all figures alike. Ratios of stated settings were then off by 20 % in the median, "
-    "most of those near it with ring-flash-attention's zigzag on one side; what that library does between its kernels is priced since, in "
-    "all its rings alike, from its code ([parameters](#parameters)). Its merge is taken as fused, because it is a scripted function; not "
-    "fused it would read and write 38 bytes a number, which gives 14 % for figures and 9 % for ratios of stated settings. These choices "
-    "were made with figures in sight.",
+    "In the first run `minheap:2048` stood for MagiAttention, with every key sent straight from its owner: off by -1 "
+    "%, -35 %, -39 % and -21 % at 8, 16, 32 and 64 GPUs. Its charts are of its native group collectives, which cross "
+    "to a node once, so `minheap:2048,relay` stands for it since. Packing and merging were first priced as our "
+    "executor does them (median error 17 % where the setting is stated, Ulysses -20 % and MagiAttention -24 % at 8 "
+    "GPUs); what other systems clear, merge and round outside their kernels is not ours, so of theirs only the copies "
+    "of messages count since, in all figures alike. Ratios of stated settings were then off by 20 % in the median, "
+    "most of those near it with ring-flash-attention's zigzag on one side; what that library does between its kernels "
+    "is priced since, in all its rings alike, from its code ([parameters](#parameters)). Its merge is taken as fused, "
+    "because it is a scripted function; not fused it would read and write 38 bytes a number, which gives 14 % for "
+    "figures and 9 % for ratios of stated settings. These choices were made with figures in sight.",
     "",
-    "In the first run flexcp's own strategies stood for three papers: `hypergraph` for DCP, `minheap:4096` for FCP, `groups` for DHP; and "
-    "Megatron-LM's degrees in DCP's end-to-end figures were taken as not stated. Those lines are marked *first run* and stay counted. The "
-    "papers' planners, `dcp`, `fcp` and `dhp`, are here since, and DCP's public code gives Megatron-LM's degrees (`usp:2,8`) and batches "
-    "(as many tokens as the longest document may have): the last lines simulate the same published values with them. That they do not "
-    "count, because a published value counts once and by the line that was entered first, was decided before they were simulated.",
+    "In the first run flexcp's own strategies stood for three papers: `hypergraph` for DCP, `minheap:4096` for FCP, "
+    "`groups` for DHP; and Megatron-LM's degrees in DCP's end-to-end figures were taken as not stated. Those lines are "
+    "marked *first run* and stay counted. The papers' planners, `dcp`, `fcp` and `dhp`, are here since, and DCP's "
+    "public code gives Megatron-LM's degrees (`usp:2,8`) and batches (as many tokens as the longest document may "
+    "have): the last lines simulate the same published values with them. That they do not count, because a published "
+    "value counts once and by the line that was entered first, was decided before they were simulated.",
     "",
 )

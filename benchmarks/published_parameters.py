@@ -1,26 +1,29 @@
 """Parameters of published settings: links and kernels as others measured them, each with its source.
 
-A figure that ``published.py`` counts is never a source. Links are what NCCL reaches between processes, so their cost models lose nothing
-more to protocols. A kernel is a rate measured on one GPU; its efficiency is the one with which the cost model, price of row tiles included,
-gives that rate on the same lengths. Backward rates are measured as well, or their share of the forward is another measurement's.
+A figure that ``published.py`` counts is never a source. Links are what NCCL reaches between processes, so their cost
+models lose nothing more to protocols. A kernel is a rate measured on one GPU; its efficiency is the one with which the
+cost model, price of row tiles included, gives that rate on the same lengths. Backward rates are measured as well, or
+their share of the forward is another measurement's.
 
-========================  =========================================================================================================
+========================  ============================================================================================
 rate                      source
-========================  =========================================================================================================
+========================  ============================================================================================
 A100 NVLink, 230 GB/s     NVIDIA/nccl-tests issue 149, comment of a maintainer, for 8 A100
 H100 NVLink, 370 GB/s     NVIDIA/nccl-tests issue 212, the same
 H800 NVLink, 160 GB/s     deepseek-ai/DeepSeek-V3 issue 28: measured one way
 400 Gb/s card, 47 GB/s    NVIDIA/nccl-tests issue 290: 46 to 48 GB/s a card
-EC2 p4d node, 29.6 GB/s   NVIDIA/nccl issue 527: all_reduce of 1 GB over 4 instances (4 x 100 Gb/s a node), bus bandwidth
+EC2 p4d node, 29.6 GB/s   NVIDIA/nccl issue 527: all_reduce of 1 GB over 4 instances (4 x 100 Gb/s a node),
+                          bus bandwidth
 100 Gb/s card, 9.4 GB/s   NVIDIA/nccl issue 495: 600 of 800 Gb/s between 2 nodes of 8 A100
 across nodes, 31 us       NVIDIA/nccl-tests issue 214: sendrecv of up to 8 KB between 2 nodes
 inside a node             the presets' own latency, an estimate
-========================  =========================================================================================================
+========================  ============================================================================================
 
-Kernels: FlashAttention-2 on one H800 and one A100 are the columns "theoretic flash_attn" of ring-flash-attention's README (one GPU, 8,192
-tokens, without context parallelism). FlashAttention-3 and FFA on varlen lengths are MagiAttention's kernel charts (H100, 32K tokens).
-FlashAttention-3 on an H20 is Dao-AILab/flash-attention issue 1310. torchtitan's attention is FlashAttention-2 as measured on one H200
-here; its linear layers are what its table 2 leaves for them without context parallelism (FSDP 8, CP 1), a row that is not counted.
+Kernels: FlashAttention-2 on one H800 and one A100 are the columns "theoretic flash_attn" of ring-flash-attention's
+README (one GPU, 8,192 tokens, without context parallelism). FlashAttention-3 and FFA on varlen lengths are
+MagiAttention's kernel charts (H100, 32K tokens). FlashAttention-3 on an H20 is Dao-AILab/flash-attention issue 1310.
+torchtitan's attention is FlashAttention-2 as measured on one H200 here; its linear layers are what its table 2 leaves
+for them without context parallelism (FSDP 8, CP 1), a row that is not counted.
 
 What ring-flash-attention does between its kernels is counted from its code, in ``published_merges.py``.
 """
@@ -47,12 +50,16 @@ BACKWARD = 2.5
 
 
 OTHERS = Rules(copies_messages_only=True)
-"""Other systems copy q, k, v and outputs into the buffers of their calls and out of them; the rest of what our executor does is its own."""
+"""Other systems copy q, k, v and outputs into the buffers of their calls and out of them; the rest of what our executor
+does is its own.
+"""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A preset with measured links: MB/s of a rank inside its node and across, and how many ranks share a network card."""
+    """A preset with measured links: MB/s of a rank inside its node and across,
+    and how many ranks share a network card.
+    """
 
     preset: str
     intra_mbps: int
@@ -117,7 +124,7 @@ def _cost(name: str, preset: str, points: Sequence[Measured], linear: int | None
     return cost if linear is None else replace(cost, linear_efficiency=linear)
 
 
-# --- FlashAttention-2 by ring-flash-attention's README ------------------------------------------------------------------
+# --- FlashAttention-2 by ring-flash-attention's README ----------------------------------------------------------------
 
 ONE = ((8192,),)
 PACKED = ((8192,), (256, 7392, 544), (4096, 4096), (3104, 3200, 1600, 160, 128))
@@ -130,7 +137,7 @@ def _iterations(batches: Sequence[Sequence[int]], forward: float, both: float) -
     return Measured(batches, flops * forward / 1e12, BACKWARD * flops / (1 / both - 1 / forward) / 1e12)
 
 
-# --- torchtitan ---------------------------------------------------------------------------------------------------------
+# --- torchtitan -------------------------------------------------------------------------------------------------------
 
 TORCHTITAN_FA2 = Measured(((65_536,),), 348.0, 320.0)
 ALONE = (32_768, 3_890.0)
@@ -138,7 +145,9 @@ ALONE = (32_768, 3_890.0)
 
 
 def _torchtitan() -> CostModel:
-    """Linear layers at the efficiency that table 2's row without context parallelism leaves them: forward, again, and backward."""
+    """Linear layers at the efficiency that table 2's row without context parallelism leaves them:
+    forward, again, and backward.
+    """
     preset, machine = find_model("llama3-8b"), cluster("h100")
     cost = _cost("torchtitan-float8-h100", "h100", [TORCHTITAN_FA2])
     tokens, speed = ALONE
@@ -153,11 +162,13 @@ def _torchtitan() -> CostModel:
     return replace(cost, linear_efficiency=round(1000 * tokens * flops / left / machine.gflops))
 
 
-# --- by name ------------------------------------------------------------------------------------------------------------
+# --- by name ----------------------------------------------------------------------------------------------------------
 
 WEB = tuple(tuple(draw_lengths("web", 32_768, seed)) for seed in range(5))
 FA3_BACKWARD = 586 / 684
-"""FlashAttention-3 on an H100, causal, 32K, by MagiAttention's kernel charts: an H20's own backward is not in the issue's excerpt."""
+"""FlashAttention-3 on an H100, causal, 32K, by MagiAttention's kernel charts:
+an H20's own backward is not in the issue's excerpt.
+"""
 H20 = (Measured(((2048,),), 107.8, 107.8 * FA3_BACKWARD), Measured(((2048,),), 126.2, 126.2 * FA3_BACKWARD, full=True))
 
 KERNELS: dict[str, Callable[[], CostModel]] = {
@@ -179,7 +190,8 @@ def place(text: str, kernel: str | None) -> tuple[Cluster, Rules, CostModel]:
     """
     if kernel is not None and kernel not in KERNELS:
         raise ValueError(
-            f"unknown kernel {kernel!r}; measured ones are {', '.join(KERNELS)}; leave it out for the analytic cost model"
+            f"unknown kernel {kernel!r}; measured ones are {', '.join(KERNELS)}; "
+            "leave it out for the analytic cost model"
         )
     cost = CostModel() if kernel is None else KERNELS[kernel]()
     name, _, shape = text.partition(":")
@@ -199,7 +211,8 @@ def show() -> list[str]:
     lines = []
     for name, machine in MACHINES.items():
         lines.append(
-            f"{name}: {machine.intra_mbps / 1000:g} GB/s inside, {machine.inter_mbps / 1000:g} across, {machine.ranks_per_nic} a card"
+            f"{name}: {machine.intra_mbps / 1000:g} GB/s inside, {machine.inter_mbps / 1000:g} across, "
+            f"{machine.ranks_per_nic} a card"
         )
     for name, make in KERNELS.items():
         cost = make()

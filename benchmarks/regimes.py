@@ -2,10 +2,11 @@
 
 ``make regimes`` writes docs/results/regimes.md.
 
-A regime is a number of KV heads on a rank and a cluster. In each, batches of several length distributions and two sizes are planned by
-``auto`` and by every static method in its best degree, and the event simulator times both. There are four baselines: the best static method
-*of the batch*, which is stronger than what a training run has, and the best one *fixed for the run*, chosen on other batches of the same
-distribution; each with documents dealt by tokens and by load. ``--only NAME`` makes one table.
+A regime is a number of KV heads on a rank and a cluster. In each, batches of several length distributions and two sizes
+are planned by ``auto`` and by every static method in its best degree, and the event simulator times both. There are
+four baselines: the best static method *of the batch*, which is stronger than what a training run has, and the best one
+*fixed for the run*, chosen on other batches of the same distribution; each with documents dealt by tokens and by load.
+``--only NAME`` makes one table.
 """
 
 from __future__ import annotations
@@ -62,19 +63,34 @@ class Regime:
 NODE, NODES = (cluster("h100", 1, 8),), (cluster("h100", 4, 8), cluster("h100", 8, 8))
 SINGLE = tuple(topology(cluster("h100", nodes, 8), LARGE.shape, tp=8).cluster for nodes in (8, 16, 32))
 REGIMES = (
-    Regime("one-kv-head", "attention, 1 KV head a rank (multi-query, or after tensor parallelism), nodes of 8", NODE + NODES, ONE),
+    Regime(
+        "one-kv-head",
+        "attention, 1 KV head a rank (multi-query, or after tensor parallelism), nodes of 8",
+        NODE + NODES,
+        ONE,
+    ),
     Regime("one-rank-a-node", "attention, 1 KV head a rank, 1 rank a node (llama3-70b under tp 8)", SINGLE, ONE),
-    Regime("one-rank-a-node-step", "whole step of llama3-70b under tp 8: 1 KV head a rank, 1 rank a node", SINGLE, ONE, True, tp=8),
+    Regime(
+        "one-rank-a-node-step",
+        "whole step of llama3-70b under tp 8: 1 KV head a rank, 1 rank a node",
+        SINGLE,
+        ONE,
+        True,
+        tp=8,
+    ),
     Regime("several-nodes", "attention, 8 KV heads, 4 and 8 nodes of 8", NODES, EIGHT),
-    Regime("several-nodes-step", "whole step of llama3-8b, 8 KV heads, 4 and 8 nodes of 8", NODES, EIGHT, whole_step=True),
+    Regime(
+        "several-nodes-step", "whole step of llama3-8b, 8 KV heads, 4 and 8 nodes of 8", NODES, EIGHT, whole_step=True
+    ),
     Regime("one-node", "attention, 8 KV heads, one node of 8", NODE, EIGHT),
     Regime("one-node-step", "whole step of llama3-8b, 8 KV heads, one node of 8", NODE, EIGHT, whole_step=True),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One batch: what ``auto`` took, the fastest static method of the batch and the one fixed for the run, in simulated nanoseconds.
+    """One batch: what ``auto`` took, the fastest static method of the batch and the one fixed for the run,
+    in simulated nanoseconds.
 
     Static ones are in the order of ``DEALINGS``: documents dealt by tokens, by load.
     """
@@ -172,13 +188,14 @@ def page(regimes: dict[Regime, list[Cell]]) -> str:
     lines = [
         "# When it pays, by regime",
         "",
-        f"**Simulated**, by `make regimes` on {date.today().isoformat()} ({platform.machine()}); no time here was measured. The event "
-        f"simulator with the analytic cost model ([errors](errors.md)), presets of H100 nodes, causal "
-        "documents, heads of 128, seed 0. *Gain* is the time of a static method over the time of `auto`; means are geometric. *Of the "
-        "batch*: the fastest method, in its best degree, of each batch; it may be another in every batch, which a training run cannot do. "
-        f"*Fixed for the run*: the one fastest over {len(OTHER_SEEDS)} other batches of the same lengths, cluster and size. *By tokens*: "
-        "documents dealt to groups as Megatron-Core, DeepSpeed and torchtitan do; *by load*: as WLB-LLM does. Worst and best, and the last "
-        "column of the tables below, are over the first baseline. Names in parentheses are the static methods and what `auto` took.",
+        f"**Simulated**, by `make regimes` on {date.today().isoformat()} ({platform.machine()}); no time here was "
+        "measured. The event simulator with the analytic cost model ([errors](errors.md)), presets of H100 nodes, "
+        "causal documents, heads of 128, seed 0. *Gain* is the time of a static method over the time of `auto`; means "
+        "are geometric. *Of the batch*: the fastest method, in its best degree, of each batch; it may be another in "
+        f"every batch, which a training run cannot do. *Fixed for the run*: the one fastest over {len(OTHER_SEEDS)} "
+        "other batches of the same lengths, cluster and size. *By tokens*: documents dealt to groups as Megatron-Core, "
+        "DeepSpeed and torchtitan do; *by load*: as WLB-LLM does. Worst and best, and the last column of the tables "
+        "below, are over the first baseline. Names in parentheses are the static methods and what `auto` took.",
         "",
         *summary(regimes),
     ]

@@ -1,12 +1,11 @@
-"""``auto``'s regret, judged by what it was not chosen with: every strategy's plan replayed with real kernels
-(flexcp/measure/calibrate/replay.py).
+"""``auto``'s regret, judged by what it was not chosen with: every strategy's plan replayed with real kernels.
 
-    python benchmarks/regret.py                       # CPU kernels on this machine; takes minutes, wants an idle machine
-    python benchmarks/regret.py --device cuda         # on a GPU machine
+    python benchmarks/regret.py                  # CPU kernels on this machine; takes minutes, wants an idle machine
+    python benchmarks/regret.py --device cuda    # on a GPU machine
 
-For each batch all strategies are planned, every rank's kernels run one after the other, and communication is simulated around them.
-Regret is the time of ``auto`` over that of the best. On a CPU the cost model is calibrated first, because a planner that believes in GPUs
-would not be judged.
+For each batch all strategies are planned, every rank's kernels run one after the other, and communication is simulated
+around them (flexcp/measure/calibrate/replay.py). Regret is the time of ``auto`` over that of the best. On a CPU the
+cost model is calibrated first, because a planner that believes in GPUs would not be judged.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""One call a stage against calls of few rounds, measured over slow links: what ``bind(rounds_per_call=...)`` gains or costs on gloo.
+"""One call a stage against calls of few rounds, measured over slow links:
+what ``bind(rounds_per_call=...)`` gains or costs on gloo.
 
     sudo python benchmarks/rounds.py --nodes 4 --ranks 2 --mbit 400
 
-Ranks are network namespaces (benchmarks/lib/box.py), the kernel does nothing, so a step is its communication, packing and reductions.
-Milliseconds of the slowest rank in the fastest of ``--repeats``, forward and backward. Needs root and iproute2; skips without them.
+Ranks are network namespaces (benchmarks/lib/box.py), the kernel does nothing, so a step is its communication, packing
+and reductions. Milliseconds of the slowest rank in the fastest of ``--repeats``, forward and backward. Needs root and
+iproute2; skips without them.
 """
 
 from __future__ import annotations

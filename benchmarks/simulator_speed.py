@@ -1,9 +1,9 @@
 """How long it takes to simulate a plan, measured. ``make simulator-speed`` writes docs/results/simulator-speed.md.
 
-One line for each plan of a batch with 32K tokens a rank: attention forward and backward of one layer, :func:`simulate` alone with the plan
-at hand, compiled loops warm. Strategies take turns. Beside the clock's time, of which each has the median of its turns, is the least that
-the processor spent: simulating is one thread, so on a machine with other work that is the nearer to what it takes. The page says how
-many processes wanted the machine's cores meanwhile.
+One line for each plan of a batch with 32K tokens a rank: attention forward and backward of one layer, :func:`simulate`
+alone with the plan at hand, compiled loops warm. Strategies take turns. Beside the clock's time, of which each has the
+median of its turns, is the least that the processor spent: simulating is one thread, so on a machine with other work
+that is the nearer to what it takes. The page says how many processes wanted the machine's cores meanwhile.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def planned(strategy: str, ranks: int, lengths: str = "libra256k") -> Plan:
 
 
 def measured(plans: list[Plan], turns: int) -> list[list[tuple[float, float]]]:
-    """Milliseconds (of the processor, by the clock) of each plan in every turn; the first, which may compile, is left out."""
+    """Milliseconds (of the processor, by the clock) of each plan in every turn; the first, which may compile,
+    is left out.
+    """
     found: list[list[tuple[float, float]]] = [[] for _ in plans]
     for turn in range(turns + 1):
         for plan, times in zip(plans, found, strict=True):
@@ -65,10 +67,14 @@ def page(turns: int) -> str:
     lines = [
         "# How long simulating takes",
         "",
-        f"**Measured** on {date.today()} by `make simulator-speed` ({platform.machine()}, {turns} turns): milliseconds of",
-        "`simulate(plan)`, one layer forward and backward, 32K tokens a rank of `libra256k`, 32 / 8 heads of 128, H100 nodes of 8.",
-        "The plan is there and loops are compiled. Simulating is one thread: where the clock shows more than the processor spent,",
-        f"the machine had other work. It was {state}: a load of {load:.1f} on {cores} cores over the last minute of it.",
+        f"**Measured** on {date.today()} by `make simulator-speed` ({platform.machine()}, {turns} turns): "
+        "milliseconds of",
+        "`simulate(plan)`, one layer forward and backward, 32K tokens a rank of `libra256k`, 32 / 8 heads of 128, H100 "
+        "nodes of 8.",
+        "The plan is there and loops are compiled. Simulating is one thread: where the clock shows more than the "
+        "processor spent,",
+        f"the machine had other work. It was {state}: a load of {load:.1f} on {cores} cores over the last minute of "
+        "it.",
         "",
         "| strategy | ranks | documents | regions | processor ms, least | clock ms, median |",
         "| --- | --- | --- | --- | --- | --- |",

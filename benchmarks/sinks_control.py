@@ -1,10 +1,12 @@
-"""What the error rule of ``kernel_cases.py`` says of the reference itself: its gradient of sinks in float32, documents reversed.
+"""What the error rule of ``kernel_cases.py`` says of the reference itself: its gradient of sinks in float32,
+documents reversed.
 
     python benchmarks/sinks_control.py --seeds 1000        # minutes on a CPU; no GPU needed
 
-A sink's gradient is one number a head, a sum over all rows whose terms cancel. The rule allows twice the error of the reference's own
-number, which now and then is nearly exact by chance. So the reference is held to it against itself: same documents, same arithmetic,
-another order of rows. How often that breaks the rule says how much a case of another kernel that breaks it means.
+A sink's gradient is one number a head, a sum over all rows whose terms cancel. The rule allows twice the error of the
+reference's own number, which now and then is nearly exact by chance. So the reference is held to it against itself:
+same documents, same arithmetic, another order of rows. How often that breaks the rule says how much a case of another
+kernel that breaks it means.
 """
 
 from __future__ import annotations

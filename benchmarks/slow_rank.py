@@ -3,13 +3,14 @@
     sudo python benchmarks/slow_rank.py                                            # 2 nodes of 2 ranks, one at 70 %
     sudo python benchmarks/slow_rank.py --write docs/results/slow-rank.md
 
-Every rank is a network namespace with ports of ``--mbit`` (benchmarks/lib/box.py) and a device paced at ``--gflops``; real loaders give out
-the same batches in three cases, in turns: with all ranks at full speed, with one at ``--speed`` of it, and so again with
-``Loader(follow_speeds=..., telemetry=...)``, which learns of it from telemetry alone. A step is a forward and a backward of one layer,
-all ranks beginning together, and takes as long as its slowest rank. Planning is not in it.
+Every rank is a network namespace with ports of ``--mbit`` (benchmarks/lib/box.py) and a device paced at ``--gflops``;
+real loaders give out the same batches in three cases, in turns: with all ranks at full speed, with one at ``--speed``
+of it, and so again with ``Loader(follow_speeds=..., telemetry=...)``, which learns of it from telemetry alone. A step
+is a forward and a backward of one layer, all ranks beginning together, and takes as long as its slowest rank. Planning
+is not in it.
 
-The loss of a step is what it takes longer than with all ranks at full speed. Needs root and iproute2; without them it says so and ends with
-exit code 0.
+The loss of a step is what it takes longer than with all ranks at full speed. Needs root and iproute2; without them it
+says so and ends with exit code 0.
 """
 
 from __future__ import annotations
@@ -38,9 +39,16 @@ from lib.step_time import paced_kernel
 
 DTYPE, HEADS, KV_HEADS, HEAD_DIM = "float32", 8, 2, 32
 COST = CostModel(
-    "box", 1000, 1000, 1000, link_efficiency=950, row_tile_pairs=0, kernel_ns=300_000, message_ns=100_000,
+    "box",
+    1000,
+    1000,
+    1000,
+    link_efficiency=950,
+    row_tile_pairs=0,
+    kernel_ns=300_000,
+    message_ns=100_000,
     model=Model("attention only", hidden=1, layers=1, feed_forward=1),
-)  # fmt: skip
+)
 BUDGET, LONGEST = 16_384, 6_000
 LOOKAHEAD, EVERY, STEPS, AFTER = 4, 4, 24, 16
 
@@ -76,8 +84,14 @@ class Case:
 
 
 def run(
-    group: dist.ProcessGroup, machine: Cluster, gflops: float, strategy: str, cases: list[Case], steps: int, repeats: int
-) -> list[Run]:  # fmt: skip
+    group: dist.ProcessGroup,
+    machine: Cluster,
+    gflops: float,
+    strategy: str,
+    cases: list[Case],
+    steps: int,
+    repeats: int,
+) -> list[Run]:
     """Collective over ``group``: train some steps of every case, in turns, the last rank being the slow one."""
     sizes: dict[str, Any] = {"dtype": DTYPE, "cluster": machine, "cost": COST, "strategy": strategy}
     planner = flexcp.Planner(HEADS, KV_HEADS, HEAD_DIM, **sizes)
@@ -147,13 +161,14 @@ def page(asked: argparse.Namespace, machine: Cluster, told: list[list[Run]]) -> 
     lines = [
         "# One rank slowed down",
         "",
-        f"**Measured** on {date.today()}, `sudo python benchmarks/slow_rank.py --write docs/results/slow-rank.md`: {machine.nodes} x "
-        f"{machine.ranks_per_node} ranks in the box (network namespaces, ports of {asked.mbit} Mbit/s, devices paced at {asked.gflops:g} "
-        f"GFLOP/s, `{asked.strategy}`, {HEADS} / {KV_HEADS} heads of {HEAD_DIM}, batches of at most {BUDGET:,} tokens), rank {ranks - 1} "
-        f"at {speed:.0%} of the others' speed from the first step on. `Loader(follow_speeds={EVERY}, lookahead={LOOKAHEAD})` is told "
-        "nothing of it. Milliseconds of forward and backward of one layer, the slowest rank in the "
-        f"fastest of {asked.repeats} repeats, medians over the steps, the three cases in turns; the loss is what a step takes longer than "
-        "with all ranks at full speed.",
+        f"**Measured** on {date.today()}, `sudo python benchmarks/slow_rank.py --write docs/results/slow-rank.md`: "
+        f"{machine.nodes} x {machine.ranks_per_node} ranks in the box (network namespaces, ports of {asked.mbit} "
+        f"Mbit/s, devices paced at {asked.gflops:g} GFLOP/s, `{asked.strategy}`, {HEADS} / {KV_HEADS} heads of "
+        f"{HEAD_DIM}, batches of at most {BUDGET:,} tokens), rank {ranks - 1} at {speed:.0%} of the others' speed from "
+        f"the first step on. `Loader(follow_speeds={EVERY}, lookahead={LOOKAHEAD})` is told nothing of it. "
+        f"Milliseconds of forward and backward of one layer, the slowest rank in the fastest of {asked.repeats} "
+        "repeats, medians over the steps, the three cases in turns; the loss is what a step takes longer than with all "
+        "ranks at full speed.",
         "",
         "| steps | all at full speed | one slow | one slow, followed | of the loss won back |",
         "| --- | --- | --- | --- | --- |",
@@ -166,8 +181,8 @@ def page(asked: argparse.Namespace, machine: Cluster, told: list[list[Run]]) -> 
     words = "; ".join(f"from step {step} on {', '.join(map(str, speeds))} per mille" for _, step, speeds in corrections)
     lines += [
         "",
-        f"Corrections agreed on: {words or 'none'}. With {ranks} ranks of which one computes at {speed:.0%}, work divided perfectly by "
-        f"speed wins back {best:.0%}.",
+        f"Corrections agreed on: {words or 'none'}. With {ranks} ranks of which one computes at {speed:.0%}, work "
+        f"divided perfectly by speed wins back {best:.0%}.",
     ]
     return "\n".join(lines) + "\n"
 

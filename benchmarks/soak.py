@@ -2,11 +2,11 @@
 
     python benchmarks/soak.py --steps 5000 --write docs/results/soak.md
 
-Every step draws another batch, another mask and another strategy, plans it, binds it and runs attention forward and backward on gloo
-ranks, as a training loop does, with no reference kept. After step :data:`SETTLED` and at the end each rank says what it holds: resident
-memory (after a collection and a trim of the allocator's free lists), threads, open files, sockets, and shared memory of this machine.
-Resident memory may grow by 2 %, the others not at all. Results of one fixed batch are compared bit by bit at the beginning and at the
-end: no drift.
+Every step draws another batch, another mask and another strategy, plans it, binds it and runs attention forward and
+backward on gloo ranks, as a training loop does, with no reference kept. After step :data:`SETTLED` and at the end each
+rank says what it holds: resident memory (after a collection and a trim of the allocator's free lists), threads, open
+files, sockets, and shared memory of this machine. Resident memory may grow by 2 %, the others not at all. Results of
+one fixed batch are compared bit by bit at the beginning and at the end: no drift.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ def main() -> int:
     before, after = [a.before for a in answers], [a.after for a in answers]
     grown = verdicts(before, after, all(a.same for a in answers))
     rows = [
-        f"| {rank} | {a.resident / 1e6:.1f} | {b.resident / 1e6:.1f} | {100 * (b.resident / a.resident - 1):+.2f} % | {a.threads} / "
-        f"{b.threads} | {a.files} / {b.files} | {a.sockets} / {b.sockets} | {a.shared} / {b.shared} |"
+        f"| {rank} | {a.resident / 1e6:.1f} | {b.resident / 1e6:.1f} | {100 * (b.resident / a.resident - 1):+.2f} % | "
+        f"{a.threads} / {b.threads} | {a.files} / {b.files} | {a.sockets} / {b.sockets} | {a.shared} / {b.shared} |"
         for rank, (a, b) in enumerate(zip(before, after, strict=True))
     ]
     head = (
-        f"# Soak\n\n**Measured** {date.today()} by `python benchmarks/soak.py --steps {asked.steps} --ranks {asked.ranks} --seed "
-        f"{asked.seed}` in {time.monotonic() - begin:.0f} s, on CPU ranks (gloo): what each rank holds after step {settled} and after step "
-        f"{asked.steps}.\n\n| rank | MB before | MB after | grown | threads | open files | sockets | shared memory files |\n"
-        "| --- | --- | --- | --- | --- | --- | --- | --- |\n"
+        f"# Soak\n\n**Measured** {date.today()} by `python benchmarks/soak.py --steps {asked.steps} --ranks "
+        f"{asked.ranks} --seed {asked.seed}` in {time.monotonic() - begin:.0f} s, on CPU ranks (gloo): what each rank "
+        f"holds after step {settled} and after step {asked.steps}.\n\n| rank | MB before | MB after | grown | threads "
+        "| open files | sockets | shared memory files |\n| --- | --- | --- | --- | --- | --- | --- | --- |\n"
     )
     print(head + "\n".join(rows))
     if asked.write is not None:

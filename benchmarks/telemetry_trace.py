@@ -2,8 +2,8 @@
 
     python benchmarks/telemetry_trace.py --write docs/pictures/telemetry-trace.svg --trace /tmp/trace.json
 
-Trains nothing: two layers of attention, forward and backward, under one plan. The trace is what a user's own would be; open it at
-ui.perfetto.dev. The picture shows the last layer's passes: a lane a rank, time to the right.
+Trains nothing: two layers of attention, forward and backward, under one plan. The trace is what a user's own would be;
+open it at ui.perfetto.dev. The picture shows the last layer's passes: a lane a rank, time to the right.
 """
 
 from __future__ import annotations
@@ -75,10 +75,12 @@ def picture(trace: dict[str, Any], plan: Plan) -> str:
         for i, (name, colour) in enumerate(COLOURS.items())
     )
     height = TOP + plan.ranks * LANE + 22
-    scale_text = f'<text x="{LEFT}" y="{height - 6}">{plan.label}, one layer forward and backward: {(end - begin) / 1e3:.0f} ms</text>'
+    words = f"{plan.label}, one layer forward and backward: {(end - begin) / 1e3:.0f} ms"
+    scale_text = f'<text x="{LEFT}" y="{height - 6}">{words}</text>'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + 8} {height}" font-family="sans-serif" '
-        f'font-size="12"><rect width="100%" height="100%" fill="white"/>{key}{ranks}{"".join(parts)}{scale_text}</svg>\n'
+        'font-size="12"><rect width="100%" height="100%" '
+        f'fill="white"/>{key}{ranks}{"".join(parts)}{scale_text}</svg>\n'
     )
 
 

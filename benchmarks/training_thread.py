@@ -1,13 +1,15 @@
-"""What a planned batch costs the training thread, measured. ``make training-thread`` writes docs/results/training-thread.md.
+"""What a planned batch costs the training thread, measured.
+``make training-thread`` writes docs/results/training-thread.md.
 
-One rank of a step, without a process group: binding the plan (all but the ranks' comparison of hashes, which is the network's) and the
-first use of everything that depends on the plan alone: which rows are here, in which order and at which positions, programs, calls, the
-arena, and what attention prepares for the CPU kernel in both directions. Once with the plan alone, as ``flexcp.bind`` by hand has it, and
-once with the recipe that the loader's planner processes derive (:mod:`flexcp.executor.run.rank_recipe`). Beside it is what the pool's
-thread does with an answer (plan and recipe read), which holds the interpreter's lock for a part of its time, and the bytes of both.
+One rank of a step, without a process group: binding the plan (all but the ranks' comparison of hashes, which is the
+network's) and the first use of everything that depends on the plan alone: which rows are here, in which order and at
+which positions, programs, calls, the arena, and what attention prepares for the CPU kernel in both directions. Once
+with the plan alone, as ``flexcp.bind`` by hand has it, and once with the recipe that the loader's planner processes
+derive (:mod:`flexcp.executor.run.rank_recipe`). Beside it is what the pool's thread does with an answer (plan and
+recipe read), which holds the interpreter's lock for a part of its time, and the bytes of both.
 
-Times are of the processor, for the thread alone, the least of some turns over three ranks' slowest: on a machine with other work that is
-the nearest to what it takes.
+Times are of the processor, for the thread alone, the least of some turns over three ranks' slowest: on a machine with
+other work that is the nearest to what it takes.
 """
 
 from __future__ import annotations
@@ -49,8 +51,9 @@ TURNS = 5
 
 @dataclass(frozen=True)
 class Row:
-    """Milliseconds of a batch: in the training thread with the plan alone and with its recipe, in the worker for the recipe, in the
-    pool's thread; and bytes of plan and recipe."""
+    """Milliseconds of a batch: in the training thread with the plan alone and with its recipe, in the worker for the
+    recipe, in the pool's thread; and bytes of plan and recipe.
+    """
 
     strategy: str
     ranks: int
@@ -114,21 +117,25 @@ def page(rows: list[Row], turns: int) -> str:
     lines = [
         "# What a planned batch costs the training thread",
         "",
-        f"**Measured** on {date.today()}, `make training-thread` (benchmarks/training_thread.py): {A_RANK:,} tokens a rank, 32 / 8 heads "
-        f"of 128, h100, one rank of each plan on one core ({platform.machine()}), milliseconds of the processor, the least of {turns} "
-        "turns, the slowest of three ranks. *Plan alone* is binding and the first use of everything that depends on the plan alone (rows, "
-        "positions, programs, calls, arena, what attention prepares for the CPU kernel), all in the training thread; *with its recipe* is "
-        "the same where a planner process of the loader derived the integers ahead. *In the worker* is what deriving costs there, plan and "
-        "recipe made bytes included; *reading* is what the loader's thread beside the training thread spends on an answer. The comparison "
-        "of hashes with other ranks, reading samples and everything a GPU adds (uploads, a kernel's own tiles) are not in it.",
+        f"**Measured** on {date.today()}, `make training-thread` (benchmarks/training_thread.py): {A_RANK:,} tokens a "
+        f"rank, 32 / 8 heads of 128, h100, one rank of each plan on one core ({platform.machine()}), milliseconds of "
+        f"the processor, the least of {turns} turns, the slowest of three ranks. *Plan alone* is binding and the first "
+        "use of everything that depends on the plan alone (rows, positions, programs, calls, arena, what attention "
+        "prepares for the CPU kernel), all in the training thread; *with its recipe* is the same where a planner "
+        "process of the loader derived the integers ahead. *In the worker* is what deriving costs there, plan and "
+        "recipe made bytes included; *reading* is what the loader's thread beside the training thread spends on an "
+        "answer. The comparison of hashes with other ranks, reading samples and everything a GPU adds (uploads, a "
+        "kernel's own tiles) are not in it.",
         "",
-        "| strategy | ranks | lengths | plan alone | with its recipe | in the worker | reading | plan, KB | recipe, KB |",
+        "| strategy | ranks | lengths | plan alone | with its recipe | in the worker | reading | plan, "
+        "KB | recipe, KB |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for r in rows:
         times = " | ".join(f"{x:.2f}" for x in (r.alone_ms, r.ready_ms, r.worker_ms, r.reading_ms))
         lines.append(
-            f"| {r.strategy} | {r.ranks:,} | {r.lengths} | {times} | {r.plan_bytes / 1e3:.0f} | {r.recipe_bytes / 1e3:.0f} |"
+            f"| {r.strategy} | {r.ranks:,} | {r.lengths} | {times} | {r.plan_bytes / 1e3:.0f} | "
+            f"{r.recipe_bytes / 1e3:.0f} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -3,10 +3,11 @@
     python benchmarks/tree_kernels.py                    # 32 / 8 heads of 128, bf16, 65,536 tokens
     python benchmarks/tree_kernels.py --tokens 16384 --kernels triton,hopper,cute
 
-It needs a CUDA GPU and the kernels' packages; nothing is timed without. The trees are a prompt with 16 and with 64 rollouts, a pair of
-answers, and a run that branches at its turns (``TREES`` of ``flexcp/measure/kernels/work.py``). FlexAttention gets each tree as a
-``mask_mod`` of one lookup, in its own kernels and in those of FlashAttention-4 where they are installed; the faster of the two is what we
-are compared with, pass by pass. Our results are checked against float64 on rows and keys drawn at random.
+It needs a CUDA GPU and the kernels' packages; nothing is timed without. The trees are a prompt with 16 and with 64
+rollouts, a pair of answers, and a run that branches at its turns (``TREES`` of ``flexcp/measure/kernels/work.py``).
+FlexAttention gets each tree as a ``mask_mod`` of one lookup, in its own kernels and in those of FlashAttention-4 where
+they are installed; the faster of the two is what we are compared with, pass by pass. Our results are checked against
+float64 on rows and keys drawn at random.
 """
 
 from __future__ import annotations

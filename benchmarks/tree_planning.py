@@ -1,14 +1,14 @@
 """Planning of trees, measured: bytes, balance and time. ``make trees`` writes docs/results/trees.md.
 
-- *rollouts*: 64 rollouts of 512 tokens on a prompt of 8,192. *agent*: a random tree of 100,000 tokens, turns of 1 to 999 tokens, up to 16
-  deep. Under ``blocks`` and ``auto`` with tolerances of 0.05, on 8 ranks, alone and as two nodes, and on four nodes of 8, beside
-  ``minheap`` (MagiAttention's dealing) on the same mask.
-- *many segments*: trees of 10,000 segments, random, all on one root, and a comb of depth 5,000: milliseconds of mask, plan and step, and
-  the most memory that planning held in arrays.
+- *rollouts*: 64 rollouts of 512 tokens on a prompt of 8,192. *agent*: a random tree of 100,000 tokens, turns of 1 to
+  999 tokens, up to 16 deep. Under ``blocks`` and ``auto`` with tolerances of 0.05, on 8 ranks, alone and as two nodes,
+  and on four nodes of 8, beside ``minheap`` (MagiAttention's dealing) on the same mask.
+- *many segments*: trees of 10,000 segments, random, all on one root, and a comb of depth 5,000: milliseconds of mask,
+  plan and step, and the most memory that planning held in arrays.
 
-Bounds are counted here token by token, of the placement's tokens and rows alone: keys that a rank reads and does not keep, once; and keys
-that any rank of a node reads and no rank of it keeps, once a node. Times are CPU milliseconds of this process, which neighbours on the
-machine change less than a clock; the least of several calls.
+Bounds are counted here token by token, of the placement's tokens and rows alone: keys that a rank reads and does not
+keep, once; and keys that any rank of a node reads and no rank of it keeps, once a node. Times are CPU milliseconds of
+this process, which neighbours on the machine change less than a clock; the least of several calls.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ def main() -> None:
     lines = [
         "# Planning of trees",
         "",
-        f"**Measured**, by `make trees` on {date.today().isoformat()} ({platform.machine()}, one process). Times are CPU milliseconds of "
-        "placement, schedule and hash, first calls excluded. Bytes and balance are properties of the plans: 32 / 8 heads of 128, bf16, "
-        "forward of one layer.",
+        f"**Measured**, by `make trees` on {date.today().isoformat()} ({platform.machine()}, one process). Times are "
+        "CPU milliseconds of placement, schedule and hash, first calls excluded. Bytes and balance are properties of "
+        "the plans: 32 / 8 heads of 128, bf16, forward of one layer.",
         "",
         *_bytes_table(),
         "",
@@ -111,7 +111,9 @@ def _planned(planner: flexcp.Planner, mask: Mask) -> Plan:
 
 
 def key_bounds(plan: Plan) -> tuple[int, int]:
-    """(keys that ranks read and do not keep, each once a rank; keys that nodes read and do not keep, each once a node)."""
+    """(keys that ranks read and do not keep, each once a rank; keys that nodes read
+    and do not keep, each once a node).
+    """
     tree = tree_of_mask(plan.batch.masks[0].rule(0))
     kept = np.zeros((plan.ranks, tree.tokens), bool)
     read = np.zeros((plan.ranks, tree.tokens), bool)
@@ -139,10 +141,11 @@ def _bytes_table() -> list[str]:
     lines = [
         "## Bytes and balance",
         "",
-        "*Once a rank*: bytes over those of every key that a rank reads and does not keep, counted once for each rank. *Once a node*: "
-        "bytes between nodes over those of every key that a node reads and does not keep, counted once for each node. A rank that "
-        "computes some of the heads is counted as if it read all of each key, so the first can be below 1. The columns beside `minheap` "
-        "divide by its bytes on the same mask; a prompt that every rank reads costs all row-wise placements the same inside one node.",
+        "*Once a rank*: bytes over those of every key that a rank reads and does not keep, counted once for each rank. "
+        "*Once a node*: bytes between nodes over those of every key that a node reads and does not keep, counted once "
+        "for each node. A rank that computes some of the heads is counted as if it read all of each key, so the first "
+        "can be below 1. The columns beside `minheap` divide by its bytes on the same mask; a prompt that every rank "
+        "reads costs all row-wise placements the same inside one node.",
         "",
         "| tree | ranks | strategy | MB | once a rank | / minheap's | MB between nodes | once a node | / minheap's "
         "| compute | tokens | ms |",
@@ -160,10 +163,11 @@ def _bytes_table() -> list[str]:
                 by_rank, by_node = (n * key for n in key_bounds(plan))
                 moved, across = int(plan.bytes().sum()), plan.inter_node_bytes()
                 lines.append(
-                    f"| {name} | {nodes}x{size} | {strategy if strategy == plan.strategy else f'auto ({plan.strategy})'} "
-                    f"| {moved / 1e6:.1f} | {_over(moved, by_rank)} | {_over(moved, int(rival.bytes().sum()))} "
-                    f"| {across / 1e6:.1f} | {_over(across, by_node)} | {_over(across, rival.inter_node_bytes())} "
-                    f"| {imbalance(plan.work()):.3f} | {imbalance(plan.placement.tokens):.3f} | {ms:.0f} |"
+                    f"| {name} | {nodes}x{size} | "
+                    f"{strategy if strategy == plan.strategy else f'auto ({plan.strategy})'} | {moved / 1e6:.1f} | "
+                    f"{_over(moved, by_rank)} | {_over(moved, int(rival.bytes().sum()))} | {across / 1e6:.1f} | "
+                    f"{_over(across, by_node)} | {_over(across, rival.inter_node_bytes())} | "
+                    f"{imbalance(plan.work()):.3f} | {imbalance(plan.placement.tokens):.3f} | {ms:.0f} |"
                 )
     return lines
 
@@ -176,8 +180,9 @@ def _many_table() -> list[str]:
     lines = [
         f"## Trees of {SEGMENTS:,} segments",
         "",
-        "*Step*: what rank 0 derives of the plan (programs, calls, memory, rows), its positions, and all sequences and edges of the batch. "
-        "*Array memory* is the most that planning held in NumPy's arrays at a time, by `tracemalloc`.",
+        "*Step*: what rank 0 derives of the plan (programs, calls, memory, rows), its positions, and all sequences and "
+        "edges of the batch. *Array memory* is the most that planning held in NumPy's arrays at a time, "
+        "by `tracemalloc`.",
         "",
         "| tree | tokens | ranks | mask ms | blocks ms | auto ms | step ms | array memory MB |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -202,8 +207,8 @@ def _many_table() -> list[str]:
             most = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()
             lines.append(
-                f"| {name} | {plan.batch.tokens:,} | {nodes * 8} | {mask_ms:.0f} | {times[0]:.0f} | {times[1]:.0f} | {step_ms:.0f} "
-                f"| {most / 1e6:.1f} |"
+                f"| {name} | {plan.batch.tokens:,} | {nodes * 8} | {mask_ms:.0f} | {times[0]:.0f} | {times[1]:.0f} | "
+                f"{step_ms:.0f} | {most / 1e6:.1f} |"
             )
     return lines
 

@@ -1,11 +1,12 @@
 """Trees beside independent sequences: random trees under all strategies on 1, 2, 3, 5 and 8 gloo ranks, in float64.
 
-    python benchmarks/trees.py                       # 200 batches, each under one strategy and one number of ranks after the other
-    python benchmarks/trees.py --sample 20           # so many of the 200, from all over them, with segments of a few tokens
+    python benchmarks/trees.py                # 200 batches, each under one strategy and number of ranks after another
+    python benchmarks/trees.py --sample 20    # so many of the 200, from all over them, with segments of a few tokens
 
-Each batch is several trees and plain documents through a tiny Llama. Losses of both normalisations, the log-probability of every position
-of every sequence and the gradient of every parameter are compared with one forward for each sequence in one process, and bytes on the wire
-with the plan's. Prints the worst error so far after every run, and fails above 1e-9.
+Each batch is several trees and plain documents through a tiny Llama. Losses of both normalisations, the log-probability
+of every position of every sequence and the gradient of every parameter are compared with one forward for each sequence
+in one process, and bytes on the wire with the plan's. Prints the worst error so far after every run, and fails above
+1e-9.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Times of two checkouts, in turns: ``python benchmarks/two_checkouts.py OLD NEW``, of planning; with ``--kernels``, on a GPU, of kernels.
+"""Times of two checkouts, in turns: ``python benchmarks/two_checkouts.py OLD NEW``, of planning; with ``--kernels``, on
+a GPU, of kernels.
 
-One process a checkout keeps what it compiled and runs what it is told to; the two are asked alternately, so that both see the same
-machine. Only public names are used, so any two versions can be compared. A row is a batch and a strategy, or a workload, a kernel and a
-direction; its figures are medians over the turns, and *ratio* is the median of the ratios of neighbouring turns, new over old. Plans must
-have equal hashes; rows in which they do not say so.
+One process a checkout keeps what it compiled and runs what it is told to; the two are asked alternately, so that both
+see the same machine. Only public names are used, so any two versions can be compared. A row is a batch and a strategy,
+or a workload, a kernel and a direction; its figures are medians over the turns, and *ratio* is the median of the ratios
+of neighbouring turns, new over old. Plans must have equal hashes; rows in which they do not say so.
 """
 
 from __future__ import annotations

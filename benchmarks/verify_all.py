@@ -1,10 +1,11 @@
 """Verify the full matrix on real processes and write a dated table: ``make verify-all``.
 
-Every strategy x named mask x number of ranks (1 to 8, two nodes of 2 and of 3) x head arrangement in float64, and every strategy x mask x
-number of ranks again in lower precisions, with lengths, layouts, softcap, sinks and LSE gradients cycled through; one case in 37 has a
-document of 3,001 tokens. ``--sample N`` draws one case in N; ``--pools N`` runs N parts of the matrix at the same time, for machines with
-more cores than the ranks of one case. ``--part K`` runs one of the N parts alone and leaves it in a file, and ``--join`` makes the page of
-such files, which may come from several machines.
+Every strategy x named mask x number of ranks (1 to 8, two nodes of 2 and of 3) x head arrangement in float64, and every
+strategy x mask x number of ranks again in lower precisions, with lengths, layouts, softcap, sinks and LSE gradients
+cycled through; one case in 37 has a document of 3,001 tokens. ``--sample N`` draws one case in N; ``--pools N`` runs N
+parts of the matrix at the same time, for machines with more cores than the ranks of one case. ``--part K`` runs one of
+the N parts alone and leaves it in a file, and ``--join`` makes the page of such files, which may come from several
+machines.
 """
 
 from __future__ import annotations
@@ -133,12 +134,12 @@ def table(results: list[Result], parts: list[Part]) -> str:
     lines = [
         "# Exactness",
         "",
-        f"**Measured**, by `make verify-all` on {date.today().isoformat()} ({_machines(parts)}): {passed} of {len(results)} cases passed. "
-        "Real gloo processes, forward and backward, against dense float64 attention on one process; bytes counted where they leave "
-        "equal the plan's in every passed case. A cell is the largest error of out, lse, dq, dk, dv over all cases that fall into it, "
-        "`-` where none ran; float64 may be off by 1e-10. "
-        f"Head arrangements: {_counted(cells, 'heads')}; layouts: {_counted(cells, 'layout')}; dtypes: {_counted(cells, 'dtype')}; "
-        f"{long} cases have a document of {max(LONG):,} tokens.",
+        f"**Measured**, by `make verify-all` on {date.today().isoformat()} ({_machines(parts)}): {passed} of "
+        f"{len(results)} cases passed. Real gloo processes, forward and backward, against dense float64 attention on "
+        "one process; bytes counted where they leave equal the plan's in every passed case. A cell is the largest "
+        "error of out, lse, dq, dk, dv over all cases that fall into it, `-` where none ran; float64 may be off by "
+        f"1e-10. Head arrangements: {_counted(cells, 'heads')}; layouts: {_counted(cells, 'layout')}; dtypes: "
+        f"{_counted(cells, 'dtype')}; {long} cases have a document of {max(LONG):,} tokens.",
         "",
     ]
     for label, title in (
@@ -165,8 +166,8 @@ def table(results: list[Result], parts: list[Part]) -> str:
                 lines.append(f"| {strategy} | " + " | ".join(row) + " |")
             lines.append("")
     lines.append(
-        "`grouped` is ring, zigzag, allgather or ulysses with a degree below the number of ranks; `tolerant` is blocks with a compute "
-        "tolerance of 0.05."
+        "`grouped` is ring, zigzag, allgather or ulysses with a degree below the number of ranks; `tolerant` is blocks "
+        "with a compute tolerance of 0.05."
     )
     return "\n".join(lines) + "\n"
 

@@ -1,9 +1,10 @@
-"""Vision-language models with their encoders, simulated: a step is the encoder's and the language model's, one after the other.
+"""Vision-language models with their encoders, simulated: a step is the encoder's and the language model's,
+one after the other.
 
-Sizes are those of public configurations, 7B or 8B, with a feed-forward of two matrices as a gated one of two thirds. The encoder
-of Qwen2.5-VL attends inside windows of 4 x 4 tokens in 28 of 32 layers; those of Qwen2-VL and Qwen3-VL over whole frames. Spans of the
-language model see both ways (``modality``), or causally. Moving features from one plan to the other is not counted: once a step, beside
-attention's traffic in every layer.
+Sizes are those of public configurations, 7B or 8B, with a feed-forward of two matrices as a gated one of two thirds.
+The encoder of Qwen2.5-VL attends inside windows of 4 x 4 tokens in 28 of 32 layers; those of Qwen2-VL and Qwen3-VL over
+whole frames. Spans of the language model see both ways (``modality``), or causally. Moving features from one plan to
+the other is not counted: once a step, beside attention's traffic in every layer.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ FRAME, WIDTH = 256, 32
 
 @dataclass(frozen=True)
 class VisionModel:
-    """An encoder and a language model; ``full`` layers of the encoder attend over frames, the others in ``window`` x ``window`` tokens."""
+    """An encoder and a language model; ``full`` layers of the encoder attend over frames,
+    the others in ``window`` x ``window`` tokens.
+    """
 
     name: str
     encoder: Preset
@@ -90,7 +93,9 @@ def requests_of(model: VisionModel, batch: ImageBatch, where: Cluster, both_ways
 def part_ns(
     model: VisionModel, batch: ImageBatch, where: Cluster, strategy: str, both_ways: bool = True
 ) -> tuple[int, int] | None:
-    """Simulated nanoseconds of a step of the encoder and of the language model, both under ``strategy``; None where it refuses."""
+    """Simulated nanoseconds of a step of the encoder and of the language model, both under ``strategy``;
+    None where it refuses.
+    """
     found = []
     for request, preset in requests_of(model, batch, where, both_ways):
         try:

@@ -1,9 +1,10 @@
-"""The API reference, docs/api.md: signature and docstring of every public name in plain Markdown, which a git host shows too.
+"""The API reference, docs/api.md: signature and docstring of every public name in plain Markdown,
+which a git host shows too.
 
     python docs/api_names.py --write
 
-Names come from ``flexcp.__all__`` and ``flexcp.data.__all__`` in the order of ``GROUPS``, adapters and report functions from the table
-below, everything else from the objects. A test compares the page with the code.
+Names come from ``flexcp.__all__`` and ``flexcp.data.__all__`` in the order of ``GROUPS``, adapters and report functions
+from the table below, everything else from the objects. A test compares the page with the code.
 """
 
 from __future__ import annotations
@@ -27,27 +28,80 @@ PAGE = Path(__file__).parent / "api.md"
 WIDTH = 120
 GROUPS = {
     "Planning": (
-        "Planner", "Plan", "cluster", "Cluster", "topology", "Topology", "Shape", "CostModel", "Model", "Preset", "Training",
-        "choose_static", "StaticChoice",
+        "Planner",
+        "Plan",
+        "cluster",
+        "Cluster",
+        "topology",
+        "Topology",
+        "Shape",
+        "CostModel",
+        "Model",
+        "Preset",
+        "Training",
+        "choose_static",
+        "StaticChoice",
     ),
     "Masks": (
-        "Mask", "full", "causal", "window", "lambda_", "shared_question", "causal_blockwise", "chunked", "prefix", "modality",
-        "tree", "tree_order", "tree_of", "TokenTree", "from_slices", "from_key_ranges", "from_cu_seqlens", "from_mask_mod",
+        "Mask",
+        "full",
+        "causal",
+        "window",
+        "lambda_",
+        "shared_question",
+        "causal_blockwise",
+        "chunked",
+        "prefix",
+        "modality",
+        "tree",
+        "tree_order",
+        "tree_of",
+        "TokenTree",
+        "from_slices",
+        "from_key_ranges",
+        "from_cu_seqlens",
+        "from_mask_mod",
     ),
     "Running": (
-        "bind", "Step", "Edges", "attention", "slice_attention", "packed_slices", "latent_attention", "LatentForms", "choose_kernel",
-        "fastest_kernel", "ExchangeError",
+        "bind",
+        "Step",
+        "Edges",
+        "attention",
+        "slice_attention",
+        "packed_slices",
+        "latent_attention",
+        "LatentForms",
+        "choose_kernel",
+        "fastest_kernel",
+        "ExchangeError",
     ),
     "Plans in files": ("save_plan", "load_plan", "PlanFormatError"),
     "Telemetry": ("Telemetry", "MismatchError"),
-}  # fmt: skip
+}
 PARTS = {
     "Planner": ("__call__", "micro_batches"),
     "Plan": ("hash", "check", "bytes", "inter_node_bytes", "work", "memory", "rounds", "peers"),
     "Step": (
-        "local_tokens", "indices", "positions", "shard", "gather", "labels", "edges", "log_probs", "gather_sequences", "loss", "share",
-        "roll", "relayout", "restore", "prepare",
-        "cp_rank", "cp_size", "calls", "sent_bytes", "kernels",
+        "local_tokens",
+        "indices",
+        "positions",
+        "shard",
+        "gather",
+        "labels",
+        "edges",
+        "log_probs",
+        "gather_sequences",
+        "loss",
+        "share",
+        "roll",
+        "relayout",
+        "restore",
+        "prepare",
+        "cp_rank",
+        "cp_size",
+        "calls",
+        "sent_bytes",
+        "kernels",
     ),
     "Edges": ("pairs", "weights"),
     "TokenTree": ("paths", "saved"),
@@ -58,7 +112,7 @@ PARTS = {
     "Topology": ("arguments",),
     "RolloutPart": ("inputs", "of", "returned", "log_probs"),
     "StaticChoice": ("words",),
-}  # fmt: skip
+}
 """What users take from a class; the rest is there for other parts of flexcp."""
 MADE = {"Plan", "Step", "Edges", "TokenTree", "LocalBatch", "Stats", "Topology", "StaticChoice", "RolloutPart"}
 """Classes that users are given and do not make."""
@@ -79,9 +133,9 @@ OTHERS = {
 """Modules that need nothing but torch and Transformers; torchtitan and Megatron are described in the pages on them."""
 HEAD = """# API
 
-The main call is `flexcp.attention`; a `Planner` makes the plan that it runs, and `bind` ties the plan to this rank. Names are loaded on
-first use, so `import flexcp` is fast and loads no torch. This page is written by `python docs/api_names.py --write` from the code;
-`help(flexcp.Planner)` shows the same.
+The main call is `flexcp.attention`; a `Planner` makes the plan that it runs, and `bind` ties the plan to this rank.
+Names are loaded on first use, so `import flexcp` is fast and loads no torch. This page is written by
+`python docs/api_names.py --write` from the code; `help(flexcp.Planner)` shows the same.
 """
 
 

@@ -1,12 +1,14 @@
-"""Attention-only swap: a training script that already has its loader, labels, RoPE, optimizer and DDP, and changes only how it attends.
+"""Attention-only swap: a training script that already has its loader, labels, RoPE, optimizer and DDP,
+and changes only how it attends.
 
     torchrun --nproc-per-node 4 examples/attention_swap.py
 
-Every rank holds one contiguous part of the packed stream, as it did before. ``layout="contiguous"`` keeps it that way; the plan only
-decides who computes what. The marked lines are all that is new. Nothing else of this file knows flexcp.
+Every rank holds one contiguous part of the packed stream, as it did before. ``layout="contiguous"`` keeps it that way;
+the plan only decides who computes what. The marked lines are all that is new. Nothing else of this file knows flexcp.
 
-Ranks hold shares of one loss. DDP averages gradients, hence ``gradients="averaged"``; a loop that sums them itself leaves it out. With a
-cross entropy of your own the rule is: this rank's sum / valid labels of all ranks, times the number of ranks where gradients are averaged.
+Ranks hold shares of one loss. DDP averages gradients, hence ``gradients="averaged"``; a loop that sums them itself
+leaves it out. With a cross entropy of your own the rule is: this rank's sum / valid labels of all ranks, times the
+number of ranks where gradients are averaged.
 """
 
 from __future__ import annotations

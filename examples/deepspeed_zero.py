@@ -2,9 +2,10 @@
 
     torchrun --nproc-per-node 2 examples/deepspeed_zero.py --stage 3
 
-An attention-only swap: tokens stay where the user has them (``layout="contiguous"``), so the data, labels, RoPE and all other layers are as
-they were. ZeRO shards parameters and gradients over all ranks and averages gradients, so the loss (this rank's sum / the batch's tokens) is
-multiplied by the number of ranks. Each step prints the loss of the batch beside that of one process without DeepSpeed and flexcp.
+An attention-only swap: tokens stay where the user has them (``layout="contiguous"``), so the data, labels, RoPE and all
+other layers are as they were. ZeRO shards parameters and gradients over all ranks and averages gradients, so the loss
+(this rank's sum / the batch's tokens) is multiplied by the number of ranks. Each step prints the loss of the batch
+beside that of one process without DeepSpeed and flexcp.
 """
 
 from __future__ import annotations

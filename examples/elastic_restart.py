@@ -4,10 +4,10 @@
     torchrun --nproc-per-node 3 examples/elastic_restart.py --folder run --steps 9      # goes on after step 6
     torchrun --nproc-per-node 2 examples/elastic_restart.py --folder other --weights run/weights
 
-Model and optimizer are sharded by FSDP2 and saved by torch.distributed.checkpoint, which cuts them anew for the ranks that load them. The
-loader's state is a few plain values that fit any number of ranks, because batches are filled by ``budget`` tokens, whoever shares them.
-The last weights are also written as a Hugging Face checkpoint (``run/weights``), which any other program loads, and which ``--weights``
-begins from.
+Model and optimizer are sharded by FSDP2 and saved by torch.distributed.checkpoint, which cuts them anew for the ranks
+that load them. The loader's state is a few plain values that fit any number of ranks, because batches are filled by
+``budget`` tokens, whoever shares them. The last weights are also written as a Hugging Face checkpoint
+(``run/weights``), which any other program loads, and which ``--weights`` begins from.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ def documents(tokens: int) -> list[dict[str, torch.Tensor]]:
 
 
 def made(group: dist.ProcessGroup, weights: str | None) -> Run:
-    """A sharded model with the same fresh weights every time, or those of a Hugging Face checkpoint; its optimizer and its data."""
+    """A sharded model with the same fresh weights every time, or those of a Hugging Face checkpoint;
+    its optimizer and its data.
+    """
     torch.manual_seed(0)
     if weights is not None:
         model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 4 examples/finetune_with_loader.py
 
-The model here is a tiny Llama with fresh weights; replace ``make_model`` by ``AutoModelForCausalLM.from_pretrained(...)`` and
-``documents`` by a tokenized dataset.
+The model here is a tiny Llama with fresh weights; replace ``make_model`` by
+``AutoModelForCausalLM.from_pretrained(...)`` and ``documents`` by a tokenized dataset.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 4 examples/fsdp2_pretrain.py
 
-Parameters, gradients and optimizer states are sharded over the ranks that share every batch; on a cluster shard over all ranks and give
-``bind`` the mesh axis that shares a batch.
+Parameters, gradients and optimizer states are sharded over the ranks that share every batch; on a cluster shard over
+all ranks and give ``bind`` the mesh axis that shares a batch.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 4 examples/huggingface_ddp.py
 
-All ranks see the same stream; the plan says which tokens each keeps. ``huggingface.inputs`` makes this rank's keywords of the forward, with
-labels shifted inside documents. Ranks hold shares of one loss and DDP averages gradients, hence ``gradients="averaged"``.
+All ranks see the same stream; the plan says which tokens each keeps. ``huggingface.inputs`` makes this rank's keywords
+of the forward, with labels shifted inside documents. Ranks hold shares of one loss and DDP averages gradients, hence
+``gradients="averaged"``.
 """
 
 from __future__ import annotations
@@ -20,8 +21,13 @@ import flexcp
 from flexcp.frameworks import huggingface
 
 CONFIG = LlamaConfig(
-    vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
-)  # fmt: skip
+    vocab_size=128,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
 
 
 def documents(number: int, tokens: int) -> tuple[list[int], Tensor]:

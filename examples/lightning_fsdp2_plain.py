@@ -1,4 +1,5 @@
-"""A LightningModule with a Hugging Face model under FSDP2, on documents of other lengths laid end to end: the script before flexcp.
+"""A LightningModule with a Hugging Face model under FSDP2, on documents of other lengths laid end to end:
+the script before flexcp.
 
     python examples/lightning_fsdp2_plain.py
 
@@ -68,10 +69,19 @@ def main() -> list[dict[str, float]]:
     training, held_out = loader(made_text.prompts(200)["prompt"]), loader(made_text.prompts(32, seed=1)["prompt"])
     sharded = ModelParallelStrategy(data_parallel_size=RANKS, tensor_parallel_size=1)
     trainer = Trainer(
-        accelerator="cpu", devices=RANKS, strategy=sharded if RANKS > 1 else "auto", max_steps=options.steps, logger=False,
-        use_distributed_sampler=False, val_check_interval=options.steps, check_val_every_n_epoch=None, num_sanity_val_steps=0,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=RANKS,
+        strategy=sharded if RANKS > 1 else "auto",
+        max_steps=options.steps,
+        logger=False,
+        use_distributed_sampler=False,
+        val_check_interval=options.steps,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     module = Module()
     trainer.fit(module, training, held_out)
     return module.logged

@@ -36,9 +36,16 @@ def model() -> LlamaForCausalLM:
     """A Llama of two layers, with the same weights every time."""
     set_seed(0)
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        bos_token_id=None, eos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
     return LlamaForCausalLM(config)
 
 

@@ -1,8 +1,10 @@
-"""A policy-gradient loop of one's own, as RL trainers have it: rollouts in micro-batches, one log-probability a token; before flexcp.
+"""A policy-gradient loop of one's own, as RL trainers have it: rollouts in micro-batches,
+one log-probability a token; before flexcp.
 
     python examples/rl_loop_plain.py
 
-Rollouts, advantages and old log-probabilities are made up. Every rank has rollouts of its own, and DDP averages gradients.
+Rollouts, advantages and old log-probabilities are made up. Every rank has rollouts of its own, and DDP averages
+gradients.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ import made_text
 
 
 def rollouts(step: int, rank: int, ranks: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """This rank's rollouts of a step, with the advantage and the old log-probability of each token; the first tokens are prompts."""
+    """This rank's rollouts of a step, with the advantage and the old log-probability of each token;
+    the first tokens are prompts.
+    """
     texts = made_text.prompts(16, seed=step)["prompt"]
     ids = [torch.tensor(made_text.tokenizer()(text)["input_ids"]) for text in texts]
     draw = torch.Generator().manual_seed(step)

@@ -22,10 +22,18 @@ def main() -> list[dict[str, float]]:
     ranks = int(os.environ.get("WORLD_SIZE", 1))
 
     arguments = TrainingArguments(
-        "build/trainer", max_steps=options.steps, per_device_train_batch_size=8 // ranks, per_device_eval_batch_size=8 // ranks,
-        learning_rate=1e-3, logging_steps=1, use_cpu=True, report_to=[], save_strategy="no",
-        prediction_loss_only=True, disable_tqdm=True,
-    )  # fmt: skip
+        "build/trainer",
+        max_steps=options.steps,
+        per_device_train_batch_size=8 // ranks,
+        per_device_eval_batch_size=8 // ranks,
+        learning_rate=1e-3,
+        logging_steps=1,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        prediction_loss_only=True,
+        disable_tqdm=True,
+    )
     trainer = Trainer(
         made_text.model(),
         arguments,

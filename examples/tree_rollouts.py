@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 4 examples/tree_rollouts.py --task grpo      # or dpo, agent
 
-Sequences that begin alike become one tree, whose shared tokens are computed once and spread over all ranks. The loss is written for a list
-of log-probabilities, one tensor for each sequence, and does not know where they come from: rank 0 also takes it from separate sequences,
-one forward each, and prints both.
+Sequences that begin alike become one tree, whose shared tokens are computed once and spread over all ranks. The loss is
+written for a list of log-probabilities, one tensor for each sequence, and does not know where they come from: rank 0
+also takes it from separate sequences, one forward each, and prints both.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ LogProbs = list[Tensor]
 
 
 class Rollouts(NamedTuple):
-    """Groups of sequences that share a prompt, and of each sequence, in order, which tokens are trained on and what they earned."""
+    """Groups of sequences that share a prompt, and of each sequence, in order,
+    which tokens are trained on and what they earned.
+    """
 
     groups: list[list[list[int]]]
     trained: list[Tensor]
@@ -86,7 +88,9 @@ def grpo(found: LogProbs, batch: Rollouts) -> Tensor:
 
 
 def dpo(found: LogProbs, batch: Rollouts) -> Tensor:
-    """The loss of DPO: the first sequence of each pair is preferred. The reference is what the model says now, shifted a little."""
+    """The loss of DPO: the first sequence of each pair is preferred. The reference is what the model says now,
+    shifted a little.
+    """
     totals = torch.stack([log_probs[trained].sum() for log_probs, trained in zip(found, batch.trained, strict=True)])
     margin = totals - (totals.detach() - torch.linspace(-0.5, 0.5, len(totals), dtype=totals.dtype))
     return -torch.nn.functional.logsigmoid(0.1 * (margin[0::2] - margin[1::2])).mean()

@@ -28,10 +28,18 @@ def main() -> list[dict[str, float]]:
     ranks = int(os.environ.get("WORLD_SIZE", 1))
 
     arguments = DPOConfig(
-        "build/trl_dpo", max_steps=options.steps, per_device_train_batch_size=4 // ranks, per_device_eval_batch_size=4 // ranks,
-        learning_rate=1e-3, logging_steps=1, use_cpu=True, bf16=False, report_to=[], save_strategy="no",
+        "build/trl_dpo",
+        max_steps=options.steps,
+        per_device_train_batch_size=4 // ranks,
+        per_device_eval_batch_size=4 // ranks,
+        learning_rate=1e-3,
+        logging_steps=1,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        save_strategy="no",
         disable_tqdm=True,
-    )  # fmt: skip
+    )
     trainer = FlexcpTrl(
         made_text.model(),
         made_text.model(),

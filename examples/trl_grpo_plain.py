@@ -1,4 +1,5 @@
-"""TRL's GRPOTrainer: rollouts of a prompt are scored, and the policy is moved towards the better ones: the script before flexcp.
+"""TRL's GRPOTrainer: rollouts of a prompt are scored, and the policy is moved towards the better ones:
+the script before flexcp.
 
     python examples/trl_grpo_plain.py
 
@@ -36,10 +37,20 @@ def main() -> list[dict[str, float]]:
     ranks = int(os.environ.get("WORLD_SIZE", 1))
 
     arguments = GRPOConfig(
-        "build/trl_grpo", max_steps=options.steps, per_device_train_batch_size=8 // ranks, num_generations=2, max_completion_length=128,
-        num_iterations=2, learning_rate=1e-3, logging_steps=1, use_cpu=True, bf16=False, report_to=[], save_strategy="no",
+        "build/trl_grpo",
+        max_steps=options.steps,
+        per_device_train_batch_size=8 // ranks,
+        num_generations=2,
+        max_completion_length=128,
+        num_iterations=2,
+        learning_rate=1e-3,
+        logging_steps=1,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        save_strategy="no",
         disable_tqdm=True,
-    )  # fmt: skip
+    )
     trainer = GRPOTrainer(
         made_text.model(),
         reward,

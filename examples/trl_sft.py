@@ -28,10 +28,23 @@ def main() -> list[dict[str, float]]:
     ranks = int(os.environ.get("WORLD_SIZE", 1))
 
     arguments = SFTConfig(
-        "build/trl_sft", max_steps=options.steps, per_device_train_batch_size=4 // ranks, per_device_eval_batch_size=4 // ranks,
-        packing=True, eval_packing=True, max_length=128, assistant_only_loss=True, learning_rate=1e-3, logging_steps=1,
-        gradient_accumulation_steps=2, use_cpu=True, bf16=False, report_to=[], save_strategy="no", disable_tqdm=True,
-    )  # fmt: skip
+        "build/trl_sft",
+        max_steps=options.steps,
+        per_device_train_batch_size=4 // ranks,
+        per_device_eval_batch_size=4 // ranks,
+        packing=True,
+        eval_packing=True,
+        max_length=128,
+        assistant_only_loss=True,
+        learning_rate=1e-3,
+        logging_steps=1,
+        gradient_accumulation_steps=2,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
     trainer = FlexcpTrl(
         made_text.model(),
         arguments,

@@ -2,9 +2,9 @@
 
 Random examples are the same in every run, so that a green checkout stays green; ``make properties`` looks for new ones.
 
-``make test`` gives whole files to three workers in the order of collection. The longest files come first, so that no worker is left with
-one of them when the others are done. All workers, and what they start, compute with one thread: threads of many processes on two cores
-wait for each other more than they help.
+``make test`` gives whole files to three workers in the order of collection. The longest files come first, so that no
+worker is left with one of them when the others are done. All workers, and what they start, compute with one thread:
+threads of many processes on two cores wait for each other more than they help.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pool() -> Iterator[RankPool]:
     """Eight ranks on gloo; ``pool.run(function, ..., ranks=n)`` runs on the first n."""
     with RankPool(8) as ranks:
-        # Groups of all sizes are made now. Made later, one hung once: torch names groups by how many a rank has made, and tests make
-        # groups of their own on some ranks. Which tests ran before must not matter.
+        # Groups of all sizes are made now. Made later, one hung once: torch names groups by how many a rank has made,
+        # and tests make groups of their own on some ranks. Which tests ran before must not matter.
         for count in range(1, ranks.size):
             ranks.run(dist.get_world_size, ranks=count)
         yield ranks

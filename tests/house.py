@@ -1,11 +1,12 @@
-"""The house: which module of flexcp imports which, read from the source without running any of it, and the floors of its rooms.
+"""The house: which module of flexcp imports which, read from the source without running any of it,
+and the floors of its rooms.
 
     python tests/house.py           # the numbers that CONTRIBUTING.md gives
     python tests/house.py OTHER/src # those of another checkout
 
-A *room* is a folder or a module directly in ``src/flexcp``, or a folder further down that :data:`FLOORS` names. An *arrow* goes from one
-room to another that it imports. Every import counts, also inside a function, and also where only a type is needed: whoever names the types
-of another room knows that room.
+A *room* is a folder or a module directly in ``src/flexcp``, or a folder further down that :data:`FLOORS` names. An
+*arrow* goes from one room to another that it imports. Every import counts, also inside a function, and also where only
+a type is needed: whoever names the types of another room knows that room.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ FLOORS = (
     "__init__",
     "__main__",
 )
-"""All rooms, from the ground up: a room may import those before it. The executor stands below the planners and so cannot import them."""
+"""All rooms, from the ground up: a room may import those before it.
+The executor stands below the planners and so cannot import them.
+"""
 
 PLANNING = (*FLOORS[: FLOORS.index("plan") + 1], "schedule", "simulator", "planners", "planner", "compare")
 """Rooms that work without torch."""
@@ -76,7 +79,9 @@ class Import:
 
 
 def module_files(source: Path) -> dict[str, Path]:
-    """The modules below ``source / "flexcp"`` without that name; a package is its folder's name, flexcp itself ``__init__``."""
+    """The modules below ``source / "flexcp"`` without that name; a package is its folder's name,
+    flexcp itself ``__init__``.
+    """
     found = {}
     for path in sorted((source / "flexcp").rglob("*.py")):
         parts = path.relative_to(source / "flexcp").with_suffix("").parts
@@ -152,7 +157,9 @@ def reached(start: str, pairs: set[tuple[str, str]]) -> set[str]:
 
 
 def ways_to_torch(found: list[Import]) -> list[str]:
-    """Modules of the planning side that load torch, themselves or through others, with the import that does it first."""
+    """Modules of the planning side that load torch, themselves or through others,
+    with the import that does it first.
+    """
     loading = [each for each in found if not each.for_types and each.source not in TAKES_TORCH]
     steps = {(each.source, target) for each in loading for target in _loaded(each.target)}
     direct = {each.source: each for each in loading if each.target.split(".")[0] == "torch"}

@@ -1,4 +1,6 @@
-"""Proves the batch: areas and cuts of its masks against dense matrices, documents against the stream, every refusal of make_batch."""
+"""Proves the batch: areas and cuts of its masks against dense matrices, documents against the stream,
+every refusal of make_batch.
+"""
 
 from __future__ import annotations
 

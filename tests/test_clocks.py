@@ -1,4 +1,5 @@
-"""Proves that a clock that is set while flexcp runs changes nothing: time limits and measurements ask clocks that only go forward.
+"""Proves that a clock that is set while flexcp runs changes nothing:
+time limits and measurements ask clocks that only go forward.
 
 The wall clock is read only for names and dates of files.
 """

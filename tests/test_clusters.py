@@ -1,4 +1,6 @@
-"""Proves that clusters are what their presets say, that speed factors are whole per mille, and that no impossible machine is accepted."""
+"""Proves that clusters are what their presets say, that speed factors are whole per mille,
+and that no impossible machine is accepted.
+"""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_bytes_take_their_bandwidth(size: int, mbps: int) -> None:
     assert ns == -(-exact.numerator // exact.denominator)
 
 
-# --- files -------------------------------------------------------------------------------------------------------------
+# --- files ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cost", [CostModel(), CostModel("fitted", 1, 2, 3, 4, 0, 0, 0, 0, Model("m", 1, 2, 3, 4))])

@@ -1,6 +1,7 @@
 """Proves that rooms import one way, and that flexcp is light.
 
-Imports are read from the source (house.py). What importing, planning and asking for help must not load is looked at in fresh interpreters.
+Imports are read from the source (house.py). What importing, planning and asking for help must not load is looked at in
+fresh interpreters.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Proves the planner's front door: every wrong input is refused with the value and the way out, and a plan is a pure function of its input.
+"""Proves the planner's front door: every wrong input is refused with the value and the way out, and a plan is a pure
+function of its input.
 
-The same input gives the same hash in this process, in another one, under another PYTHONHASHSEED, and on another machine: the golden hashes
-of ``golden_hashes.json`` (what is placed and moves) and ``golden_plan_hashes.json`` (and how it is executed) hold on x86 and ARM. After a
-wanted change of planning, write them anew with
+The same input gives the same hash in this process, in another one, under another PYTHONHASHSEED, and on another
+machine: the golden hashes of ``golden_hashes.json`` (what is placed and moves) and ``golden_plan_hashes.json`` (and how
+it is executed) hold on x86 and ARM. After a wanted change of planning, write them anew with
 
     python tests/test_planner.py --write
 """
@@ -40,7 +41,7 @@ def planner(ranks: int = 4, heads: int = 8, kv_heads: int | None = 4, **options:
     return flexcp.Planner(heads, kv_heads, options.pop("head_dim", 64), cluster=where, **options)
 
 
-# --- golden hashes ------------------------------------------------------------------------------------------------------
+# --- golden hashes ----------------------------------------------------------------------------------------------------
 
 
 def golden_plans() -> dict[str, Plan]:
@@ -106,7 +107,7 @@ def test_hashes_are_the_same_in_another_process(seed: str) -> None:
     assert json.loads(result.stdout) == golden_hashes()
 
 
-# --- one input, one plan --------------------------------------------------------------------------------------------------
+# --- one input, one plan ----------------------------------------------------------------------------------------------
 
 MASKS = [flexcp.causal(), flexcp.full(), flexcp.window(7, 2), flexcp.lambda_(3, 9), flexcp.causal_blockwise(8, 1)]
 
@@ -173,7 +174,7 @@ def test_different_inputs_give_different_hashes() -> None:
     assert plans["base"] != "a string"
 
 
-# --- defaults -------------------------------------------------------------------------------------------------------------
+# --- defaults ---------------------------------------------------------------------------------------------------------
 
 
 def test_defaults_are_what_the_documentation_says() -> None:
@@ -214,7 +215,7 @@ def test_numpy_integers_are_integers() -> None:
     assert planner(**counts)(LENGTHS).hash == planner(**given)(LENGTHS).hash
 
 
-# --- refusals: (how to ask for it, words of the message) ----------------------------------------------------------------
+# --- refusals: (how to ask for it, words of the message) --------------------------------------------------------------
 
 REFUSED_PLANNERS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no heads": ({"heads": 0}, ["heads", "got 0"]),

@@ -1,6 +1,8 @@
-"""Proves what people install: wheel and sdist hold what the package needs and nothing else, and work in an environment of their own.
+"""Proves what people install: wheel and sdist hold what the package needs and nothing else,
+and work in an environment of their own.
 
-It sees the packages flexcp depends on, but not this checkout: editable installs are found by a path file that it does not read.
+It sees the packages flexcp depends on, but not this checkout: editable installs are found by a path file that it does
+not read.
 """
 
 from __future__ import annotations

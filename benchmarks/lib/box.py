@@ -8,17 +8,17 @@
     rank 1 ──────┤
                  └ eth0 ── n1 ─ network
 
-Every rank has a port to the network and one to its node, as a GPU has a network card and NVLink, and as the simulator has it: token buckets
-(``tc tbf``) at both ends of a port limit what it sends and what it receives. A rank reaches those of its node through the one, others
-through the other, and sees the name of its node as its machine's (``hostname``), in a UTS namespace of its own. Real processes, real TCP,
-real queues: what is measured here is a step, not a model of it.
+Every rank has a port to the network and one to its node, as a GPU has a network card and NVLink, and as the simulator
+has it: token buckets (``tc tbf``) at both ends of a port limit what it sends and what it receives. A rank reaches those
+of its node through the one, others through the other, and sees the name of its node as its machine's (``hostname``), in
+a UTS namespace of its own. Real processes, real TCP, real queues: what is measured here is a step, not a model of it.
 
-Sockets keep little in flight. With Linux's own defaults megabytes of one message queue before a slow port, and what another stage has to
-say waits behind them, which no network of a cluster does.
+Sockets keep little in flight. With Linux's own defaults megabytes of one message queue before a slow port, and what
+another stage has to say waits behind them, which no network of a cluster does.
 
-Needs Linux, root and iproute2; :func:`why_not` says what is missing. Nothing of it is in the machine's own network: all devices live in
-namespaces named after this process, which go when the box closes, by an error or Ctrl-C too. Those of a process that was killed go when
-the next box is made.
+Needs Linux, root and iproute2; :func:`why_not` says what is missing. Nothing of it is in the machine's own network: all
+devices live in namespaces named after this process, which go when the box closes, by an error or Ctrl-C too. Those of a
+process that was killed go when the next box is made.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ SOCKETS = {
     "tcp_wmem": f"4096 {64 << 10} {128 << 10}",
     "tcp_rmem": f"4096 {256 << 10} {1 << 20}",
 }
-"""Settings of a rank's sockets: nothing is lost here, so what is in flight is all that governs them. (bbr, the default of some machines,
-would measure links for itself and hold back.)"""
+"""Settings of a rank's sockets: nothing is lost here, so what is in flight is all that governs them. (bbr, the default
+of some machines, would measure links for itself and hold back.)
+"""
 QUEUED_SECONDS = 0.002
 """What a socket has waiting in its port, at most, in time of that port."""
 CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000
@@ -123,8 +124,9 @@ class Network:
         return f"10.77.0.{rank + 1}"
 
     def limit(self, across_mbit: int | None, inside_mbit: int | None = None, node: int | None = None) -> None:
-        """Let every rank, or those of one node, send and receive so many megabits a second across nodes and inside its own; None is no
-        limit."""
+        """Let every rank, or those of one node, send and receive so many megabits a second across nodes and inside its
+        own; None is no limit.
+        """
         each = self.ranks_per_node
         numbers = range(len(self.ranks)) if node is None else range(node * each, (node + 1) * each)
         for device, there, mbit in (("eth0", "n", across_mbit), ("eth1", "i", inside_mbit)):
@@ -172,7 +174,9 @@ class Network:
 
 
 class Box(RankPool):
-    """Nodes of ranks on gloo: ``box.run(function, ...)`` calls ``function(group, ...)`` on all of them. Use as a context manager."""
+    """Nodes of ranks on gloo: ``box.run(function, ...)`` calls ``function(group, ...)`` on all of them.
+    Use as a context manager.
+    """
 
     def __init__(self, nodes: int, ranks_per_node: int, timeout: float = 300.0) -> None:
         if ranks_per_node < 1:

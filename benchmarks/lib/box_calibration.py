@@ -1,12 +1,15 @@
-"""What the box is, measured: its ports, what a paced kernel takes beyond its pace, and what hosts do around kernels and messages.
+"""What the box is, measured: its ports, what a paced kernel takes beyond its pace,
+and what hosts do around kernels and messages.
 
-Everything is measured with all ranks at once, because they share the machine's cores in the steps that are predicted too, and on messages
-and batches other than those. :func:`measure_ports` knows one setting of the network, :func:`measure_host` the box itself:
+Everything is measured with all ranks at once, because they share the machine's cores in the steps that are predicted
+too, and on messages and batches other than those. :func:`measure_ports` knows one setting of the network,
+:func:`measure_host` the box itself:
 
-- *ports*: messages of growing size between ranks of one node and between nodes, both ways at once, fitted to a latency and a bandwidth.
+- *ports*: messages of growing size between ranks of one node and between nodes, both ways at once, fitted to a latency
+  and a bandwidth.
 - *kernels*: how long a sleep takes longer than it was told.
-- *hosts*: passes whose kernels do nothing and whose messages are never sent, fitted to nanoseconds of a slot, of a piece at either end,
-  and of the bytes that packing and taking in copy (:mod:`flexcp.simulator.copies` counts them).
+- *hosts*: passes whose kernels do nothing and whose messages are never sent, fitted to nanoseconds of a slot, of a
+  piece at either end, and of the bytes that packing and taking in copy (:mod:`flexcp.simulator.copies` counts them).
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ from lib.step_time import time_steps
 
 Ints = NDArray[np.int64]
 MESSAGE_MS = (20, 40, 60, 80, 120, 160, 240)
-"""Messages as long as a port of the asked speed takes so many milliseconds for: far more than its bucket lets through at once."""
+"""Messages as long as a port of the asked speed takes so many milliseconds for:
+far more than its bucket lets through at once.
+"""
 SLEEP_MS = (1, 3, 10)
 NS_A_BYTE = 1000
 """The ``mbps`` at which a byte takes a nanosecond."""
@@ -56,7 +61,9 @@ class Port(NamedTuple):
 
 
 class Host(NamedTuple):
-    """Nanoseconds of a slot, of a piece that leaves or comes and of a kernel beyond its pace; megabytes a second of copies."""
+    """Nanoseconds of a slot, of a piece that leaves or comes and of a kernel beyond its pace;
+    megabytes a second of copies.
+    """
 
     slot_ns: int
     piece_ns: int
@@ -88,7 +95,9 @@ def measure_ports(box: Box, across: bool, mbit: int, repeats: int = 3) -> Port:
 def _exchanges(
     group: dist.ProcessGroup, ranks_per_node: int, across: bool, sizes: Sequence[int], repeats: int
 ) -> list[float]:
-    """Collective: nanoseconds of a message of each size to the next rank of the node or to the next node and from the one before."""
+    """Collective: nanoseconds of a message of each size to the next rank of the node or to the next node
+    and from the one before.
+    """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     first = rank - rank % ranks_per_node
     to, back = ((rank + d * ranks_per_node) % ranks if across else first + (rank + d) % ranks_per_node for d in (1, -1))

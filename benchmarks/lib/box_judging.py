@@ -1,4 +1,6 @@
-"""Steps of the box, judged: how far predictions are from what was measured, and whether strategies come out in the predicted order."""
+"""Steps of the box, judged: how far predictions are from what was measured,
+and whether strategies come out in the predicted order.
+"""
 
 from __future__ import annotations
 

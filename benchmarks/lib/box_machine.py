@@ -1,8 +1,9 @@
 """The machines that the box is paced to be, and what is predicted of a step on them.
 
-For a batch every rank is a device so fast that its attention, perfectly divided, takes a stated time forward and backward. Network ports
-are so fast that the *load* is a stated number: of the strategies that are run, the median one's busiest port is busy for so much of the
-time for which its slowest rank computes. Ports inside a node are ``INSIDE`` times as fast. A plan is made for the ports that were measured.
+For a batch every rank is a device so fast that its attention, perfectly divided, takes a stated time forward and
+backward. Network ports are so fast that the *load* is a stated number: of the strategies that are run, the median one's
+busiest port is busy for so much of the time for which its slowest rank computes. Ports inside a node are ``INSIDE``
+times as fast. A plan is made for the ports that were measured.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from lib.box_calibration import Host, Port, host_ns
 
 SHAPE = Shape(4, 2, 64, 64, "float32")
 INSIDE = 4
-"""How much faster ports inside a node are than those across nodes; an H100's are 9 to 1, but sockets of many ranks share two cores here."""
+"""How much faster ports inside a node are than those across nodes; an H100's are 9 to 1, but sockets of many ranks
+share two cores here.
+"""
 LINK_EFFICIENCY = 10
 """Per mille of what the cluster says of its ports, so that whole megabytes a second are a hundredth of one."""
 FLOPS = 7 * (SHAPE.head_dim + SHAPE.v_head_dim)
@@ -87,7 +90,9 @@ def _what_happens(plan: Plan) -> bytes:
 def paced_machine(
     nodes: int, ranks: int, lengths: Sequence[int], seconds: float, ports: tuple[Port, Port], host: Host
 ) -> Machine:
-    """Devices that need ``seconds`` for a batch perfectly divided, behind ports that were measured, (inside, across)."""
+    """Devices that need ``seconds`` for a batch perfectly divided, behind ports that were measured,
+    (inside, across).
+    """
     pairs = sum(n * (n + 1) // 2 for n in lengths)
     gflops = pairs * SHAPE.heads * FLOPS / (nodes * ranks) / seconds / 1e9
     inside, across = ports
@@ -95,14 +100,24 @@ def paced_machine(
     inside_mbps, across_mbps = (max(1, round(port.mbps * 1000 / LINK_EFFICIENCY)) for port in (inside, across))
     cluster = Cluster("box", nodes, ranks, peak, inside_mbps, across_mbps, across.latency_ns)
     cost = CostModel(
-        "box", 1000, 1000, 1000, link_efficiency=LINK_EFFICIENCY, row_tile_pairs=0, kernel_ns=host.kernel_ns, message_ns=0,
-        model=ATTENTION_ONLY, contention=NO_CONTENTION,
-    )  # fmt: skip
+        "box",
+        1000,
+        1000,
+        1000,
+        link_efficiency=LINK_EFFICIENCY,
+        row_tile_pairs=0,
+        kernel_ns=host.kernel_ns,
+        message_ns=0,
+        model=ATTENTION_ONLY,
+        contention=NO_CONTENTION,
+    )
     return Machine(cluster, cost, host)
 
 
 def port_bytes(plan: Plan) -> float:
-    """Bytes of the busiest network port, forward and backward, or as many as keep it busy as long as the busiest inside a node is."""
+    """Bytes of the busiest network port, forward and backward,
+    or as many as keep it busy as long as the busiest inside a node is.
+    """
     node = np.arange(plan.ranks) // plan.cluster.ranks_per_node
     crosses = node[:, None] != node[None, :]
     found = 0.0
@@ -124,7 +139,8 @@ def compute_seconds(plan: Plan, machine: Machine) -> float:
 
 
 def mbit_for(load: float, plans: Mapping[str, Plan], machine: Machine) -> int:
-    """Megabits a second of a network port under which the median plan's communication is ``load`` of its compute; dp, which has none,
-    is not counted."""
+    """Megabits a second of a network port under which the median plan's communication is ``load`` of its compute; dp,
+    which has none, is not counted.
+    """
     needs = [port_bytes(plan) / compute_seconds(plan, machine) for plan in plans.values()]
     return max(1, round(statistics.median(n for n in needs if n) / 125_000 / load))

@@ -1,7 +1,8 @@
 """GPU checks: what must hold of the executor on a real GPU, as functions that return numbers.
 
 - :func:`verify_gpu`: strategies x masks on 1, 2 and 4 real NCCL ranks, all on the one GPU, held to the rule of
-  :mod:`flexcp.measure.verify`. Ranks share the GPU by giving each its own NCCL host id; that is for correctness, not for speed.
+  :mod:`flexcp.measure.verify`. Ranks share the GPU by giving each its own NCCL host id; that is for correctness, not
+  for speed.
 - :func:`one_rank_overhead`: ``flexcp.attention`` on one rank against its bare kernel.
 - :func:`host_waits`: host synchronisations that torch saw in a layer.
 - :func:`peak_memory`: peak bytes of each of ten steps.
@@ -80,7 +81,9 @@ class GpuCase:
 def gpu_cases(
     kernel: str | None = None, ranks_of: tuple[int, ...] = RANKS, strategies: tuple[str, ...] = STRATEGIES
 ) -> Iterator[GpuCase]:
-    """Every strategy x mask on every number of ranks, in bfloat16; softcap, sinks, LSE gradients and two nodes (relays) cycle."""
+    """Every strategy x mask on every number of ranks, in bfloat16;
+    softcap, sinks, LSE gradients and two nodes (relays) cycle.
+    """
     number = 0
     for ranks in ranks_of:
         for strategy in strategies:
@@ -101,11 +104,13 @@ def gpu_cases(
                 number += 1
 
 
-# --- real NCCL ranks on one GPU ----------------------------------------------------------------------------------------
+# --- real NCCL ranks on one GPU ---------------------------------------------------------------------------------------
 
 
 def _verify_cases(groups: dict[int, Any], cases: list[GpuCase]) -> list[tuple[str, bool, str]]:
-    """Names and verdicts on rank 0, which also tells how it goes: the first cases compile kernels, and a hang must be seen."""
+    """Names and verdicts on rank 0, which also tells how it goes: the first cases compile kernels,
+    and a hang must be seen.
+    """
     found = []
     begin = time.perf_counter()
     for number, case in enumerate(cases):
@@ -134,7 +139,7 @@ def verify_gpu(cases: list[GpuCase], patience: float = 300.0) -> dict[str, Any]:
     return {"cases": len(results), "passed": len(results) - len(failed), "failed": failed}
 
 
-# --- one rank ----------------------------------------------------------------------------------------------------------
+# --- one rank ---------------------------------------------------------------------------------------------------------
 
 
 def _layer(tokens: int, mask: Mask, lengths: list[int] | None = None) -> tuple[Step, tuple[Tensor, ...]]:
@@ -175,7 +180,9 @@ def host_milliseconds(call: Callable[[], Any], repeats: int = 20) -> float:
 
 
 def one_rank_overhead(tokens: int = 16_384, kernel: str | None = None) -> dict[str, Any]:
-    """Milliseconds of ``flexcp.attention`` and of its kernel's bare launches, forward and backward, on one causal document."""
+    """Milliseconds of ``flexcp.attention`` and of its kernel's bare launches, forward and backward,
+    on one causal document.
+    """
     step, (q, k, v, do) = _layer(tokens, masks.causal())
     name = step.choose_kernel(q.device, kernel)
     module, settings = find_kernel(name), Settings(128**-0.5)
@@ -281,7 +288,9 @@ def peak_memory(steps: int = 10, layers: int = 3, kernel: str | None = None) -> 
 
 
 def packing_times(plan: Plan) -> dict[str, Any]:
-    """Milliseconds to pack and take in all messages of the busiest rank, by rows and field by field, with blocks and bytes."""
+    """Milliseconds to pack and take in all messages of the busiest rank, by rows and field by field,
+    with blocks and bytes.
+    """
     rank = int(plan.bytes().sum(axis=1).argmax())
     types = types_of(torch.empty(0, dtype=getattr(torch, plan.shape.dtype), device="cuda"))
     found: dict[str, Any] = {}
@@ -313,7 +322,9 @@ def _pack_all(packing: Packing, buffers: list[list[Buffers]], shelves: Shelves) 
 
 
 def wrong_merges(launches: int = 4000, rows: int = 577, heads: int = 4, width: int = 128, run: int = 16) -> int:
-    """Launches in which outputs merged into nothing did not come out as they went in: what warps that overtake each other would do."""
+    """Launches in which outputs merged into nothing did not come out as they went in:
+    what warps that overtake each other would do.
+    """
     first = np.arange(0, rows, run)
     columns: list[Any] = [np.minimum(run, rows - first), heads]
     for step, start in ((heads * width, 0), (2 * heads * width, heads * width), (heads, 0), (2 * heads, heads)):
@@ -332,7 +343,9 @@ def wrong_merges(launches: int = 4000, rows: int = 577, heads: int = 4, width: i
 
 
 def compiled_model(batches: int = 6) -> dict[str, Any]:
-    """Largest relative difference of gradients between a compiled and an eager model over batches of many sizes; how often it compiled."""
+    """Largest relative difference of gradients between a compiled and an eager model over batches of many sizes;
+    how often it compiled.
+    """
     from torch._dynamo.testing import CompileCounterWithBackend
 
     def model(q: Tensor, k: Tensor, v: Tensor, slices: Tensor) -> Tensor:

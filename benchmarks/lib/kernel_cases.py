@@ -1,8 +1,9 @@
 """Random cases for GPU kernels, held to the rule every kernel is held to, and a count of what they compile.
 
 A case is a batch of random documents under random masks, with or without sinks, softcap and an LSE gradient, through
-:func:`flexcp.slice_attention`. Each result's error against float64 may be twice the reference kernel's own in the same dtype plus one
-rounding. Kernels compile once per *model* (dtype, heads, head sizes, softcap): :func:`compiled` counts, and no batch may add to it.
+:func:`flexcp.slice_attention`. Each result's error against float64 may be twice the reference kernel's own in the same
+dtype plus one rounding. Kernels compile once per *model* (dtype, heads, head sizes, softcap): :func:`compiled` counts,
+and no batch may add to it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class KernelSetup:
     foreign: bool = False
     """Batches of one mask, all of which go to FlashAttention-4 whatever its price."""
     lists: bool = False
-    """The slices as several work lists over the same rows, some of them of some heads, as the executor runs those of a plan."""
+    """The slices as several work lists over the same rows, some of them of some heads,
+    as the executor runs those of a plan.
+    """
 
 
 MODELS = (
@@ -194,8 +197,9 @@ def results(
 def list_results(
     model: KernelSetup, inputs: list[Tensor], grads: list[Tensor], slices: Tensor, dlse: bool, rng: np.random.Generator
 ) -> dict[str, Tensor]:
-    """The same of the slices as several lists that add to the same results; a random number of them leave dq open, if the kernel can, and
-    in half of the cases lists write the rows that they finish."""
+    """The same of the slices as several lists that add to the same results; a random number of them leave dq open, if
+    the kernel can, and in half of the cases lists write the rows that they finish.
+    """
     kernel, settings = find_kernel(model.kernel), Settings(model.head_dim**-0.5, model.softcap)
     (q, k, v), (do, dlse_TH) = inputs[:3], grads
     made: list[tuple[slice, slice, np.ndarray]] = []
@@ -242,7 +246,9 @@ def list_results(
 def _first_to_add(
     lists: list[tuple[slice, slice, np.ndarray]], kv_heads: int, rows: int
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """``[KV head, row]`` whether some list is the first to add to it in all of the list's heads, and the runs of rows of each list."""
+    """``[KV head, row]`` whether some list is the first to add to it in all of the list's heads,
+    and the runs of rows of each list.
+    """
     before, found = (np.zeros((kv_heads, rows), np.bool_) for _ in range(2))
     runs = []
     for _, groups, part in lists:
@@ -278,7 +284,8 @@ def compiled(kernel: str) -> int:
 def recompiles(model: KernelSetup, batches: int = 100) -> tuple[int, int]:
     """(variants after two batches, variants after ``batches`` more): the second must equal the first.
 
-    Two, because a batch in which some row sees no key runs other variants of the forward and of dq: they are added to, not written.
+    Two, because a batch in which some row sees no key runs other variants of the forward and of dq: they are added to,
+    not written.
     """
     for mask in (masks.causal(), masks.from_slices(40, [(20, 40, 0, 40, None, None)])):
         _run(model, packed_slices([40], mask))

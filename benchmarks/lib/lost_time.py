@@ -1,9 +1,10 @@
 """Lost time: what a simulated plan spends beyond perfectly divided compute, term by term.
 
-The same plan is simulated as it is, without contention, and without contention and copies. With *busy* the time in which a rank copies and
-computes, the terms are
+The same plan is simulated as it is, without contention, and without contention and copies. With *busy* the time in
+which a rank copies and computes, the terms are
 
-    pieces      mean busy time without contention and copies, over perfect compute: row tiles and kernels, more where documents are cut
+    pieces      mean busy time without contention and copies, over perfect compute: row tiles and kernels, more where
+                documents are cut
     copies      packing and merging of messages
     contention  what transfers slow work down, and the margins that work leaves to them
     imbalance   of the busiest rank, over the mean

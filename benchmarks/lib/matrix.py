@@ -1,10 +1,12 @@
-"""The verification matrix: every strategy x mask x cluster x head arrangement, with lengths, layouts and extras cycled through.
+"""The verification matrix: every strategy x mask x cluster x head arrangement, with lengths,
+layouts and extras cycled through.
 
-A :class:`Cell` says what is to run, a :class:`Case` has its plan too; cells are made by the thousand and planned where they run.
-``full_matrix`` is the whole product in float64, with a document of several thousand tokens in every 37th cell. ``low_precision_matrix``
-has each strategy, mask and cluster once, under head arrangements and dtypes that cycle. ``pairwise_matrix`` is the smallest part in
-which every two of strategy, mask and cluster meet, for tests. The other factors run along with coprime strides; every second case may
-keep received keys for the backward. ``sampled`` takes a part of a matrix in which all factors occur.
+A :class:`Cell` says what is to run, a :class:`Case` has its plan too; cells are made by the thousand and planned where
+they run. ``full_matrix`` is the whole product in float64, with a document of several thousand tokens in every 37th
+cell. ``low_precision_matrix`` has each strategy, mask and cluster once, under head arrangements and dtypes that cycle.
+``pairwise_matrix`` is the smallest part in which every two of strategy, mask and cluster meet, for tests. The other
+factors run along with coprime strides; every second case may keep received keys for the backward. ``sampled`` takes a
+part of a matrix in which all factors occur.
 """
 
 from __future__ import annotations
@@ -26,8 +28,19 @@ from flexcp.planner import Planner
 
 CLUSTERS = ((1, 1), (1, 2), (1, 3), (1, 4), (1, 5), (1, 6), (1, 7), (1, 8), (2, 2), (2, 3))
 OURS = (
-    "auto", "dp", "ring", "zigzag", "allgather", "ulysses", "usp", "blocks", "grouped", "tolerant", "groups", "hypergraph"
-)  # fmt: skip
+    "auto",
+    "dp",
+    "ring",
+    "zigzag",
+    "allgather",
+    "ulysses",
+    "usp",
+    "blocks",
+    "grouped",
+    "tolerant",
+    "groups",
+    "hypergraph",
+)
 RIVALS = ("dhp", "fcp", "dcp", "minheap", "pow2", "hdp", "wlb")
 STRATEGIES = OURS + RIVALS
 PLACE_TOKENS = ("dp", "grouped", "groups", *(rival for rival in RIVALS if rival != "fcp"))
@@ -54,14 +67,23 @@ MASKS: dict[str, Callable[[int], Mask]] = {
 
 
 EXTRAS = {
-    "lengths": 5, "layout": len(LAYOUTS), "softcap": 4, "sinks": 7, "lse gradient": 3, "kernel": 11, "value size": 3, "kept keys": 2,
+    "lengths": 5,
+    "layout": len(LAYOUTS),
+    "softcap": 4,
+    "sinks": 7,
+    "lse gradient": 3,
+    "kernel": 11,
+    "value size": 3,
+    "kept keys": 2,
     "method": 4,
-}  # fmt: skip
+}
 """What is cycled through, and how many values each has."""
 
 
 def drawn(number: int, extra: str) -> int:
-    """The value of an extra in a cell. Drawn, because numbers and factors have common periods: their remainders would never meet."""
+    """The value of an extra in a cell. Drawn, because numbers and factors have common periods:
+    their remainders would never meet.
+    """
     return int.from_bytes(blake2s(f"{extra} {number}".encode()).digest()[:8]) % EXTRAS[extra]
 
 
@@ -111,7 +133,9 @@ def full_matrix() -> list[Cell]:
 
 
 def low_precision_matrix() -> list[Cell]:
-    """Every strategy x mask x cluster, each under one head arrangement and dtype: all of them for every strategy, mask and cluster."""
+    """Every strategy x mask x cluster, each under one head arrangement and dtype: all of them for every strategy,
+    mask and cluster.
+    """
     found: list[Cell] = []
     for (i, strategy), (j, mask), (k, shape) in product(enumerate(STRATEGIES), enumerate(MASKS), enumerate(CLUSTERS)):
         number, heads, dtype = len(found), HEADS[(i + j + k) % 3], LOW_PRECISION[(i + 2 * j + k // 3) % 3]
@@ -120,7 +144,9 @@ def low_precision_matrix() -> list[Cell]:
 
 
 def pairwise_matrix() -> list[Cell]:
-    """Every two of strategy, mask and cluster meet (a Latin square), everything else along the way; six ranks are two nodes only."""
+    """Every two of strategy, mask and cluster meet (a Latin square), everything else along the way;
+    six ranks are two nodes only.
+    """
     clusters = [shape for shape in CLUSTERS if shape != (1, 6)]
     return [
         _cell(n, strategy, mask, clusters[(i + j) % len(clusters)], HEADS[n % 3], DTYPES[n // 3 % len(DTYPES)])
@@ -131,7 +157,9 @@ def pairwise_matrix() -> list[Cell]:
 
 
 def sampled(cells: list[Cell], one_in: int) -> list[Cell]:
-    """One cell in so many, in their order; drawn, because a fixed stride that divides a factor's period never reaches all its values."""
+    """One cell in so many, in their order; drawn, because a fixed stride
+    that divides a factor's period never reaches all its values.
+    """
     drawn = np.random.default_rng(0).permutation(len(cells))[: -(-len(cells) // one_in)]
     return [cells[i] for i in sorted(drawn.tolist())]
 
@@ -185,10 +213,16 @@ def _planner(strategy: str, where: Cluster, heads: str, dtype: str, number: int)
     if strategy == "tolerant":
         name, tolerance = "blocks", 0.05
     planner = Planner(
-        q, kv, head_dim=8, v_head_dim=(8, 4, 12)[drawn(number, "value size")], dtype=dtype, cluster=where, strategy=name,
+        q,
+        kv,
+        head_dim=8,
+        v_head_dim=(8, 4, 12)[drawn(number, "value size")],
+        dtype=dtype,
+        cluster=where,
+        strategy=name,
         compute_tolerance=tolerance,
         keep_kv=(1 << 30) * drawn(number, "kept keys"),
-    )  # fmt: skip
+    )
     return planner, name
 
 

@@ -1,8 +1,10 @@
-"""Model runs: a tiny model of each Hugging Face family, trained on one process and on ranks, to be compared number by number.
+"""Model runs: a tiny model of each Hugging Face family, trained on one process and on ranks,
+to be compared number by number.
 
-The single process knows nothing of flexcp: one document per forward, plain dense attention in the model's dtype, gradients by autograd. It
-is a registered attention function of its own, because the families' own eager attention takes its softmax in float32 whatever the dtype.
-For the same reason their norms are told to compute in float64 when the model is: a float32 rounding inside would hide what is compared.
+The single process knows nothing of flexcp: one document per forward, plain dense attention in the model's dtype,
+gradients by autograd. It is a registered attention function of its own, because the families' own eager attention takes
+its softmax in float32 whatever the dtype. For the same reason their norms are told to compute in float64 when the model
+is: a float32 rounding inside would hide what is compared.
 
 Both sides see the same documents from the same weights and take the same AdamW steps; gradients are summed over ranks.
 """
@@ -33,24 +35,38 @@ DENSE = "flexcp_measure_dense"
 LIMITS = {"float64": (1e-9, 1e-9), "float32": (1e-5, 1e-4)}
 """What the loss and any parameter's gradient may be off by, relatively."""
 SIZES = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "attention_dropout": 0.0,
-}  # fmt: skip
-# fmt: off
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "attention_dropout": 0.0,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "qwen3": ("Qwen3Config", {}),
     "mistral": ("MistralConfig", {"sliding_window": WINDOW}),
     "gemma2": ("Gemma2Config", {"sliding_window": WINDOW, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 3.0}),
-    "gpt_oss": ("GptOssConfig", {"sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2,
-                                 "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            "sliding_window": WINDOW,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    ),
 }
-# fmt: on
 """Family -> its configuration class, and what makes it special: windows, window and full layers with softcap, sinks."""
 STRATEGIES = ("zigzag", "groups", "blocks", "auto")
 LAYOUTS = ("free", "contiguous")
 RANKS = (2, 3, 4)
-"""What families are trained under: in CI a choice of it, by ``make models`` all. ``groups`` places tokens itself and takes no layout."""
+"""What families are trained under: in CI a choice of it, by ``make models`` all.
+``groups`` places tokens itself and takes no layout.
+"""
 
 
 @dataclass(frozen=True)
@@ -66,7 +82,9 @@ class Run:
     packed: bool = True
     """Several documents a step, lengths of 1 among them; otherwise one."""
     learning_rate: float = 3e-3
-    """At 1e-2 the loss of gemma2 rises and roundings grow tenfold every few steps: 1e-15 in a gradient becomes 2e-8 after 50."""
+    """At 1e-2 the loss of gemma2 rises and roundings grow tenfold every few steps:
+    1e-15 in a gradient becomes 2e-8 after 50.
+    """
     options: dict[str, Any] = field(default_factory=dict)
     """More arguments of the planner's call."""
 
@@ -134,9 +152,17 @@ def _exact_norm(module: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def dense_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float = 1.0,
-    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **others: Any
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float = 1.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
     """One document's attention, as plainly as it can be written: ``[1, H, S, D]`` in, ``[1, S, H, D]`` out."""
     share, size = query.shape[1] // key.shape[1], query.shape[2]
     key, value = key.repeat_interleave(share, 1), value.repeat_interleave(share, 1)
@@ -219,7 +245,9 @@ def _trained(
 
 @dataclass(frozen=True)
 class Difference:
-    """How far two runs are apart: relative in the loss, and the worst norm(a - b) / norm(b) of any parameter's gradient."""
+    """How far two runs are apart: relative in the loss, and the worst norm(a - b) / norm(b)
+    of any parameter's gradient.
+    """
 
     loss: float
     gradient: float

@@ -22,37 +22,48 @@ def _area(folder: str, sources: str, tests: str) -> Area:
 
 AREAS = {
     "masks": _area(
-        "masks", "named slices tree conversions mask",
-        "masks/test_named masks/test_masks masks/test_masks_extremes masks/test_nested masks/test_tree fuzz/test_references",
+        "masks",
+        "named slices tree conversions mask",
+        "masks/test_named masks/test_masks masks/test_masks_extremes masks/test_nested masks/test_tree "
+        "fuzz/test_references",
     ),
     "planners": _area(
-        "planners", "token_runs microbatch static/static static/dealing groups/groups groups/rows blocks/blocks auto/auto",
-        "planners/test_token_runs planners/test_microbatch planners/test_dealing test_planner planners/test_strategies planners/test_auto "
-        "planners/test_request fuzz/test_plans",
+        "planners",
+        "token_runs microbatch static/static static/dealing groups/groups groups/rows blocks/blocks auto/auto",
+        "planners/test_token_runs planners/test_microbatch planners/test_dealing test_planner planners/test_strategies "
+        "planners/test_auto planners/test_request fuzz/test_plans",
     ),
     "schedule": _area(
-        "schedule", "work needs routes stages transfers",
-        "schedule/test_routes schedule/test_stages schedule/test_execution schedule/test_thin_ends test_planner fuzz/test_plans",
+        "schedule",
+        "work needs routes stages transfers",
+        "schedule/test_routes schedule/test_stages schedule/test_execution schedule/test_thin_ends test_planner "
+        "fuzz/test_plans",
     ),
     "exchange": _area(
-        "executor", "exchange/transports exchange/arena exchange/plan_agreement run/packing run/message_layout run/rank_program",
-        "executor/run/test_packing executor/run/test_rank_recipe executor/exchange/test_transports executor/exchange/test_arena "
-        "executor/test_edges",
+        "executor",
+        "exchange/transports exchange/arena exchange/plan_agreement run/packing run/message_layout run/rank_program",
+        "executor/run/test_packing executor/run/test_rank_recipe executor/exchange/test_transports "
+        "executor/exchange/test_arena executor/test_edges",
     ),
     "merge": _area(
-        "executor/kernels", "__init__ cpu", "executor/kernels/test_kernels executor/test_edges",
+        "executor/kernels",
+        "__init__ cpu",
+        "executor/kernels/test_kernels executor/test_edges",
     ),
     "backward": _area(
-        "executor", "kernels/sinks_and_delta run/executor run/one_device",
-        "executor/kernels/test_sinks_and_delta executor/run/test_one_device executor/run/test_finished_rows executor/test_edges "
-        "executor/test_attention",
+        "executor",
+        "kernels/sinks_and_delta run/executor run/one_device",
+        "executor/kernels/test_sinks_and_delta executor/run/test_one_device executor/run/test_finished_rows "
+        "executor/test_edges executor/test_attention",
     ),
     "loader": _area(
-        "data", "documents order loader row_sharing local_batch",
+        "data",
+        "documents order loader row_sharing local_batch",
         "data/test_state data/test_loader data/test_micro_batches data/test_grouped_samples",
     ),
     "report": _area(
-        "report", "plan_data page markup plan_time timeline",
+        "report",
+        "plan_data page markup plan_time timeline",
         "report/test_page report/test_plan_time report/test_rounds_table report/test_training_table",
     ),
-}  # fmt: skip
+}

@@ -1,11 +1,11 @@
 """Mutant runs: copies of a checkout in which a source is changed and tests are run, several beside each other.
 
-Every worker has a copy of its own, so that nothing is ever changed in the checkout. Tests of a copy import the copy. They run in a session
-of their own with a time limit, and whatever they started ends with them.
+Every worker has a copy of its own, so that nothing is ever changed in the checkout. Tests of a copy import the copy.
+They run in a session of their own with a time limit, and whatever they started ends with them.
 
-First each test file runs once on the unchanged sources. One that fails or is slow there is left out: it would say nothing about a mutant,
-or take the time of many. A mutant's tests are then those of its area, first the files that name its module, the fastest first, until one
-fails.
+First each test file runs once on the unchanged sources. One that fails or is slow there is left out: it would say
+nothing about a mutant, or take the time of many. A mutant's tests are then those of its area, first the files that name
+its module, the fastest first, until one fails.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from lib.mutations import Mutant, mutants
 
 Result = TypeVar("Result")
 LEFT_BEHIND = (".git", ".venv", ".mypy_cache", ".ruff_cache", ".hypothesis", "build", "out", "site")
-"""What copies do without. Compiled loops, in ``__pycache__``, go with them: they belong to sources that no mutant changes."""
+"""What copies do without. Compiled loops, in ``__pycache__``, go with them:
+they belong to sources that no mutant changes.
+"""
 LOOK_SECONDS = 0.5
 START_SECONDS = 30.0
 """What tests may take in addition to three times as long as without the mutant."""
@@ -61,7 +63,9 @@ class Verdict:
 
 
 class Copies:
-    """``jobs`` copies of a checkout in a folder; work takes one and gives it back. ``stop`` ends the tests that run in them."""
+    """``jobs`` copies of a checkout in a folder; work takes one and gives it back.
+    ``stop`` ends the tests that run in them.
+    """
 
     def __init__(self, root: Path, folder: Path, jobs: int) -> None:
         self.jobs = jobs

@@ -1,8 +1,9 @@
 """Mutations: small changes of a source file, of the kinds that people make by mistake.
 
-A mutant is one change of one place: another comparison, a constant one larger or smaller, a condition negated, a statement left out, two
-arguments exchanged. Changes are made on the syntax tree and written back as text of the lines concerned, so that a survivor reads as a
-diff. Docstrings, messages, types, logging and what only declares are left alone: no test should see those.
+A mutant is one change of one place: another comparison, a constant one larger or smaller, a condition negated, a
+statement left out, two arguments exchanged. Changes are made on the syntax tree and written back as text of the lines
+concerned, so that a survivor reads as a diff. Docstrings, messages, types, logging and what only declares are left
+alone: no test should see those.
 """
 
 from __future__ import annotations
@@ -15,12 +16,24 @@ from dataclasses import dataclass
 from types import CodeType
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.In: ast.NotIn,
-    ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
-}  # fmt: skip
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+}
 OPERATIONS: dict[type[ast.operator], type[ast.operator]] = {
-    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.FloorDiv: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
-}  # fmt: skip
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.FloorDiv: ast.Mult,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+}
 
 
 @dataclass(frozen=True)
@@ -144,8 +157,13 @@ def _candidates(statement: ast.stmt, kind: str) -> list[ast.AST]:
 
 
 KINDS = (
-    "another comparison", "another operation", "a constant off by one", "a condition negated", "arguments exchanged", "statement left out"
-)  # fmt: skip
+    "another comparison",
+    "another operation",
+    "a constant off by one",
+    "a condition negated",
+    "arguments exchanged",
+    "statement left out",
+)
 
 
 def _changes(statement: ast.stmt) -> dict[str, int]:

@@ -1,11 +1,15 @@
-"""NCCL checks: what must hold of the exchange on a device, as functions that return numbers. One GPU is enough: ranks share it.
+"""NCCL checks: what must hold of the exchange on a device, as functions that return numbers. One GPU is enough:
+ranks share it.
 
     python benchmarks/gpu.py --only nccl --patience 500 --write nccl.json
 
 - :func:`right_everywhere`: every strategy x mask, forward and backward, by the bf16 rule.
-- :func:`same_every_time`: 100 repeats of forward and backward have the same bits, with whole stages and with calls of one round.
-- :func:`first_among_some`: the first exchange of a new group is among some of its ranks only, and one rank never exchanges anything.
-- :func:`host_waits`: calls of the CUDA runtime that make the host wait, as the profiler saw them in a layer after the first.
+- :func:`same_every_time`: 100 repeats of forward and backward have the same bits, with whole stages and with calls of
+  one round.
+- :func:`first_among_some`: the first exchange of a new group is among some of its ranks only, and one rank never
+  exchanges anything.
+- :func:`host_waits`: calls of the CUDA runtime that make the host wait, as the profiler saw them in a layer after the
+  first.
 - :func:`failures`: how ranks end when one of them stands still, or binds another plan.
 
 Ranks get a host id each (:mod:`lib.nccl_ranks`); NCCL then goes through sockets, so times mean nothing.
@@ -45,7 +49,9 @@ LIMIT = 10.0
 def run_all(
     ranks: int, kernel: str | None = None, cases: Sequence[GpuCase] | None = None, checks: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The checks (all, or those named) on so many ranks, and whether all of them hold; ``cases`` may be made elsewhere."""
+    """The checks (all, or those named) on so many ranks, and whether all of them hold;
+    ``cases`` may be made elsewhere.
+    """
     chosen = [c for c in cases or gpu_cases(kernel, (ranks,)) if c.plan.ranks == ranks]
     plans = [c.plan for c in chosen if " causal " in c.name]
     every: dict[str, Callable[[], Any]] = {

@@ -1,7 +1,7 @@
 """Bugs to put in on purpose, one for each area of flexcp. ``flexcp fuzz`` is worth its time if it finds each of them.
 
-A bug replaces one attribute of a module or class by something made of the original. Bugs of what runs on ranks are planted on the ranks;
-all others in this process.
+A bug replaces one attribute of a module or class by something made of the original. Bugs of what runs on ranks are
+planted on the ranks; all others in this process.
 """
 
 from __future__ import annotations

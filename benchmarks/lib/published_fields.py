@@ -1,4 +1,6 @@
-"""Fields of a published figure: what each may hold, and what a wrong one is told (:mod:`lib.published_figures` has the format)."""
+"""Fields of a published figure: what each may hold, and what a wrong one is told (:mod:`lib.published_figures` has the
+format).
+"""
 
 from __future__ import annotations
 

@@ -1,21 +1,24 @@
 """Published figures in a file: one JSON object a line, read believing nothing, so that anybody's file can be run.
 
-================  =====================================================================================================================
+================  ====================================================================================================
 field             what it holds
-================  =====================================================================================================================
+================  ====================================================================================================
 ``source``        where the figure is published: paper, table, repository
 ``system``        whose time it is
 ``cluster``       a preset or a measured machine with its size, as in ``h100:4x8``
 ``heads``         query heads, KV heads and their size: ``[64, 8, 128]``, or ``"64/8/128"``; without a size 128
-``lengths``       documents: ``"8x32768"``, ``"web:65536:0"``, ``[4096, 512]``, or a list of such lists; a time is the mean over the batches
+``lengths``       documents: ``"8x32768"``, ``"web:65536:0"``, ``[4096, 512]``, or a list of such
+                  lists; a time is the mean over the batches
 ``mask``          as ``--mask`` takes it: ``causal``, ``full``, ``window:4096``, ``lambda:64,4096``
 ``method``        a strategy with its degree, as in ``zigzag:8``; a list stands for the fastest of it
 ``direction``     ``forward``, ``backward``, ``both`` (of attention alone), or ``step``
 ``value``         the published number, above 0
-``unit``          ``ms``, ``s``, ``iter/s``, ``tokens/s`` or ``TFLOP/s`` (of a GPU), ``MFU`` and ``efficiency`` (from 0 to 1), ``ratio``
+``unit``          ``ms``, ``s``, ``iter/s``, ``tokens/s`` or ``TFLOP/s`` (of a GPU), ``MFU`` and ``efficiency``
+                  (from 0 to 1), ``ratio``
 ``over``          of a ratio: the method (or the fastest of a list) whose time is divided by ``method``'s
 ``kernel``        a measured kernel; without one the analytic cost model
-``executor``      ``ring-flash-attention``: what that library does between its kernels is simulated; without one only copies of messages are
+``executor``      ``ring-flash-attention``: what that library does between its kernels is simulated;
+                  without one only copies of messages are
 ``seeds``         how many batches are drawn of a distribution that is named without its seed (1 unless given)
 ``scale``         a factor on every document's length; batches keep their tokens
 ``longest``       documents longer than this are cut
@@ -25,10 +28,11 @@ field             what it holds
 ``stated``        whether the source states the setting; where it does not, ``assumed`` says what was taken
 ``assumed``       what the source leaves open, or what stands in for data that is not here
 ``reason``        why the simulated figure is off, where somebody knows
-``again``         an earlier line with the same published value, which this one simulates in another way: only the earlier one counts
-================  =====================================================================================================================
+``again``         an earlier line with the same published value, which this one simulates in another way:
+                  only the earlier one counts
+================  ====================================================================================================
 
-The first ten are needed. A file with a mistake is refused whole, with the line, the field and the way out of every mistake.
+The first ten are needed. A file with a mistake is refused whole, with line, field and way out of every mistake.
 """
 
 from __future__ import annotations
@@ -130,8 +134,8 @@ def _wrong_again(path: Path | str, figures: dict[int, Figure]) -> list[str]:
         known = first is not None and first.again is None and (first.value, first.unit) == (figure.value, figure.unit)
         if figure.again is not None and not known:
             found.append(
-                f"{path}, line {number}: field 'again': line {figure.again} is no earlier figure of {figure.value:g} {figure.unit}; "
-                "name the line that has this published value first, or drop it"
+                f"{path}, line {number}: field 'again': line {figure.again} is no earlier figure of {figure.value:g} "
+                f"{figure.unit}; name the line that has this published value first, or drop it"
             )
     return found
 
@@ -179,7 +183,8 @@ def _check_together(figure: Figure) -> None:
         ),
         (
             figure.executor is not None and any(not is_step_by_step(m) for m in (*figure.method, *figure.over)),
-            f"field 'executor': {figure.executor} is simulated with {' or '.join(METHODS)} and a degree, as in zigzag:8; drop it",
+            f"field 'executor': {figure.executor} is simulated with {' or '.join(METHODS)} and a degree, as in "
+            "zigzag:8; drop it",
         ),
         (figure.unit == "ratio" and not figure.over, "field 'over' is missing: a ratio needs the method it is over"),
         (figure.unit != "ratio" and bool(figure.over), "field 'over' is of a ratio; drop it, or say unit ratio"),
@@ -193,11 +198,13 @@ def _check_together(figure: Figure) -> None:
         ),
         (
             figure.seeds > 1 and not figure.is_drawn,
-            "field 'seeds': these lengths are not drawn; drop it, or name a distribution without its seed, as in web:65536",
+            "field 'seeds': these lengths are not drawn; "
+            "drop it, or name a distribution without its seed, as in web:65536",
         ),
         (
             figure.scale != 1 and not figure.is_drawn,
-            "field 'scale': only a distribution without its seed is scaled, as in longalign:131072; scale the lengths yourself",
+            "field 'scale': only a distribution without its seed is scaled, "
+            "as in longalign:131072; scale the lengths yourself",
         ),
     ]
     mistakes = [words for wrong, words in checks if wrong]
@@ -208,7 +215,8 @@ def _check_together(figure: Figure) -> None:
     if figure.model is not None and find_model(figure.model).shape != figure.shape:
         own = find_model(figure.model).shape
         mistakes.append(
-            f"field 'heads': {figure.model} has {own.heads} / {own.kv_heads} heads of {own.head_dim}; got {list(figure.heads)}"
+            f"field 'heads': {figure.model} has {own.heads} / {own.kv_heads} heads of {own.head_dim}; got "
+            f"{list(figure.heads)}"
         )
     if mistakes:
         raise ValueError("\n".join(mistakes))

@@ -1,8 +1,9 @@
-"""Judging simulated figures: how far each is from the published one, and whether systems come out in the published order.
+"""Judging simulated figures: how far each is from the published one,
+and whether systems come out in the published order.
 
-The error of a figure is simulated / published - 1. Figures of one setting that differ in system and method make *pairs*; of those whose
-published values differ by ``APART`` or more, the order is right when the simulated values differ to the same side, and the error of their
-ratio is judged like a figure's.
+The error of a figure is simulated / published - 1. Figures of one setting that differ in system and method make
+*pairs*; of those whose published values differ by ``APART`` or more, the order is right when the simulated values
+differ to the same side, and the error of their ratio is judged like a figure's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Where comparing commands put the errors they found: src/flexcp/known_errors/errors.json, the page docs/results/errors.md and the README.
+"""Where comparing commands put the errors they found: src/flexcp/known_errors/errors.json, the page
+docs/results/errors.md and the README.
 
 All three say the same (tests/docs/test_errors.py), so whoever records an entry writes all of them.
 """
@@ -48,13 +49,14 @@ def errors_page(entries: Mapping[str, KnownError]) -> str:
         [
             "# How far off predictions are",
             "",
-            "**Measured against simulated**: everything that flexcp says about its own errors, on one page. An error is |predicted / "
-            "measured - 1|; *order right* counts the pairs that came out in the right order, of those that are 10 % apart or more "
-            "(predicted, in the box; published, of figures). `flexcp advise`, `compare`, `simulate` and reports print the row that "
-            "applies: published figures whose source states its setting, where the cost model is the analytic one; steps of CPU ranks, "
-            "where it was calibrated, beside what the calibration held out itself. The numbers are in src/flexcp/known_errors/errors.json, "
-            "written on the dates and by the commands of the last column; - has not been run. Nothing here was measured on a cluster "
-            "of several machines.",
+            "**Measured against simulated**: everything that flexcp says about its own errors, on one page. An error "
+            "is |predicted / measured - 1|; *order right* counts the pairs that came out in the right order, of those "
+            "that are 10 % apart or more (predicted, in the box; published, of figures). `flexcp advise`, `compare`, "
+            "`simulate` and reports print the row that applies: published figures whose source states its setting, "
+            "where the cost model is the analytic one; steps of CPU ranks, where it was calibrated, beside what the "
+            "calibration held out itself. The numbers are in src/flexcp/known_errors/errors.json, written on the dates "
+            "and by the commands of the last column; - has not been run. Nothing here was measured on a cluster of "
+            "several machines.",
             "",
             *table(heads, rows),
         ]

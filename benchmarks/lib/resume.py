@@ -1,8 +1,9 @@
 """Resume: a small training run that is killed at random moments, and what it leaves behind.
 
-Training is a process per rank, as a launcher starts them. Rank 0 writes a line per step (samples, and the loss to the last bit) and every
-other step a checkpoint: model, optimizer, loader. A rank killed with signal 9 takes the others with it, as launchers do, and the next
-attempt goes on from the last checkpoint. In the end the lines must be those of a run nobody disturbed.
+Training is a process per rank, as a launcher starts them. Rank 0 writes a line per step (samples, and the loss to the
+last bit) and every other step a checkpoint: model, optimizer, loader. A rank killed with signal 9 takes the others with
+it, as launchers do, and the next attempt goes on from the last checkpoint. In the end the lines must be those of a run
+nobody disturbed.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ class _Launch:
             process.join()
 
 
-# --- what runs on a rank ------------------------------------------------------------------------------------------------
+# --- what runs on a rank ----------------------------------------------------------------------------------------------
 
 
 def train(folder: Path, rank: int, ranks: int, steps: int, port: int) -> None:

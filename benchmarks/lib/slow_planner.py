@@ -1,4 +1,6 @@
-"""A planner that takes longer than it needs, to see what waits for it. No torch here: planner processes import this file."""
+"""A planner that takes longer than it needs, to see what waits for it. No torch here:
+planner processes import this file.
+"""
 
 from __future__ import annotations
 

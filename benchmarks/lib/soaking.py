@@ -36,7 +36,9 @@ class Held:
 
 @dataclass(frozen=True)
 class Soaked:
-    """What a rank held after the steps in which it settled, and at the end; whether a fixed batch gave the same bits."""
+    """What a rank held after the steps in which it settled, and at the end;
+    whether a fixed batch gave the same bits.
+    """
 
     before: Held
     after: Held
@@ -76,9 +78,14 @@ def soak(group: dist.ProcessGroup, steps: int, settled: int, seed: int) -> Gener
 def _drawn(rng: random.Random, ranks: int) -> Plan:
     lengths = [rng.randrange(1, rng.choice((8, 60, 300))) for _ in range(rng.randrange(1, 8))]
     planner = flexcp.Planner(
-        4, 2, 16, dtype="float32", cluster=flexcp.cluster("cpu", 1, ranks), strategy=rng.choice(STRATEGIES),
+        4,
+        2,
+        16,
+        dtype="float32",
+        cluster=flexcp.cluster("cpu", 1, ranks),
+        strategy=rng.choice(STRATEGIES),
         keep_kv=rng.choice((0, 1 << 30)),
-    )  # fmt: skip
+    )
     return planner(lengths, rng.choice(MASKS))
 
 

@@ -1,7 +1,8 @@
-"""Step time: how long attention under a plan really takes, forward and backward, and what of it is compute and what communication.
+"""Step time: how long attention under a plan really takes, forward and backward,
+and what of it is compute and what communication.
 
-Forward and backward are timed apart, all ranks starting together in each, as the simulator has it; a pass takes as long as its slowest
-rank. A step is timed three ways:
+Forward and backward are timed apart, all ranks starting together in each, as the simulator has it; a pass takes as long
+as its slowest rank. A step is timed three ways:
 
 - *whole*: as it is.
 - *compute*: over a group whose messages are never sent. The work is the same, done on whatever the buffers hold.
@@ -9,9 +10,10 @@ rank. A step is timed three ways:
 
 With perfect overlap the whole takes as long as the longer of the other two.
 
-Ranks that share cores wait for each other's compute, as devices of a cluster do not. With ``gflops`` every rank has a device of its own
-that is only paced: its kernel sleeps as long as that many GFLOP/s would take for its pairs, and computes nothing. Messages stay real, and
-so is what the host does around them; with infinitely many GFLOP/s and messages that are never sent that is all there is.
+Ranks that share cores wait for each other's compute, as devices of a cluster do not. With ``gflops`` every rank has a
+device of its own that is only paced: its kernel sleeps as long as that many GFLOP/s would take for its pairs, and
+computes nothing. Messages stay real, and so is what the host does around them; with infinitely many GFLOP/s and
+messages that are never sent that is all there is.
 """
 
 from __future__ import annotations
@@ -46,8 +48,9 @@ Arrays = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class Timed:
-    """Seconds of forward and backward on one rank, for each repeat; the bytes it sent in all of them; the results of the last one in
-    stream order, where asked."""
+    """Seconds of forward and backward on one rank, for each repeat; the bytes it sent in all of them; the results of
+    the last one in stream order, where asked.
+    """
 
     seconds: list[tuple[float, float]]
     sent_bytes: int
@@ -82,7 +85,9 @@ def time_steps(
 
 
 def slowest_ms(ranks: list[Timed]) -> float:
-    """Milliseconds of forward and backward: the slowest rank of each in its fastest repeat; what else the machine does only adds to it."""
+    """Milliseconds of forward and backward: the slowest rank of each in its fastest repeat; what else the machine does
+    only adds to it.
+    """
     repeats = range(len(ranks[0].seconds))
     return 1000 * sum(min(max(rank.seconds[i][way] for rank in ranks) for i in repeats) for way in range(2))
 

@@ -1,7 +1,8 @@
-"""The table of trainers: for each what it is, how few lines change, and which test shows each thing that works or is refused.
+"""The table of trainers: for each what it is, how few lines change,
+and which test shows each thing that works or is refused.
 
-Nothing is said to work without a test. ``benchmarks/trainers.py`` runs the tests and writes the table; a test of the docs compares what the
-page says with what stands here.
+Nothing is said to work without a test. ``benchmarks/trainers.py`` runs the tests and writes the table; a test of the
+docs compares what the page says with what stands here.
 """
 
 from __future__ import annotations
@@ -45,40 +46,80 @@ class Trainer:
         return {*self.works.values(), *self.refuses.values()}
 
 
-# fmt: off
 TRAINERS = (
-    Trainer("Transformers `Trainer`", "transformers", "trainer",
-            {"packing": TRAINER, "windows": TRAINER, "evaluation": EXAMPLES,
-             "FSDP2": "test_huggingface_trainer.py::test_under_fsdp2_the_trainer_trains_as_under_ddp",
-             "resume": "test_huggingface_trainer.py::test_a_run_goes_on_in_the_middle_of_an_epoch"},
-            {"TP": REFUSALS}, "`cp_size` and `sp_size` above 1, `average_tokens_across_devices=False`"),
-    Trainer("TRL `SFTTrainer`", "trl", "trl_sft",
-            {"packing": EXAMPLES, "resume": RESUMES, "evaluation": EXAMPLES}, {"TP": REFUSALS},
-            "packing without positions, images, prompt learning"),
+    Trainer(
+        "Transformers `Trainer`",
+        "transformers",
+        "trainer",
+        {
+            "packing": TRAINER,
+            "windows": TRAINER,
+            "evaluation": EXAMPLES,
+            "FSDP2": "test_huggingface_trainer.py::test_under_fsdp2_the_trainer_trains_as_under_ddp",
+            "resume": "test_huggingface_trainer.py::test_a_run_goes_on_in_the_middle_of_an_epoch",
+        },
+        {"TP": REFUSALS},
+        "`cp_size` and `sp_size` above 1, `average_tokens_across_devices=False`",
+    ),
+    Trainer(
+        "TRL `SFTTrainer`",
+        "trl",
+        "trl_sft",
+        {"packing": EXAMPLES, "resume": RESUMES, "evaluation": EXAMPLES},
+        {"TP": REFUSALS},
+        "packing without positions, images, prompt learning",
+    ),
     Trainer("TRL `DPOTrainer`", "trl", "trl_dpo", {"evaluation": EXAMPLES}, {"TP": REFUSALS}, "images"),
     Trainer("TRL `GRPOTrainer`", "trl", "trl_grpo", {}, {"TP": REFUSALS}, "continuous batching"),
-    Trainer("Lightning", "lightning", "lightning_fsdp2",
-            {"packing": EXAMPLES, "FSDP2": EXAMPLES, "resume": RESUMES, "evaluation": EXAMPLES}, {}, ""),
+    Trainer(
+        "Lightning",
+        "lightning",
+        "lightning_fsdp2",
+        {"packing": EXAMPLES, "FSDP2": EXAMPLES, "resume": RESUMES, "evaluation": EXAMPLES},
+        {},
+        "",
+    ),
     Trainer("an RL loop of your own", "torch", "rl_loop", {"packing": EXAMPLES}, {}, "a rank without any rollout"),
-    Trainer("torchtitan", "torchtitan", "[its section](frameworks.md#torchtitan)",
-            dict.fromkeys(("packing", "windows", "FSDP2", "recompute", "resume"), TITAN),
-            dict.fromkeys(("PP", "evaluation"), TITAN_REFUSALS), "`context_parallel_degree` above 1"),
-    Trainer("Megatron-Core", "megatron-core", "[its page](megatron.md)",
-            {"packing": MEGATRON, "TP": MEGATRON, "windows": "test_megatron.py::test_what_a_layer_may_be_is_honoured",
-             "PP": "test_pipeline.py::test_megatron_stages_of_one_shape_equal_stock_megatron"},
-            {}, "[its limits](megatron.md)"),
-    Trainer("a loop of your own", "transformers", "[its section](frameworks.md#hugging-face-transformers)",
-            {"packing": LEAKS, "windows": LEAKS,
-             "FSDP2": "test_parallelisms.py::test_fsdp2_with_other_token_counts_on_every_rank",
-             "TP": "test_parallelisms.py::test_heads_split_over_another_mesh_axis",
-             "PP": "test_pipeline.py::test_two_stages_equal_one_process",
-             "recompute": "test_parallelisms.py::test_full_recompute_runs_attention_again",
-             "compile": "test_parallelisms.py::test_a_whole_model_compiles_without_a_graph_break",
-             "resume": "test_elastic_restart.py::test_a_checkpoint_is_resumed_on_another_number_of_ranks",
-             "evaluation": "test_parallelisms.py::test_evaluation_under_another_plan_between_training_steps"},
-            {}, "attention dropout, padding masks, 4-D masks"),
+    Trainer(
+        "torchtitan",
+        "torchtitan",
+        "[its section](frameworks.md#torchtitan)",
+        dict.fromkeys(("packing", "windows", "FSDP2", "recompute", "resume"), TITAN),
+        dict.fromkeys(("PP", "evaluation"), TITAN_REFUSALS),
+        "`context_parallel_degree` above 1",
+    ),
+    Trainer(
+        "Megatron-Core",
+        "megatron-core",
+        "[its page](megatron.md)",
+        {
+            "packing": MEGATRON,
+            "TP": MEGATRON,
+            "windows": "test_megatron.py::test_what_a_layer_may_be_is_honoured",
+            "PP": "test_pipeline.py::test_megatron_stages_of_one_shape_equal_stock_megatron",
+        },
+        {},
+        "[its limits](megatron.md)",
+    ),
+    Trainer(
+        "a loop of your own",
+        "transformers",
+        "[its section](frameworks.md#hugging-face-transformers)",
+        {
+            "packing": LEAKS,
+            "windows": LEAKS,
+            "FSDP2": "test_parallelisms.py::test_fsdp2_with_other_token_counts_on_every_rank",
+            "TP": "test_parallelisms.py::test_heads_split_over_another_mesh_axis",
+            "PP": "test_pipeline.py::test_two_stages_equal_one_process",
+            "recompute": "test_parallelisms.py::test_full_recompute_runs_attention_again",
+            "compile": "test_parallelisms.py::test_a_whole_model_compiles_without_a_graph_break",
+            "resume": "test_elastic_restart.py::test_a_checkpoint_is_resumed_on_another_number_of_ranks",
+            "evaluation": "test_parallelisms.py::test_evaluation_under_another_plan_between_training_steps",
+        },
+        {},
+        "attention dropout, padding masks, 4-D masks",
+    ),
 )
-# fmt: on
 
 
 def added_lines(example: str) -> list[str]:

@@ -1,8 +1,9 @@
-"""Tree runs: random batches of trees and plain documents through a tiny model, as trees on ranks and as independent sequences alone.
+"""Tree runs: random batches of trees and plain documents through a tiny model,
+as trees on ranks and as independent sequences alone.
 
-The single process knows nothing of trees or of flexcp: it walks from each end to the root, gives the model one sequence a forward with
-plain dense attention, and sums losses position by position. Losses of both normalisations, with advantages and masks, log-probabilities of
-every position, and the gradient of every parameter are compared.
+The single process knows nothing of trees or of flexcp: it walks from each end to the root, gives the model one sequence
+a forward with plain dense attention, and sums losses position by position. Losses of both normalisations, with
+advantages and masks, log-probabilities of every position, and the gradient of every parameter are compared.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class TreeSizes:
 
 @dataclass(frozen=True)
 class TreeBatch:
-    """Documents (parents, lengths and ends; a plain one is a segment of its own), the ids of the stream, and weights of every sequence."""
+    """Documents (parents, lengths and ends; a plain one is a segment of its own), the ids of the stream,
+    and weights of every sequence.
+    """
 
     family: str
     documents: tuple[tuple[list[int], list[int], list[int]], ...]
@@ -119,7 +122,9 @@ def _random_tree(rng: np.random.Generator, sizes: TreeSizes) -> tuple[list[int],
 
 @dataclass(frozen=True)
 class TreeResult:
-    """Losses, log-probabilities by sequence (0 for the first token), gradients, and whether wire bytes were the plan's."""
+    """Losses, log-probabilities by sequence (0 for the first token), gradients,
+    and whether wire bytes were the plan's.
+    """
 
     losses: list[float]
     log_probs: list[Tensor]

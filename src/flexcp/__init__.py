@@ -1,8 +1,10 @@
 """flexcp: dynamic context parallelism.
 
-The main call is :func:`attention`; a :class:`Planner` makes the plan it runs and :func:`bind` ties the plan to this rank.
+The main call is :func:`attention`; a :class:`Planner` makes the plan it runs and :func:`bind` ties the plan to this
+rank.
 
-    planner = flexcp.Planner(heads=32, kv_heads=8, head_dim=128, cluster=flexcp.cluster("h100", nodes=4, ranks_per_node=8))
+    planner = flexcp.Planner(heads=32, kv_heads=8, head_dim=128, cluster=flexcp.cluster("h100", nodes=4,
+    ranks_per_node=8))
     plan    = planner(lengths=[120_000, 3_100, 800], mask=flexcp.causal())
     step    = flexcp.bind(plan, mesh["cp"])
     out     = flexcp.attention(q, k, v, step)

@@ -1,8 +1,8 @@
 """Batch: the documents of one step laid end to end, and the slices of their masks.
 
-The batch is what a planner is asked about: lengths, and for each mask of the model (window layers and full layers are two)
-the slices of every document, with how many layers use it. Rows, keys and slices are in the document's own coordinates; a
-*stream* token is ``starts[document] + row``.
+The batch is what a planner is asked about: lengths, and for each mask of the model (window layers and full layers are
+two) the slices of every document, with how many layers use it. Rows, keys and slices are in the document's own
+coordinates; a *stream* token is ``starts[document] + row``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ FEW_PAIRS = 1 << 12
 class LayerMask:
     """One of the model's masks over the whole batch.
 
-    ``rules`` holds one rule for all documents or one per document; ``slices[first[d]:first[d + 1]]`` are those of document d.
+    ``rules`` holds one rule for all documents or one per document; ``slices[first[d]:first[d + 1]]`` are those of
+    document d.
     """
 
     name: str
@@ -53,7 +54,9 @@ class LayerMask:
         return nesting(self.first, self.slices)
 
     def _meeting(self, documents: Ints, q0: Ints, q1: Ints) -> tuple[Ints, Ints]:
-        """(position in ``documents``, index into ``slices``) for every slice with rows in ``q0 <= q < q1``, and for some others."""
+        """(position in ``documents``, index into ``slices``) for every slice with rows in ``q0 <= q < q1``,
+        and for some others.
+        """
         counts = self.first[documents + 1] - self.first[documents]
         if int(counts.sum()) < FEW_PAIRS:
             return self.of_documents(documents)
@@ -89,7 +92,9 @@ class LayerMask:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Documents of one step: ``lengths``, the stream position of each (``starts``, with the total at the end), masks."""
+    """Documents of one step: ``lengths``, the stream position of each (``starts``,
+    with the total at the end), masks.
+    """
 
     lengths: Ints
     starts: Ints
@@ -164,7 +169,9 @@ class Batch:
         return np.searchsorted(self.starts, tokens, side="right") - 1
 
     def split_by_document(self, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-        """Stream ranges cut at document borders: (range index, document, q0, q1); pads beyond the last document drop out."""
+        """Stream ranges cut at document borders: (range index, document, q0, q1);
+        pads beyond the last document drop out.
+        """
         stop = np.minimum(stop, self.tokens)
         keep = np.flatnonzero(start < stop)
         first = self.document_of(start[keep])

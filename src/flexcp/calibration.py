@@ -1,11 +1,12 @@
 """Calibration: what ``flexcp calibrate`` measured on a machine, in a file that ``--cost`` takes.
 
-The file holds a cost model, the speeds of a rank and its links as far as they were measured (they replace the cluster's own), and how wrong
-the model was on shapes it was not fitted to. A bare cost model (:meth:`flexcp.cost.CostModel.to_json`) is read too.
+The file holds a cost model, the speeds of a rank and its links as far as they were measured (they replace the cluster's
+own), and how wrong the model was on shapes it was not fitted to. A bare cost model
+(:meth:`flexcp.cost.CostModel.to_json`) is read too.
 
-Planners compare costs of thousands of candidates, so their model knows pairs and row tiles only. Where a kernel's launches can be counted
-(on Hopper GPUs) the file also holds what a block, a tile and a call cost, with which the simulator times a finished plan more exactly
-(:mod:`flexcp.measure.tile_times`).
+Planners compare costs of thousands of candidates, so their model knows pairs and row tiles only. Where a kernel's
+launches can be counted (on Hopper GPUs) the file also holds what a block, a tile and a call cost, with which the
+simulator times a finished plan more exactly (:mod:`flexcp.measure.tile_times`).
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ class TileTimes:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A fitted cost model, speeds of the machine, errors by what was held out, words about the machine, and prices of tiles."""
+    """A fitted cost model, speeds of the machine, errors by what was held out, words about the machine,
+    and prices of tiles.
+    """
 
     cost: CostModel
     machine: str = ""

@@ -1,8 +1,9 @@
 """Clusters: nodes x ranks per node, how fast each rank computes and what its links carry.
 
-Speeds are integers (GFLOP/s, MB/s, nanoseconds, per mille), because planners compare costs exactly. Ranks are numbered node by node.
-Identical devices are not equally fast (Libra saw 7 % on the same input), so a rank may have a speed factor of its own. A user writes
-factors as fractions of the preset's speed, ``speeds=[1.0, 0.93, ...]``; inside they are per mille.
+Speeds are integers (GFLOP/s, MB/s, nanoseconds, per mille), because planners compare costs exactly. Ranks are numbered
+node by node. Identical devices are not equally fast (Libra saw 7 % on the same input), so a rank may have a speed
+factor of its own. A user writes factors as fractions of the preset's speed, ``speeds=[1.0, 0.93, ...]``; inside they
+are per mille.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ NOMINAL_SPEED = 1000
 class Cluster:
     """A machine to plan for.
 
-    ``gflops`` is a rank's dense bf16 peak; ``intra_mbps`` and ``inter_mbps`` are megabytes per second one rank can send (and at
-    the same time receive) inside its node and across nodes; ``latency_ns`` is the start-up cost of one transfer. ``speeds`` is each
-    rank's compute speed in per mille of ``gflops``, empty when all are nominal.
+    ``gflops`` is a rank's dense bf16 peak; ``intra_mbps`` and ``inter_mbps`` are megabytes per second one rank can send
+    (and at the same time receive) inside its node and across nodes; ``latency_ns`` is the start-up cost of one
+    transfer. ``speeds`` is each rank's compute speed in per mille of ``gflops``, empty when all are nominal.
     """
 
     name: str
@@ -47,12 +48,13 @@ class Cluster:
             value = getattr(self, field)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(
-                    f"a cluster needs {field} of at least {least}; got {value!r} ({self.nodes} nodes of {self.ranks_per_node} ranks)"
+                    f"a cluster needs {field} of at least {least}; got {value!r} ({self.nodes} nodes of "
+                    f"{self.ranks_per_node} ranks)"
                 )
         if self.speeds and len(self.speeds) != self.ranks:
             raise ValueError(
-                f"{len(self.speeds)} speed factors for {self.nodes} nodes x {self.ranks_per_node} ranks = {self.ranks} ranks; "
-                "give one per rank, or none"
+                f"{len(self.speeds)} speed factors for {self.nodes} nodes x {self.ranks_per_node} ranks = {self.ranks} "
+                "ranks; give one per rank, or none"
             )
         for rank, speed in enumerate(self.speeds):
             if not isinstance(speed, int) or speed < 1:
@@ -69,8 +71,8 @@ class Cluster:
 
     @property
     def memory_mbps(self) -> int:
-        """Megabytes a second that a rank's memory reads or writes: the preset's; under another name, as much to a FLOP as an H100's, and no
-        less than a CPU rank's.
+        """Megabytes a second that a rank's memory reads or writes: the preset's; under another name, as much to a FLOP
+        as an H100's, and no less than a CPU rank's.
 
         No field: the simulator alone prices copies.
         """
@@ -95,7 +97,9 @@ class Cluster:
 
 @dataclass(frozen=True)
 class _Preset:
-    """Dense bf16 TFLOP/s, GB/s one way inside the node, GB/s one way across nodes, microseconds per transfer, GB/s of memory; per rank."""
+    """Dense bf16 TFLOP/s, GB/s one way inside the node, GB/s one way across nodes, microseconds per transfer,
+    GB/s of memory; per rank.
+    """
 
     tflops: float
     intra: float
@@ -108,21 +112,22 @@ class _Preset:
 
 # Latencies are our own estimate of a grouped point-to-point call, not a published figure.
 _PRESETS: dict[str, _Preset] = {
-    # NVIDIA A100 80GB SXM data sheet: 312 TFLOP/s, memory 2,039 GB/s, NVLink 600 GB/s both ways. DCP's setting: 4 x 100 Gb/s shared by
-    # the 8 of a node.
+    # NVIDIA A100 80GB SXM data sheet: 312 TFLOP/s, memory 2,039 GB/s, NVLink 600 GB/s both ways. DCP's setting: 4 x 100
+    # Gb/s shared by the 8 of a node.
     "a100": _Preset(312, 300, 6.25, 10, 2039),
-    # NVIDIA H100 SXM data sheet: 989 TFLOP/s, memory 3,350 GB/s, NVLink 900 GB/s both ways. DGX H100: one 400 Gb/s ConnectX-7 a GPU.
+    # NVIDIA H100 SXM data sheet: 989 TFLOP/s, memory 3,350 GB/s, NVLink 900 GB/s both ways. DGX H100: one 400 Gb/s
+    # ConnectX-7 a GPU.
     "h100": _Preset(989, 450, 50, 10, 3350),
     # NVIDIA H200 SXM data sheet: compute and links of an H100, memory 4,800 GB/s.
     "h200": _Preset(989, 450, 50, 10, 4800),
-    # NVIDIA H20 data sheet: 148 TFLOP/s, memory 4,000 GB/s, NVLink 900 GB/s both ways. 200 Gb/s a GPU: the link of block-level FCP's H20
-    # setting.
+    # NVIDIA H20 data sheet: 148 TFLOP/s, memory 4,000 GB/s, NVLink 900 GB/s both ways. 200 Gb/s a GPU: the link of
+    # block-level FCP's H20 setting.
     "h20": _Preset(148, 450, 25, 10, 4000),
-    # NVIDIA GB200 NVL72 data sheet: 180 PFLOP/s dense bf16, 576 TB/s of memory and 130 TB/s of NVLink (both ways) for 72 GPUs; 400 Gb/s a
-    # GPU between racks. Here a node is one NVLink domain, of 18 hosts.
+    # NVIDIA GB200 NVL72 data sheet: 180 PFLOP/s dense bf16, 576 TB/s of memory and 130 TB/s of NVLink (both ways) for
+    # 72 GPUs; 400 Gb/s a GPU between racks. Here a node is one NVLink domain, of 18 hosts.
     "gb200": _Preset(2500, 900, 50, 10, 8000, ranks_per_node=72, spans_hosts=True),
-    # Like Huawei's Ascend 910B (flexible groups' setting; no public data sheet): about 320 TFLOP/s fp16, 1,600 GB/s of memory, seven HCCS
-    # links of 56 GB/s both ways inside the node of 8, one 200 Gb/s RoCE port each.
+    # Like Huawei's Ascend 910B (flexible groups' setting; no public data sheet): about 320 TFLOP/s fp16, 1,600 GB/s of
+    # memory, seven HCCS links of 56 GB/s both ways inside the node of 8, one 200 Gb/s RoCE port each.
     "ascend910b": _Preset(320, 196, 25, 15, 1600),
     # One core, its share of the memory and loopback sockets: the order of magnitude of a laptop.
     "cpu": _Preset(0.03, 1, 1, 50, 5),
@@ -135,10 +140,11 @@ def cluster(
     ranks_per_node: int | None = None,
     speeds: Sequence[float] | None = None,
 ) -> Cluster:
-    """A named cluster of the given shape, for example ``cluster("h100", nodes=4, ranks_per_node=8)``, or for short ``cluster("h100:4x8")``.
+    """A named cluster of the given shape, for example ``cluster("h100", nodes=4, ranks_per_node=8)``,
+    or for short ``cluster("h100:4x8")``.
 
-    Capitals do not matter. A node has the preset's own number of ranks unless told: 8, or the 72 of a GB200 rack. ``speeds`` is one factor
-    per rank, 1.0 being the preset's speed.
+    Capitals do not matter. A node has the preset's own number of ranks unless told: 8, or the 72 of a GB200 rack.
+    ``speeds`` is one factor per rank, 1.0 being the preset's speed.
     """
     if not isinstance(name, str):
         raise ValueError(f"a cluster has a preset's name, one of {', '.join(_PRESETS)}; got {name!r}")
@@ -175,7 +181,8 @@ def _per_mille(speeds: Sequence[float]) -> tuple[int, ...]:
     for rank, factor in enumerate(speeds):
         if not isinstance(factor, Real) or not math.isfinite(factor) or round(factor * NOMINAL_SPEED) < 1:
             raise ValueError(
-                f"speed factor of rank {rank} is {factor!r}; it must be a finite number of at least 0.001, where 1.0 is the preset's speed"
+                f"speed factor of rank {rank} is {factor!r}; it must be a finite number of at least 0.001, where 1.0 "
+                "is the preset's speed"
             )
         found.append(round(factor * NOMINAL_SPEED))
     if not found:

@@ -1,26 +1,30 @@
 """CostModel: what work costs, as integers.
 
-Planners compare costs, so a cost is an exact integer on every machine: nanoseconds, bytes, per mille. Three things cost time:
+Planners compare costs, so a cost is an exact integer on every machine: nanoseconds, bytes, per mille. Three things cost
+time:
 
-- *attention*: pairs x query heads at an efficiency of the rank's peak, one for each direction (backward does 2.5 times the FLOPs). Kernels
-  work in tiles of 128 rows and pay a fixed price for each, so rows count in whole tiles and short documents cost more than their area.
+- *attention*: pairs x query heads at an efficiency of the rank's peak, one for each direction (backward does 2.5 times
+  the FLOPs). Kernels work in tiles of 128 rows and pay a fixed price for each, so rows count in whole tiles and short
+  documents cost more than their area.
 - *linear*: what a token costs in the rest of a layer, forward and backward, from a :class:`Model`.
 - *links*: bytes at a port's bandwidth, a start-up per exchange and a little per message.
 
-What compute and transfers cost each other on one device is a slowdown of both while they overlap, and how much depends on the
-multiprocessors that compute leaves free: a larger *margin* makes transfers faster and attention slower. :class:`Contention` is a row of
-that for each margin that was measured. Planners leave it out (it is nearly
-the same for all their choices); the plan chooses a margin for every stage by it (:mod:`flexcp.schedule.execution`), the event simulator
-applies it.
+What compute and transfers cost each other on one device is a slowdown of both while they overlap, and how much depends
+on the multiprocessors that compute leaves free: a larger *margin* makes transfers faster and attention slower.
+:class:`Contention` is a row of that for each margin that was measured. Planners leave it out (it is nearly the same for
+all their choices); the plan chooses a margin for every stage by it (:mod:`flexcp.schedule.execution`), the event
+simulator applies it.
 
-The defaults are analytic. Attention is fitted to what one H200 does: with 560 per mille of peak and 32,768 pairs (two tiles of 128 x 128)
-for a tile of rows the formula gives 543, 376 and 190 TFLOP/s for 1, 16 and 64 causal documents in 16,384 tokens, where our Triton probe
-measured 546, 382 and 190, and FlexAttention's 411, 273 and 142 lie on the same curve at 420 per mille. ``error_permille`` is what a
-predicted gain must exceed to be called one; how far off predictions were is :mod:`flexcp.known_errors`'s to say. A model
-fitted on the user's machine has the same fields and comes from a JSON file.
+The defaults are analytic. Attention is fitted to what one H200 does: with 560 per mille of peak and 32,768 pairs (two
+tiles of 128 x 128) for a tile of rows the formula gives 543, 376 and 190 TFLOP/s for 1, 16 and 64 causal documents in
+16,384 tokens, where our Triton probe measured 546, 382 and 190, and FlexAttention's 411, 273 and 142 lie on the same
+curve at 420 per mille. ``error_permille`` is what a predicted gain must exceed to be called one; how far off
+predictions were is :mod:`flexcp.known_errors`'s to say. A model fitted on the user's machine has the same fields and
+comes from a JSON file.
 
-Besides nanoseconds there is one relative unit, the *pair*: the attention of one (query, key) pair over all heads in both directions. With
-``pairs_per_token`` a planner prices compute and tokens in one number, ``load = area + tokens * pairs_per_token``.
+Besides nanoseconds there is one relative unit, the *pair*: the attention of one (query, key) pair over all heads in
+both directions. With ``pairs_per_token`` a planner prices compute and tokens in one number,
+``load = area + tokens * pairs_per_token``.
 """
 
 from __future__ import annotations
@@ -50,7 +54,9 @@ FORMAT = "flexcp-cost-1"
 
 @dataclass(frozen=True)
 class Model:
-    """A transformer as far as cost goes: the width of the stream, layers, and a gated feed-forward of which a token uses some copies."""
+    """A transformer as far as cost goes: the width of the stream, layers,
+    and a gated feed-forward of which a token uses some copies.
+    """
 
     name: str
     hidden: int
@@ -63,7 +69,9 @@ class Model:
             _check_number("model", field, getattr(self, field), 1)
 
     def linear_flops_per_token(self, shape: Shape) -> int:
-        """Forward FLOPs of one token in one layer outside attention: projections and the feed-forward's three matrices."""
+        """Forward FLOPs of one token in one layer outside attention:
+        projections and the feed-forward's three matrices.
+        """
         projections = self.hidden * (shape.heads + shape.kv_heads) * (shape.head_dim + shape.v_head_dim)
         return 2 * (projections + 3 * self.hidden * self.feed_forward * self.experts_active)
 
@@ -78,8 +86,9 @@ def dense_model(shape: Shape) -> Model:
 class Contention:
     """Attention that leaves ``margin`` multiprocessors free, and a transfer beside it, per mille of either alone.
 
-    ``forward`` and ``backward`` are how long attention takes while a transfer is under way, ``forward_alone`` and ``backward_alone`` how
-    long with nothing under way, against attention that takes every multiprocessor; ``link`` is how fast a transfer is beside attention.
+    ``forward`` and ``backward`` are how long attention takes while a transfer is under way, ``forward_alone`` and
+    ``backward_alone`` how long with nothing under way, against attention that takes every multiprocessor; ``link`` is
+    how fast a transfer is beside attention.
     """
 
     margin: int
@@ -111,8 +120,10 @@ H200_CONTENTION = (
     Contention(16, 1135, 1098, 1103, 1079, 884),
     Contention(24, 1241, 1187, 1167, 1168, 884),
 )
-"""An H200 with a transfer of 16 blocks, as NCCL has inside a node, beside the ``cute`` kernel. This and the next are what
-``flexcp.measure.calibrate`` makes of the table in docs/results/kernels.md."""
+"""An H200 with a transfer of 16 blocks, as NCCL has inside a node, beside the ``cute`` kernel. This and the next are
+what
+``flexcp.measure.calibrate`` makes of the table in docs/results/kernels.md.
+"""
 H200_CONTENTION_ACROSS = (
     Contention(0, 9167, 40882, 1000, 1000, 890),
     Contention(4, 1018, 1000, 1009, 1000, 890),
@@ -122,7 +133,9 @@ H200_CONTENTION_ACROSS = (
 )
 """The same with a transfer of 4 blocks, as NCCL has across nodes."""
 NO_CONTENTION = (Contention(0, 1000, 1000, 1000, 1000, 1000),)
-"""Compute and transfers that do not slow each other: CPU ranks whose kernel times were measured with all of them running."""
+"""Compute and transfers that do not slow each other: CPU ranks whose kernel times were measured with all
+of them running.
+"""
 CONTENTIONS = ("contention", "contention_across")
 _OLD_FIELDS = ("overlap_forward", "overlap_backward", "overlap_link")
 OLD_MARGIN, OLD_DEFAULT = 16, (1141, 1160, 930)
@@ -131,14 +144,16 @@ OLD_MARGIN, OLD_DEFAULT = 16, (1141, 1160, 930)
 
 @dataclass(frozen=True)
 class CostModel:
-    """Efficiencies are per mille of a rank's peak or of a link's bandwidth; ``model=None`` stands for :func:`dense_model`.
+    """Efficiencies are per mille of a rank's peak or of a link's bandwidth;
+    ``model=None`` stands for :func:`dense_model`.
 
-    ``row_tile_pairs`` is the fixed price of 128 rows of one head in pairs, ``kernel_ns`` that of starting a kernel, ``message_ns`` that of
-    one more peer in an exchange. ``contention`` is what compute and transfers inside a node cost each other, by ascending margins from 0
-    on (the default is an H200's), ``contention_across`` the same of transfers that only cross nodes, for the same margins (None: an
-    H200's beside an H200's, else like ``contention``). ``crowding`` is what a port loses, in per mille, for each further message that
-    arrives there in the same call: 0, because no rounds were measured to be faster than one call (docs/results/communication.md).
-    ``token_bytes`` is what a token occupies in a layer's activations, 0 when nobody measured it.
+    ``row_tile_pairs`` is the fixed price of 128 rows of one head in pairs, ``kernel_ns`` that of starting a kernel,
+    ``message_ns`` that of one more peer in an exchange. ``contention`` is what compute and transfers inside a node cost
+    each other, by ascending margins from 0 on (the default is an H200's), ``contention_across`` the same of transfers
+    that only cross nodes, for the same margins (None: an H200's beside an H200's, else like ``contention``).
+    ``crowding`` is what a port loses, in per mille, for each further message that arrives there in the same call: 0,
+    because no rounds were measured to be faster than one call (docs/results/communication.md). ``token_bytes`` is what
+    a token occupies in a layer's activations, 0 when nobody measured it.
     """
 
     name: str = "analytic"
@@ -254,7 +269,9 @@ class CostModel:
 
 
 def _read_contention(given: dict[str, Any]) -> tuple[Contention, ...]:
-    """The rows of a file; the three fields of an older one, which are taken out, stand for one margin of the default's."""
+    """The rows of a file; the three fields of an older one, which are taken out,
+    stand for one margin of the default's.
+    """
     old = {name: given.pop(name) for name in _OLD_FIELDS if name in given}
     if "contention" not in given:
         known = _one_margin(H200_CONTENTION)
@@ -283,7 +300,9 @@ def row_for(rows: Sequence[Contention], margin: int) -> Contention:
 
 
 def _one_margin(rows: Sequence[Contention]) -> dict[str, int]:
-    """The three fields by which cost models once described one margin; the default's are those of the default of then."""
+    """The three fields by which cost models once described one margin;
+    the default's are those of the default of then.
+    """
     if tuple(rows) == H200_CONTENTION:
         return dict(zip(_OLD_FIELDS, OLD_DEFAULT, strict=True))
     row = next((row for row in rows if row.margin == OLD_MARGIN), rows[0])

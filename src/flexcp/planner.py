@@ -1,4 +1,6 @@
-"""Planner: the front door of planning. Made once per training run, called once per batch; pure integers, no torch, no clock."""
+"""Planner: the front door of planning. Made once per training run, called once per batch;
+pure integers, no torch, no clock.
+"""
 
 from __future__ import annotations
 
@@ -27,19 +29,21 @@ from flexcp.simulator.step_parts import Training
 class Planner:
     """Plans batches for one attention shape on one cluster.
 
-    ``strategy`` is a name of ``flexcp.planners.strategies.STRATEGIES``, with a degree where it takes one (``"zigzag:4"``); ``auto`` takes
-    the one with the least simulated step time. ``model`` says what the rest of a layer costs (by default a dense model of hidden size heads
-    x head_dim); ``training`` says more, and brings the model: what a step has beyond its layers, its vocabulary, gradient sync and
-    all-reduces of tensor parallelism, so that ``auto`` chooses by all of it. ``effort`` is how many candidates may be evaluated. Tolerances
-    bound how far a rank's compute and tokens may exceed the mean (0.05 is 5 %); without them counts differ as far as the step's time
-    profits. ``max_tokens_per_rank`` is a hard cap on what a rank keeps, ``max_memory_per_rank`` one on the bytes its attention needs: one
-    arena and what all layers keep for their backward, as ``plan.memory(rank).total`` counts it; a plan over it is refused. With ``keep_kv``
-    bytes a rank, all layers together, keys received in the forward are kept for the backward where they fit, and do not travel again (not
-    under the static methods, whose traffic is their own).
+    ``strategy`` is a name of ``flexcp.planners.strategies.STRATEGIES``, with a degree where it takes one
+    (``"zigzag:4"``); ``auto`` takes the one with the least simulated step time. ``model`` says what the rest of a layer
+    costs (by default a dense model of hidden size heads x head_dim); ``training`` says more, and brings the model: what
+    a step has beyond its layers, its vocabulary, gradient sync and all-reduces of tensor parallelism, so that ``auto``
+    chooses by all of it. ``effort`` is how many candidates may be evaluated. Tolerances bound how far a rank's compute
+    and tokens may exceed the mean (0.05 is 5 %); without them counts differ as far as the step's time profits.
+    ``max_tokens_per_rank`` is a hard cap on what a rank keeps, ``max_memory_per_rank`` one on the bytes its attention
+    needs: one arena and what all layers keep for their backward, as ``plan.memory(rank).total`` counts it; a plan over
+    it is refused. With ``keep_kv`` bytes a rank, all layers together, keys received in the forward are kept for the
+    backward where they fit, and do not travel again (not under the static methods, whose traffic is their own).
 
-    ``max_peers`` caps how many other ranks a rank exchanges with in a plan, because each costs a connection and its buffers
-    (``plan.peers(rank)``); a plan over it is refused. With ``latent`` keys and values travel as so many numbers a token, whatever the heads
-    (multi-latent attention, ``kv_heads=1``), and :func:`flexcp.latent_attention` runs the plan.
+    ``max_peers`` caps how many other ranks a rank exchanges with in a plan, because each costs a connection and its
+    buffers (``plan.peers(rank)``); a plan over it is refused. With ``latent`` keys and values travel as so many numbers
+    a token, whatever the heads (multi-latent attention, ``kv_heads=1``), and :func:`flexcp.latent_attention` runs the
+    plan.
 
     >>> planner = Planner(heads=8, kv_heads=2, head_dim=64, cluster=cluster("h100", ranks_per_node=4))
     >>> planner(lengths=[1000, 30, 1]).ranks
@@ -79,8 +83,8 @@ class Planner:
             name = cluster if isinstance(cluster, str) else "h100"
             shape = "" if ":" in name else ", nodes=1, ranks_per_node=8"
             raise ValueError(
-                f"cluster= is made by flexcp.cluster(preset, nodes=..., ranks_per_node=...), such as flexcp.cluster({name!r}{shape}); got "
-                f"{cluster!r}"
+                "cluster= is made by flexcp.cluster(preset, nodes=..., ranks_per_node=...), such as "
+                f"flexcp.cluster({name!r}{shape}); got {cluster!r}"
             )
         self.cluster = cluster
         if not isinstance(cost, CostModel | None):
@@ -115,11 +119,12 @@ class Planner:
     ) -> Plan:
         """The plan of one batch.
 
-        ``mask`` is one for all documents or one per document (causal when neither it nor ``masks`` is given), in every layer of the
-        ``model``, or in one layer where the planner has none; ``masks`` names several with their layer counts. ``layout`` keeps tokens
-        where the user has them (``"contiguous"``, ``"zigzag"``, or an index array per rank). ``tokens="equal"`` gives every rank the same
-        count, rounded up to a multiple of ``pad_to`` with pads; ``"balanced"`` leaves the strategy a little room; ``"priced"`` lets
-        ``blocks`` balance attention and the rest of the layer as one sum.
+        ``mask`` is one for all documents or one per document (causal when neither it nor ``masks`` is given), in every
+        layer of the ``model``, or in one layer where the planner has none; ``masks`` names several with their layer
+        counts. ``layout`` keeps tokens where the user has them (``"contiguous"``, ``"zigzag"``, or an index array per
+        rank). ``tokens="equal"`` gives every rank the same count, rounded up to a multiple of ``pad_to`` with pads;
+        ``"balanced"`` leaves the strategy a little room; ``"priced"`` lets ``blocks`` balance attention and the rest of
+        the layer as one sum.
         """
         batch = self._batch(lengths, mask, masks)
         return self._planned(batch, layout, tokens, pad_to)
@@ -133,10 +138,11 @@ class Planner:
         tokens: str = "balanced",
         pad_to: int | None = None,
     ) -> list[tuple[list[int], Plan]]:
-        """(documents, plan) of each micro-batch of a global batch over ``max_tokens_per_rank`` or ``max_memory_per_rank``, balanced in
-        predicted time: as few as fit.
+        """(documents, plan) of each micro-batch of a global batch over ``max_tokens_per_rank`` or
+        ``max_memory_per_rank``, balanced in predicted time: as few as fit.
 
-        Documents are numbers into ``lengths``, in stream order; every document is in exactly one. Each micro-batch spans all ranks.
+        Documents are numbers into ``lengths``, in stream order; every document is in exactly one. Each micro-batch
+        spans all ranks.
         """
         if self.max_tokens_per_rank is None and self.max_memory_per_rank is None:
             raise ValueError(
@@ -153,7 +159,8 @@ class Planner:
             try:
                 return [(part, self._planned(batch.take(part), "free", tokens, pad_to)) for part in parts]
             except Refused:
-                # What attention needs is known of a plan alone, so one more is tried until all fit or cannot be cut any further.
+                # What attention needs is known of a plan alone, so one more is tried until all fit or cannot be cut any
+                # further.
                 if self.max_memory_per_rank is None or len(parts) == batch.documents:
                     raise
             least = len(parts) + 1
@@ -178,7 +185,8 @@ class Planner:
         equal = _checked_tokens(tokens, pad_to, maps is not None)
         if (equal or maps is not None) and self.token_tolerance is not None:
             raise ValueError(
-                "token_tolerance applies only where the planner chooses token counts; drop it with tokens='equal' or a fixed layout"
+                "token_tolerance applies only where the planner chooses token counts; "
+                "drop it with tokens='equal' or a fixed layout"
             )
         request = Request(
             batch,

@@ -1,7 +1,7 @@
 """Shape: the heads of attention, what moves of them between ranks, and exactly how many bytes that is.
 
-A piece is a run of tokens of the rank that keeps them (its *owner*), a range of heads, and a kind. Inputs travel from the owner
-to where work is done, outputs travel back and are reduced on the way:
+A piece is a run of tokens of the rank that keeps them (its *owner*), a range of heads, and a kind. Inputs travel from
+the owner to where work is done, outputs travel back and are reduced on the way:
 
     forward    q, kv  ->  compute  ->  o (with its LSE)
     backward   q, do (with LSE and delta), kv  ->  compute  ->  dq, dkv
@@ -42,7 +42,9 @@ IS_OUTPUT = np.isin(np.arange(len(Kind)), OUTPUTS)
 
 @dataclass(frozen=True)
 class Field:
-    """A tensor of a piece: its name on a shelf, its last dimension (None: one number per token and head), its precision."""
+    """A tensor of a piece: its name on a shelf, its last dimension (None: one number per token and head),
+    its precision.
+    """
 
     name: str
     width: str | None
@@ -68,8 +70,8 @@ FIELDS: dict[Kind, tuple[Field, ...]] = {
 class Shape:
     """The attention layer: query heads, KV heads, sizes of a key and of a value head, dtype of activations.
 
-    ``latent`` is how many numbers of a token stand for the keys and values of all heads while they travel (multi-latent attention); there
-    is then one KV head, and head sizes are those of the heads expanded from it.
+    ``latent`` is how many numbers of a token stand for the keys and values of all heads while they travel (multi-latent
+    attention); there is then one KV head, and head sizes are those of the heads expanded from it.
     """
 
     heads: int
@@ -95,7 +97,8 @@ class Shape:
                 )
             if self.kv_heads != 1:
                 raise ValueError(
-                    f"a latent of {self.latent} stands for the keys of all heads: kv_heads must be 1; got {self.kv_heads}"
+                    f"a latent of {self.latent} stands for the keys of all heads: kv_heads must be 1; got "
+                    f"{self.kv_heads}"
                 )
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}; got {self.dtype!r}")

@@ -1,4 +1,6 @@
-"""Proves the interval arithmetic of planning against point-by-point enumeration: every function, every edge of its contract."""
+"""Proves the interval arithmetic of planning against point-by-point enumeration:
+every function, every edge of its contract.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Proves that compiled loops are kept where they can be, found wherever they are, and run in any case.
 
-A small module stands for the planners' loops; importing it again is what a new process does. Folders that cannot be written are real ones:
-a path below a file where no user could write, and a process that has become another user where rights decide.
+A small module stands for the planners' loops; importing it again is what a new process does. Folders that cannot be
+written are real ones: a path below a file where no user could write, and a process that has become another user where
+rights decide.
 """
 
 from __future__ import annotations
@@ -213,7 +214,7 @@ def test_loops_of_the_whole_package_count(source: Path, caplog: pytest.LogCaptur
     assert records(caplog, inner) == said
 
 
-# --- Numba's own names ----------------------------------------------------------------------------------------------------
+# --- Numba's own names ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("version", [(0, 59), (0, 69), (1, 0)])
@@ -296,7 +297,7 @@ def test_inlined_functions_are_compiled_and_kept_with_their_callers_only(
     assert records(caplog, source) == ["compiling compiled_small.total"], "a change in one is a change in its callers"
 
 
-# --- other users and processes --------------------------------------------------------------------------------------------
+# --- other users and processes ----------------------------------------------------------------------------------------
 
 PROCESS = """
 import json, logging, os, sys

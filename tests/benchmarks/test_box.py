@@ -1,4 +1,6 @@
-"""Proves the box: ranks talk through ports that count and limit their bytes, and nothing of it is left behind, whatever ends it."""
+"""Proves the box: ranks talk through ports that count and limit their bytes, and nothing of it is left behind,
+whatever ends it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Proves the experiments on samples: batches add up, cells hold, the same seed gives the same table, the H200 fit is what docs say."""
+"""Proves the experiments on samples: batches add up, cells hold, the same seed gives the same table,
+the H200 fit is what docs say.
+"""
 
 from __future__ import annotations
 

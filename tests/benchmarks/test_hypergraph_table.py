@@ -1,4 +1,6 @@
-"""Proves the hypergraph benchmark on one small sample: it measures what it says, and the plans it shows keep their promise."""
+"""Proves the hypergraph benchmark on one small sample: it measures what it says,
+and the plans it shows keep their promise.
+"""
 
 from __future__ import annotations
 

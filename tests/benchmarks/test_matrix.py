@@ -1,7 +1,9 @@
-"""Proves invariant 6 on real processes: half of the pairwise matrix of strategies, masks and clusters equals dense float64 attention.
+"""Proves invariant 6 on real processes: half of the pairwise matrix of strategies,
+masks and clusters equals dense float64 attention.
 
-Every verdict also holds that the bytes counted on the wire are the plan's. ``make verify-all`` runs the full product, in which every
-strategy meets every mask on every cluster; here every strategy meets half of the masks and half of the clusters.
+Every verdict also holds that the bytes counted on the wire are the plan's. ``make verify-all`` runs the full product,
+in which every strategy meets every mask on every cluster; here every strategy meets half of the masks and half of the
+clusters.
 """
 
 from __future__ import annotations
@@ -87,7 +89,9 @@ def test_the_chosen_half_has_everything_several_times() -> None:
 
 
 def test_the_chosen_half_reaches_the_corners() -> None:
-    """Head arrangements, dtypes, pads, scattered layouts, ranks without tokens, rows without keys, only length-1 documents."""
+    """Head arrangements, dtypes, pads, scattered layouts, ranks without tokens, rows without keys,
+    only length-1 documents.
+    """
     plans = [c.plan for c in cases()]
     shapes = [p.shape for p in plans]
     ratio = {"MHA": any(s.heads == s.kv_heads > 1 for s in shapes)}
@@ -143,7 +147,9 @@ def test_every_two_factors_meet_in_both_matrices() -> None:
 
 @pytest.mark.parametrize("matrix", [full_matrix, low_precision_matrix])
 def test_every_extra_meets_every_value_of_every_factor(matrix: Any) -> None:
-    """Numbers have the periods of the factors in them, so an extra that followed a remainder would come with the same cluster for ever."""
+    """Numbers have the periods of the factors in them, so an extra that followed a remainder would come
+    with the same cluster for ever.
+    """
     cells = matrix()
     for extra, count in EXTRAS.items():
         for factor in ("strategy", "mask", "shape", "heads", "dtype"):

@@ -1,4 +1,6 @@
-"""Proves that mutants are made, run in copies, and told apart: a test kills what it looks at and misses what it does not."""
+"""Proves that mutants are made, run in copies, and told apart:
+a test kills what it looks at and misses what it does not.
+"""
 
 from __future__ import annotations
 

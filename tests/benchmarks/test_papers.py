@@ -1,5 +1,6 @@
-"""Proves the page of the three papers: verdicts, each comparison's once, the summary, the baselines' degrees, and that every row has its
-cells."""
+"""Proves the page of the three papers: verdicts, each comparison's once, the summary, the baselines' degrees, and that
+every row has its cells.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +97,9 @@ def test_the_page_begins_with_the_summary() -> None:
     ("longest", "scale", "ranks"), [(65_536, 0.5, 8), (65_536, 1.0, 16), (65_536, 4.0, 32), (262_144, 0.5, 32)]
 )
 def test_baselines_have_the_degrees_of_dcps_code(longest: int, scale: float, ranks: int) -> None:
-    """Data parallelism is the largest power of two of the data set's longest documents that fit the tokens, for the whole run."""
+    """Data parallelism is the largest power of two of the data set's longest documents that fit the tokens,
+    for the whole run.
+    """
     assert papers_dcp.degree(longest, scale) == ranks
     assert papers_dcp.baselines(ranks, causal=True) == [f"ring:{ranks}", f"zigzag:{ranks}", f"usp:2,{ranks // 2}"]
     assert papers_dcp.baselines(ranks, causal=False) == [f"usp:2,{ranks // 2}"], (

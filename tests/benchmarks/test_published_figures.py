@@ -1,4 +1,6 @@
-"""Proves the published figures: the file is read or refused field by field, units are what they say, errors and order are judged right."""
+"""Proves the published figures: the file is read or refused field by field, units are what they say,
+errors and order are judged right.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ def simulated(**changed: Any) -> float:
     return found.simulated
 
 
-# --- the file -----------------------------------------------------------------------------------------------------------
+# --- the file ---------------------------------------------------------------------------------------------------------
 
 
 def test_our_file_has_figures_of_many_systems() -> None:
@@ -123,8 +125,13 @@ def test_all_mistakes_of_a_file_are_told_together(tmp_path: Path) -> None:
         read_figures(path)
     starts = [re.match(r".*, line (\d): (field '\w+')?", line) for line in str(told.value).splitlines()]
     assert [(m[1], m[2]) for m in starts if m] == [
-        ("1", "field 'mask'"), ("1", "field 'value'"), ("2", None), ("3", None), ("5", "field 'value'"), ("5", "field 'unit'"),
-    ]  # fmt: skip
+        ("1", "field 'mask'"),
+        ("1", "field 'value'"),
+        ("2", None),
+        ("3", None),
+        ("5", "field 'value'"),
+        ("5", "field 'unit'"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +157,7 @@ def test_the_command_refuses_before_it_simulates(tmp_path: Path) -> None:
     )
 
 
-# --- simulating ---------------------------------------------------------------------------------------------------------
+# --- simulating -------------------------------------------------------------------------------------------------------
 
 
 def test_units_are_of_one_time() -> None:
@@ -200,7 +207,7 @@ def test_a_sample_of_our_file_is_near_what_was_published() -> None:
         assert abs(published.simulate(line, few).error) < 0.25, each.source
 
 
-# --- parameters ---------------------------------------------------------------------------------------------------------
+# --- parameters -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -227,7 +234,7 @@ def test_measured_links_lose_nothing_more() -> None:
     assert preset == cluster("h20:2x8") and analytic.name == "analytic"
 
 
-# --- judging ------------------------------------------------------------------------------------------------------------
+# --- judging ----------------------------------------------------------------------------------------------------------
 
 
 def result(value: float, found: float | None, **changed: Any) -> Result:

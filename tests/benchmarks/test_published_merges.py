@@ -1,4 +1,6 @@
-"""Proves the price of ring-flash-attention's merges: bytes as its code reads and writes them, and where they go in a simulation."""
+"""Proves the price of ring-flash-attention's merges: bytes as its code reads and writes them,
+and where they go in a simulation.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,18 @@ BFLOAT16 = 2
 
 def figure(**changed: Any) -> Figure:
     values = {
-        "source": "a table", "system": "a ring", "cluster": "h100:1x4", "heads": [8, 2, 64], "lengths": [8192], "mask": "causal",
-        "method": "zigzag:4", "direction": "forward", "value": 1.5, "unit": "ms", "executor": "ring-flash-attention",
-    }  # fmt: skip
+        "source": "a table",
+        "system": "a ring",
+        "cluster": "h100:1x4",
+        "heads": [8, 2, 64],
+        "lengths": [8192],
+        "mask": "causal",
+        "method": "zigzag:4",
+        "direction": "forward",
+        "value": 1.5,
+        "unit": "ms",
+        "executor": "ring-flash-attention",
+    }
     return parse_figure({**values, **changed})
 
 

@@ -1,4 +1,6 @@
-"""Proves the simulated tables on samples: what `make auto` demands holds in a few cells, and `groups` beats fixed grids where it should."""
+"""Proves the simulated tables on samples: what `make auto` demands holds in a few cells,
+and `groups` beats fixed grids where it should.
+"""
 
 from __future__ import annotations
 

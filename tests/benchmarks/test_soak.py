@@ -1,4 +1,6 @@
-"""Proves on a few dozen steps what ``benchmarks/soak.py`` looks for over thousands: nothing grows, and growing would be seen."""
+"""Proves on a few dozen steps what ``benchmarks/soak.py`` looks for over thousands:
+nothing grows, and growing would be seen.
+"""
 
 from __future__ import annotations
 

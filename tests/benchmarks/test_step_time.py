@@ -1,4 +1,6 @@
-"""Proves step time: parts do what they say (messages without compute, compute without messages), and results are the plan's."""
+"""Proves step time: parts do what they say (messages without compute, compute without messages),
+and results are the plan's.
+"""
 
 from __future__ import annotations
 

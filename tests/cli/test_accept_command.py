@@ -1,4 +1,6 @@
-"""Proves ``flexcp accept`` as processes under a launcher: it passes and writes its report, and a rank that dies or stops is named."""
+"""Proves ``flexcp accept`` as processes under a launcher: it passes and writes its report,
+and a rank that dies or stops is named.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Proves the advice: equal lengths stay static, and why; gains are those of ``flexcp compare``; lengths come from all kinds of files."""
+"""Proves the advice: equal lengths stay static, and why; gains are those of ``flexcp compare``;
+lengths come from all kinds of files.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,28 @@ from flexcp.simulator.step_parts import Training
 from flexcp.simulator.training import StepTime
 
 KEYS = [
-    "simulated", "documents", "tokens", "passes", "simulated_passes", "longest_in", "left_out", "micro_batches", "error", "margin_permille",
-    "bound_ms", "baseline", "static", "static_by_load", "swap", "static_in_layout", "free", "pays", "verdict", "why", "code",
-]  # fmt: skip
+    "simulated",
+    "documents",
+    "tokens",
+    "passes",
+    "simulated_passes",
+    "longest_in",
+    "left_out",
+    "micro_batches",
+    "error",
+    "margin_permille",
+    "bound_ms",
+    "baseline",
+    "static",
+    "static_by_load",
+    "swap",
+    "static_in_layout",
+    "free",
+    "pays",
+    "verdict",
+    "why",
+    "code",
+]
 
 
 def invoke(*words: str) -> Any:
@@ -143,7 +164,9 @@ def test_a_document_over_the_capacity_is_told_wherever_it_is(tmp_path: Path) -> 
 
 
 def test_a_static_method_keeps_one_degree_over_all_passes() -> None:
-    """One long document wants all ranks in one group, many alike want small groups; a method that serves both is an answer."""
+    """One long document wants all ranks in one group, many alike want small groups;
+    a method that serves both is an answer.
+    """
     question = Question(find_model("llama3-8b"), cluster("h100:1x8"), causal(), CostModel(), 8192, 57_344)
     passes = [[50_000, 7_000], [4096] * 14]
     requests = [request_of(question, make_batch(found, masks=question.masks)) for found in passes]
@@ -162,8 +185,8 @@ def test_the_advice_says_whether_the_longest_document_was_simulated() -> None:
     answer = Answer("zigzag", (), (StepTime(9, 4, 2, 0, 1, np.zeros((4, 4), np.int64)),) * 3)
     seen = Advice(question, (5, 6), 12, answer, None, answer, 8, (1, 2), left_out="the last 3 are left out")
     assert _setting(seen).endswith(
-        "were simulated (0 tokens). A document of the greatest length, 6 tokens, is in 1 of the 3 simulated passes and in 2 of all 12. "
-        "The last 3 are left out."
+        "were simulated (0 tokens). A document of the greatest length, 6 tokens, is in 1 of the 3 simulated passes and "
+        "in 2 of all 12. The last 3 are left out."
     )
     assert "in none of the 3 simulated passes and in 1 of all 12." in _setting(replace(seen, longest_in=(0, 1)))
     assert "simulated" not in _setting(replace(seen, passes=3))
@@ -188,7 +211,9 @@ def test_passes_with_a_document_of_the_greatest_length_are_counted() -> None:
 
 
 def answer_of(name: str, parts: list[list[int]], work: list[int]) -> Answer:
-    """An answer of one pass; ``parts`` are attention, waiting, other layers and sync of each rank, ``work`` its attention in pairs."""
+    """An answer of one pass; ``parts`` are attention, waiting, other layers and sync of each rank,
+    ``work`` its attention in pairs.
+    """
     ranks = np.array(parts, np.int64).T
     done = ranks.sum(axis=0)
     plan: Any = SimpleNamespace(work_of_layers=lambda: np.array(work, np.int64))
@@ -224,7 +249,9 @@ def test_why_static_speaks_of_times_not_of_percentages_over_100() -> None:
     ],
 )
 def test_why_static_follows_from_what_was_simulated(rank: list[int], way_out: str) -> None:
-    """A rank with twice the mean's attention is told as such, and no other reason beside it; likewise waiting and sync."""
+    """A rank with twice the mean's attention is told as such, and no other reason beside it;
+    likewise waiting and sync.
+    """
     uneven = rank[0] > 400
     others = [[250 if uneven else 400, rank[1] * (not uneven), 500, rank[3]]] * 3
     static = answer_of("zigzag:2", [rank, *others], [9, 3, 3, 3] if uneven else [1] * 4)
@@ -290,12 +317,24 @@ def test_equal_documents_that_divide_unevenly_are_not_called_equal_work() -> Non
 def test_a_config_brings_its_masks_and_the_lines_explain_themselves(tmp_path: Path) -> None:
     kinds = ["sliding_attention", "full_attention"] * 2
     (tmp_path / "config.json").write_text(
-        json.dumps({
-            "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64, "head_dim": 64,
-            "num_key_value_heads": 8, "num_hidden_layers": 4, "num_local_experts": 32, "num_experts_per_tok": 4, "vocab_size": 201088,
-            "sliding_window": 128, "layer_types": kinds, "_name_or_path": "openai/gpt-oss-20b",
-        })
-    )  # fmt: skip
+        json.dumps(
+            {
+                "model_type": "gpt_oss",
+                "hidden_size": 2880,
+                "intermediate_size": 2880,
+                "num_attention_heads": 64,
+                "head_dim": 64,
+                "num_key_value_heads": 8,
+                "num_hidden_layers": 4,
+                "num_local_experts": 32,
+                "num_experts_per_tok": 4,
+                "vocab_size": 201088,
+                "sliding_window": 128,
+                "layer_types": kinds,
+                "_name_or_path": "openai/gpt-oss-20b",
+            }
+        )
+    )
     setting = ["60000,40x500", "--ranks", "8", "--max-tokens-per-rank", "64k", "--today", "dp"]
     text = invoke("advise", *setting, "--model", str(tmp_path)).stdout
     flat = " ".join(text.split())
@@ -414,7 +453,7 @@ def test_documents_are_dealt_in_order() -> None:
     assert spread_over([[i] for i in range(9)], 3) == [[0], [3], [6]]
 
 
-# --- where lengths come from --------------------------------------------------------------------------------------------
+# --- where lengths come from ------------------------------------------------------------------------------------------
 
 
 def test_json_lines_of_lengths_ids_and_texts(tmp_path: Path) -> None:

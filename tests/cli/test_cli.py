@@ -1,7 +1,8 @@
-"""Proves the command line: the JSON is the documented one and Planner's own numbers, text forms mean what they say, mistakes end politely.
+"""Proves the command line: the JSON is the documented one and Planner's own numbers,
+text forms mean what they say, mistakes end politely.
 
-A mistake is exit code 2 and one line on stderr that names the value; stdout stays empty. Most runs are in this process; exit codes of the
-installed command, and ``verify`` with its ranks, are checked in a process of their own.
+A mistake is exit code 2 and one line on stderr that names the value; stdout stays empty. Most runs are in this process;
+exit codes of the installed command, and ``verify`` with its ranks, are checked in a process of their own.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def planned(lengths: list[int], mask: Any = None, nodes: int = 1, each: int = 4,
     return planner(lengths, mask, **call)
 
 
-# --- plan ---------------------------------------------------------------------------------------------------------------
+# --- plan -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", ["blocks", "zigzag", "usp:2,2", "dp"])
@@ -107,7 +108,9 @@ def test_plan_json_is_the_planners_numbers(strategy: str) -> None:
 
 
 def test_plan_json_of_a_plan_worked_out_by_hand() -> None:
-    """One causal document of 8 tokens, all keys gathered on 2 nodes of 1 rank: 4 tokens x 2 KV heads x 2 x 16 x 2 bytes each way."""
+    """One causal document of 8 tokens, all keys gathered on 2 nodes of 1 rank:
+    4 tokens x 2 KV heads x 2 x 16 x 2 bytes each way.
+    """
     arguments = ["--lengths", "8", "--cluster", "h100:2x1", "--heads", "4", "--kv-heads", "2", "--head-dim", "16"]
     found = plan_json(*arguments, "--strategy", "allgather")
     assert found["forward_bytes"] == found["forward_inter_node_bytes"] == 2 * 512
@@ -213,7 +216,7 @@ def test_clusters_in_every_form() -> None:
     assert plan_json(*arguments, "--cluster", "a100:2x4", "--strategy", "ring")["hash"] != across["hash"]
 
 
-# --- mistakes -----------------------------------------------------------------------------------------------------------
+# --- mistakes ---------------------------------------------------------------------------------------------------------
 
 ASK = ["plan", "--lengths", "100,7"]
 MISTAKES: dict[str, tuple[list[str], list[str]]] = {
@@ -348,7 +351,7 @@ def test_version_and_bare_command() -> None:
     assert "Usage" in CliRunner().invoke(app, []).output
 
 
-# --- as installed -------------------------------------------------------------------------------------------------------
+# --- as installed -----------------------------------------------------------------------------------------------------
 
 
 def test_installed_plan_prints_only_json_and_exits_0() -> None:

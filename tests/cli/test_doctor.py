@@ -1,4 +1,6 @@
-"""Proves that the doctor sees what is there, tries it out, and says what to fix, with exit code 1 when something stands in the way."""
+"""Proves that the doctor sees what is there, tries it out, and says what to fix,
+with exit code 1 when something stands in the way.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ def test_transfers_want_a_stream_of_high_priority(monkeypatch: pytest.MonkeyPatc
             return self
 
     monkeypatch.setattr("torch.distributed.get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
-    unknown, high, low = (doctor.transfer_stream(g) for g in (None, Group(True), Group(False)))  # type: ignore[arg-type]
+    groups: list[Any] = [None, Group(True), Group(False)]
+    unknown, high, low = (doctor.transfer_stream(group) for group in groups)
     assert (
         unknown.hint is not None
         and "is_high_priority_stream=True" in unknown.hint

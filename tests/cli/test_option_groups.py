@@ -1,5 +1,6 @@
-"""Proves that a group of options is spread over the command line and gathered again, and that options which are arguments of ``Planner``
-have its names and defaults."""
+"""Proves that a group of options is spread over the command line and gathered again, and that options which are
+arguments of ``Planner`` have its names and defaults.
+"""
 
 from __future__ import annotations
 

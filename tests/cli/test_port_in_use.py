@@ -1,4 +1,6 @@
-"""Proves what a port that is taken ends in: one line that names it, and for local ranks nothing, because they ask for a free one."""
+"""Proves what a port that is taken ends in: one line that names it, and for local ranks nothing,
+because they ask for a free one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Proves ``flexcp plan --save`` and ``flexcp show``: the same plan comes back, and a file that is none ends politely."""
+"""Proves ``flexcp plan --save`` and ``flexcp show``: the same plan comes back,
+and a file that is none ends politely.
+"""
 
 from __future__ import annotations
 

@@ -119,8 +119,8 @@ def test_a_file_is_a_data_set_of_which_a_batch_is_taken(tmp_path: Path, command:
         assert result.exit_code == 0, result.output
         documents = "document 0" if number == 1 else "documents 1 to 3"
         assert (
-            f"batch {number} of 4 in {file} ({documents} of the file, counted from 0; {tokens:,} of 11,444 tokens; up to 3,584 a batch"
-            in result.output
+            f"batch {number} of 4 in {file} ({documents} of the file, counted from 0; {tokens:,} of 11,444 tokens; up "
+            "to 3,584 a batch" in result.output
         )
         assert "7/8 of 4 ranks x 1,024; --batch and --max-tokens-per-rank choose others" in result.output
     whole = run(command, "--lengths", str(file), "--ranks", "4", *words[-2:])

@@ -1,7 +1,8 @@
 """Proves that wrong input to every command is one readable line and exit code 2: no traceback, nothing on stdout.
 
-Commands and their options are read from the command line itself, so a new command is tried with every mistake that its options allow: a
-missing, an empty and a wordy file, text where a number belongs, an impossible cluster, and typos, for which the nearest name is suggested.
+Commands and their options are read from the command line itself, so a new command is tried with every mistake that its
+options allow: a missing, an empty and a wordy file, text where a number belongs, an impossible cluster, and typos, for
+which the nearest name is suggested.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Proves that auto chooses by the times that compare reports: nothing it could have taken is reported faster than what it took."""
+"""Proves that auto chooses by the times that compare reports:
+nothing it could have taken is reported faster than what it took.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ def test_some_of_these_cells_are_decided_by_what_layers_do_not_have() -> None:
 
 @pytest.mark.parametrize("sync", SYNCS)
 def test_bounds_of_static_methods_hold_for_whole_steps(sync: Sync) -> None:
-    """They rule candidates out, so they count what a step has beyond its layers, and no more of it than the price does."""
+    """They rule candidates out, so they count what a step has beyond its layers,
+    and no more of it than the price does.
+    """
     request = asked("h100:2x8", "llama3-8b", 2, sync, "video", 8192, 0)
     methods = static_methods(request)
     methods += dealt_by_load(methods, request)

@@ -46,7 +46,9 @@ def test_all_strategies_stand_side_by_side() -> None:
 
 @pytest.mark.parametrize(("lengths", "method"), [("bimodal", "usp"), ("web", "usp"), ("web", "zigzag")])
 def test_a_static_strategy_stands_for_its_best_degree(lengths: str, method: str) -> None:
-    """The fastest simulated one of those near the best in closed form: here the fastest of all, once not that of the closed form."""
+    """The fastest simulated one of those near the best in closed form:
+    here the fastest of all, once not that of the closed form.
+    """
     batch = make_batch(draw_lengths(lengths, 65_536, 0), flexcp.causal())
     request = replace(REQUEST, batch=batch, shape=Shape(12, 2, 128, 128))
     every = [m.name for m in static_methods(request) if m.strategy == method]

@@ -1,4 +1,6 @@
-"""Proves the baseline of a run: one static method and degree over a sample of batches, the least simulated total, both ways of dealing."""
+"""Proves the baseline of a run: one static method and degree over a sample of batches, the least simulated total,
+both ways of dealing.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def test_of_the_batch_is_no_slower_than_fixed_for_the_run() -> None:
 
 
 def test_both_baselines_stand_beside_each_other() -> None:
-    """One long document and many short ones over two groups: dealt by load, the group of the long one has fewer tokens."""
+    """One long document and many short ones over two groups:
+    dealt by load, the group of the long one has fewer tokens.
+    """
     batch = make_batch([16_000, *([500] * 100)], masks={"mask": (flexcp.causal(), LLAMA.model.layers)})
     request = Request(batch, LLAMA.shape, WHERE, CostModel(model=LLAMA.model), training=Training(LLAMA))
     names = ["zigzag:4", "ulysses:4", "zigzag:4@load", "ulysses:4@load"]

@@ -1,4 +1,6 @@
-"""Proves what advise says of trees: tokens and pairs counted by hand, both sides simulated, and lines that are no tree named."""
+"""Proves what advise says of trees: tokens and pairs counted by hand, both sides simulated,
+and lines that are no tree named.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Planners for the tests: a plain one, and one that misbehaves on purpose. No torch here: planner processes import this file."""
+"""Planners for the tests: a plain one, and one that misbehaves on purpose. No torch here:
+planner processes import this file.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def planner(ranks: int, strategy: str = "zigzag") -> flexcp.Planner:
 
 
 class Misbehaving:
-    """A planner that does something on purpose before it plans, told by files in a folder; but for failing, not where it was made."""
+    """A planner that does something on purpose before it plans, told by files in a folder;
+    but for failing, not where it was made.
+    """
 
     def __init__(self, folder: Path, ranks: int = 1) -> None:
         self.folder, self.inner = folder, planner(ranks)

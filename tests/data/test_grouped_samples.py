@@ -1,5 +1,6 @@
-"""Proves trees in the loader: samples of one prompt become a tree, ranks together hold every position of every sample once with the right
-label, and tokens saved are counted; trees that samples bring themselves likewise."""
+"""Proves trees in the loader: samples of one prompt become a tree, ranks together hold every position of every sample
+once with the right label, and tokens saved are counted; trees that samples bring themselves likewise.
+"""
 
 from __future__ import annotations
 
@@ -206,7 +207,9 @@ def test_a_tree_is_cut_between_its_sequences(most: int) -> None:
 
 
 def losses_on_rank(group: Any, kind: str, cap: int | None) -> tuple[float, dict[str, int], int]:
-    """The mean loss over all positions of an epoch in one step, from micro-batches and their weights, of a model of two tables."""
+    """The mean loss over all positions of an epoch in one step, from micro-batches and their weights,
+    of a model of two tables.
+    """
     ranks = 1 if group is None else group.size()
     rng = torch.Generator().manual_seed(0)
     by_token, by_position = (torch.randn(12, 12, generator=rng, dtype=torch.float64) for _ in range(2))
@@ -232,7 +235,9 @@ def losses_on_rank(group: Any, kind: str, cap: int | None) -> tuple[float, dict[
 def test_micro_batches_cut_trees_that_do_not_fit(
     pool: RankPool, kind: str, ranks: int, cap: int, repeated: int
 ) -> None:
-    """Of "a", 10 tokens as a tree, the prompt is in two parts where ranks hold 9 tokens together, and the 6 behind it in one."""
+    """Of "a", 10 tokens as a tree, the prompt is in two parts where ranks hold 9 tokens together,
+    and the 6 behind it in one.
+    """
     (whole, counts, _), *_ = pool.run(losses_on_rank, kind, None, ranks=1)
     assert counts == {"saved": 13, "repeated": 0}
     results = pool.run(losses_on_rank, kind, cap, ranks=ranks)

@@ -1,4 +1,6 @@
-"""Proves the lengths: every text form of ``--lengths``, its refusals, and that named distributions are what they are documented to be."""
+"""Proves the lengths: every text form of ``--lengths``, its refusals,
+and that named distributions are what they are documented to be.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ import pytest
 from flexcp.data import dataset_lengths
 from flexcp.data.lengths import DISTRIBUTIONS, cut_batches, draw_lengths, jsonl_lengths, parse_lengths
 
-# The documented range of a document before the last is cut to fill the budget; web is cut at a quarter of the budget too.
+# The documented range of a document before the last is cut to fill the budget; web is cut at a quarter of the budget
+# too.
 BOUNDS = {
     "web": (1, 196_608),
     "wikipedia": (2, 255_988),
@@ -120,7 +123,7 @@ def test_equal_is_the_control() -> None:
     assert draw_lengths("equal", 20_000) == [8_192, 8_192, 3_616]
 
 
-# --- text forms ---------------------------------------------------------------------------------------------------------
+# --- text forms -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
-"""Proves what the loader hands out: the union of all ranks is the batch, each sample once an epoch, labels right at every border.
+"""Proves what the loader hands out: the union of all ranks is the batch, each sample once an epoch,
+labels right at every border.
 
-Expected batches are made by hand from the dataset's own numbers; a token says which sample and row it is. Reads are counted.
+Expected batches are made by hand from the dataset's own numbers; a token says which sample and row it is. Reads are
+counted.
 """
 
 from __future__ import annotations
@@ -155,7 +157,7 @@ def short_documents(group: Any, mode: str) -> list[dict[str, Any]]:
         return [described(b) for b in loader]
 
 
-# --- planning ahead and sharing plans ------------------------------------------------------------------------------------
+# --- planning ahead and sharing plans ---------------------------------------------------------------------------------
 
 
 def shared_plans(group: Any, workers: int) -> dict[str, Any]:
@@ -178,7 +180,8 @@ def test_shared_plans_are_planned_once_and_leave_no_keys(ranks: int, workers: in
     planned = [r["stats"]["planned_here"] + r["stats"]["planned_ahead"] for r in found]
     assert sum(planned) == steps and max(planned) - min(planned) <= 2
     assert all(r["stats"]["steps"] == steps for r in found)
-    # Besides counters of binds and runs, of which there are a few per rank however many steps there were, nothing stays.
+    # Besides counters of binds and runs, of which there are a few per rank however many steps there were, nothing
+    # stays.
     assert max(r["keys"] for r in found) <= 2 * ranks + 2
 
 
@@ -186,9 +189,15 @@ def failing_shared_plans(group: Any, folder: Path) -> str:
     data = Numbered(known=True)
     try:
         with Loader(
-            data, Misbehaving(folder, 2), budget=BUDGET, workers=0, group=group, share_plans=True, timeout=20,
+            data,
+            Misbehaving(folder, 2),
+            budget=BUDGET,
+            workers=0,
+            group=group,
+            share_plans=True,
+            timeout=20,
             document_fields=["images"],
-        ) as loader:  # fmt: skip
+        ) as loader:
             return f"{sum(1 for _ in loader)} steps"
     except PlanningError as error:
         return str(error)
@@ -202,7 +211,9 @@ def test_a_plan_that_fails_on_one_rank_stops_all_with_the_cause(tmp_path: Path, 
 
 
 def test_plans_are_asked_for_a_look_ahead_before_they_are_needed() -> None:
-    """Deterministic: when a batch is handed out, the next ``lookahead`` steps are with the planner processes, whatever the clock says."""
+    """Deterministic: when a batch is handed out, the next ``lookahead`` steps are with the planner processes,
+    whatever the clock says.
+    """
     asked: list[int] = []
     with Loader(Numbered(known=True), planner(1), budget=40, too_long="cut", document_fields=["images"]) as loader:
         loader.plans.close()
@@ -266,7 +277,8 @@ def test_the_number_of_batches_is_known_with_the_lengths() -> None:
         for too_long in ("cut", "drop"):
             options: dict[str, Any] = {"drop_last": drop_last, "too_long": too_long, "max_length": 60, "shuffle": True}
             with Loader(Numbered(known=True), planner(1), budget=70, workers=0, **options) as loader:
-                assert len(loader) == count_batches(loader.source.fitted_lengths(), 70, drop_last)  # type: ignore[union-attr]
+                lengths = loader.source.fitted_lengths()  # type: ignore[union-attr]
+                assert len(loader) == count_batches(lengths, 70, drop_last)
             found = local(Numbered(known=True), budget=70, **options)
             assert len(found) == len(loader)
     with (
@@ -344,9 +356,7 @@ class Answers(Numbered):
 
 
 def answers(group: Any, known: bool) -> list[dict[str, Any]]:
-    with Loader(
-        Answers(known=known), planner(3), budget=BUDGET, workers=0, group=group, labels="target"
-    ) as loader:  # fmt: skip
+    with Loader(Answers(known=known), planner(3), budget=BUDGET, workers=0, group=group, labels="target") as loader:
         return [described(b) for b in loader]
 
 
@@ -535,7 +545,8 @@ def test_wrong_lengths_and_odd_samples_are_refused() -> None:
     [
         (
             [5, 6],
-            r"has shape \[2\], but labels are one for each of the 3 tokens, \[3\]; give every token its own, unshifted, and -100",
+            r"has shape \[2\], but labels are one for each of the 3 tokens, \[3\]; give every token its own, "
+            r"unshifted, and -100",
         ),
         (
             [[5, 6, 7]],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -104,8 +104,9 @@ def test_what_cannot_be_cut_is_refused() -> None:
         Loader(Numbered(), capped(1, max_peers=0), budget=BUDGET, micro_batches=True, workers=0)
     with pytest.raises(ValueError, match=r"'layout': \.\.\.} does not go with micro_batches=True"):
         Loader(Numbered(), capped(1), budget=BUDGET, micro_batches=True, workers=0, plan_options={"layout": "zigzag"})
+    no_planner = cast(Any, lambda lengths: np.zeros(1))
     with pytest.raises(ValueError, match="needs a planner with a method micro_batches"):
-        Loader(Numbered(), lambda lengths: np.zeros(1), budget=BUDGET, micro_batches=True, workers=0)  # type: ignore[arg-type,return-value]
+        Loader(Numbered(), no_planner, budget=BUDGET, micro_batches=True, workers=0)
 
 
 def test_a_document_that_cannot_be_planned_is_named_by_its_sample() -> None:

@@ -1,6 +1,7 @@
 """Proves that planner processes may die, stop, dawdle or fail: training goes on with a warning or stops with the cause.
 
-No sample is lost or given twice by that. Processes misbehave on purpose, told by files in a folder (see ``misbehaving.py``).
+No sample is lost or given twice by that. Processes misbehave on purpose, told by files in a folder (see
+``misbehaving.py``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Proves that a training run killed with signal 9 goes on bitwise: a sample of what ``make data`` does at twenty moments."""
+"""Proves that a training run killed with signal 9 goes on bitwise:
+a sample of what ``make data`` does at twenty moments.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""Speeds that telemetry measures reach the planner as numbered corrections: the same on all ranks, after the look-ahead, replayable."""
+"""Speeds that telemetry measures reach the planner as numbered corrections:
+the same on all ranks, after the look-ahead, replayable.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -116,5 +118,6 @@ def test_following_needs_something_that_measures_and_a_planner_that_can() -> Non
         Loader(Numbered(LENGTHS), planner(1), follow_speeds=5, **options)
     with pytest.raises(ValueError, match=r"follow_speeds is a count of steps .*got -1"):
         Loader(Numbered(LENGTHS), planner(1), follow_speeds=-1, telemetry=flexcp.Telemetry(), **options)
+    no_planner = cast(Any, lambda lengths: None)
     with pytest.raises(ValueError, match="follow_speeds=5 needs a planner with a cluster and with_speeds"):
-        Loader(Numbered(LENGTHS), lambda lengths: None, follow_speeds=5, telemetry=flexcp.Telemetry(), **options)  # type: ignore[arg-type,return-value]
+        Loader(Numbered(LENGTHS), no_planner, follow_speeds=5, telemetry=flexcp.Telemetry(), **options)

@@ -1,4 +1,6 @@
-"""Proves that a loader goes on from its state at the exact next sample: any source, look-ahead and number of ranks, at any step."""
+"""Proves that a loader goes on from its state at the exact next sample: any source, look-ahead and number of ranks,
+at any step.
+"""
 
 from __future__ import annotations
 

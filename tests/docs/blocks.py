@@ -1,9 +1,11 @@
 """Blocks of Python and commands in the docs, and what a comment before a block says about running it.
 
-(nothing)                        run in CI, after the blocks before it on its page: Python with their names, commands in their folder
-<!-- run: torchrun N -->         Python run in CI as a script on N processes
-<!-- not run here: why -->       not run; why, or where and when it ran
-<!-- before: code -->            Python run in CI after ``code``, which readers do not see: what a fragment takes for granted
+(nothing)                    run in CI, after the blocks before it on its page: Python with their names, commands in
+                             their folder
+<!-- run: torchrun N -->     Python run in CI as a script on N processes
+<!-- not run here: why -->   not run; why, or where and when it ran
+<!-- before: code -->        Python run in CI after ``code``, which readers do not see: what a fragment takes for
+                             granted
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Proves that docs/api.md has the signature and docstring of every public name as the code has them, readable without a site."""
+"""Proves that docs/api.md has the signature and docstring of every public name as the code has them,
+readable without a site.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Proves that the docs' Python blocks run. A page's blocks run in order in one namespace; scripts run on real processes."""
+"""Proves that the docs' Python blocks run. A page's blocks run in order in one namespace;
+scripts run on real processes.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def test_blocks_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts_run_on_several_processes(name: str, tmp_path: Path) -> None:
-    """With the environment that torchrun gives its processes, forked from a server that has imported torch, which takes seconds."""
+    """With the environment that torchrun gives its processes, forked from a server that has imported torch,
+    which takes seconds.
+    """
     block = SCRIPTS[name]
     (tmp_path / "script.py").write_text(block.code)
     with socket.socket() as free:

@@ -1,4 +1,6 @@
-"""Proves that every page of results says whether it was measured or simulated, when, and by which command, and tells no stories."""
+"""Proves that every page of results says whether it was measured or simulated, when, and by which command,
+and tells no stories.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Proves that the site builds with warnings as errors, holds every page and public name, and asks nothing of the network."""
+"""Proves that the site builds with warnings as errors, holds every page and public name,
+and asks nothing of the network.
+"""
 
 from __future__ import annotations
 

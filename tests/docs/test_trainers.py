@@ -1,4 +1,6 @@
-"""Proves that the table of trainers is what its script writes, but for the day, and that every test it stands on exists."""
+"""Proves that the table of trainers is what its script writes, but for the day,
+and that every test it stands on exists.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Proves flexcp.attention: what it accepts, what it refuses and how, and what a caller can rely on around the numbers.
 
-The numbers themselves are the matrix's job. Here: refusals name the value; views, several masks, sinks, LSE gradients and recomputation
-give what torch's autograd gives on one process; two runs are bitwise the same; bytes sent are the plan's for every pair of ranks.
+The numbers themselves are the matrix's job. Here: refusals name the value; views, several masks, sinks, LSE gradients
+and recomputation give what torch's autograd gives on one process; two runs are bitwise the same; bytes sent are the
+plan's for every pair of ranks.
 """
 
 from __future__ import annotations
@@ -87,7 +88,9 @@ def one_rank(**more: Any) -> tuple[Step, dict[str, Tensor]]:
 
 
 def under_step(step: Step, *, dtype: torch.dtype = torch.float64, **options: Any) -> Arrays:
-    """Forward and backward of one call, gathered; ``use`` says which results get a gradient, ``strided`` how inputs are stored."""
+    """Forward and backward of one call, gathered; ``use`` says which results get a gradient,
+    ``strided`` how inputs are stored.
+    """
     given = inputs(dtype)
     use, strided = options.pop("use", ("out", "lse")), options.pop("strided", False)
     recompute = options.pop("recompute", False)

@@ -1,4 +1,5 @@
-"""Proves attention as an operator: torch's own checks, no graph break, few compilations, masks by a layer's window, the life of a step.
+"""Proves attention as an operator: torch's own checks, no graph break, few compilations, masks by a layer's window, the
+life of a step.
 
 The numbers under compile, recompute and FSDP2 on ranks are in tests/frameworks.
 """

@@ -1,4 +1,6 @@
-"""Proves edges by hand and against sequences laid out one by one: who follows whom, counts, weights, and log-probabilities in chunks."""
+"""Proves edges by hand and against sequences laid out one by one: who follows whom, counts, weights,
+and log-probabilities in chunks.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +45,16 @@ def test_edges_by_hand() -> None:
         zip(*(x.tolist() for x in (edges.rows, edges.parents, edges.children, edges.labels, edges.counts)), strict=True)
     )
     assert found == [
-        (0, 0, 1, 1, 1), (1, 1, 2, 2, 1),
-        (3, 3, 4, 8, 4), (4, 4, 5, 7, 2), (4, 4, 8, 4, 2), (5, 5, 6, 6, 1), (6, 6, 7, 5, 1), (8, 8, 9, 3, 2), (9, 9, 10, 2, 2),
-    ]  # fmt: skip
+        (0, 0, 1, 1, 1),
+        (1, 1, 2, 2, 1),
+        (3, 3, 4, 8, 4),
+        (4, 4, 5, 7, 2),
+        (4, 4, 8, 4, 2),
+        (5, 5, 6, 6, 1),
+        (6, 6, 7, 5, 1),
+        (8, 8, 9, 3, 2),
+        (9, 9, 10, 2, 2),
+    ]
     assert edges.sequences == 5 and edges.lengths.tolist() == [3, 5, 3, 5, 5]
 
 

@@ -1,4 +1,5 @@
-"""Proves the messages of latents: rows in two dtypes share one message and come back as they were, whatever their number and width.
+"""Proves the messages of latents: rows in two dtypes share one message and come back as they were,
+whatever their number and width.
 
 Attention over them is tests/frameworks/test_mla.py's; ranks that stall or make other calls are test_failures.py's.
 """

@@ -1,5 +1,6 @@
-"""Proves what step.loss and step.share make of labels and counts: pads never count, tokens in the place of labels are warned of, and a
-count that is not this rank's own is refused."""
+"""Proves what step.loss and step.share make of labels and counts: pads never count, tokens in the place of labels are
+warned of, and a count that is not this rank's own is refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Proves what a share of the loss is multiplied by, and that the check for averaging needs no particular release of torch."""
+"""Proves what a share of the loss is multiplied by, and that the check
+for averaging needs no particular release of torch.
+"""
 
 from __future__ import annotations
 

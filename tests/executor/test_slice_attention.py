@@ -1,7 +1,8 @@
-"""Proves flexcp.slice_attention: packed documents and structured masks on one device equal torch's autograd, document by document.
+"""Proves flexcp.slice_attention: packed documents and structured masks on one device equal torch's autograd,
+document by document.
 
-Also what compiled models rely on: no graph break, no recompilation when token counts and slices change, registered operators that pass
-torch's own checks; and refusals that name the value.
+Also what compiled models rely on: no graph break, no recompilation when token counts and slices change, registered
+operators that pass torch's own checks; and refusals that name the value.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ def test_work_lists_are_made_once_for_all_layers_and_the_backward() -> None:
     assert _work.cache_info().misses == before + 1
 
 
-# --- torch.compile -----------------------------------------------------------------------------------------------------
+# --- torch.compile ----------------------------------------------------------------------------------------------------
 
 
 def model(q: Tensor, k: Tensor, v: Tensor, slices: Tensor, sinks: Tensor) -> Tensor:
@@ -202,7 +203,7 @@ def test_the_operators_pass_torchs_checks(sinks: Tensor | None) -> None:
     assert set(told.values()) == {"SUCCESS"}
 
 
-# --- refusals ----------------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Proves the step: what moves between the stream and the ranks (shard, gather, roll, labels, loss) and who may bind.
 
-Every layout operation runs on real ranks under every strategy and layout and is compared with plain torch on the whole stream. Binding
-is refused, on all ranks and soon, when the plan does not fit the group, differs between ranks, or a rank stays away.
+Every layout operation runs on real ranks under every strategy and layout and is compared with plain torch on the whole
+stream. Binding is refused, on all ranks and soon, when the plan does not fit the group, differs between ranks, or a
+rank stays away.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def shifted(stream: Tensor, lengths: list[int], shift: int, fill: float) -> Tens
     return torch.cat(moved)
 
 
-# --- what runs on the ranks: each takes plans by name and answers with arrays by name --------------------------------------
+# --- what runs on the ranks: each takes plans by name and answers with arrays by name ---------------------------------
 
 
 def on_layouts(group: dist.ProcessGroup, named: dict[str, Plan]) -> dict[str, Arrays]:
@@ -241,7 +242,7 @@ def laid_out(parts: list[Arrays], field: str, tokens: int) -> np.ndarray:
     return out
 
 
-# --- shard and gather ---------------------------------------------------------------------------------------------------
+# --- shard and gather -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -332,7 +333,7 @@ def test_labels_are_shifted_before_sharding(layouts: Any, ranks: int) -> None:
             assert np.array_equal(part["ignored"], np.where(part["labels"] == -100, -1, part["labels"])), name
 
 
-# --- roll ---------------------------------------------------------------------------------------------------------------
+# --- roll -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", RANK_COUNTS)
@@ -356,7 +357,7 @@ def test_roll_moves_rows_inside_documents_across_ranks(pool: RankPool, ranks: in
             assert np.all(part["gradient"][pads] == 0), name
 
 
-# --- loss ---------------------------------------------------------------------------------------------------------------
+# --- loss -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", RANK_COUNTS)
@@ -392,7 +393,9 @@ def test_loss_of_low_precision_logits_is_float32() -> None:
 
 
 def test_loss_survives_a_masked_vocabulary(pool: RankPool) -> None:
-    """Padded vocabulary entries are commonly set to -inf: the tie of the loss to the logits must not turn that into NaN."""
+    """Padded vocabulary entries are commonly set to -inf: the tie of the loss
+    to the logits must not turn that into NaN.
+    """
     plan = plans(3)["blocks free"]
     logits, labels = stream_tensor(TOKENS, VOCABULARY), shifted(token_ids(TOKENS), LENGTHS, -1, -100)
     expected = torch.nn.functional.cross_entropy(logits, labels).item()
@@ -406,7 +409,7 @@ def test_loss_survives_a_large_sum_of_float16_logits() -> None:
     assert loss.item() == pytest.approx(np.log(1000), rel=1e-5)
 
 
-# --- bind ---------------------------------------------------------------------------------------------------------------
+# --- bind -------------------------------------------------------------------------------------------------------------
 
 
 def test_one_rank_needs_no_process_group() -> None:

@@ -1,5 +1,6 @@
-"""Proves that an operator of torch is made of the fields of its tuples, and that they come back to our functions in their places. And
-that whoever watches for the operators sees them, while a plain call computes the same without them."""
+"""Proves that an operator of torch is made of the fields of its tuples, and that they come back to our functions in
+their places. And that whoever watches for the operators sees them, while a plain call computes the same without them.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def test_single_arguments_come_back_in_their_tuples() -> None:
     def run(made: Results, layer: Layer) -> tuple[Results, Layer]:
         return made, layer
 
-    assert _packing(run, (Results, Layer))(1, 2, "full", 5) == (Results(1, 2), Layer("full", 5))  # type: ignore[arg-type]
+    made, layer = _packing(run, (Results, Layer))(1, 2, "full", 5)
+    assert made == Results(1, 2) and layer == Layer("full", 5)  # type: ignore[arg-type]
 
 
 class Watching(TorchDispatchMode):

@@ -72,7 +72,9 @@ def whole(gradient: Any) -> Tensor:
 
 
 def run_small(group: dist.ProcessGroup | None, gradients: Gradients, wrapping: str = "none") -> dict[str, Any]:
-    """(loss of the batch, gradients) of :class:`Small`, or what was refused; ``wrapping`` is how DDP or FSDP2 is used, if it is."""
+    """(loss of the batch, gradients) of :class:`Small`, or what was refused;
+    ``wrapping`` is how DDP or FSDP2 is used, if it is.
+    """
     model: nn.Module = Small()
     if wrapping.startswith("FSDP2"):
         from torch.distributed.device_mesh import DeviceMesh
@@ -163,7 +165,9 @@ def loss_warnings(caught: list[warnings.WarningMessage]) -> list[str]:
 
 
 def evaluated(model: nn.Module, group: dist.ProcessGroup) -> tuple[Step, ...]:
-    """Steps that a loss was said of, which nobody trains on: of an evaluation, of a forward that is only looked at, of gathered logits."""
+    """Steps that a loss was said of, which nobody trains on: of an evaluation, of a forward that is only looked at,
+    of gathered logits.
+    """
     steps = tuple(bound(group, UNEVEN) for _ in range(3))
     stream = tokens()
     with torch.no_grad():

@@ -1,7 +1,8 @@
 """Ranks for packages that insist on the whole world (Accelerate, torchtitan, Megatron-Core take no process group).
 
-These packages take seconds to import, so the process that ranks are forked from imports the heaviest once. They also make dozens of groups
-and leave them, whose threads wake a hundred times a second: every file of tests has ranks of its own.
+These packages take seconds to import, so the process that ranks are forked from imports the heaviest once. They also
+make dozens of groups and leave them, whose threads wake a hundred times a second: every file of tests has ranks of its
+own.
 """
 
 from __future__ import annotations

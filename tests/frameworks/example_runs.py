@@ -1,4 +1,6 @@
-"""Runs an example on the ranks of a pool: its own ``main``, in a group that already exists; light to import (see parallel_runs.py)."""
+"""Runs an example on the ranks of a pool: its own ``main``, in a group that already exists;
+light to import (see parallel_runs.py).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The leak probe: what changes in a model's logits when one packed document does; light to import (see parallel_runs.py)."""
+"""The leak probe: what changes in a model's logits when one packed document does;
+light to import (see parallel_runs.py).
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,26 @@ from lib.model_runs import FAMILIES, SIZES, WINDOW
 
 LENGTHS = [11, 17, 1, 24]
 PERTURBED = 1
-# fmt: off
 MODELS: dict[str, tuple[str, dict[str, Any]]] = FAMILIES | {
-    "qwen3 with windows": ("Qwen3Config", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
-    "llama4": ("Llama4TextConfig", {"attention_chunk_size": 8, "no_rope_layers": [1, 0], "floor_scale": 4, "attn_scale": 1.0,
-                                    "initializer_range": 0.2, "num_local_experts": 2,
-                                    "intermediate_size_mlp": 48, "moe_layers": [0]}),
+    "qwen3 with windows": (
+        "Qwen3Config",
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    ),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            "attention_chunk_size": 8,
+            "no_rope_layers": [1, 0],
+            "floor_scale": 4,
+            "attn_scale": 1.0,
+            "initializer_range": 0.2,
+            "num_local_experts": 2,
+            "intermediate_size_mlp": 48,
+            "moe_layers": [0],
+        },
+    ),
     "gemma3": ("Gemma3TextConfig", {"sliding_window": WINDOW, "query_pre_attn_scalar": 8, "sliding_window_pattern": 2}),
 }
-# fmt: on
 
 
 def made(family: str) -> Any:

@@ -9,7 +9,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def refusing_the_loss_warning() -> Iterator[None]:
-    """Raise where a backward under a wrapper that averages would warn that nothing says what the loss was divided by."""
+    """Raise where a backward under a wrapper that averages would warn
+    that nothing says what the loss was divided by.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*nothing says what this rank's loss was divided by")
         yield

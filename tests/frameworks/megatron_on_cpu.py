@@ -1,12 +1,13 @@
-"""The released Megatron-Core on CPU ranks: what it asks of CUDA is answered by the CPU, and nothing else of it is changed.
+"""The released Megatron-Core on CPU ranks: what it asks of CUDA is answered by the CPU,
+and nothing else of it is changed.
 
-Megatron names "cuda" when it makes buffers, synchronizes with it, and forks its random state around dropout. Here the device is the CPU,
-synchronizing is nothing and no dropout is used. Models, parallel layers, schedules, DDP and gradient reduction are its own code. Without
-TransformerEngine it lacks three things, which are given to it: a layer norm for sequence parallelism, a core attention for multi-latent
-attention (for the run alone), and a name its router looks for.
+Megatron names "cuda" when it makes buffers, synchronizes with it, and forks its random state around dropout. Here the
+device is the CPU, synchronizing is nothing and no dropout is used. Models, parallel layers, schedules, DDP and gradient
+reduction are its own code. Without TransformerEngine it lacks three things, which are given to it: a layer norm for
+sequence parallelism, a core attention for multi-latent attention (for the run alone), and a name its router looks for.
 
-The other half is a tiny GPT trained in two ways: alone, as stock Megatron with its own attention, document by document on one rank; and
-planned, under TP x PP x (DP x CP), from the same weights.
+The other half is a tiny GPT trained in two ways: alone, as stock Megatron with its own attention, document by document
+on one rank; and planned, under TP x PP x (DP x CP), from the same weights.
 """
 
 from __future__ import annotations
@@ -130,7 +131,9 @@ def config_of(case: Case, alone: bool = False, **more: Any) -> Any:
 
 
 class Norm(torch.nn.LayerNorm):
-    """A layer norm whose gradients Megatron sums over sequence-parallel ranks. Its own for CPUs refuses sequence parallelism."""
+    """A layer norm whose gradients Megatron sums over sequence-parallel ranks.
+    Its own for CPUs refuses sequence parallelism.
+    """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps)
@@ -203,7 +206,9 @@ def alone(group: dist.ProcessGroup, case: Case, steps: int) -> tuple[list[float]
 
 
 def planned(group: dist.ProcessGroup, case: Case, steps: int, weights: Arrays) -> tuple[list[float], Arrays, Share]:
-    """(losses on the last stage, this rank's gradients of the first step by full name, its :class:`Share` of the work)."""
+    """(losses on the last stage, this rank's gradients of the first step
+    by full name, its :class:`Share` of the work).
+    """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
@@ -254,7 +259,9 @@ def planned(group: dist.ProcessGroup, case: Case, steps: int, weights: Arrays) -
 
 @dataclass(frozen=True)
 class Share:
-    """A rank's part: tokens of each micro-batch, bytes it sent forward and those of the plans, what tensor parallelism gave it."""
+    """A rank's part: tokens of each micro-batch, bytes it sent forward and those of the plans,
+    what tensor parallelism gave it.
+    """
 
     counts: list[int]
     sent: np.ndarray
@@ -274,7 +281,9 @@ class Noting:
 
 
 def check(results: list[tuple[list[float], Arrays, Share]], stock: tuple[list[float], Arrays, Arrays]) -> None:
-    """Losses of the last stage, gradients of every parameter of every rank and bytes are what stock Megatron and the plans say."""
+    """Losses of the last stage, gradients of every parameter of every rank
+    and bytes are what stock Megatron and the plans say.
+    """
     losses, gradients, _ = stock
     assert any(found for found, _, _ in results)
     for found, _, share in results:

@@ -1,7 +1,7 @@
 """What runs on the ranks in tests of the frameworks room.
 
-Kept apart and light to import: every rank of the pool imports the module of a function it is handed, also ranks that will not run it. Heavy
-packages are imported where they are used.
+Kept apart and light to import: every rank of the pool imports the module of a function it is handed, also ranks that
+will not run it. Heavy packages are imported where they are used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ STEPS = 3
 
 
 class Longer(Run):
-    """Every rank keeps more than one token in every step: graphs of sizes 0 and 1 are compiled apart, by torch's choice."""
+    """Every rank keeps more than one token in every step: graphs of sizes 0 and 1 are compiled apart,
+    by torch's choice.
+    """
 
     def lengths(self, step: int) -> list[int]:
         return [8 + (5 * step) % 17, 1, 11 + (3 * step) % 7]
@@ -158,8 +160,9 @@ def with_mixed_precision(group: dist.ProcessGroup, run: Run) -> list[float]:
 
 
 def with_tensor_parallelism(group: dist.ProcessGroup, run: Run, sequence: bool) -> list[float]:
-    """The first four ranks train. All make the mesh: torch names groups by how many a rank has made, and ranks that have made more
-    than others would wait for ever in the next mesh of all."""
+    """The first four ranks train. All make the mesh: torch names groups by how many a rank has made, and ranks that
+    have made more than others would wait for ever in the next mesh of all.
+    """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
@@ -192,7 +195,9 @@ def with_tensor_parallelism(group: dist.ProcessGroup, run: Run, sequence: bool) 
 
 
 def split_heads(mesh: DeviceMesh, model: Any, sequence: bool) -> None:
-    """Tensor parallelism by torch's own styles; with ``sequence``, everything between attention and MLP holds half of the rows."""
+    """Tensor parallelism by torch's own styles; with ``sequence``,
+    everything between attention and MLP holds half of the rows.
+    """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -291,7 +296,9 @@ def with_evaluation(group: dist.ProcessGroup, run: Run) -> tuple[list[float], li
 
 
 def streams_of_their_own(group: dist.ProcessGroup, given: str) -> str:
-    """What a rank hears when token ids are ``given`` to a group's first step: the same to all, others to each, or too few to rank 1."""
+    """What a rank hears when token ids are ``given`` to a group's first step: the same to all, others to each, or too
+    few to rank 1.
+    """
     from flexcp.frameworks import huggingface
 
     plan = flexcp.Planner(2, 2, 8, dtype="float32", cluster=flexcp.cluster("cpu", 1, 2))([8, 8])
@@ -333,7 +340,9 @@ def ids_cut_by_hand(group: dist.ProcessGroup, ids: str) -> list[str]:
 
 
 def own_ids_of_few_tokens(group: dist.ProcessGroup) -> tuple[int, float, float]:
-    """(This rank's tokens, the batch's loss less one process's, the largest difference of gradients) where ranks have no token."""
+    """(This rank's tokens, the batch's loss less one process's, the largest difference of gradients)
+    where ranks have no token.
+    """
     from flexcp.frameworks import huggingface
 
     run = Run("llama")

@@ -1,7 +1,8 @@
-"""Runs that stop in the middle of an epoch and go on, under TRL and Lightning: on the ranks of a pool, or plain in this process.
+"""Runs that stop in the middle of an epoch and go on, under TRL and Lightning:
+on the ranks of a pool, or plain in this process.
 
-Both have shuffled data that lasts a few steps, so that ten steps after a resume also cross into an epoch that has an order of its own.
-Light to import (see parallel_runs.py).
+Both have shuffled data that lasts a few steps, so that ten steps after a resume also cross into an epoch that has an
+order of its own. Light to import (see parallel_runs.py).
 """
 
 from __future__ import annotations
@@ -66,11 +67,27 @@ def sft(group: dist.ProcessGroup | None, folder: str, resume: bool) -> Found:
 
         ranks = 1 if group is None else dist.get_world_size(group)
         arguments = SFTConfig(
-            folder, max_steps=STEPS, per_device_train_batch_size=4 // ranks, per_device_eval_batch_size=4 // ranks,
-            packing=True, eval_packing=True, max_length=128, assistant_only_loss=True, learning_rate=1e-3, logging_steps=1,
-            gradient_accumulation_steps=ACCUMULATED, dataloader_drop_last=True, use_cpu=True, bf16=False, report_to=[],
-            disable_tqdm=True, save_strategy="steps", save_steps=SAVED, eval_strategy="steps", eval_steps=SAVED,
-        )  # fmt: skip
+            folder,
+            max_steps=STEPS,
+            per_device_train_batch_size=4 // ranks,
+            per_device_eval_batch_size=4 // ranks,
+            packing=True,
+            eval_packing=True,
+            max_length=128,
+            assistant_only_loss=True,
+            learning_rate=1e-3,
+            logging_steps=1,
+            gradient_accumulation_steps=ACCUMULATED,
+            dataloader_drop_last=True,
+            use_cpu=True,
+            bf16=False,
+            report_to=[],
+            disable_tqdm=True,
+            save_strategy="steps",
+            save_steps=SAVED,
+            eval_strategy="steps",
+            eval_steps=SAVED,
+        )
         ours: dict[str, Any] = {} if group is None else {"cluster": flexcp.cluster("cpu", ranks_per_node=ranks)}
         trainer: Any = (SFTTrainer if group is None else loaded("trl_sft").FlexcpTrl)(
             made_text.model(),
@@ -94,7 +111,9 @@ def sft(group: dist.ProcessGroup | None, folder: str, resume: bool) -> Found:
 
 
 def lightning(group: dist.ProcessGroup | None, folder: str, resume: bool) -> Found:
-    """The module of Lightning's example, or of its plain twin where there are no ranks, with checkpoints and a loader that has a state."""
+    """The module of Lightning's example, or of its plain twin where there are no ranks, with checkpoints and a loader
+    that has a state.
+    """
     with in_the_place_of_an_example(group):
         from lightning.pytorch import Trainer
         from lightning.pytorch.callbacks import ModelCheckpoint
@@ -111,17 +130,27 @@ def lightning(group: dist.ProcessGroup | None, folder: str, resume: bool) -> Fou
         held_out = [words(text) for text in made_text.prompts(32, seed=1)["prompt"]]
 
         def loader(data: list[Any], shuffle: bool) -> StatefulDataLoader[Any]:
-            # Lightning begins to iterate before it tells samplers the epoch: one without a state has drawn the first epoch's order by then.
+            # Lightning begins to iterate before it tells samplers the epoch: one without a state has drawn the first
+            # epoch's order by then.
             dealt = StatefulDistributedSampler(data, ranks, rank, shuffle)
             return StatefulDataLoader(data, 8 // ranks, sampler=dealt, collate_fn=DataCollatorWithFlattening())
 
         sharded = ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
         saving: Any = ModelCheckpoint(folder, "{step}", every_n_train_steps=SAVED, save_top_k=-1)
         trainer = Trainer(
-            accelerator="cpu", devices=ranks, strategy=sharded if ranks > 1 else "auto", max_steps=STEPS, logger=False,
-            use_distributed_sampler=False, callbacks=[saving], val_check_interval=STEPS, check_val_every_n_epoch=None,
-            num_sanity_val_steps=0, enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
+            accelerator="cpu",
+            devices=ranks,
+            strategy=sharded if ranks > 1 else "auto",
+            max_steps=STEPS,
+            logger=False,
+            use_distributed_sampler=False,
+            callbacks=[saving],
+            val_check_interval=STEPS,
+            check_val_every_n_epoch=None,
+            num_sanity_val_steps=0,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
         module = loaded("lightning_fsdp2_plain" if group is None else "lightning_fsdp2").Module()
         kept = Path(folder) / f"step={SAVED}.ckpt"
         trainer.fit(module, loader(documents, True), loader(held_out, False), ckpt_path=kept if resume else None)

@@ -25,7 +25,9 @@ def weights(rank: int) -> list[Tensor]:
 
 
 def learned_together(group: dist.ProcessGroup) -> tuple[list[list[int]], list[Tensor], list[Tensor]]:
-    """(This rank's rollouts in each micro-batch, their log-probabilities in the caller's order, gradients summed over ranks)."""
+    """(This rank's rollouts in each micro-batch, their log-probabilities
+    in the caller's order, gradients summed over ranks).
+    """
     from flexcp.frameworks import huggingface
     from flexcp.frameworks.rollouts import shared_rollouts
 
@@ -47,7 +49,9 @@ def learned_together(group: dist.ProcessGroup) -> tuple[list[list[int]], list[Te
 
 
 def learned_alone() -> tuple[list[list[Tensor]], list[Tensor]]:
-    """(Log-probabilities of every rank's rollouts, gradients), one rollout after another in Transformers' own attention."""
+    """(Log-probabilities of every rank's rollouts, gradients),
+    one rollout after another in Transformers' own attention.
+    """
     model = made("gemma3")
     found: list[list[Tensor]] = []
     for rank in range(len(LENGTHS)):

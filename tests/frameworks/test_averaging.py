@@ -1,4 +1,6 @@
-"""Proves that shares of a loss give the batch's gradients, summed or averaged over ranks, and that one taken for the other is named."""
+"""Proves that shares of a loss give the batch's gradients, summed or averaged over ranks,
+and that one taken for the other is named.
+"""
 
 from __future__ import annotations
 

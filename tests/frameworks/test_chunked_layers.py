@@ -1,4 +1,6 @@
-"""Proves Llama 4's layers in one process: chunks in some, a temperature by the place in the document in others. Ranks are in test_leaks."""
+"""Proves Llama 4's layers in one process: chunks in some, a temperature by the place in the document in others.
+Ranks are in test_leaks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Proves that a run goes on with another number of ranks: a checkpoint of 4, resumed on 3 and on 6, has the same samples and losses."""
+"""Proves that a run goes on with another number of ranks: a checkpoint of 4, resumed on 3 and on 6,
+has the same samples and losses.
+"""
 
 from __future__ import annotations
 

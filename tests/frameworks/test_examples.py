@@ -1,4 +1,6 @@
-"""Proves that the examples run: each on two real ranks with tiny sizes, with a loss that falls, or equals what it must."""
+"""Proves that the examples run: each on two real ranks with tiny sizes, with a loss that falls,
+or equals what it must.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def test_trees_give_the_loss_and_gradient_of_separate_sequences(two: RankPool, t
 
 
 def test_the_swap_trains_as_one_process(two: RankPool) -> None:
-    """The example's own model, alone and with plain attention: the same losses, and gradients of the same size under DDP."""
+    """The example's own model, alone and with plain attention:
+    the same losses, and gradients of the same size under DDP.
+    """
     example = loaded("attention_swap")
     torch.manual_seed(0)
     model = example.Model()

@@ -1,4 +1,6 @@
-"""Proves the Hugging Face adapter around the numbers: masks by layer, packing, refusals by name, and that a given step cannot go unused."""
+"""Proves the Hugging Face adapter around the numbers: masks by layer, packing, refusals by name,
+and that a given step cannot go unused.
+"""
 
 from __future__ import annotations
 
@@ -352,7 +354,7 @@ def test_a_planner_has_the_models_dtype(said: Any, planned: str) -> None:
     )
 
 
-# --- refusals -----------------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 class Layer(nn.Module):
@@ -387,11 +389,17 @@ def test_what_cannot_be_honoured_is_refused_by_name(change: dict[str, Any], word
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"cu_seq_lens_q": torch.tensor([0, 33]), "cu_seq_lens_k": torch.tensor([0, 33])}, r"\[0, 33\].*\[0, 20, 21, 30, 33\]"),
+        (
+            {"cu_seq_lens_q": torch.tensor([0, 33]), "cu_seq_lens_k": torch.tensor([0, 33])},
+            r"\[0, 33\].*\[0, 20, 21, 30, 33\]",
+        ),
         ({"position_ids": torch.arange(33)[None]}, r"position_ids=step\.positions\[None\]"),
-        ({n: torch.zeros(2, 4 if n == "query" else 2, 33, 8) for n in ("query", "key", "value")}, r"got 2 rows of 33.*end to end"),
+        (
+            {n: torch.zeros(2, 4 if n == "query" else 2, 33, 8) for n in ("query", "key", "value")},
+            r"got 2 rows of 33.*end to end",
+        ),
     ],
-)  # fmt: skip
+)
 def test_mistakes_of_a_caller_are_named(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         call(**change)
@@ -399,8 +407,11 @@ def test_mistakes_of_a_caller_are_named(change: dict[str, Any], words: str) -> N
 
 def test_masks_of_other_kinds_are_refused(models: dict[str, Any]) -> None:
     assert flexcp_mask(mask_function=causal_mask_function) is None
-    for function in (bidirectional_mask_function, or_masks(causal_mask_function, bidirectional_mask_function),
-                     and_masks(causal_mask_function, lambda *at: True)):  # fmt: skip
+    for function in (
+        bidirectional_mask_function,
+        or_masks(causal_mask_function, bidirectional_mask_function),
+        and_masks(causal_mask_function, lambda *at: True),
+    ):
         with pytest.raises(NotImplementedError, match=r"mask function of its own"):
             flexcp_mask(mask_function=function)
     with pytest.raises(NotImplementedError, match=r"attention_chunk_size=8"):
@@ -450,7 +461,7 @@ def test_models_of_one_config_are_turned_on_together_and_those_of_a_copy_are_not
     assert all(found.isfinite().all() for found in logits), "both go on"
 
 
-# --- a step cannot go unused --------------------------------------------------------------------------------------------
+# --- a step cannot go unused ------------------------------------------------------------------------------------------
 
 
 def test_a_step_given_to_a_model_that_ignores_it_is_an_error() -> None:

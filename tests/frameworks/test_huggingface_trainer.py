@@ -1,4 +1,6 @@
-"""Proves the Trainer adapter: the Trainer's own run in data parallelism, and ours where ranks share every batch, have the same numbers."""
+"""Proves the Trainer adapter: the Trainer's own run in data parallelism, and ours where ranks share every batch,
+have the same numbers.
+"""
 
 from __future__ import annotations
 
@@ -67,9 +69,14 @@ def test_under_fsdp2_the_trainer_trains_as_under_ddp(two: RankPool, theirs: dict
 
 def test_a_run_goes_on_in_the_middle_of_an_epoch(two: RankPool, tmp_path: Path) -> None:
     more = {
-        "max_steps": 12, "save_steps": 2, "save_strategy": "steps", "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1,
-        "optim": "adamw_torch", "save_total_limit": None,
-    }  # fmt: skip
+        "max_steps": 12,
+        "save_steps": 2,
+        "save_strategy": "steps",
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 1,
+        "optim": "adamw_torch",
+        "save_total_limit": None,
+    }
     whole = two.run(trained, str(tmp_path), Case("flat", more=more))[0]
     for number in range(4, 13, 2):
         shutil.rmtree(tmp_path / f"checkpoint-{number}")
@@ -82,12 +89,16 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(two: RankPool, tmp_path: Path) 
 
 
 def test_every_rank_evaluates_the_whole_batch(two: RankPool) -> None:
-    """The Trainer weighs what ranks return by their documents, of which the last batch may have fewer on one of them."""
+    """The Trainer weighs what ranks return by their documents,
+    of which the last batch may have fewer on one of them.
+    """
     assert two.run(evaluated_shares) == [2.5, 2.5]
 
 
 def test_without_labels_gradients_are_whole_too(two: RankPool, tmp_path: Path) -> None:
-    """The Trainer then counts no labels and scales nothing: the loss of a micro-batch is its mean, and micro-batches are averaged."""
+    """The Trainer then counts no labels and scales nothing: the loss of a micro-batch is its mean,
+    and micro-batches are averaged.
+    """
     more = {"gradient_accumulation_steps": 1}
     right = two.run(trained, str(tmp_path), Case(more=more))[0]
     ours = two.run(trained, str(tmp_path), Case("unlabelled", more=more))[0]
@@ -167,12 +178,15 @@ def test_rows_may_be_padded_on_either_side_or_hold_nothing() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"position_ids": [list(range(10))], "attention_mask": [NUMBERED]}, r"attention_mask says.*\[5, 3\].*position_ids says \[8\]"),
+        (
+            {"position_ids": [list(range(10))], "attention_mask": [NUMBERED]},
+            r"attention_mask says.*\[5, 3\].*position_ids says \[8\]",
+        ),
         ({"position_ids": [PACKED], "seq_idx": [[0] * 10]}, r"seq_idx says that documents have \[10\]"),
         ({"attention_mask": [[1, 1, 0, 1]]}, r"padding between a row's tokens"),
         ({"attention_mask": [[1, 1, 0, 1]], "position_ids": [[0, 1, 2, 3]]}, r"jump inside a row"),
     ],
-)  # fmt: skip
+)
 def test_batches_that_contradict_themselves_are_refused(fields: dict[str, list[list[int]]], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         read_batch(batch(**fields))

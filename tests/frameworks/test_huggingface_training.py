@@ -1,7 +1,8 @@
-"""Proves that Hugging Face models train under flexcp as on one process: loss and every parameter's gradient, family by family.
+"""Proves that Hugging Face models train under flexcp as on one process: loss and every parameter's gradient,
+family by family.
 
-The single process runs one document at a time through plain dense attention and knows nothing of flexcp. CI takes a pairwise choice of
-family, strategy, layout, ranks and dtype; ``make models`` takes all of them over 50 steps.
+The single process runs one document at a time through plain dense attention and knows nothing of flexcp. CI takes a
+pairwise choice of family, strategy, layout, ranks and dtype; ``make models`` takes all of them over 50 steps.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ DTYPES = tuple(LIMITS)
 
 
 def pairwise() -> list[Run]:
-    """Every family under every strategy, with layouts, ranks and dtypes dealt so that all pairs occur. groups places tokens itself."""
+    """Every family under every strategy, with layouts, ranks and dtypes dealt so that all pairs occur.
+    groups places tokens itself.
+    """
     runs = []
     for number, (family, strategy) in enumerate(product(FAMILIES, STRATEGIES)):
         at, turn = divmod(number, len(STRATEGIES))

@@ -1,6 +1,8 @@
-"""Proves what hybrid models need: rows in stream order for layers that read in order, and back, differentiably, under any plan.
+"""Proves what hybrid models need: rows in stream order for layers that read in order, and back, differentiably,
+under any plan.
 
-A layer that sums over a document's past stands for every recurrent one; the model around it is flexcp's own small GPT's attention.
+A layer that sums over a document's past stands for every recurrent one; the model around it is flexcp's own small GPT's
+attention.
 """
 
 from __future__ import annotations

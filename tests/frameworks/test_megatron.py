@@ -1,4 +1,6 @@
-"""Proves that the released Megatron-Core trains the same under a plan: against stock Megatron alone, document by document, on one rank."""
+"""Proves that the released Megatron-Core trains the same under a plan: against stock Megatron alone, document by
+document, on one rank.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Proves the three forms of multi-latent attention: all equal dense attention over expanded heads, with the bytes that were planned.
+"""Proves the three forms of multi-latent attention: all equal dense attention over expanded heads,
+with the bytes that were planned.
 
-Values of another size than keys, latents that travel (straight, round a ring, through relays, kept for the backward), their gradients and
-those of the expansion, and what each form costs.
+Values of another size than keys, latents that travel (straight, round a ring, through relays, kept for the backward),
+their gradients and those of the expansion, and what each form costs.
 """
 
 from __future__ import annotations
@@ -181,8 +182,16 @@ def test_a_call_is_checked_as_any_attention() -> None:
     with pytest.raises(ValueError, match=r"flexcp\.bind\(plan, group\)"):
         flexcp.latent_attention(*call, step.plan)
     shape, masks = step.plan.shape, {"full": (flexcp.causal(), 1), "window": (flexcp.window(4), 3)}
-    planner = flexcp.Planner(shape.heads, 1, shape.head_dim, shape.v_head_dim, shape.dtype,
-                             flexcp.cluster("cpu", 1, 1), strategy="blocks", latent=shape.latent)  # fmt: skip
+    planner = flexcp.Planner(
+        shape.heads,
+        1,
+        shape.head_dim,
+        shape.v_head_dim,
+        shape.dtype,
+        flexcp.cluster("cpu", 1, 1),
+        strategy="blocks",
+        latent=shape.latent,
+    )
     several = flexcp.bind(planner(step.plan.batch.lengths, masks=masks))
     with pytest.raises(ValueError, match=r"'full' \(causal\), 'window' \(window of 5 keys\)"):
         flexcp.latent_attention(*call, several)

@@ -1,4 +1,6 @@
-"""Proves that planned tokens pass through expert parallelism: Megatron's own experts and all-to-all, against stock Megatron on one rank."""
+"""Proves that planned tokens pass through expert parallelism: Megatron's own experts and all-to-all, against stock
+Megatron on one rank.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Proves that a Hugging Face vision-language model under two plans equals the same model on one process, gradients and all.
+"""Proves that a Hugging Face vision-language model under two plans equals the same model on one process,
+gradients and all.
 
-Images of several sizes and a video, text around them, causal as the model is trained and with spans that see both ways; batches as data;
-what balances an encoder beside what balances a language model.
+Images of several sizes and a video, text around them, causal as the model is trained and with spans that see both ways;
+batches as data; what balances an encoder beside what balances a language model.
 """
 
 from __future__ import annotations
@@ -259,7 +260,8 @@ def test_what_balances_the_encoder_does_not_balance_the_language_model() -> None
     for rank, start, stop in zip(*language.placement.runs.matrix().tolist(), strict=True):
         owner[start:stop] = rank
     sources = batch.sources()
-    # Encoding every image where its tokens are kept instead: an image of n patches costs n x n, shared as its tokens are.
+    # Encoding every image where its tokens are kept instead: an image of n patches costs n x n, shared as its tokens
+    # are.
     size = np.repeat(batch.encoder_lengths, batch.encoder_lengths)[np.maximum(sources[:, 0], 0)] * (sources[:, 0] >= 0)
     beside = np.bincount(owner, size, minlength=4)
     assert beside.max() * 4 / beside.sum() > 1.2 * imbalance(encoder.work())

@@ -1,7 +1,9 @@
-"""Proves flexcp beside the rest of a training stack, on real ranks with a real Hugging Face model: the loss of one process every time.
+"""Proves flexcp beside the rest of a training stack, on real ranks with a real Hugging Face model:
+the loss of one process every time.
 
-FSDP2, activation checkpointing (full and selective), torch.compile with few compilations however token counts change, gradient
-accumulation, mixed precision, tensor and sequence parallelism, two models in one process, evaluation between training steps.
+FSDP2, activation checkpointing (full and selective), torch.compile with few compilations however token counts change,
+gradient accumulation, mixed precision, tensor and sequence parallelism, two models in one process, evaluation between
+training steps.
 """
 
 from __future__ import annotations

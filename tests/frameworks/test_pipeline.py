@@ -1,4 +1,6 @@
-"""Proves that plans travel with micro-batches through two stages of torch's own pipeline: losses and gradients equal one process's."""
+"""Proves that plans travel with micro-batches through two stages of torch's own pipeline:
+losses and gradients equal one process's.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Proves that Qwen2.5-VL, whose encoder has windows, and Qwen3-VL, whose language model reads several layers of its encoder, equal the
-stock models on one process under two plans, gradients and all.
+"""Proves that Qwen2.5-VL, whose encoder has windows, and Qwen3-VL, whose language model reads several layers of its
+encoder, equal the stock models on one process under two plans, gradients and all.
 
-The stock model is called as its users call it, a document at a time, with pixels and grids: positions, windows, placeholders and features
-are its own.
+The stock model is called as its users call it, a document at a time, with pixels and grids: positions, windows,
+placeholders and features are its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Proves shared rollouts: log-probabilities in the caller's order and gradients of data parallelism, over several micro-batches."""
+"""Proves shared rollouts: log-probabilities in the caller's order and gradients of data parallelism,
+over several micro-batches.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Proves the torchtitan adapter with torchtitan's own trainer, models, FSDP2, recomputation, checkpoints and metrics on CPU ranks.
+"""Proves the torchtitan adapter with torchtitan's own trainer, models, FSDP2, recomputation,
+checkpoints and metrics on CPU ranks.
 
 Their side attends densely inside each rank's own rows; ours shares the documents of both ranks.
 """

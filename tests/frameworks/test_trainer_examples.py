@@ -1,4 +1,6 @@
-"""Proves the trainers' examples: each on two ranks logs what its plain twin logs on one process, and differs from it by a few lines."""
+"""Proves the trainers' examples: each on two ranks logs what its plain twin logs on one process,
+and differs from it by a few lines.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Proves that runs under TRL and Lightning go on where they stopped, in the middle of an epoch, and evaluate as one process does."""
+"""Proves that runs under TRL and Lightning go on where they stopped, in the middle of an epoch,
+and evaluate as one process does.
+"""
 
 from __future__ import annotations
 

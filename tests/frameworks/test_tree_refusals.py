@@ -1,5 +1,6 @@
-"""Proves that what takes one label a row refuses a tree by a line that names the calls that work: pipelines, shared batches (torchtitan,
-the Trainer) and Megatron."""
+"""Proves that what takes one label a row refuses a tree by a line that names the calls that work: pipelines, shared
+batches (torchtitan, the Trainer) and Megatron.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Proves trees end to end: losses, log-probabilities and gradients of tiny models on real ranks are those of independent sequences.
+"""Proves trees end to end: losses, log-probabilities and gradients of tiny models
+on real ranks are those of independent sequences.
 
-Float64, to 1e-9, with windows on the path and with bytes on the wire as planned; a planted mistake in positions, edges or weights shows.
-``benchmarks/trees.py`` does the same for larger trees and all strategies.
+Float64, to 1e-9, with windows on the path and with bytes on the wire as planned; a planted mistake in positions, edges
+or weights shows. ``benchmarks/trees.py`` does the same for larger trees and all strategies.
 """
 
 from __future__ import annotations

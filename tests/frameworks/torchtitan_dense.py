@@ -1,4 +1,6 @@
-"""A dense attention for torchtitan's own side of the comparison: its flex and varlen attentions have no backward on a CPU."""
+"""A dense attention for torchtitan's own side of the comparison:
+its flex and varlen attentions have no backward on a CPU.
+"""
 
 from __future__ import annotations
 

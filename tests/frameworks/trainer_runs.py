@@ -55,11 +55,24 @@ def trained(group: dist.ProcessGroup, folder: str, case: Case) -> dict[str, Any]
     model = make_model(Run("gemma2", dtype="float32"), "eager")
     data = [{"input_ids": d, "labels": d} if case.collator == "flat" else {"input_ids": d} for d in documents()]
     settings = {
-        "use_cpu": True, "max_steps": 2, "per_device_train_batch_size": 3, "per_device_eval_batch_size": 3,
-        "gradient_accumulation_steps": 2, "optim": "sgd", "learning_rate": RATE, "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.5, "logging_steps": 1, "report_to": [], "save_strategy": "no", "data_seed": 0, "disable_tqdm": True,
-        "prediction_loss_only": True, "remove_unused_columns": False, "dataloader_pin_memory": False,
-    }  # fmt: skip
+        "use_cpu": True,
+        "max_steps": 2,
+        "per_device_train_batch_size": 3,
+        "per_device_eval_batch_size": 3,
+        "gradient_accumulation_steps": 2,
+        "optim": "sgd",
+        "learning_rate": RATE,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.5,
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "data_seed": 0,
+        "disable_tqdm": True,
+        "prediction_loss_only": True,
+        "remove_unused_columns": False,
+        "dataloader_pin_memory": False,
+    }
     more = dict(case.more)
     if "parallelism_config" in more:
         from accelerate.parallelism_config import ParallelismConfig
@@ -98,7 +111,9 @@ def whole_weights(model: Any) -> dict[str, Tensor]:
 
 
 def predicted(trainer: Any, data: list[Any]) -> tuple[Tensor, float]:
-    """Logits of all labelled tokens, which ``predict`` gathers on every rank, and the loss; rows as their collator made them."""
+    """Logits of all labelled tokens, which ``predict`` gathers on every rank, and the loss;
+    rows as their collator made them.
+    """
     trainer.args.prediction_loss_only = False
     found = trainer.predict(data)
     logits, labels = torch.from_numpy(found.predictions), torch.from_numpy(found.label_ids)

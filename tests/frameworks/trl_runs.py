@@ -1,4 +1,6 @@
-"""Runs the examples of trainers: on the ranks of a pool, or their plain twins in this process; light to import (see parallel_runs.py)."""
+"""Runs the examples of trainers: on the ranks of a pool, or their plain twins in this process;
+light to import (see parallel_runs.py).
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def logged(group: dist.ProcessGroup | None, name: str, arguments: list[str]) -> 
 
 
 def generated(group: dist.ProcessGroup, folder: str, ours: bool) -> list[dict[str, Any]]:
-    """The log of GRPO with rollouts that the model generates itself: two steps of it, in data parallelism or shared by ranks."""
+    """The log of GRPO with rollouts that the model generates itself:
+    two steps of it, in data parallelism or shared by ranks.
+    """
     import torch
     from trl import GRPOConfig, GRPOTrainer
 
@@ -65,10 +69,20 @@ def generated(group: dist.ProcessGroup, folder: str, ours: bool) -> list[dict[st
 
         reset_accelerate()
         arguments = GRPOConfig(
-            folder, max_steps=2, per_device_train_batch_size=4, num_generations=2, max_completion_length=8, beta=0.1, logging_steps=1,
+            folder,
+            max_steps=2,
+            per_device_train_batch_size=4,
+            num_generations=2,
+            max_completion_length=8,
+            beta=0.1,
+            logging_steps=1,
             learning_rate=1e-2,
-            use_cpu=True, bf16=False, report_to=[], save_strategy="no", disable_tqdm=True,
-        )  # fmt: skip
+            use_cpu=True,
+            bf16=False,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+        )
         model = made_text.model()
         if rank == "0":
             model.save_pretrained(folder)  # where the reference model is loaded from

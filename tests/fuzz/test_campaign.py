@@ -1,4 +1,6 @@
-"""Proves that the fuzzer passes on flexcp as it is, finds planted bugs, makes failing cases small, and writes what verify replays."""
+"""Proves that the fuzzer passes on flexcp as it is, finds planted bugs, makes failing cases small,
+and writes what verify replays.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,13 @@ from flexcp.fuzz.worker import Task, serve
 from flexcp.measure.ranks import RankPool
 from lib.planted_bugs import BUGS, plant, plant_on_rank, planted
 
-SMALL = Case([7, 2], [Layer("one", 2, ["window", 2, 1])], {"name": "cpu", "nodes": 1, "ranks_per_node": 2},
-             {"heads": 2, "kv_heads": 1, "head_dim": 8, "v_head_dim": 8, "dtype": "float64"}, {"strategy": "blocks"})  # fmt: skip
+SMALL = Case(
+    [7, 2],
+    [Layer("one", 2, ["window", 2, 1])],
+    {"name": "cpu", "nodes": 1, "ranks_per_node": 2},
+    {"heads": 2, "kv_heads": 1, "head_dim": 8, "v_head_dim": 8, "dtype": "float64"},
+    {"strategy": "blocks"},
+)
 FOUND_IN = {"masks": 60, "planners": 60, "schedule": 60, "simulator": 60, "loader": 200, "report": 60}
 """Cases that the bug of an area may take here."""
 
@@ -214,7 +221,9 @@ def test_a_refusal_without_a_reason_is_a_failure() -> None:
 
 
 def test_a_worker_at_its_end_is_not_interrupted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The campaign asks it to leave while its exit functions run; what a signal raises in those is printed as a traceback."""
+    """The campaign asks it to leave while its exit functions run;
+    what a signal raises in those is printed as a traceback.
+    """
     monkeypatch.setattr(os, "setsid", lambda: None)
     monkeypatch.setattr("flexcp.fuzz.worker.warm", lambda: None)
     monkeypatch.setattr("torch.set_num_threads", lambda _: None)

@@ -1,4 +1,6 @@
-"""Proves on random cases, in this process, that plans are what they should be: the fuzzer as every change of a planner meets it."""
+"""Proves on random cases, in this process, that plans are what they should be:
+the fuzzer as every change of a planner meets it.
+"""
 
 from __future__ import annotations
 

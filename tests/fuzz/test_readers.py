@@ -1,4 +1,6 @@
-"""Proves that changed files of every kind are read, or refused in one line that names them. ``make fuzz-readers`` tries 50,000."""
+"""Proves that changed files of every kind are read, or refused in one line that names them.
+``make fuzz-readers`` tries 50,000.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Proves that the fuzzer's own references are right where they can be compared with something else, and that the token machine sees
-mistakes in plans."""
+"""Proves that the fuzzer's own references are right where they can be compared with something else, and that the token
+machine sees mistakes in plans.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Proves that the fuzzer's check of reports accepts pages as they are, also those of plans too large to draw, and finds wrong ones."""
+"""Proves that the fuzzer's check of reports accepts pages as they are, also those of plans too large to draw,
+and finds wrong ones.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Proves that files are written whole or not at all, and that a full disk leaves nothing behind, whichever command writes."""
+"""Proves that files are written whole or not at all, and that a full disk leaves nothing behind,
+whichever command writes.
+"""
 
 from __future__ import annotations
 

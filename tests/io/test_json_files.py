@@ -1,4 +1,6 @@
-"""Proves that JSON from users is read or refused in one line that names the file, at every door where a file can be handed in."""
+"""Proves that JSON from users is read or refused in one line that names the file,
+at every door where a file can be handed in.
+"""
 
 from __future__ import annotations
 

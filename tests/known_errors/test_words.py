@@ -1,4 +1,6 @@
-"""Proves what is said of errors: the entry that applies, in numbers that commands wrote, with its source; or that there is none."""
+"""Proves what is said of errors: the entry that applies, in numbers that commands wrote, with its source;
+or that there is none.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,10 @@ def test_what_a_calibration_held_out_stands_beside_it(file: Path) -> None:
 
 def test_ratios_say_whether_the_order_was_right(file: Path) -> None:
     write(file, KnownError("ratios, stated", Errors(28, 0.24, 2.87, 7.53), "2026-01-02", pairs=28, right=26))
-    found = "of 28 pairs of published figures that are 10 % apart or more 26 come out in the published order, their ratios off by 24 % in"
+    found = (
+        "of 28 pairs of published figures that are 10 % apart or more 26 come out in the published order, "
+        "their ratios off by 24 % in"
+    )
     assert found in sure_words(CostModel()) and sure_words(CostModel()).count(words.PAGE) == 1
 
 

@@ -1,7 +1,8 @@
-"""Proves masks: every named one against its per-query definition, the slice algebra against brute force, every conversion.
+"""Proves masks: every named one against its per-query definition, the slice algebra against brute force,
+every conversion.
 
-The definitions below are written from the literature's wording (keys seen by query i of a document of n tokens), one query at a
-time with plain sets, and share nothing with the slices they judge.
+The definitions below are written from the literature's wording (keys seen by query i of a document of n tokens), one
+query at a time with plain sets, and share nothing with the slices they judge.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def dense_of(rule: Rule, n: int) -> Bools:
     return out
 
 
-# --- the definitions ---------------------------------------------------------------------------------------------------
+# --- the definitions --------------------------------------------------------------------------------------------------
 
 
 def answer_start(i: int, question: int, answers: list[int]) -> int:
@@ -89,7 +90,7 @@ def window_keys(i: int, n: int, left: int | None, right: int | None) -> set[int]
     return {k for k in range(n) if (left is None or k - i >= -left) and (right is None or k - i <= right)}
 
 
-# --- cases: (mask, length, definition) -----------------------------------------------------------------------------------
+# --- cases: (mask, length, definition) --------------------------------------------------------------------------------
 
 
 @st.composite
@@ -261,7 +262,7 @@ def test_a_fraction_of_a_token_is_refused_in_conversions(make: Callable[[], Any]
         make()
 
 
-# --- the algebra ---------------------------------------------------------------------------------------------------------
+# --- the algebra ------------------------------------------------------------------------------------------------------
 
 GRID = 12
 coordinate = st.integers(0, GRID)
@@ -381,7 +382,7 @@ def shared(a: Ints, b: Ints) -> bool:
     return bool((pairs(a, GRID) & pairs(b, GRID)).any())
 
 
-# --- explicit masks ------------------------------------------------------------------------------------------------------
+# --- explicit masks ---------------------------------------------------------------------------------------------------
 
 sorted_row = st.tuples(
     st.tuples(coordinate, coordinate).map(sorted),
@@ -490,7 +491,7 @@ def test_bad_key_ranges_are_refused_with_their_query(bad: tuple[int, int]) -> No
         from_key_ranges([[(0, 1)], [bad], []])
 
 
-# --- mask_mod --------------------------------------------------------------------------------------------------------------
+# --- mask_mod ---------------------------------------------------------------------------------------------------------
 
 
 @quick
@@ -554,7 +555,7 @@ def test_a_mask_mod_of_integers_counts_by_truth() -> None:
     np.testing.assert_array_equal(mask.dense(4), causal().dense(4))
 
 
-# --- cumulative lengths ----------------------------------------------------------------------------------------------------
+# --- cumulative lengths -----------------------------------------------------------------------------------------------
 
 
 @quick
@@ -581,7 +582,7 @@ def test_bad_cumulative_lengths_are_refused(borders: list[int], message: str) ->
         from_cu_seqlens(borders)
 
 
-# --- text forms --------------------------------------------------------------------------------------------------------------
+# --- text forms -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Proves that numbers of any size make the mask they say: every named mask and conversion against a definition in plain Python integers."""
+"""Proves that numbers of any size make the mask they say: every named mask
+and conversion against a definition in plain Python integers.
+"""
 
 from __future__ import annotations
 
@@ -166,7 +168,7 @@ def test_text_forms(text: str) -> None:
         (lambda: flexcp.Planner(1)([5, 10**20]), "a document of 100000000000000000000 tokens"),
         (lambda: flexcp.Planner(1)([-(10**20)]), "has length -100000000000000000000"),
     ],
-)  # fmt: skip
+)
 def test_absurd_numbers_are_refused_in_one_line(make: Callable[[], Any], words: str) -> None:
     with pytest.raises(ValueError, match=words) as raised:
         make()
@@ -174,7 +176,9 @@ def test_absurd_numbers_are_refused_in_one_line(make: Callable[[], Any], words: 
 
 
 def test_more_answers_than_tokens_make_no_slices() -> None:
-    """A document of 40 tokens has at most a question and one answer when it is to be cut into thousands: work follows tokens."""
+    """A document of 40 tokens has at most a question and one answer when it is to be cut into thousands:
+    work follows tokens.
+    """
     slices = flexcp.shared_question(2**14, 0.2).slices(40)
     assert slices[:, :4].tolist() == [[0, 40, 0, 8], [8, 40, 8, 40]]
 

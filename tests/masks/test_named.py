@@ -1,4 +1,6 @@
-"""Proves that the table of named masks is whole: what text, files, the command line and lines of code read of each mask is right."""
+"""Proves that the table of named masks is whole: what text, files,
+the command line and lines of code read of each mask is right.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +113,9 @@ def test_a_name_that_is_not_in_the_table_is_an_error() -> None:
 
 
 def test_a_window_says_in_words_what_it_sees() -> None:
-    """Its text form counts keys and its function tokens before a query, so neither number alone would be read right by both."""
+    """Its text form counts keys and its function tokens before a query,
+    so neither number alone would be read right by both.
+    """
     assert str(parse_mask("window:4096")) == str(window(4095)) == "window of 4,096 keys"
     assert str(window(0)) == "window of 1 key"
     assert str(window(3, 2)) == "window of 3 keys before and 2 keys after"

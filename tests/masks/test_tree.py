@@ -1,4 +1,6 @@
-"""Proves trees: who sees whom against a walk from token to token, the tree of token ids, and what is told of wrong input."""
+"""Proves trees: who sees whom against a walk from token to token, the tree of token ids,
+and what is told of wrong input.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,8 @@ def test_masks_of_other_ends_or_windows_are_others() -> None:
         flexcp.tree([-1, 0, -1], [4, 2, 3]),
     ]
     assert len(set(masks)) == 4
-    assert masks[0] == flexcp.tree([-1, 0, 0], np.array([4, 2, 3]), ends=[1, 2]) and windowed(masks[0], 2) == masks[2]  # type: ignore[arg-type]
+    assert masks[0] == flexcp.tree([-1, 0, 0], np.array([4, 2, 3]), ends=[1, 2])  # type: ignore[arg-type]
+    assert windowed(masks[0], 2) == masks[2]
     assert str(masks[2]) == "tree[3 segments, 2 sequences, 9 tokens, left 2]"
 
 

@@ -1,4 +1,6 @@
-"""Proves ``bench step``: real ranks run every strategy and say what they measured and predicted; refusals and foreign packages are rows."""
+"""Proves ``bench step``: real ranks run every strategy and say what they measured and predicted;
+refusals and foreign packages are rows.
+"""
 
 from __future__ import annotations
 

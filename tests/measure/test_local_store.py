@@ -1,4 +1,6 @@
-"""Proves that nothing of a local run can be reached from outside: every socket its processes listen on is bound to loopback."""
+"""Proves that nothing of a local run can be reached from outside:
+every socket its processes listen on is bound to loopback.
+"""
 
 from __future__ import annotations
 

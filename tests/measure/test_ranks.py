@@ -1,4 +1,6 @@
-"""Proves the pool of ranks: results in rank order, failures raised with the rank's traceback, a death soon noticed, progress on the way."""
+"""Proves the pool of ranks: results in rank order, failures raised with the rank's traceback, a death soon noticed,
+progress on the way.
+"""
 
 from __future__ import annotations
 

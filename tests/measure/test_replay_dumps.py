@@ -1,4 +1,6 @@
-"""Proves the replay of dumps: good plans pass on real ranks, a bad one is found and not run, ranks with different plans are named."""
+"""Proves the replay of dumps: good plans pass on real ranks, a bad one is found and not run,
+ranks with different plans are named.
+"""
 
 from __future__ import annotations
 

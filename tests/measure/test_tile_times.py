@@ -1,4 +1,6 @@
-"""Proves prices of tiles: a kernel that costs what they say is found again, plans are timed call by call, files keep them."""
+"""Proves prices of tiles: a kernel that costs what they say is found again, plans are timed call by call,
+files keep them.
+"""
 
 from __future__ import annotations
 

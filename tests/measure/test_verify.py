@@ -1,4 +1,6 @@
-"""Proves that verification says what it does while it takes its time; what it finds is the matrix's and the commands' to prove."""
+"""Proves that verification says what it does while it takes its time;
+what it finds is the matrix's and the commands' to prove.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Small ``config.json`` files: one of each family as somebody would write it, and changes of fields that users and other families make."""
+"""Small ``config.json`` files: one of each family as somebody would write it,
+and changes of fields that users and other families make.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +40,29 @@ CHANGES: dict[str, dict[str, Any]] = {
     "switch alone": {"sliding_window": GONE, "use_sliding_window": True, "max_window_layers": 1},
     "window off": {"sliding_window": WINDOW, "use_sliding_window": False, "max_window_layers": 1},
     "layer types": {"num_hidden_layers": 2, "sliding_window": WINDOW, "layer_types": MIXED},
-    "layer types on": {"num_hidden_layers": 2, "sliding_window": WINDOW, "use_sliding_window": True, "layer_types": MIXED},
-    "layer types alone": {"num_hidden_layers": 2, "sliding_window": GONE, "use_sliding_window": True, "layer_types": MIXED},
+    "layer types on": {
+        "num_hidden_layers": 2,
+        "sliding_window": WINDOW,
+        "use_sliding_window": True,
+        "layer_types": MIXED,
+    },
+    "layer types alone": {
+        "num_hidden_layers": 2,
+        "sliding_window": GONE,
+        "use_sliding_window": True,
+        "layer_types": MIXED,
+    },
     "every third": {"sliding_window": WINDOW, "sliding_window_pattern": 3},
     "wider": {"intermediate_size": 240},
     "n_inner": {"n_inner": 240},
     "no width": {"intermediate_size": GONE, "n_inner": GONE, "ffn_dim": GONE, "ffn_hidden_size": GONE},
     "old names": {
-        "n_embd": 96, "n_head": 4, "n_layer": 2, "hidden_size": GONE, "num_attention_heads": GONE, "num_hidden_layers": GONE,
+        "n_embd": 96,
+        "n_head": 4,
+        "n_layer": 2,
+        "hidden_size": GONE,
+        "num_attention_heads": GONE,
+        "num_hidden_layers": GONE,
     },
     "experts": {"num_experts": 12},
     "local experts": {"num_local_experts": 12},
@@ -54,13 +71,22 @@ CHANGES: dict[str, dict[str, Any]] = {
     "no experts a token": {"num_experts_per_tok": GONE},
     "no expert width": {"moe_intermediate_size": GONE},
     "shared experts": {
-        "n_shared_experts": 2, "num_shared_experts": 2, "shared_expert_intermediate_size": 144, "shared_intermediate_size": 144,
+        "n_shared_experts": 2,
+        "num_shared_experts": 2,
+        "shared_expert_intermediate_size": 144,
+        "shared_intermediate_size": 144,
     },
     "0 shared experts": {
-        "n_shared_experts": 0, "num_shared_experts": 0, "shared_expert_intermediate_size": 0, "shared_intermediate_size": 0,
+        "n_shared_experts": 0,
+        "num_shared_experts": 0,
+        "shared_expert_intermediate_size": 0,
+        "shared_intermediate_size": 0,
     },
     "no shared experts": {
-        "n_shared_experts": GONE, "num_shared_experts": GONE, "shared_expert_intermediate_size": GONE, "shared_intermediate_size": GONE,
+        "n_shared_experts": GONE,
+        "num_shared_experts": GONE,
+        "shared_expert_intermediate_size": GONE,
+        "shared_intermediate_size": GONE,
     },
     "dense first": EIGHT | {"first_k_dense_replace": 1},
     "dense by default": EIGHT | {"first_k_dense_replace": GONE},
@@ -69,15 +95,22 @@ CHANGES: dict[str, dict[str, Any]] = {
     "one dense": EIGHT | {"mlp_only_layers": [3]},
     "many queries": {"multi_query": False},
     "new falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
-}  # fmt: skip
+}
 
 
 GROUPS = {"topk_group": 1, "n_group": 1}
 ROTARY = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 4, 4]}}
 EXTRA: dict[str, dict[str, Any]] = {
-    "codegen": {"rotary_dim": 8}, "dots1": GROUPS, "exaone_moe": GROUPS, "glm4_moe": GROUPS, "gptj": {"rotary_dim": 8},
-    "helium": {"head_dim": 24}, "solar_open": GROUPS, "qwen2_5_vl_text": ROTARY, "qwen2_vl_text": ROTARY,
-}  # fmt: skip
+    "codegen": {"rotary_dim": 8},
+    "dots1": GROUPS,
+    "exaone_moe": GROUPS,
+    "glm4_moe": GROUPS,
+    "gptj": {"rotary_dim": 8},
+    "helium": {"head_dim": 24},
+    "solar_open": GROUPS,
+    "qwen2_5_vl_text": ROTARY,
+    "qwen2_vl_text": ROTARY,
+}
 """What models of a family need to be small."""
 
 

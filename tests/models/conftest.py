@@ -1,4 +1,6 @@
-"""``--all-changes``: every change of a file with every family of models, also those that do not know its fields; minutes."""
+"""``--all-changes``: every change of a file with every family of models,
+also those that do not know its fields; minutes.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
-"""Proves that a ``config.json`` is read as Transformers reads it, or refused: families, written by hand and saved, with fields changed.
+"""Proves that a ``config.json`` is read as Transformers reads it, or refused: families, written by hand and saved,
+with fields changed.
 
-A small model of each file is built and run, and what it does is compared with what was read: heads, head sizes, the keys that layers see,
-weights, multiplications of a token (which experts that a token does not use are not in), vocabulary, tied or not. So is what
-``huggingface.masks`` and ``huggingface.planner`` make of the same configuration.
+A small model of each file is built and run, and what it does is compared with what was read: heads, head sizes, the
+keys that layers see, weights, multiplications of a token (which experts that a token does not use are not in),
+vocabulary, tied or not. So is what ``huggingface.masks`` and ``huggingface.planner`` make of the same configuration.
 
-A change is tried with the families that know one of its fields; ``--all-changes`` (``make families``) tries it with all.
+A change is tried with the families that know one of its fields; ``--all-changes`` (``make families``) tries it with
+all.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ UNBUILT = {
     "qwen2_5_vl_text, other head_dim": MROPE,
     "qwen2_vl_text, other head_dim": MROPE,
 }
-"""Changes, or those of a family, after which a file is read although Transformers makes no model of it, and why no number is wrong."""
+"""Changes, or those of a family, after which a file is read although Transformers makes no model of it,
+and why no number is wrong.
+"""
 UNBUILT_WORDS = "is read, but Transformers makes no model of it"
 
 
@@ -72,11 +76,14 @@ def without_sizes(layers: Counter[Layer]) -> Counter[Layer]:
 
 
 def differences(preset: Preset, found: Seen, dense: bool) -> list[str]:
-    """What a model of Transformers does otherwise than was read; ``dense`` says whether some of its layers have no experts."""
+    """What a model of Transformers does otherwise than was read;
+    ``dense`` says whether some of its layers have no experts.
+    """
     shape, model = preset.shape, preset.model
     # Attention that cannot be replaced multiplies too: queries with keys, and weights with values.
     attention = 0 if found.replaced else model.layers * 2 * TOKENS * shape.heads * shape.head_dim
-    # Routers, and positions that are learned, are left out of what is read; of layers without experts there may be an eighth.
+    # Routers, and positions that are learned, are left out of what is read; of layers without experts there may be an
+    # eighth.
     near = 0.15 if dense else 0.03
     numbers = {
         "weights": (model.layers * preset.layer_parameters, found.weights),
@@ -103,7 +110,9 @@ def window_keys(mask: Any) -> int:
 
 
 def planned_otherwise(config: Any, found: Seen) -> list[str]:
-    """What ``huggingface.masks`` and ``huggingface.planner`` make otherwise of a configuration, where they do not refuse it."""
+    """What ``huggingface.masks`` and ``huggingface.planner`` make otherwise of a configuration,
+    where they do not refuse it.
+    """
     if not found.replaced:
         return []  # turn_on refuses such models
     try:

@@ -1,4 +1,6 @@
-"""Proves models by name and by file: presets, ``config.json`` of the families people train, and what wrong names and files are told."""
+"""Proves models by name and by file: presets, ``config.json`` of the families people train,
+and what wrong names and files are told.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,15 @@ from flexcp.models.preset import Preset
 from flexcp.shape import Shape
 
 LLAMA = {
-    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32,
-    "num_key_value_heads": 8, "vocab_size": 128256, "torch_dtype": "bfloat16",
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "torch_dtype": "bfloat16",
+}
 QWEN = LLAMA | {"model_type": "qwen2", "sliding_window": 131072, "max_window_layers": 28, "use_sliding_window": False}
 BARE_QWEN = LLAMA | {"model_type": "qwen2"}
 MINISTRAL = LLAMA | {"model_type": "ministral", "head_dim": 128}
@@ -53,17 +61,24 @@ def test_a_file_and_its_folder_are_the_preset_of_the_same_sizes(tmp_path: Path) 
         (QWEN | {"use_sliding_window": True}, {"full": (causal(), 28), "window": (window(131071), 4)}),
         (LLAMA | {"model_type": "mistral", "sliding_window": 4096}, {"window": (window(4095), 32)}),
         (LLAMA | {"model_type": "mistral", "sliding_window": None}, {"mask": (causal(), 32)}),
-        (LLAMA | {"model_type": "gemma2", "head_dim": 256, "sliding_window": 4096}, {"full": (causal(), 16), "window": (window(4095), 16)}),
         (
-            {"text_config": LLAMA | {"model_type": "gemma3_text", "head_dim": 256, "num_hidden_layers": 34, "sliding_window": 1024}},
+            LLAMA | {"model_type": "gemma2", "head_dim": 256, "sliding_window": 4096},
+            {"full": (causal(), 16), "window": (window(4095), 16)},
+        ),
+        (
+            {
+                "text_config": LLAMA
+                | {"model_type": "gemma3_text", "head_dim": 256, "num_hidden_layers": 34, "sliding_window": 1024}
+            },
             {"full": (causal(), 5), "window": (window(1023), 29)},
         ),
         (
-            MINISTRAL | {"num_hidden_layers": 2, "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"]},
+            MINISTRAL
+            | {"num_hidden_layers": 2, "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"]},
             {"full": (causal(), 1), "window": (window(127), 1)},
         ),
     ],
-)  # fmt: skip
+)
 def test_layers_have_the_masks_of_the_file(tmp_path: Path, values: dict[str, Any], expected: dict[str, Any]) -> None:
     found = read(tmp_path, values)
     assert found.masks() == expected
@@ -71,11 +86,22 @@ def test_layers_have_the_masks_of_the_file(tmp_path: Path, values: dict[str, Any
 
 
 def test_experts_and_older_names(tmp_path: Path) -> None:
-    qwen3 = read(tmp_path, {
-        "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_attention_heads": 32,
-        "head_dim": 128, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
-        "vocab_size": 151936,
-    })  # fmt: skip
+    qwen3 = read(
+        tmp_path,
+        {
+            "model_type": "qwen3_moe",
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_attention_heads": 32,
+            "head_dim": 128,
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 48,
+            "vocab_size": 151936,
+        },
+    )
     assert qwen3.parameters == PRESETS["qwen3-30b-a3b"].parameters
     assert qwen3.shape == Shape(32, 4, 128, 128)
     mixtral = read(tmp_path, LLAMA | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2})
@@ -146,9 +172,15 @@ def _cluster() -> Any:
         (json.dumps(LLAMA | {"num_attention_heads": "32"}), ["num_attention_heads must be a whole number", "got '32'"]),
         (json.dumps(LLAMA | {"num_key_value_heads": 5}), ["config.json: heads must be a multiple of kv_heads"]),
         (json.dumps(LLAMA | {"hidden_size": None}), ["has no hidden_size"]),
-            (json.dumps(LLAMA | {"tie_word_embeddings": 1}), ["tie_word_embeddings must be true or false", "got 1"]),
-        (json.dumps(BARE_QWEN | {"sliding_window": 512}), ["sliding_window 512 but no use_sliding_window", "'qwen2'", "layer_types"]),
-        (json.dumps(BARE_QWEN | {"sliding_window": 512, "use_sliding_window": True}), ["but no max_window_layers", "'qwen2'"]),
+        (json.dumps(LLAMA | {"tie_word_embeddings": 1}), ["tie_word_embeddings must be true or false", "got 1"]),
+        (
+            json.dumps(BARE_QWEN | {"sliding_window": 512}),
+            ["sliding_window 512 but no use_sliding_window", "'qwen2'", "layer_types"],
+        ),
+        (
+            json.dumps(BARE_QWEN | {"sliding_window": 512, "use_sliding_window": True}),
+            ["but no max_window_layers", "'qwen2'"],
+        ),
         (json.dumps(LLAMA | {"sliding_window": 512}), ["sliding_window 512", "type 'llama' do not read", "model_type"]),
         (json.dumps(MOE | {"mlp_only_layers": list(range(16))}), ["16 of 32 layers without experts", "--layers"]),
         (json.dumps(MOE | {"decoder_sparse_step": 2}), ["16 of 32 layers without experts"]),
@@ -157,13 +189,16 @@ def _cluster() -> Any:
         (json.dumps(LLAMA | {"kv_lora_rank": 512}), ["multi-latent attention", "--kv-heads"]),
         (json.dumps(LLAMA | {"layer_types": ["linear_attention"] * 32}), ["layers of kind linear_attention"]),
         (json.dumps(LLAMA | {"layer_types": ["full_attention"]}), ["layer_types", "32 layers"]),
-        (json.dumps(LLAMA | {"layer_types": ["sliding_attention"] * 32}), ["layer_types, which models of the type 'llama' do not read"]),
+        (
+            json.dumps(LLAMA | {"layer_types": ["sliding_attention"] * 32}),
+            ["layer_types, which models of the type 'llama' do not read"],
+        ),
         (json.dumps(LLAMA | {"num_experts": 8}), ["num_experts 8", "do not read"]),
         (json.dumps(LLAMA | {"model_type": "bloom"}), ["'bloom'", "ALiBi"]),
         (json.dumps(LLAMA | {"model_type": "mamba"}), ["'mamba'", "softmax"]),
         (json.dumps(LLAMA | {"model_type": "novel"}), ["'novel'", "not known here", "--heads"]),
     ],
-)  # fmt: skip
+)
 def test_a_bad_file_is_one_line_with_its_name(tmp_path: Path, content: str, words: list[str]) -> None:
     file = tmp_path / "config.json"
     file.write_text(content)

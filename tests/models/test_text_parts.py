@@ -1,4 +1,6 @@
-"""Proves that the text model of a file with images around it is read as Transformers reads it: its type, its fields, tied matrices."""
+"""Proves that the text model of a file with images around it is read as Transformers reads it:
+its type, its fields, tied matrices.
+"""
 
 from __future__ import annotations
 

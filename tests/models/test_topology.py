@@ -1,4 +1,6 @@
-"""Proves what tensor and pipeline parallelism leave to context parallelism, counted by hand: ranks, heads, ports, layers, FLOPs."""
+"""Proves what tensor and pipeline parallelism leave to context parallelism, counted by hand:
+ranks, heads, ports, layers, FLOPs.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,7 @@ def test_windows_and_experts_of_a_stage() -> None:
         ({"pp": 16, "tp": 4}, "tp=4 does not divide the 2 GPUs that a stage has on a node of h100:4x8"),
         ({"tp": 0}, "tp is over how many ranks to divide, a whole number of at least 1; got 0"),
     ],
-)  # fmt: skip
+)
 def test_gpus_that_do_not_divide_are_refused(degrees: dict[str, int], says: str) -> None:
     with pytest.raises(ValueError, match=re.escape(says)):
         topology(EIGHT, Shape(64, 8, 128, 128), **degrees)

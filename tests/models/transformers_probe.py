@@ -1,9 +1,10 @@
-"""What a model of Transformers does, found by running a small one: heads, keys that each layer sees, weights, multiplications of a token.
+"""What a model of Transformers does, found by running a small one: heads, keys that each layer sees, weights,
+multiplications of a token.
 
-Attention is replaced by a function that notes what it is given, so nothing here knows the names of a family's fields. Models that do not
-let it be replaced (falcon, gptj, codegen) return their weights of attention, which have heads and keys in them; KV heads and sizes of their
-heads are then in the number of weights alone. Of a model with images around it only the text model runs; whether its matrices are one is
-seen on the whole model, built without memory.
+Attention is replaced by a function that notes what it is given, so nothing here knows the names of a family's fields.
+Models that do not let it be replaced (falcon, gptj, codegen) return their weights of attention, which have heads and
+keys in them; KV heads and sizes of their heads are then in the number of weights alone. Of a model with images around
+it only the text model runs; whether its matrices are one is seen on the whole model, built without memory.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ ALL = 0
 UNKNOWN = -1
 """Keys of a layer whose mask is neither causal nor a causal window."""
 Layer = tuple[int, int, int, int, int]
-"""Heads, KV heads, size of a head, of its values, and keys; without those in the middle where attention cannot be replaced."""
+"""Heads, KV heads, size of a head, of its values, and keys;
+without those in the middle where attention cannot be replaced.
+"""
 _calls: list[Layer] = []
 
 
@@ -68,7 +71,8 @@ AttentionMaskInterface.register("noted", eager_mask)
 class Seen:
     """``weights`` are those of matrices in layers, ``multiplications`` those of one token with such matrices.
 
-    ``replaced`` says whether attention was: otherwise ``layers`` know heads and keys only, and attention multiplies too.
+    ``replaced`` says whether attention was: otherwise ``layers`` know heads and keys only, and attention multiplies
+    too.
     """
 
     layers: Counter[Layer]

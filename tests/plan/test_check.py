@@ -1,8 +1,9 @@
 """Proves the symbolic check: valid plans pass it, broken ones do not, forward and backward.
 
-Three judges. Single things are broken in valid plans of many kinds, and each must be caught. Random cells of plans are overwritten, and
-whatever the check still accepts must compute the right numbers in :func:`executed`, a token-by-token execution with real (integer)
-sums that shares nothing with the check. Last, unusual but correct plans (relays, reductions on the way) must be accepted.
+Three judges. Single things are broken in valid plans of many kinds, and each must be caught. Random cells of plans are
+overwritten, and whatever the check still accepts must compute the right numbers in :func:`executed`, a token-by-token
+execution with real (integer) sums that shares nothing with the check. Last, unusual but correct plans (relays,
+reductions on the way) must be accepted.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ TOKENS = sum(LENGTHS)
 NEVER = 10**6
 
 
-# --- valid plans to start from: all with full masks, so that everything that moves is needed -----------------------------
+# --- valid plans to start from: all with full masks, so that everything that moves is needed --------------------------
 
 
 def planned(
@@ -57,7 +58,9 @@ def scattered_map(ranks: int) -> list[list[int]]:
 
 
 def keys_split() -> Plan:
-    """A rank for each third of one document's keys, and heads split inside a KV group: true partial outputs, both ways."""
+    """A rank for each third of one document's keys, and heads split inside a KV group:
+    true partial outputs, both ways.
+    """
     batch = make_batch([60, 9], full())
     runs = Runs(*np.array([(0, 0, 30), (1, 30, 50), (2, 50, 69)]).T)
     grid = [(j, 0, i * 30, i * 30 + 30, j * 20, j * 20 + 20, 0, 8) for i in range(2) for j in range(3)]
@@ -130,7 +133,7 @@ def sorts(t: Transfers) -> list[list[int]]:
     return [np.flatnonzero(label == value).tolist() for value in np.unique(label)]
 
 
-# --- the token-by-token judge --------------------------------------------------------------------------------------------
+# --- the token-by-token judge -----------------------------------------------------------------------------------------
 
 
 class WrongError(AssertionError):
@@ -143,10 +146,12 @@ def demand(condition: Any, message: str) -> None:
 
 
 def executed(plan: Plan, backward: bool, mask: int = 0) -> None:
-    """Run a pass with integers in the place of tensors and compare what comes home with the dense mask; raises WrongError.
+    """Run a pass with integers in the place of tensors and compare what comes home with the dense mask;
+    raises WrongError.
 
-    Outputs are weighted sums over the pairs: o and dq of a row sum its keys' weights, dkv of a key its rows' and heads'. In slot s
-    stage s arrives, what stage s + 1 carries is read, then work runs; nothing is erased by being sent.
+    Outputs are weighted sums over the pairs: o and dq of a row sum its keys' weights, dkv of a key its rows' and
+    heads'. In slot s stage s arrives, what stage s + 1 carries is read, then work runs; nothing is erased by being
+    sent.
     """
     program, placement, shape = plan.programs[mask][backward], plan.placement, plan.shape
     stream, ranks, share = placement.stream, plan.ranks, plan.shape.queries_per_key
@@ -211,7 +216,9 @@ def executed(plan: Plan, backward: bool, mask: int = 0) -> None:
 
 
 def _work(plan: Plan, mask: int) -> Iterator[tuple[int, Ints, Ints, int, int]]:
-    """(rank, queries, keys, h0, h1) with the stream's pairs of every region; every allowed pair must be in exactly one."""
+    """(rank, queries, keys, h0, h1) with the stream's pairs of every region;
+    every allowed pair must be in exactly one.
+    """
     rule, regions = plan.batch.masks[mask], plan.placement.regions[mask]
     times = [np.zeros((plan.shape.heads, n, n), int) for n in plan.batch.lengths]
     dense = [
@@ -227,7 +234,7 @@ def _work(plan: Plan, mask: int) -> Iterator[tuple[int, Ints, Ints, int, int]]:
         demand((found == allowed).all(), "a pair is computed not at all or twice")
 
 
-# --- valid plans pass both judges --------------------------------------------------------------------------------------------
+# --- valid plans pass both judges -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
@@ -284,7 +291,7 @@ def test_any_placement_becomes_a_plan_that_passes_and_computes_the_right_numbers
         executed(plan, backward)
 
 
-# --- one broken transfer ------------------------------------------------------------------------------------------------------
+# --- one broken transfer ----------------------------------------------------------------------------------------------
 
 Break = Callable[[Plan, Transfers, int], Transfers | None]
 
@@ -560,7 +567,7 @@ def test_the_message_names_mask_and_direction() -> None:
                 check_plan(with_transfers(plan, bool(backward), without(table, 0), number))
 
 
-# --- broken work ------------------------------------------------------------------------------------------------------------
+# --- broken work ------------------------------------------------------------------------------------------------------
 
 
 def regions_broken(plan: Plan, row: int) -> dict[str, Regions]:
@@ -652,7 +659,7 @@ def test_a_document_in_thousands_of_parts_is_checked_range_by_range(monkeypatch:
     assert max(asked) <= 2 * len(plan.placement.regions[0])
 
 
-# --- broken ownership ---------------------------------------------------------------------------------------------------------
+# --- broken ownership -------------------------------------------------------------------------------------------------
 
 
 def runs_broken(plan: Plan, row: int) -> dict[str, Runs]:
@@ -701,7 +708,7 @@ def test_a_wrong_count_of_pads_is_caught() -> None:
         check_plan(with_placement(plan, pads=plan.placement.pads - 1))
 
 
-# --- unusual but right ----------------------------------------------------------------------------------------------------------
+# --- unusual but right ------------------------------------------------------------------------------------------------
 
 
 def row_of(table: Transfers, **cells: int) -> int:
@@ -742,7 +749,7 @@ def test_a_reduction_on_the_way_is_accepted_one_stage_after_arrival_and_not_befo
                 check_plan(changed)
 
 
-# --- any cell of any table ----------------------------------------------------------------------------------------------------
+# --- any cell of any table --------------------------------------------------------------------------------------------
 
 
 def overwrite(plan: Plan, backward: bool, data: st.DataObject) -> Plan:

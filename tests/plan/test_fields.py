@@ -1,4 +1,6 @@
-"""Proves that the list of a plan's fields is whole: what a file says is what the plan has, and no field may be missing."""
+"""Proves that the list of a plan's fields is whole: what a file says is what the plan has,
+and no field may be missing.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Proves what a plan says about memory: hand-counted examples, and layouts in which nothing that is alive shares a byte.
+"""Proves what a plan says about memory: hand-counted examples,
+and layouts in which nothing that is alive shares a byte.
 
-Lives are derived here from a rank's program (what each slot packs, takes in and computes with), not from the rule that laid the arena out.
-That a real pass allocates and touches just these bytes is tests/executor/exchange/test_arena.py's job.
+Lives are derived here from a rank's program (what each slot packs, takes in and computes with), not from the rule that
+laid the arena out. That a real pass allocates and touches just these bytes is tests/executor/exchange/test_arena.py's
+job.
 """
 
 from __future__ import annotations
@@ -152,7 +154,9 @@ def test_relays_and_several_stages_share_no_byte() -> None:
 
 
 def test_a_ring_of_two_by_hand() -> None:
-    """64 tokens a rank, 4 KV heads of 16 + 8 numbers in bfloat16: keys are 64 * 4 * 24 * 2 = 12,288 bytes, gradients twice that."""
+    """64 tokens a rank, 4 KV heads of 16 + 8 numbers in bfloat16: keys are 64 * 4 * 24 * 2 = 12,288 bytes,
+    gradients twice that.
+    """
     plan = planned("ring", 1, 2, [128], flexcp.full())
     keys, grads = 12_288, 24_576
     found = plan.memory(1)
@@ -194,7 +198,7 @@ def test_a_rank_that_does_not_exist_is_named() -> None:
         planned("ring", 1, 2, [10], flexcp.full()).memory(2)
 
 
-# --- a cap on memory ---------------------------------------------------------------------------------------------------
+# --- a cap on memory --------------------------------------------------------------------------------------------------
 
 LENGTHS = [2000, 700, 300, 90, 31]
 WHERE = flexcp.cluster("h100", 1, 4)
@@ -246,7 +250,7 @@ def test_a_cap_is_a_count_of_bytes(value: object) -> None:
         flexcp.Planner(8, max_memory_per_rank=value)  # type: ignore[arg-type]
 
 
-# --- keys that are kept -------------------------------------------------------------------------------------------------
+# --- keys that are kept -----------------------------------------------------------------------------------------------
 
 NEEDED = st.tuples(
     st.sampled_from(["blocks", "groups", "minheap"]),
@@ -367,7 +371,7 @@ def test_keep_kv_is_a_count_of_bytes(value: object) -> None:
         flexcp.Planner(8, keep_kv=value)  # type: ignore[arg-type]
 
 
-# --- gradients and statistics -------------------------------------------------------------------------------------------
+# --- gradients and statistics -----------------------------------------------------------------------------------------
 
 
 def test_received_keys_have_one_accumulator_however_many_pairs_read_them() -> None:

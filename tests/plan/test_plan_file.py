@@ -1,7 +1,8 @@
-"""Proves the plan's file format: what comes back is the same plan, and a file that is damaged, cut, of another version or hostile is
-refused.
+"""Proves the plan's file format: what comes back is the same plan, and a file that is damaged, cut, of another version
+or hostile is refused.
 
-The long run over 100,000 mutated files is ``make fuzz-plans``; a sample of it runs here in a process of its own, watched the same way.
+The long run over 100,000 mutated files is ``make fuzz-plans``; a sample of it runs here in a process of its own,
+watched the same way.
 """
 
 from __future__ import annotations

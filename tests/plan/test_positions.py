@@ -82,7 +82,8 @@ def test_a_plan_from_a_file_says_the_same(mask: Mask) -> None:
     plan = planned([18], mask)
     again = flexcp.load_plan(flexcp.save_plan(plan))
     assert again.batch.branches.keys() == {0}
-    assert flexcp.bind(again).positions.tolist() == flexcp.bind(plan).positions.tolist() == depths(mask, 18).tolist()  # type: ignore[union-attr]
+    expected = depths(mask, 18).tolist()  # type: ignore[union-attr]
+    assert flexcp.bind(again).positions.tolist() == flexcp.bind(plan).positions.tolist() == expected
 
 
 def positions_on_rank(group: Any, plan: Plan) -> tuple[list[int], list[int]]:

@@ -1,6 +1,8 @@
-"""Proves rounds: as many as the busiest port has chunks, nobody meets two peers in one, every byte is in one chunk, little is lost.
+"""Proves rounds: as many as the busiest port has chunks, nobody meets two peers in one,
+every byte is in one chunk, little is lost.
 
-Counted by hand from the transfers, over random multigraphs and over plans of every strategy on several masks and machines.
+Counted by hand from the transfers, over random multigraphs and over plans of every strategy on several masks and
+machines.
 """
 
 from __future__ import annotations
@@ -40,8 +42,18 @@ def program_of(moves: list[tuple[int, int, int, int]]) -> Program:
     """Transfers (stage, source, target, tokens) of queries of one head."""
     stage, source, target, tokens = np.array(moves, np.int64).reshape(-1, 4).T
     table = Transfers.make(
-        len(moves), stage=stage, source=source, target=target, kind=int(Kind.Q), owner=source, start=0, stop=tokens, h0=0, h1=1, partial=0
-    )  # fmt: skip
+        len(moves),
+        stage=stage,
+        source=source,
+        target=target,
+        kind=int(Kind.Q),
+        owner=source,
+        start=0,
+        stop=tokens,
+        h0=0,
+        h1=1,
+        partial=0,
+    )
     return Program(table.sorted_by("stage", "source", "target"), 0, 9, execution=one_call_ahead(9))
 
 

@@ -1,4 +1,6 @@
-"""Proves the picture of a plan: what ``print(plan)`` shows is true, cell by cell, on plans small enough to draw by hand."""
+"""Proves the picture of a plan: what ``print(plan)`` shows is true, cell by cell,
+on plans small enough to draw by hand.
+"""
 
 from __future__ import annotations
 

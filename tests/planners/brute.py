@@ -1,7 +1,8 @@
-"""What a plan must move and compute, counted one token, head and pair at a time: dense arrays, no intervals, no scheduler.
+"""What a plan must move and compute, counted one token, head and pair at a time: dense arrays, no intervals,
+no scheduler.
 
-Work, and what each rank receives and returns under ``needed`` traffic, follow from who keeps and who computes alone. The static methods'
-own traffic follows from token counts and groups.
+Work, and what each rank receives and returns under ``needed`` traffic, follow from who keeps and who computes alone.
+The static methods' own traffic follows from token counts and groups.
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ class _Each:
 class Needed:
     """``needed`` traffic of one layer if every piece went straight from its owner to its reader and back.
 
-    ``there`` and ``back`` are ``[source, target]`` bytes; ``least`` is what must cross between nodes when keys enter every node once, and
-    their gradients leave it once.
+    ``there`` and ``back`` are ``[source, target]`` bytes; ``least`` is what must cross between nodes when keys enter
+    every node once, and their gradients leave it once.
     """
 
     def __init__(self, plan: Plan, backward: bool, mask: int) -> None:
@@ -128,7 +129,9 @@ def _gathered(plan: Plan, backward: bool) -> Ints:
 
 
 def _passed_round(plan: Plan, backward: bool) -> Ints:
-    """Heads exchanged inside each ring position; then keys pass from position to position, and gradients after them to their owners."""
+    """Heads exchanged inside each ring position; then keys pass from position to position,
+    and gradients after them to their owners.
+    """
     shape, each, kept = plan.shape, _Each(plan), plan.placement.tokens
     moved = np.zeros((plan.ranks, plan.ranks), np.int64)
     for grid in plan.placement.traffic.groups:

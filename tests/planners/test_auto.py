@@ -76,7 +76,7 @@ def simulated(asked: Request, candidate: Candidate) -> list[tuple[int, int]]:
     return list(zip(prices, times, strict=True))
 
 
-# --- random requests ----------------------------------------------------------------------------------------------------
+# --- random requests --------------------------------------------------------------------------------------------------
 
 lengths = st.lists(st.integers(1, 400) | st.integers(1000, 30_000), min_size=1, max_size=14)
 masks = st.sampled_from([causal(), full(), window(99, 0), lambda_(16, 256), shared_question(3, 0.2), prefix(300)])
@@ -142,7 +142,7 @@ def test_any_effort_gives_a_right_plan(asked: Request, effort: int | None) -> No
     assert plan == replace(again, programs=plan.programs) and step_ns(plan) <= step_ns(again)
 
 
-# --- the rules ----------------------------------------------------------------------------------------------------------
+# --- the rules --------------------------------------------------------------------------------------------------------
 
 
 def test_equal_lengths_stay_static() -> None:
@@ -201,7 +201,9 @@ def test_of_equally_fast_ones_the_first_of_the_list_is_taken(
 
 
 def test_attention_alone_is_judged_pass_by_pass() -> None:
-    """Here ranks of `groups` end their forward at different times: faster behind each other, slower when passes begin together."""
+    """Here ranks of `groups` end their forward at different times: faster behind each other,
+    slower when passes begin together.
+    """
     alone = Model("attention only", hidden=1, layers=1, feed_forward=1)
     lengths = draw_lengths("web", 8192 * 32, 1)
     asked = request(lengths, machine=cluster("h100:4x8"), shape=Shape(32, 8, 128, 128), cost=replace(COST, model=alone))
@@ -282,7 +284,7 @@ def test_methods_are_few_and_can_run() -> None:
     assert None not in [ns_of(small, m.place, m.argument) for m in static_methods(small)]
 
 
-# --- effort -------------------------------------------------------------------------------------------------------------
+# --- effort -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -369,7 +371,7 @@ def test_a_huge_static_schedule_is_left_out_unless_effort_is_high(
     assert len(tried["placed"]) >= few
 
 
-# --- refusals -----------------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def test_bad_arguments() -> None:

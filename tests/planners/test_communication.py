@@ -1,8 +1,10 @@
-"""Proves communication on random plans of every strategy, mask and machine: rounds, calls, relays, and the symbolic run.
+"""Proves communication on random plans of every strategy, mask and machine:
+rounds, calls, relays, and the symbolic run.
 
-As many rounds in a stage and level as its largest degree, nobody meets two peers in one, chunks cover every message once (counted by hand
-in test_rounds.py). What one rank posts as a call's send, the other posts as that call's receive. Into a node no key and out of it no
-gradient crosses the network twice. A quarter as many plans as in test_properties.py; ``make properties`` tries hundreds.
+As many rounds in a stage and level as its largest degree, nobody meets two peers in one, chunks cover every message
+once (counted by hand in test_rounds.py). What one rank posts as a call's send, the other posts as that call's receive.
+Into a node no key and out of it no gradient crosses the network twice. A quarter as many plans as in
+test_properties.py; ``make properties`` tries hundreds.
 """
 
 from __future__ import annotations

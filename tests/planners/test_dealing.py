@@ -1,4 +1,6 @@
-"""Proves how static methods deal documents to groups: by tokens or by load, by hand and under a cap; plans of both are right."""
+"""Proves how static methods deal documents to groups: by tokens or by load, by hand and under a cap;
+plans of both are right.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +106,9 @@ def test_plans_are_right(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["ring:4", "zigzag:4", "allgather:4", "ulysses:4", "usp:2,2"])
 def test_the_cap_has_room_for_rounding(strategy: str) -> None:
-    """Thousands of short documents whose parts are all rounded the same way still fit, because a group was not filled to the brim."""
+    """Thousands of short documents whose parts are all rounded the same way still fit,
+    because a group was not filled to the brim.
+    """
     lengths = [20_000, *([5] * 4000)]
     planner = flexcp.Planner(
         8, 4, 64, cluster=flexcp.cluster("h100", 2, 4), strategy=f"{strategy}@load", max_tokens_per_rank=8000

@@ -74,7 +74,8 @@ def test_many_documents_are_balanced_in_time() -> None:
 
 
 def test_long_documents_are_kept_apart() -> None:
-    # Two heavy documents and light ones: together the heavy ones would fit, but one micro-batch would take all the time.
+    # Two heavy documents and light ones: together the heavy ones would fit, but one micro-batch would take all the
+    # time.
     lengths = [500, 500, *[100] * 10]
     found = split(lengths, [n * n for n in lengths], 1, 1000)
     assert len(found) == 2 and all(len([d for d in documents if d < 2]) == 1 for documents in found)
@@ -87,7 +88,9 @@ def test_repair_undoes_a_greedy_start() -> None:
 
 
 def test_the_cap_is_what_is_left_of_it_in_whole_multiples() -> None:
-    """Counts are rounded up to pad_to, so a rank that may keep 100 tokens is given at most 64: 180 tokens need two micro-batches."""
+    """Counts are rounded up to pad_to, so a rank that may keep 100 tokens is given at most 64:
+    180 tokens need two micro-batches.
+    """
     planner = Planner(4, 2, 16, cluster=cluster("cpu", 1, 2), strategy="blocks", max_tokens_per_rank=100)
     found = planner.micro_batches([60, 60, 60], tokens="equal", pad_to=64)
     assert sorted(d for documents, _ in found for d in documents) == [0, 1, 2]

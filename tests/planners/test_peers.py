@@ -1,4 +1,6 @@
-"""Proves the cap on peers: counted over all masks and both directions, kept by auto, refused by others with the count and the way out."""
+"""Proves the cap on peers: counted over all masks and both directions, kept by auto, refused by others with the count
+and the way out.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Proves for every strategy, over random batches, masks and machines: its plan keeps every invariant, and each rank works and moves what a
-count by hand says.
+"""Proves for every strategy, over random batches, masks and machines: its plan keeps every invariant, and each rank
+works and moves what a count by hand says.
 
-Machines have up to three nodes of 1 to 7 ranks, equally fast or not. A strategy may refuse (``Refused``), and nothing else. By default a
-strategy is tried 40 times; ``make properties`` tries thousands.
+Machines have up to three nodes of 1 to 7 ranks, equally fast or not. A strategy may refuse (``Refused``), and nothing
+else. By default a strategy is tried 40 times; ``make properties`` tries thousands.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ PARTITIONED = ("hypergraph", "dcp")
 """Strategies that need Mt-KaHyPar."""
 SEARCHING = ["auto", "hypergraph", "dcp"]
 HIGH_EFFORT = DEFAULT_EFFORT + 1
-"""What ``auto`` takes for high effort here: hypergraph runs as many rounds, and with the real number they are most of the test's time."""
+"""What ``auto`` takes for high effort here: hypergraph runs as many rounds,
+and with the real number they are most of the test's time.
+"""
 OFTEN = settings().max_examples if settings().max_examples > 100 else 40
 """How often a strategy is tried: as the profile says, where it asks for more than hypothesis' own hundred."""
 SPANNING = {"auto", "ring", "zigzag", "allgather", "ulysses", "usp", "blocks", "hypergraph", "fcp"}
@@ -180,7 +182,9 @@ def check_everything(plan: Plan, planner: Planner, call: dict[str, Any]) -> None
 
 
 def check_bytes(plan: Plan, backward: bool, number: int) -> None:
-    """Pair by pair; where keys may be relayed inside a node, what each rank gets and returns, and what crosses between nodes."""
+    """Pair by pair; where keys may be relayed inside a node, what each rank gets and returns,
+    and what crosses between nodes.
+    """
     moved = plan.bytes(backward, mask=number)
     if plan.placement.traffic.kind != "needed":
         np.testing.assert_array_equal(moved, static_bytes(plan, backward))

@@ -227,7 +227,8 @@ def test_hdp_cuts_over_just_enough_ranks() -> None:
     assert (tokens > 0).sum(axis=1).tolist() == [3, 1, 1, 1, 1]
     assert sorted(tokens[0][tokens[0] > 0].tolist()) == [833, 833, 834]
     assert np.ptp(np.flatnonzero(tokens[0])) == 2, "neighbouring ranks"
-    # Zig-zag over three: the rank with the first part and the last reads everything, the others up to the end of their later part.
+    # Zig-zag over three: the rank with the first part and the last reads everything, the others up to the end of their
+    # later part.
     assert plan.bytes().sum() <= KV_BYTES * 2 * 2_500
 
 

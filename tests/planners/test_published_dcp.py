@@ -1,4 +1,6 @@
-"""Proves DCP's planner: a partition from nothing with the bytes its hypergraph says, over nodes first, the same twice, and shared."""
+"""Proves DCP's planner: a partition from nothing with the bytes its hypergraph says, over nodes first,
+the same twice, and shared.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,9 @@ def test_nodes_are_cut_first() -> None:
 
 
 def test_divisions_share_what_nodes_send() -> None:
-    """Keys that cross nodes arrive in three stages, and no rank sends more in one than an even part and a block; inside, at once."""
+    """Keys that cross nodes arrive in three stages, and no rank sends more in one than an even part
+    and a block; inside, at once.
+    """
     plan = planned(nodes=2, lengths=[9_000, 500])
     t = plan.programs[0][0].transfers
     across = t.source // 4 != t.target // 4

@@ -1,9 +1,11 @@
-"""Proves DHP's planner: its dynamic program finds what trying all degrees finds, its packing is best fit in decreasing order, rings
-have any size."""
+"""Proves DHP's planner: its dynamic program finds what trying all degrees finds, its packing is best fit in decreasing
+order, rings have any size.
+"""
 
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,9 +23,9 @@ from flexcp.planners.request import Refused, Request
 from flexcp.shape import Shape
 
 
-def asked(lengths: list[int], ranks: int, argument: str = "", nodes: int = 1, **more: int) -> Request:
+def asked(lengths: list[int], ranks: int, argument: str = "", nodes: int = 1, **more: Any) -> Request:
     where = cluster("h100", nodes, ranks // nodes)
-    return Request(make_batch(lengths, causal()), Shape(8, 2, 64, 64), where, CostModel(), argument, **more)  # type: ignore[arg-type]
+    return Request(make_batch(lengths, causal()), Shape(8, 2, 64, 64), where, CostModel(), argument, **more)
 
 
 @given(data=st.data(), ranks=st.integers(1, 8))
@@ -78,7 +80,9 @@ def test_a_short_document_packed_beside_a_long_one_inherits_its_degree() -> None
 
 
 def test_times_are_the_papers_terms() -> None:
-    """Doubling ranks halves computation; beyond a node links are slower; what attention hides is not paid; alone nothing moves."""
+    """Doubling ranks halves computation; beyond a node links are slower; what attention hides is not paid;
+    alone nothing moves.
+    """
     request = asked([40_000], 16, nodes=2)
     one = _times(request, [[0]])[0]
     assert one[1] * 2 == pytest.approx(one[0], rel=0.2)

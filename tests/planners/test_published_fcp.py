@@ -1,4 +1,6 @@
-"""Proves FCP's planner: blocks of equal work, both shares balanced, as many rounds as the largest degree, and a reshuffle at the door."""
+"""Proves FCP's planner: blocks of equal work, both shares balanced, as many rounds as the largest degree, and a
+reshuffle at the door.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def test_both_shares_are_balanced(name: str) -> None:
 @given(st.lists(st.integers(1, 3_000), min_size=1, max_size=8), st.sampled_from([(2, 1), (3, 1), (8, 1), (8, 2)]))
 @settings(max_examples=25, deadline=None)
 def test_there_are_as_many_rounds_as_the_largest_degree(lengths: list[int], machine: tuple[int, int]) -> None:
-    """Of the graph whose edges are the blocks' keys that one rank sends another: none sends or receives twice in a round."""
+    """Of the graph whose edges are the blocks' keys that one rank sends another:
+    none sends or receives twice in a round.
+    """
     plan = planned(lengths, machine[0], "fcp:256", machine[1])
     block_bytes = 256 * 2 * int(plan.shape.bytes_per_token_head()[Kind.KV, 0])
     for program in plan.programs[0]:
@@ -84,7 +88,9 @@ def test_rounds_survive_a_plan_file() -> None:
 
 
 def test_a_fixed_layout_is_reshuffled_at_the_door() -> None:
-    """Tokens stay, the same rows are computed by the same ranks as with a free one, and what arrives for a block goes home."""
+    """Tokens stay, the same rows are computed by the same ranks as with a free one,
+    and what arrives for a block goes home.
+    """
     lengths = [3_000, 700, 650, 90]
     free, kept = planned(lengths, 4, "fcp:256"), planned(lengths, 4, "fcp:256", layout="contiguous")
     assert kept.placement.tokens.tolist() == [1_110] * 4

@@ -1,5 +1,5 @@
-"""Proves what a refusal is: strategies refuse what does not suit them by ``Refused``, a user's mistake is no refusal, and ``auto`` goes on
-after a refusal but never hides a bug.
+"""Proves what a refusal is: strategies refuse what does not suit them by ``Refused``, a user's mistake is no refusal,
+and ``auto`` goes on after a refusal but never hides a bug.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def test_a_list_of_strategies_is_not_cut_inside_one() -> None:
     assert split_names("auto,8") == ["auto", "8"], "what belongs to nothing is told by whoever looks it up"
 
 
-# --- auto ---------------------------------------------------------------------------------------------------------------
+# --- auto -------------------------------------------------------------------------------------------------------------
 
 
 def failing(error: Exception) -> Any:

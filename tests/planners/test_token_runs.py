@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -18,8 +19,8 @@ from flexcp.shape import Shape
 SHAPE = Shape(4, 2, 32, 32)
 
 
-def request_of(lengths: list[int], speeds: list[float] | None = None, **others: float) -> Request:
-    return Request(make_batch(lengths, causal()), SHAPE, cluster("h100", 1, 2, speeds), CostModel(), **others)  # type: ignore[arg-type]
+def request_of(lengths: list[int], speeds: list[float] | None = None, **others: Any) -> Request:
+    return Request(make_batch(lengths, causal()), SHAPE, cluster("h100", 1, 2, speeds), CostModel(), **others)
 
 
 def test_uneven_work_is_refused_with_the_rank_and_the_way_out() -> None:

@@ -1,7 +1,7 @@
 """The browser of the report's tests: Debian's Chromium, or whatever Chromium is on the path, driven by Playwright.
 
-``make test`` installs it where it may (root and apt-get). Without one these tests are skipped and say so. With ``--screenshots FOLDER``
-pictures for the docs are kept: ``make screenshots``.
+``make test`` installs it where it may (root and apt-get). Without one these tests are skipped and say so. With
+``--screenshots FOLDER`` pictures for the docs are kept: ``make screenshots``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Proves the report in a real Chromium: it draws what the plan says, every control does its job, nothing complains, nothing goes out.
+"""Proves the report in a real Chromium: it draws what the plan says, every control does its job,
+nothing complains, nothing goes out.
 
-Axe, the accessibility checker, finds nothing in light and dark. Hovering and the keyboard cursor tell the plan's own numbers.
+Axe, the accessibility checker, finds nothing in light and dark. Hovering and the keyboard cursor tell the plan's own
+numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Proves the page's text: it needs nothing else, what users name cannot break out of it, it stays small, it is written whole or not."""
+"""Proves the page's text: it needs nothing else, what users name cannot break out of it, it stays small,
+it is written whole or not.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +43,20 @@ def test_nothing_is_loaded_from_elsewhere() -> None:
 
 
 def test_the_times_of_an_advice_agree(tmp_path: Path) -> None:
-    """The headline, the bars and their table say the mean of the passes; a plan's panel says which pass it is, and that pass's own time."""
+    """The headline, the bars and their table say the mean of the passes; a plan's panel says which pass it is,
+    and that pass's own time.
+    """
     pages.write_advice(tmp_path / "advice.html")
     text = unescape((tmp_path / "advice.html").read_text())
-    mean = float(re.search(r"ring, what you use today, takes ([\d,.]+) ms a pass", text)[1].replace(",", ""))  # type: ignore[index]
+    takes = re.search(r"ring, what you use today, takes ([\d,.]+) ms a pass", text)
+    assert takes is not None
+    mean = float(takes[1].replace(",", ""))
     assert "Predicted pass time" in text and "Mean of the 3 passes that were simulated" in text
     row = re.search(r'<td>ring</td><td class="number" data-value="([\d.]+)">', text)
     assert row is not None and float(row[1]) == pytest.approx(mean, abs=0.051)
-    data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text)[1])  # type: ignore[index]
+    held_data = re.search(r'<script type="application/json" id="data">(.*?)</script>', text)
+    assert held_data is not None
+    data = json.loads(held_data[1])
     bars = next(section for section in data if "names" in section)
     at = bars["names"].index("ring")
     assert sum(bars["time"][kind][at] for kind in bars["time"]) / 1e6 == pytest.approx(mean, abs=0.051)
@@ -153,7 +161,8 @@ def test_of_many_cuts_the_longest_documents_are_drawn() -> None:
     rows = zip(runs.rank.tolist(), runs.start.tolist(), runs.stop.tolist(), strict=True)
     of_drawn = [row for row in rows if any(row[1] < stop and start < row[2] for start, stop in held)]
     shown = data_of(plan)["runs"]
-    assert list(zip(*(shown[name] for name in ("rank", "start", "stop")), strict=True)) == of_drawn  # type: ignore[index]
+    columns = [shown[name] for name in ("rank", "start", "stop")]  # type: ignore[index]
+    assert list(zip(*columns, strict=True)) == of_drawn
     assert len(of_drawn) < len(runs)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from flexcp.report.training_table import COLUMNS, training_sections
 from flexcp.train.loop import StepReport
 
@@ -9,7 +11,8 @@ from flexcp.train.loop import StepReport
 def steps() -> list[StepReport]:
     """Two steps, of which no two numbers are alike."""
     names = list(StepReport.__dataclass_fields__)
-    return [StepReport(**{name: 10 * (number + 1) + at for at, name in enumerate(names)}) for number in range(2)]  # type: ignore[arg-type]
+    values: list[dict[str, Any]] = [{name: 10 * n + at for at, name in enumerate(names)} for n in (1, 2)]
+    return [StepReport(**each) for each in values]
 
 
 def test_every_number_of_a_step_is_in_the_table() -> None:

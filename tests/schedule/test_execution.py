@@ -1,4 +1,6 @@
-"""Proves how stages' execution is chosen: the fastest margin, posting early where it pays, rounds where ports lose by crowds."""
+"""Proves how stages' execution is chosen: the fastest margin, posting early where it pays,
+rounds where ports lose by crowds.
+"""
 
 from __future__ import annotations
 

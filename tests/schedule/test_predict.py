@@ -1,7 +1,7 @@
 """Proves predictions: their bytes are the plan's, their work is the mask's, and their times follow the stated formulas.
 
-The judge of times is :func:`by_hand`, which counts pairs in dense masks and bytes in the plan's own transfers, and shares nothing with
-:mod:`flexcp.schedule.predict` but the cost model.
+The judge of times is :func:`by_hand`, which counts pairs in dense masks and bytes in the plan's own transfers, and
+shares nothing with :mod:`flexcp.schedule.predict` but the cost model.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PLACES: dict[str, Callable[[Request], Placement]] = {
 }
 
 
-# --- random placements -------------------------------------------------------------------------------------------------
+# --- random placements ------------------------------------------------------------------------------------------------
 
 masks = st.sampled_from(
     [causal(), full(), window(9, 3), lambda_(4, 16), shared_question(3, 0.2), causal_blockwise(16, 1), prefix(20)]
@@ -109,7 +109,9 @@ def placements(draw: st.DrawFn) -> tuple[Placement, Shape, Cluster]:
 
 @st.composite
 def rectangles(draw: st.DrawFn, ranks: int) -> Placement:
-    """One document cut into a grid of rows, keys and heads, dealt over the ranks at random; tokens dealt apart from that."""
+    """One document cut into a grid of rows, keys and heads, dealt over the ranks at random;
+    tokens dealt apart from that.
+    """
     n, named = draw(st.integers(2, 60)), draw(layers)
     batch = make_batch([n], masks=named)
 
@@ -129,7 +131,7 @@ def rectangles(draw: st.DrawFn, ranks: int) -> Placement:
     return Placement(batch, ranks, 0, Runs(*np.array(runs, np.int64).T), (regions,) * len(batch.masks))
 
 
-# --- bytes -------------------------------------------------------------------------------------------------------------
+# --- bytes ------------------------------------------------------------------------------------------------------------
 
 
 def levels(machine: Cluster) -> list[NDArray[np.bool_]]:
@@ -152,7 +154,7 @@ def test_bytes_are_those_of_the_plan(case: tuple[Placement, Shape, Cluster]) -> 
                 assert found.received[mask, int(backward), level].tolist() == (moved * where).sum(axis=0).tolist()
 
 
-# --- times, from dense masks and the plan's transfers ------------------------------------------------------------------
+# --- times, from dense masks and the plan's transfers -----------------------------------------------------------------
 
 
 def pairs_by_hand(placement: Placement, mask: int, position: list[int]) -> tuple[Ints, Ints]:
@@ -267,7 +269,9 @@ def slots_by_hand(work: tuple[int, int, list[int]], count: int, plan: Plan, cost
 def staged(
     works: list[tuple[int, int, list[int]]], reads: set[int], peers: set[tuple[int, int]], plan: Plan, cost: CostModel
 ) -> Ints:
-    """Time of each rank: the number of stages that is best for it alone, capped for all where fewer are faster by 6 % together."""
+    """Time of each rank: the number of stages that is best for it alone,
+    capped for all where fewer are faster by 6 % together.
+    """
     counts = []
     for rank, work in enumerate(works):
         times = [sum(max(slot) for slot in slots_by_hand(work, n, plan, cost)) for n in range(1, 5)]
@@ -322,7 +326,9 @@ def hop_ns(plan: Plan, hops: Any, grid: tuple[tuple[int, ...], ...], kinds: list
 
 
 def turned_unevenly(plan: Plan, mask: int, backward: bool, hops: Any, position: list[int], cost: CostModel) -> Ints:
-    """Time of each rank while its ring turns: slots begin when the work before them is done and the rank before has sent their keys."""
+    """Time of each rank while its ring turns: slots begin when the work before them is done and the rank
+    before has sent their keys.
+    """
     placement, batch = plan.placement, plan.batch
     keeper = np.full(placement.stream, -1)
     for rank, start, stop in zip(placement.runs.rank, placement.runs.start, placement.runs.stop, strict=True):
@@ -414,7 +420,7 @@ def test_a_better_machine_is_never_predicted_slower(case: tuple[Placement, Shape
     assert all(predict(placement, shape, m, COST).total_ns <= now for m in better)
 
 
-# --- by hand -----------------------------------------------------------------------------------------------------------
+# --- by hand ----------------------------------------------------------------------------------------------------------
 
 SIMPLE = Cluster("simple", 1, 2, gflops=1, intra_mbps=1000, inter_mbps=1000, latency_ns=100)
 ONE_HEAD = Shape(1, 1, 1, 1, "float32")
@@ -465,8 +471,8 @@ def test_layers_and_pads_count() -> None:
 def test_a_ring_hides_each_hop_behind_work() -> None:
     machine = replace(SIMPLE, ranks_per_node=4)
     found = predict(static.ring(request([8], full(), machine)), ONE_HEAD, machine, PLAIN)
-    # Two tokens a rank; four steps of 4 pairs: 16 ns forward, 40 ns backward. A hop is 100 ns and 2 tokens x 8 bytes (float32 k and v)
-    # of keys, as much again of gradients: at one byte a nanosecond always longer than the work.
+    # Two tokens a rank; four steps of 4 pairs: 16 ns forward, 40 ns backward. A hop is 100 ns and 2 tokens x 8 bytes
+    # (float32 k and v) of keys, as much again of gradients: at one byte a nanosecond always longer than the work.
     forward = 3 * 116 + 16
     backward = 116 + 116 + 132 + 116 + 116
     assert found.attention_ns.tolist() == [4 * 16 + 4 * 40] * 4
@@ -512,8 +518,8 @@ def test_a_hot_sender_holds_up_those_who_wait_for_it() -> None:
     home = 3 * 10 * (4 + 4)  # o with its LSE
     again = 3 * (10 * (4 + 12) + 30 * 8)  # q, do with LSE and delta, kv
     grads = 3 * (10 * 4 + 30 * 8)  # dq, and dkv of several ranks
-    # Nobody waits less than rank 0's port needs: for inputs as its receivers, for outputs it receives alone. Rank 0 also waits for the
-    # others' work, a nanosecond each way.
+    # Nobody waits less than rank 0's port needs: for inputs as its receivers, for outputs it receives alone. Rank 0
+    # also waits for the others' work, a nanosecond each way.
     assert int(found.exposed_ns[0]) == sent + home + again + grads + 400 + 2
     assert found.exposed_ns[1:].tolist() == [sent + home // 3 + again + grads // 3 + 400] * 3
 

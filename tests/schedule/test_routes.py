@@ -1,4 +1,6 @@
-"""Proves routes: every reader gets every token once, each token enters a node once, ports share what enters, detours stay small."""
+"""Proves routes: every reader gets every token once, each token enters a node once, ports share what enters,
+detours stay small.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Proves stages: parts cover every piece once, an exposed exchange is cut and a hidden one not, own work goes where it hides."""
+"""Proves stages: parts cover every piece once, an exposed exchange is cut and a hidden one not,
+own work goes where it hides.
+"""
 
 from __future__ import annotations
 
@@ -148,7 +150,9 @@ def test_stages_are_part_of_the_plans_identity() -> None:
 
 
 def test_stages_are_capped_where_waiting_for_each_other_costs_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On four nodes the events, which the choice does not know, agree that fewer stages than each rank would take are faster."""
+    """On four nodes the events, which the choice does not know,
+    agree that fewer stages than each rank would take are faster.
+    """
     batch = make_batch(draw_lengths("libra256k", 8192 * 32, 0), flexcp.causal())
     request = attention_only(Request(batch, Shape(32, 8, 128, 128), cluster("h100", 4, 8), CostModel()))
     monkeypatch.setattr(analysis, "_contended_ns", lambda found: -len(found.needs.keys.relays))
@@ -161,7 +165,9 @@ def test_stages_are_capped_where_waiting_for_each_other_costs_more(monkeypatch: 
 
 
 def test_ranks_of_a_node_begin_with_different_owners_of_another() -> None:
-    """A team of four that reads all tokens of four others, each its own head: in every stage each owner sends to one of them."""
+    """A team of four that reads all tokens of four others, each its own head:
+    in every stage each owner sends to one of them.
+    """
     machine = cluster("h100", 2, 4)
     rows = [(rank, owner, 0, 512, rank - 4, rank - 3, 0) for rank in range(4, 8) for owner in range(4)]
     parts, stage, _ = cut_into_stages(Pieces(*np.array(rows, np.int64).T), equal_borders(np.full(8, 4)), machine)

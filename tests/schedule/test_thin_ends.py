@@ -1,4 +1,6 @@
-"""Proves stages under contention: thin ends leave the middle slot alone, are taken where events agree, and relays go where they cost."""
+"""Proves stages under contention: thin ends leave the middle slot alone, are taken where events agree,
+and relays go where they cost.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,9 @@ def test_keys_are_relayed_where_events_agree(name: str, relays: bool, monkeypatc
 
 
 def test_work_that_waits_for_queries_alone_is_counted() -> None:
-    """Of a document split by heads over a team of four, a quarter of the keys is at home, and most of the queries on them are not."""
+    """Of a document split by heads over a team of four, a quarter of the keys is at home,
+    and most of the queries on them are not.
+    """
     request, placement = long_document()
     work = analyse(placement, request.shape, request.cluster, request.cost)[0].forward.work
     assert np.all(work.at_keys <= work.rest) and int(work.at_keys.max()) > int(work.rest.max()) // 20

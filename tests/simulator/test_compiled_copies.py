@@ -1,4 +1,6 @@
-"""Proves the loops of copies: bytes and launches of drawn transfers are those of the table in flexcp.simulator.copies, row by row."""
+"""Proves the loops of copies: bytes and launches of drawn transfers are those of the table
+in flexcp.simulator.copies, row by row.
+"""
 
 from __future__ import annotations
 

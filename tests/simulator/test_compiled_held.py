@@ -20,7 +20,8 @@ def test_segments_are_the_tokens_of_runs_and_pieces(own_slot: int, seed: int) ->
     owner_of = np.repeat(run_rank, run_stop - run_start)
     kept = [np.flatnonzero(owner_of == rank) for rank in range(RANKS)]  # the stream's tokens in each rank's kept order
     local = np.array([np.searchsorted(kept[rank], token) for rank, token in zip(run_rank, run_start, strict=True)])
-    # Pieces of every rank for every other, some empty; each owner's are on a shelf of their own, so that tokens are held once.
+    # Pieces of every rank for every other, some empty; each owner's are on a shelf of their own, so that tokens are
+    # held once.
     target, owner = (side.ravel() for side in np.indices((RANKS, RANKS)))
     target, owner = target[target != owner], owner[target != owner]
     tokens = np.array([len(kept[rank]) for rank in owner])
@@ -43,7 +44,9 @@ def test_segments_are_the_tokens_of_runs_and_pieces(own_slot: int, seed: int) ->
 
 
 def by_token(segments: NDArray[np.int64], first: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Segments as ``[slot or shelf, range of heads, rank, token]``; those of one range and rank ascend and are apart."""
+    """Segments as ``[slot or shelf, range of heads, rank, token]``;
+    those of one range and rank ascend and are apart.
+    """
     found = np.full((2, RANGES, RANKS, STREAM), -1)
     assert len(first) == RANGES * RANKS + 1 and first[0] == 0 and first[-1] == segments.shape[1]
     for group in range(RANGES * RANKS):

@@ -1,5 +1,5 @@
-"""Proves the event simulator: on any plan no port is used twice at once, nothing happens before it may, no port idles while it could work;
-and small passes take exactly the nanoseconds counted by hand.
+"""Proves the event simulator: on any plan no port is used twice at once, nothing happens before it may, no port idles
+while it could work; and small passes take exactly the nanoseconds counted by hand.
 """
 
 from __future__ import annotations
@@ -33,10 +33,16 @@ def ints(*values: int) -> Any:
 
 
 def hand_made(
-    ns: list[list[int]], chunks: list[tuple[int, int, int, int]], rules: Rules = CALM, slow: int = 1000, link: int = 1000,
+    ns: list[list[int]],
+    chunks: list[tuple[int, int, int, int]],
+    rules: Rules = CALM,
+    slow: int = 1000,
+    link: int = 1000,
     copies: Any = 0,
-) -> PassModel:  # fmt: skip
-    """A pass from compute ``[rank][slot]`` and chunks (stage, source, target, time), all inside one node; ``copies[what][rank][stage]``."""
+) -> PassModel:
+    """A pass from compute ``[rank][slot]`` and chunks (stage, source, target, time),
+    all inside one node; ``copies[what][rank][stage]``.
+    """
     stage, source, target, time = np.array(chunks, np.int64).reshape(-1, 4).T
     zero = np.zeros_like(stage)
     work = np.array(ns, np.int64)
@@ -62,7 +68,8 @@ def test_a_message_hides_behind_compute_or_is_waited_for() -> None:
 
 
 def test_a_slot_waits_for_what_its_rank_sends_in_its_stage() -> None:
-    # Rank 0 receives nothing in stage 1, and its call is over when rank 1 has what it sends, at 105; so stage 2 is posted then.
+    # Rank 0 receives nothing in stage 1, and its call is over when rank 1 has what it sends, at 105; so stage 2 is
+    # posted then.
     ran = run_pass(hand_made([[30, 20, 0], [40, 50, 0]], [(1, 0, 1, 100), (2, 0, 1, 10)]), ints(0, 0))
     assert ran.begin[0].tolist() == [0, 105, 125] and ran.chunk_begin.tolist() == [5, 110]
     # What it sends later keeps nobody.
@@ -71,7 +78,8 @@ def test_a_slot_waits_for_what_its_rank_sends_in_its_stage() -> None:
 
 
 def test_what_is_packed_leaves_later_and_what_came_is_taken_in_before_work() -> None:
-    # Rank 0 packs for 20 ns, so its message leaves at 25 and its own work ends at 50; rank 1 merges for 7 ns before its slot 1.
+    # Rank 0 packs for 20 ns, so its message leaves at 25 and its own work ends at 50; rank 1 merges for 7 ns before its
+    # slot 1.
     copies = [[[0, 20], [0, 0]], [[0, 0], [0, 7]]]
     ran = run_pass(hand_made([[30, 0], [40, 50]], [(1, 0, 1, 100)], copies=copies), ints(0, 0))
     assert ran.chunk_begin.tolist() == [25] and ran.end.tolist() == [[50, 125], [40, 182]]
@@ -118,7 +126,8 @@ def test_a_stage_is_posted_when_the_slot_before_begins() -> None:
 
 
 def test_compute_and_transfers_slow_each_other() -> None:
-    # 100 ns of transfer at 80 %: 5 to 130. Meanwhile rank 1's 300 ns of compute run at 1 / 1.25: 5 + 125 (100 done), then 195 more.
+    # 100 ns of transfer at 80 %: 5 to 130. Meanwhile rank 1's 300 ns of compute run at 1 / 1.25: 5 + 125 (100 done),
+    # then 195 more.
     ran = run_pass(hand_made([[0, 0], [300, 0]], [(1, 0, 1, 100)], slow=1250, link=800), ints(0, 0))
     assert ran.chunk_end[0] == 130 and ran.end[1, 0] == 325
     # Rank 2 has no transfers and is not disturbed.
@@ -135,7 +144,8 @@ def judge(ran: Pass) -> None:
         np.maximum.at(arrived, (end, c.stage), ran.chunk_end)
     how, (pack, take_in) = model.execution, model.copies
     beside = how.ahead > 0
-    # What is posted beside nothing is packed when the slot before is computed, other stages one after the other when one has begun.
+    # What is posted beside nothing is packed when the slot before is computed, other stages one after the other when
+    # one has begun.
     before = np.concatenate([ran.start[:, None], ran.end[:, :-1]], axis=1)
     before[:, 1:] += (pack * ~beside)[:, 1:]
     np.testing.assert_array_equal(ran.begin, np.maximum(before, arrived))

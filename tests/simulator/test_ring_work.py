@@ -1,4 +1,6 @@
-"""Proves the rule of rings: it counts what cutting every region counts, to the pair and the kernel; and takes nothing else for a ring."""
+"""Proves the rule of rings: it counts what cutting every region counts, to the pair and the kernel; and takes nothing
+else for a ring.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Proves slot work: for any plan, pairs and kernels of every rank and slot are those of the program that the executor would run."""
+"""Proves slot work: for any plan, pairs and kernels of every rank and slot are those of the program
+that the executor would run.
+"""
 
 from __future__ import annotations
 

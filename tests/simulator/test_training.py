@@ -1,4 +1,6 @@
-"""Proves simulations: bounds that no plan beats, useful work over time, and steps that add up to what was counted by hand."""
+"""Proves simulations: bounds that no plan beats, useful work over time,
+and steps that add up to what was counted by hand.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,9 @@ def test_a_document_that_nobody_can_do_alone_must_move() -> None:
 
 
 def test_the_least_work_there_is_is_a_bound() -> None:
-    """Little work takes the start of a kernel; and a plan that divides the tiles of a long window is not said to be impossible."""
+    """Little work takes the start of a kernel; and a plan that divides the tiles
+    of a long window is not said to be impossible.
+    """
     tiny = simulate(planned("dp", [100, 50], flexcp.cluster("h100", 1, 2)), rules=CALM)
     assert tiny.bounds(False).floor == tiny.bounds(False).granularity > tiny.plan.cost.kernel_ns
     assert 1 <= tiny.pass_optimality(False) < 1.2 and 1 <= tiny.optimality < 1.2
@@ -141,11 +145,12 @@ def step_ns(found: Simulation) -> int:
 def test_sync_costs_what_compute_does_not_hide() -> None:
     machine = flexcp.cluster("a100", 2, 2)
     plan = planned("zigzag", [4000], machine, layers=4)
-    none, fsdp, reduce = (step_ns(simulate(plan, training=Training(LLAMA, s))) for s in ("none", "fsdp", "allreduce"))  # type: ignore[arg-type]
+    syncs: tuple[Sync, ...] = ("none", "fsdp", "allreduce")
+    none, fsdp, reduce = (step_ns(simulate(plan, training=Training(LLAMA, sync))) for sync in syncs)
     bare = step_ns(simulate(plan, training=Training(LLAMA, "fsdp", overlap_permille=0)))
     assert none < reduce and none < fsdp < bare
-    # Everything exposed: one gather forward, a gather and a scatter backward for each of 4 layers, the first gather, and a gather and a
-    # scatter of embedding and head.
+    # Everything exposed: one gather forward, a gather and a scatter backward for each of 4 layers, the first gather,
+    # and a gather and a scatter of embedding and head.
     layer, words = (
         int(plan.cost.link_ns(np.array([2 * weights // 4]), machine.inter_mbps)[0]) + machine.latency_ns
         for weights in (LLAMA.layer_parameters, 2 * LLAMA.vocabulary * LLAMA.model.hidden)
@@ -164,8 +169,9 @@ def test_sync_knows_the_weights_of_the_vocabulary(overlap: int) -> None:
     size = 2 * 2**17 * LLAMA.model.hidden // 4
     expected = 2 * int(plan.cost.link_ns(np.array([size]), machine.inter_mbps)[0]) * (2 if overlap == 0 else 1)
     assert more.sync_ns - less.sync_ns == pytest.approx(expected, rel=0.001)
-    for sync in ("allreduce", "fsdp"):
-        tied, apart = (simulate(plan, training=Training(replace(many, tied=t), sync, 0)).step for t in (True, False))  # type: ignore[arg-type]
+    syncs: tuple[Sync, ...] = ("allreduce", "fsdp")
+    for sync in syncs:
+        tied, apart = (simulate(plan, training=Training(replace(many, tied=t), sync, 0)).step for t in (True, False))
         assert tied is not None and apart is not None
         assert apart.sync_ns - tied.sync_ns == pytest.approx(expected / (2 if overlap == 0 else 1), rel=0.02)
 
@@ -174,7 +180,9 @@ def test_sync_knows_the_weights_of_the_vocabulary(overlap: int) -> None:
 @pytest.mark.parametrize("name", ["h100:2x4", "a100:2x2", "h100:1x4"])
 @pytest.mark.parametrize("strategy", ["groups", "blocks", "zigzag:2", "ulysses:4", "dp", "minheap:512", "hdp"])
 def test_the_parts_of_a_step_add_up_to_it(strategy: str, name: str, sync: Sync) -> None:
-    """Also where another rank is the slowest backward than forward, and where ranks wait for weights of those behind them."""
+    """Also where another rank is the slowest backward than forward,
+    and where ranks wait for weights of those behind them.
+    """
     plan = planned(strategy, draw_lengths("libra256k", 32_768, 1), flexcp.cluster(name), layers=9)
     for overlap, tp in ((1000, 1), (0, 2)):
         step = simulate(plan, training=Training(LLAMA, sync, overlap, tp)).step
@@ -211,7 +219,8 @@ def test_ranks_that_exchange_nothing_do_not_wait_for_each_other() -> None:
 
 def test_no_rank_is_a_whole_layer_ahead_of_the_weights() -> None:
     plan = planned("dp", [20_000, 10], flexcp.cluster("h100", 1, 2), layers=7)
-    free, gathered = (simulate(plan, training=Training(LLAMA, sync)).step for sync in ("none", "fsdp"))  # type: ignore[arg-type]
+    syncs: tuple[Sync, ...] = ("none", "fsdp")
+    free, gathered = (simulate(plan, training=Training(LLAMA, sync)).step for sync in syncs)
     assert free is not None and gathered is not None
     slow, fast = gathered.ranks.sum(axis=0)
     backward = (
@@ -224,7 +233,9 @@ def test_no_rank_is_a_whole_layer_ahead_of_the_weights() -> None:
 
 
 def test_ranks_that_need_results_of_each_other_wait() -> None:
-    """Unequal tokens balance the sum of attention and the rest; but results of others' work must be there before the rest begins."""
+    """Unequal tokens balance the sum of attention and the rest;
+    but results of others' work must be there before the rest begins.
+    """
     planner = flexcp.Planner(32, 8, cluster=flexcp.cluster("h100", 1, 8), strategy="blocks", model=LLAMA.model)
     lengths, masks = draw_lengths("libra256k", 65_536), {"all": (flexcp.causal(), 8)}
     priced, equal = (planner(lengths, masks=masks, tokens=tokens) for tokens in ("priced", "equal"))

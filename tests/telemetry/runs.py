@@ -1,4 +1,6 @@
-"""What the tests of telemetry run on ranks: one small batch, a step with a Telemetry, a kernel that goes wrong on purpose."""
+"""What the tests of telemetry run on ranks: one small batch, a step with a Telemetry,
+a kernel that goes wrong on purpose.
+"""
 
 from __future__ import annotations
 

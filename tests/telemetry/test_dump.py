@@ -1,5 +1,6 @@
-"""Proves the flight recorder: an error, a stall, a NaN and ranks that disagree each leave a dump that says what was where, and broken dumps
-are refused by what is wrong with them."""
+"""Proves the flight recorder: an error, a stall, a NaN and ranks that disagree each leave a dump that says what was
+where, and broken dumps are refused by what is wrong with them.
+"""
 
 from __future__ import annotations
 

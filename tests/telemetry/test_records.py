@@ -1,5 +1,6 @@
-"""Proves the records: the stamps of a pass say where it is and how long it waited, packed and computed; messages are the plan's; memory is
-bounded."""
+"""Proves the records: the stamps of a pass say where it is and how long it waited, packed and computed; messages are
+the plan's; memory is bounded.
+"""
 
 from __future__ import annotations
 

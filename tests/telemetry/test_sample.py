@@ -1,7 +1,8 @@
-"""Proves check_every: right results of every mask, head arrangement, layout and dtype pass, wrong ones raise on all ranks and name the row.
+"""Proves check_every: right results of every mask, head arrangement, layout and dtype pass, wrong ones raise on all
+ranks and name the row.
 
-The check shares no code with kernels, programs or transfers, so a mistake in any of them is a mismatch here. Each test looks at many rows,
-so that what it proves does not hang on which were drawn.
+The check shares no code with kernels, programs or transfers, so a mistake in any of them is a mismatch here. Each test
+looks at many rows, so that what it proves does not hang on which were drawn.
 """
 
 from __future__ import annotations

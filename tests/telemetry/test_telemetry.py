@@ -1,4 +1,5 @@
-"""Proves what a Telemetry records of real ranks, and the trace and scalars made of it. Nothing here is about how long anything took.
+"""Proves what a Telemetry records of real ranks, and the trace and scalars made of it.
+Nothing here is about how long anything took.
 
 Overhead is benchmarks/telemetry.py's; that nothing is recorded, and nothing called, without a Telemetry is shown here.
 """
@@ -74,7 +75,9 @@ def test_passes_bytes_and_plans_are_recorded_and_only_the_last_steps_kept(pool: 
 
 
 def check_trace(found: dict[str, Any], plans: list[Plan]) -> None:
-    """Ranks side by side; every message of the plan is there once on each side, with an arrow that goes forward in time."""
+    """Ranks side by side; every message of the plan is there once on each side,
+    with an arrow that goes forward in time.
+    """
     events = found["traceEvents"]
     named = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert named == {r: f"rank {r}" for r in range(3)}

@@ -1,4 +1,5 @@
-"""Proves how stamps are read, for the host's clock and, with events that only pretend, for a device that lags behind the host.
+"""Proves how stamps are read, for the host's clock and, with events that only pretend,
+for a device that lags behind the host.
 
 No GPU takes part: what is shown is that reading never waits for an event the device has not passed.
 """

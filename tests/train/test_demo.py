@@ -1,4 +1,6 @@
-"""Proves the demo: training under a plan has the loss of one process that knows nothing of flexcp, and the demo says so truthfully."""
+"""Proves the demo: training under a plan has the loss of one process that knows nothing of flexcp,
+and the demo says so truthfully.
+"""
 
 from __future__ import annotations
 

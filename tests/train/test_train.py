@@ -1,4 +1,6 @@
-"""Proves ``flexcp train``: our GPT and a Hugging Face configuration learn on distributions and on text, and its numbers are the plans'."""
+"""Proves ``flexcp train``: our GPT and a Hugging Face configuration learn on distributions and on text,
+and its numbers are the plans'.
+"""
 
 from __future__ import annotations
 
@@ -125,8 +127,8 @@ def test_a_file_of_lengths_is_not_read_as_text(tmp_path: Path) -> None:
     assert [[len(d) for d in documents.step(n)] for n in (0, 1)] == [[40, 7, 3], [50]]
     assert [len(d) for d in documents.step(82)] == [43, 7], "tokens 4,100 to 4,150 of a file of 4,143"
     assert documents.cut(1) == (
-        "1 document is longer than what is left of a step of 50 tokens and cut into 2 parts, each a document of its own; --tokens of at "
-        "least the longest, 4096, cuts fewer"
+        "1 document is longer than what is left of a step of 50 tokens and cut into 2 parts, each a document of its "
+        "own; --tokens of at least the longest, 4096, cuts fewer"
     )
     assert str(documents.cut(82)).startswith("1 document is"), "all borders from 50 to 4,100 lie in the third"
     assert "cut into 83 parts" in str(documents.cut(82))

@@ -1,4 +1,6 @@
-"""Proves the update of a loop: shares are summed over ranks, of parameters that a rank did not use too; ranks hold the same weights."""
+"""Proves the update of a loop: shares are summed over ranks, of parameters that a rank did not use too;
+ranks hold the same weights.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from flexcp.train.update import sum_gradients, total_loss, update
 
 
 def trained(group: dist.ProcessGroup | None, rank: int) -> tuple[list[float], float, bool]:
-    """Two weights; every rank's loss is its rank + 1 times the first, rank 0's also twice the second: what is left after a step of 1."""
+    """Two weights; every rank's loss is its rank + 1 times the first, rank 0's also twice the second: what is left
+    after a step of 1.
+    """
     weights = [nn.Parameter(torch.tensor(5.0)), nn.Parameter(torch.tensor(7.0))]
     optimizer = torch.optim.SGD([{"params": weights[:1]}, {"params": weights[1:]}], lr=1.0)
     loss = (rank + 1) * weights[0] + (2 * weights[1] if rank == 0 else 0)

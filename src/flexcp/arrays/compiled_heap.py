@@ -1,7 +1,8 @@
 """Loops of a heap: integers of which the smallest is taken first, compiled.
 
-It is our own because ``heapq`` works on lists, whose references Numba counts in every function that they are handed to. Here a heap is an
-array of integers with room for all there will be: the first is how many there are, the others are the heap from index 1 on.
+It is our own because ``heapq`` works on lists, whose references Numba counts in every function that they are handed to.
+Here a heap is an array of integers with room for all there will be: the first is how many there are, the others are the
+heap from index 1 on.
 """
 
 from __future__ import annotations

@@ -14,7 +14,9 @@ SHORT_RUN = 16
 
 @compiled
 def stable_order(keys):
-    """Where the keys are from the smallest on, equal ones in their order: short runs by insertion, merged two by two."""
+    """Where the keys are from the smallest on, equal ones in their order:
+    short runs by insertion, merged two by two.
+    """
     n = len(keys)
     order, merged = np.empty(n, np.int64), np.empty(n, np.int64)
     for i in range(n):

@@ -1,7 +1,7 @@
 """Distinct values: each once, ascending.
 
-``np.unique`` hashes (NumPy 2.3 and later), which takes ten times as long as sorting where most values differ, and a hundred times as long
-as marking them where they are few.
+``np.unique`` hashes (NumPy 2.3 and later), which takes ten times as long as sorting where most values differ, and a
+hundred times as long as marking them where they are few.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Half-open intervals in columns: the arithmetic that planning is made of, vectorised.
 
-Everything here takes and returns parallel int64 arrays. A *group* is any integer label; intervals of different groups never
-touch each other. Where a function wants its intervals sorted and disjoint it says so.
+Everything here takes and returns parallel int64 arrays. A *group* is any integer label; intervals of different groups
+never touch each other. Where a function wants its intervals sorted and disjoint it says so.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ Ints = NDArray[np.int64]
 
 
 def spread(counts: Ints) -> tuple[Ints, Ints]:
-    """(index repeated counts[index] times, running number inside each): the ragged ``for i: for j in range(counts[i])``."""
+    """(index repeated counts[index] times, running number inside each): the ragged
+    ``for i: for j in range(counts[i])``.
+    """
     index = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
     before = np.cumsum(counts) - counts
     return index, np.arange(len(index), dtype=np.int64) - before[index]
@@ -53,7 +55,9 @@ def overlaps(start: Ints, stop: Ints, other_start: Ints, other_stop: Ints) -> tu
 
 
 def covered_once(group: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, NDArray[np.bool_]]:
-    """The union of each group cut where "exactly one interval covers this" changes: (group, start, stop, once), sorted."""
+    """The union of each group cut where "exactly one interval covers this" changes:
+    (group, start, stop, once), sorted.
+    """
     if len(group) == 0:
         return group, start, stop, np.zeros(0, bool)
     at = np.concatenate([start, stop])

@@ -1,23 +1,25 @@
 """Compiled loops: how a function is compiled, and where the result is kept.
 
-A loop is compiled by Numba when it is first called, which takes seconds, so the result is kept on disk. Numba's own cache does not do for
-us: it loads all that compiling needs before it looks for a file, three times as long as a warm start takes here; it reads only from a
-folder it can write, so a package that was warmed up by root and runs as somebody else is compiled again; it numbers files in an index,
-where two processes may exchange names; it does not notice changes in other files; and whatever the file system refuses ends the plan. So
-:class:`Kept` stands where Numba's cache would, and keeps results as Numba serialises them:
+A loop is compiled by Numba when it is first called, which takes seconds, so the result is kept on disk. Numba's own
+cache does not do for us: it loads all that compiling needs before it looks for a file, three times as long as a warm
+start takes here; it reads only from a folder it can write, so a package that was warmed up by root and runs as somebody
+else is compiled again; it numbers files in an index, where two processes may exchange names; it does not notice changes
+in other files; and whatever the file system refuses ends the plan. So :class:`Kept` stands where Numba's cache would,
+and keeps results as Numba serialises them:
 
 - one file for each function, signature and processor, in a folder named by a digest of the sources and versions;
-- looked for in all these places, and written to the first that takes it: ``NUMBA_CACHE_DIR``, ``__pycache__`` beside the source, the user's
-  cache folder;
+- looked for in all these places, and written to the first that takes it: ``NUMBA_CACHE_DIR``, ``__pycache__`` beside
+  the source, the user's cache folder;
 - written under another name and renamed, so that readers see all of it or nothing, whoever writes at the same time;
 - executed when they are read, so folders and files that another user could have written are refused with a warning
   (:mod:`flexcp.io.private_files`), and the next place is tried;
 - what fails otherwise is logged and no more: then the loop is compiled in this process only.
 
-This rests on names inside Numba, which are the same in the versions ``KNOWN``. With any other, loops are compiled plainly, anew in every
-process, and a warning says so.
+This rests on names inside Numba, which are the same in the versions ``KNOWN``. With any other, loops are compiled
+plainly, anew in every process, and a warning says so.
 
-Nothing else is printed. Every compilation is a record of the logger ``flexcp.compile``, at level INFO; trouble with folders is at WARNING.
+Nothing else is printed. Every compilation is a record of the logger ``flexcp.compile``, at level INFO; trouble with
+folders is at WARNING.
 """
 
 from __future__ import annotations
@@ -52,17 +54,18 @@ def compiled(function: Loop) -> Loop:
 def compiled_leaf(function: Loop) -> Loop:
     """Like :func:`compiled`, for a function that makes no arrays and is called millions of times.
 
-    Numba counts references to every array it is handed, an atomic operation each, and that takes most of the time of a short function. What
-    is left is handing over what describes each array, so it is made part of its callers.
+    Numba counts references to every array it is handed, an atomic operation each, and that takes most of the time of a
+    short function. What is left is handing over what describes each array, so it is made part of its callers.
     """
     return _compiled(function, _nrt=False, forceinline=True)
 
 
 def compiled_inline(function: Loop) -> Loop:
-    """A function that becomes part of whatever loop calls it before that one is compiled, and is never compiled by itself.
+    """A function that becomes part of whatever loop calls it before that one is compiled,
+    and is never compiled by itself.
 
-    For the parts that a long loop is written in, each called in few places: a leaf of leaves is compiled once more for every level. Inside
-    a leaf, as it has the caller's options.
+    For the parts that a long loop is written in, each called in few places: a leaf of leaves is compiled once more for
+    every level. Inside a leaf, as it has the caller's options.
     """
     return _compiled(function, inline="always")
 
@@ -87,7 +90,9 @@ def _compiled(function: Loop, **options: Any) -> Loop:
 
 
 def _of_plain_types(get_call_template: Loop, args: Any, kws: Any) -> Any:
-    """Called from another loop with constants, a function would be compiled anew for every constant; here it is once for all numbers."""
+    """Called from another loop with constants, a function would be compiled anew for every constant;
+    here it is once for all numbers.
+    """
     plain = {name: numba.types.unliteral(each) for name, each in kws.items()}
     return get_call_template([numba.types.unliteral(each) for each in args], plain)
 
@@ -150,7 +155,9 @@ class Kept:
 
 
 def _rebuilt(target: Any, payload: Any) -> Any:
-    """A compilation ready to run. Numba would load all it needs to compile, which is most of a warm start; this needs only the runtime."""
+    """A compilation ready to run. Numba would load all it needs to compile, which is most of a warm start;
+    this needs only the runtime.
+    """
     from numba.core.compiler import CompileResult
     from numba.core.runtime.nrt import rtsys
 

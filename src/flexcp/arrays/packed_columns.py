@@ -1,12 +1,13 @@
 """Packed columns: int64 columns as few bytes, and back without trusting them.
 
-A column is its values, or the differences of neighbours where those are narrower, less their smallest, in 0, 1, 2, 4 or 8 bytes each:
+A column is its values, or the differences of neighbours where those are narrower, less their smallest, in 0, 1, 2, 4 or
+8 bytes each:
 
     how (1 byte: width, +16 for differences), smallest (8 bytes), values
 
-A block of columns is its row count (8 bytes) and the columns one after the other. A column of one repeated value has no bytes per row, so a
-block's memory is not bounded by its bytes: :class:`Reader` carries a budget of memory, and a block that needs more is refused before
-anything of it is allocated.
+A block of columns is its row count (8 bytes) and the columns one after the other. A column of one repeated value has no
+bytes per row, so a block's memory is not bounded by its bytes: :class:`Reader` carries a budget of memory, and a block
+that needs more is refused before anything of it is allocated.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tables: frozen dataclasses whose fields are equally long int64 columns.
 
-Plans are integers in columns, not objects in lists: that keeps planning in milliseconds, hashing trivial, and the file format
-plain. A table is a dataclass that inherits from :class:`Table` and names its columns.
+Plans are integers in columns, not objects in lists: that keeps planning in milliseconds, hashing trivial, and the file
+format plain. A table is a dataclass that inherits from :class:`Table` and names its columns.
 """
 
 from __future__ import annotations

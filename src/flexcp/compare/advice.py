@@ -1,20 +1,24 @@
 """Advice: what static context parallelism costs on a user's documents, what flexcp would give, and whether to bother.
 
-The documents are dealt into passes in the order they come, each as many tokens as the ranks hold, and a few passes spread over the data are
-looked at. All answers come from :func:`flexcp.compare.compare.compare`, so they are what ``flexcp compare`` says of the same documents:
+The documents are dealt into passes in the order they come, each as many tokens as the ranks hold, and a few passes
+spread over the data are looked at. All answers come from :func:`flexcp.compare.compare.compare`, so they are what
+``flexcp compare`` says of the same documents:
 
-- *static*: the best static method fixed for the run, documents dealt by tokens: the one that serves all these passes with one degree and is
-  fastest over them; or the one the user has today. Gains are over it;
+- *static*: the best static method fixed for the run, documents dealt by tokens: the one that serves all these passes
+  with one degree and is fastest over them; or the one the user has today. Gains are over it;
 - *static by load*: the same, documents dealt by load (``ulysses:8@load``), for those who already deal so;
-- *swap*: only attention is replaced; tokens stay where a contiguous split puts them (``layout="contiguous"``). Beside it stands *static in
-  that layout*, the best static method that leaves them there too, fixed for the run: what a swap replaces. Both send what a layout that
-  suits the documents need not send, so a gain over the latter is no gain over *static*;
-- *free*: flexcp places tokens too, as its loader does: ``auto``, which takes the fastest of static and dynamic plans in every pass.
+- *swap*: only attention is replaced; tokens stay where a contiguous split puts them (``layout="contiguous"``). Beside
+  it stands *static in that layout*, the best static method that leaves them there too, fixed for the run: what a swap
+  replaces. Both send what a layout that suits the documents need not send, so a gain over the latter is no gain over
+  *static*;
+- *free*: flexcp places tokens too, as its loader does: ``auto``, which takes the fastest of static and dynamic plans in
+  every pass.
 
-A document that exceeds what the ranks hold together is refused wherever in the data it is, not only in a pass that is looked at.
+A document that exceeds what the ranks hold together is refused wherever in the data it is, not only in a pass that is
+looked at.
 
-A gain is worth having when it exceeds what the cost model may err by; then and only then the advice is to change something. Where static
-stays, :mod:`flexcp.compare.why_static` says why.
+A gain is worth having when it exceeds what the cost model may err by; then and only then the advice is to change
+something. Where static stays, :mod:`flexcp.compare.why_static` says why.
 """
 
 from __future__ import annotations
@@ -46,7 +50,8 @@ MOST_PASSES = 3
 class Question:
     """What the user trains, on what, and what fits. Without a mask the model's layers have their own.
 
-    Cluster and model are those that context parallelism sees; ``divided`` says what tensor parallelism (``tp``) and others made them of.
+    Cluster and model are those that context parallelism sees; ``divided`` says what tensor parallelism (``tp``) and
+    others made them of.
     """
 
     preset: Preset
@@ -101,7 +106,9 @@ class Answer:
 
     @property
     def uneven(self) -> float:
-        """Of the whole time, what the slowest ranks compute, attention and other layers, beyond the mean of all ranks."""
+        """Of the whole time, what the slowest ranks compute, attention and other layers,
+        beyond the mean of all ranks.
+        """
         beyond = (
             step.attention_ns + step.linear_ns - float(step.ranks[[0, 2]].sum(axis=0).mean()) for step in self.steps
         )
@@ -125,10 +132,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class Advice:
-    """The answers. ``passes`` is how many passes the data makes in all, of which ``len(static.steps)`` were simulated; ``longest_in``
-    counts the passes with a document of the greatest length, among those simulated and among all. ``by_load`` is static by load,
-    ``in_layout`` static in the layout of the swap; None where none fits. ``left_out`` says which documents at the end are in no pass, in
-    words; it is empty where all are."""
+    """The answers. ``passes`` is how many passes the data makes in all, of which ``len(static.steps)`` were simulated;
+    ``longest_in`` counts the passes with a document of the greatest length, among those simulated and among all.
+    ``by_load`` is static by load,
+    ``in_layout`` static in the layout of the swap; None where none fits. ``left_out`` says which documents at the end
+    are in no pass, in words; it is empty where all are.
+    """
 
     question: Question
     lengths: tuple[int, ...]
@@ -160,7 +169,9 @@ class Advice:
 
     @property
     def best_static(self) -> str:
-        """Which best static method it is, in words that end before how documents are dealt; of one pass none is fixed for more."""
+        """Which best static method it is, in words that end before how documents are dealt;
+        of one pass none is fixed for more.
+        """
         scope = "fixed for the run" if len(self.static.steps) > 1 else "of the batch"
         return f"the best static method {scope}, documents dealt"
 
@@ -170,7 +181,9 @@ class Advice:
 
     @property
     def verdict(self) -> str:
-        """``free``, ``swap`` or ``static``: what to use. Only what is sure to gain; the loader only where it adds to a sure swap."""
+        """``free``, ``swap`` or ``static``: what to use. Only what is sure to gain;
+        the loader only where it adds to a sure swap.
+        """
         swap, free = self.swap, self.free
         if swap is not None and self.sure(swap) and swap.total_ns <= free.total_ns * (1 + self.margin):
             return "swap"
@@ -217,8 +230,8 @@ def advise(question: Question, lengths: Sequence[int], tell: Callable[[str], Non
         else:
             what, out = "no static method fits" if static is None else "no strategy fits", ""
         raise ValueError(
-            f"{what} these documents on {question.cluster} with at most {question.max_tokens_per_rank:,} tokens a rank{why}; {out}raise "
-            "--max-tokens-per-rank, use more ranks, or ask for fewer --tokens-per-step"
+            f"{what} these documents on {question.cluster} with at most {question.max_tokens_per_rank:,} tokens a "
+            f"rank{why}; {out}raise --max-tokens-per-rank, use more ranks, or ask for fewer --tokens-per-step"
         )
     fixed = [replace(r, layout=user_layout("contiguous", r.batch.tokens, r.ranks)) for r in requests]
     swap = fastest(answers_of(question, fixed, ("auto",), tell))
@@ -265,7 +278,9 @@ def fastest(answers: Sequence[Answer]) -> Answer | None:
 def answers_of(
     question: Question, requests: Sequence[Request], names: Sequence[str], tell: Callable[[str], None]
 ) -> list[Answer]:
-    """An answer for each strategy that takes all requests, a static one with the one degree that serves all of them best."""
+    """An answer for each strategy that takes all requests, a static one with the one degree
+    that serves all of them best.
+    """
     rows = compare_batches(requests, names, question.rules, tell)
     return [_answer(name, found) for name, found in rows.items()]
 

@@ -1,15 +1,17 @@
 """Compare: strategies side by side on one batch, or over several, each planned and simulated.
 
-A static strategy named without a degree stands for its best degree, found by the closed form (:func:`flexcp.schedule.predict.predict`);
-only that one is simulated. What a strategy refuses is a row with its reason. Times are of the whole step that a request describes
-(:class:`~flexcp.simulator.step_parts.Training`), by which ``auto`` chooses too; of a request that describes none they are of attention
-alone, with equal tokens on all ranks, so that no strategy wins by leaving a rank without any. Other ``rules`` and measured kernel times are
-questions about the same plans: ``auto`` chooses as in training, by the cost model.
+A static strategy named without a degree stands for its best degree, found by the closed form
+(:func:`flexcp.schedule.predict.predict`); only that one is simulated. What a strategy refuses is a row with its reason.
+Times are of the whole step that a request describes (:class:`~flexcp.simulator.step_parts.Training`), by which ``auto``
+chooses too; of a request that describes none they are of attention alone, with equal tokens on all ranks, so that no
+strategy wins by leaving a rank without any. Other ``rules`` and measured kernel times are questions about the same
+plans: ``auto`` chooses as in training, by the cost model.
 
-Speed-ups have a *baseline* with a name. On one batch it is the best static method *of the batch*, one for documents dealt by tokens and one
-for documents dealt by load (``zigzag@load``): an oracle, because a training run keeps one method for all its batches. Who compares a few
-strategies names the other static methods as ``baselines``, so that a speed-up is never over a chosen few. Over several batches the baseline
-is the one method *fixed for the run* (:mod:`flexcp.compare.static_choice`).
+Speed-ups have a *baseline* with a name. On one batch it is the best static method *of the batch*, one for documents
+dealt by tokens and one for documents dealt by load (``zigzag@load``): an oracle, because a training run keeps one
+method for all its batches. Who compares a few strategies names the other static methods as ``baselines``, so that a
+speed-up is never over a chosen few. Over several batches the baseline is the one method *fixed for the run*
+(:mod:`flexcp.compare.static_choice`).
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ STATIC_BY_LOAD = tuple(name + BY_LOAD for name in STATIC)
 NAMES = tuple(name for name in STRATEGIES if name not in SLOW)
 """What is compared unless told."""
 NEAR_PERCENT = 15
-"""Degrees of a static method whose times in closed form differ by no more than this, about its error, are told apart by simulation."""
+"""Degrees of a static method whose times in closed form differ by no more than this, about its error,
+are told apart by simulation.
+"""
 MOST_SIMULATED = 3
 Compute = Callable[[Plan, int, bool], Ints]
 ATTENTION_ONLY = Model("attention only", hidden=1, layers=1, feed_forward=1)
@@ -87,7 +91,9 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """All rows, and what was asked; ``baselines`` are further static methods, which only the choice of the best looks at."""
+    """All rows, and what was asked; ``baselines`` are further static methods,
+    which only the choice of the best looks at.
+    """
 
     request: Request
     rows: tuple[Row, ...]
@@ -142,9 +148,9 @@ def compare(
 ) -> Comparison:
     """Plan and simulate every strategy of ``names``; ``on_row`` is told which is next.
 
-    ``compute(plan, mask, backward)`` gives kernel times ``[rank, slot]`` in the cost model's place. Without ``search`` a static strategy
-    without a degree is the one over all ranks, as in a plan, instead of the best degree. ``baselines`` are static strategies that speed-ups
-    are over where they are the fastest, in rows or not.
+    ``compute(plan, mask, backward)`` gives kernel times ``[rank, slot]`` in the cost model's place. Without ``search``
+    a static strategy without a degree is the one over all ranks, as in a plan, instead of the best degree.
+    ``baselines`` are static strategies that speed-ups are over where they are the fastest, in rows or not.
     """
     request = _asked(request)
 
@@ -165,7 +171,9 @@ def compare_batches(
     rules: Rules = Rules(),  # noqa: B008 - immutable
     tell: Callable[[str], None] = lambda _: None,
 ) -> dict[str, list[Row]]:
-    """Rows of every strategy that takes all requests, one for each request; a static one with the one degree that serves all best."""
+    """Rows of every strategy that takes all requests, one for each request;
+    a static one with the one degree that serves all best.
+    """
     tell(f"choosing degrees for {len(requests)} passes")
     asked = [_asked(request) for request in requests]
     rows: dict[str, list[Row]] = {n: [] for given in names if (n := common_degree(asked, given)) is not None}
@@ -188,10 +196,11 @@ def method_of(name: str) -> str:
 
 
 def common_degree(requests: Sequence[Request], name: str) -> str | None:
-    """Of a static strategy named without a degree, the one degree that serves all requests in the least time; None if none does.
+    """Of a static strategy named without a degree, the one degree that serves all requests in the least time;
+    None if none does.
 
-    Degrees are priced in closed form, and those near the least are simulated. The name is for :func:`compare` without ``search``. Any other
-    name is its own answer.
+    Degrees are priced in closed form, and those near the least are simulated. The name is for :func:`compare` without
+    ``search``. Any other name is its own answer.
     """
     if not _is_searched(name):
         return name
@@ -272,7 +281,9 @@ def _placed(request: Request, name: str) -> tuple[str, Placement]:
 
 
 def _near(priced: list[tuple[int, str]]) -> list[str]:
-    """The degrees worth simulating: those whose price in closed form is near the least, a few of them, the cheapest first."""
+    """The degrees worth simulating: those whose price in closed form is near the least, a few of them,
+    the cheapest first.
+    """
     ordered = sorted(priced, key=lambda found: found[0])
     most = ordered[0][0] * (100 + NEAR_PERCENT) // 100
     return [name for ns, name in ordered[:MOST_SIMULATED] if ns <= most]
@@ -289,7 +300,9 @@ def _place(request: Request, name: str) -> Placement:
 
 
 def _degrees(request: Request, name: str, refusals: list[str] | None = None) -> Iterator[tuple[int, str, Placement]]:
-    """The degrees that can run: predicted time, name, placement. Why others refuse goes into ``refusals``, where given."""
+    """The degrees that can run: predicted time, name, placement. Why others refuse goes into ``refusals``,
+    where given.
+    """
     dealing = BY_LOAD if deals_by_load(name) else ""
     for method in static_methods(request):
         if method.strategy == method_of(name):

@@ -1,7 +1,7 @@
 """Latent forms: the three ways to run multi-latent attention, and which is the fastest for a batch.
 
-A token has one latent of ``rank`` numbers and one rotated key of ``rope`` numbers for all heads. A head's key is ``nope`` numbers expanded
-from the latent beside the rotated key, its value ``value`` numbers expanded from the latent.
+A token has one latent of ``rank`` numbers and one rotated key of ``rope`` numbers for all heads. A head's key is
+``nope`` numbers expanded from the latent beside the rotated key, its value ``value`` numbers expanded from the latent.
 
 | form     | what travels of a key       | head sizes (key, value)      | FLOPs besides pairs                          |
 | -------- | --------------------------- | ---------------------------- | -------------------------------------------- |
@@ -9,11 +9,13 @@ from the latent beside the rotated key, its value ``value`` numbers expanded fro
 | latent   | latent and rotated key      | nope + rope, value           | every key is expanded where it is read       |
 | absorbed | latent, rotated key, latent | rank + rope, rank (one head) | queries and outputs are expanded instead     |
 
-``latent`` moves least. ``expanded`` is what any attention layer does with tokens that stay where they are, and right when little moves.
-``absorbed`` needs no expansion of keys and costs (2 rank + rope) / (nope + rope + value) as much a pair, about 3.4 times for DeepSeek's
-sizes: right for decoding, hardly ever for training. The absorbed value is the latent again, so it travels twice.
+``latent`` moves least. ``expanded`` is what any attention layer does with tokens that stay where they are, and right
+when little moves. ``absorbed`` needs no expansion of keys and costs (2 rank + rope) / (nope + rope + value) as much a
+pair, about 3.4 times for DeepSeek's sizes: right for decoding, hardly ever for training. The absorbed value is the
+latent again, so it travels twice.
 
-All three run today: ``expanded`` and ``absorbed`` through :func:`flexcp.attention`, ``latent`` through :func:`flexcp.latent_attention`.
+All three run today: ``expanded`` and ``absorbed`` through :func:`flexcp.attention`, ``latent`` through
+:func:`flexcp.latent_attention`.
 """
 
 from __future__ import annotations
@@ -74,7 +76,9 @@ class LatentForms:
         return Planner(s.heads, s.kv_heads, s.head_dim, s.v_head_dim, s.dtype, cluster, latent=s.latent, **options)
 
     def step_ns(self, form: str, plan: Plan) -> int:
-        """Predicted time of the slowest rank for one step of a plan of this form, with what it expands besides its own tokens once."""
+        """Predicted time of the slowest rank for one step of a plan of this form,
+        with what it expands besides its own tokens once.
+        """
         cluster, cost = plan.cluster, plan.cost
         found = predict(plan.placement, plan.shape, cluster, cost)
         layers = sum(mask.layers for mask in plan.batch.masks)
@@ -85,7 +89,9 @@ class LatentForms:
         return int((found.attention_ns + found.exposed_ns + linear + more).max())
 
     def expansion_flops(self, form: str, plan: Plan) -> Ints:
-        """FLOPs of each rank in one layer, forward and backward, to expand what others would have expanded, and own tokens again."""
+        """FLOPs of each rank in one layer, forward and backward, to expand what others would have expanded,
+        and own tokens again.
+        """
         if form != "latent":
             return np.zeros(plan.ranks, np.int64)
         transfers = plan.programs[0][0].transfers

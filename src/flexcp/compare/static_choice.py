@@ -1,8 +1,9 @@
 """The static method that a user would configure: one method and degree for all batches of a run.
 
-The best static method *of a batch* is another one in every batch, which no training run has. What a run can have is the best single one,
-chosen once: documents are cut into batches in the order they come, some batches spread over the data are looked at, and every static
-method, in the one degree that serves all of them best by the closed form, is simulated on each. The least total wins.
+The best static method *of a batch* is another one in every batch, which no training run has. What a run can have is the
+best single one, chosen once: documents are cut into batches in the order they come, some batches spread over the data
+are looked at, and every static method, in the one degree that serves all of them best by the closed form, is simulated
+on each. The least total wins.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ DEALINGS = {"tokens": STATIC, "load": STATIC_BY_LOAD}
 
 @dataclass(frozen=True)
 class StaticChoice:
-    """``strategy`` is the fastest over the ``batches`` that were looked at, ``times_ns`` the simulated totals of all that could run."""
+    """``strategy`` is the fastest over the ``batches`` that were looked at,
+    ``times_ns`` the simulated totals of all that could run.
+    """
 
     strategy: str
     dealing: str
@@ -50,12 +53,14 @@ def choose_static(
     batches: int = BATCHES,
     **planner: Any,
 ) -> StaticChoice:
-    """The best single static method and degree for a run over documents of these lengths: what speed-ups of a run should be over.
+    """The best single static method and degree for a run over documents of these lengths:
+    what speed-ups of a run should be over.
 
-    ``lengths`` are those of a data set in the order they come; a batch has as many tokens as leave the ranks room, and ``batches`` of them,
-    spread over the data, are simulated: all layers forward and backward, or the step of ``training=`` where that is given; a last batch
-    that is less than half full is left out. ``dealing`` is how documents go to the groups of a method, by ``"tokens"`` as in Megatron-Core,
-    DeepSpeed and torchtitan, or by ``"load"`` as in WLB-LLM. ``planner`` are arguments of :class:`flexcp.Planner`: ``heads``, ``kv_heads``,
+    ``lengths`` are those of a data set in the order they come; a batch has as many tokens as leave the ranks room, and
+    ``batches`` of them, spread over the data, are simulated: all layers forward and backward, or the step of
+    ``training=`` where that is given; a last batch that is less than half full is left out. ``dealing`` is how
+    documents go to the groups of a method, by ``"tokens"`` as in Megatron-Core, DeepSpeed and torchtitan, or by
+    ``"load"`` as in WLB-LLM. ``planner`` are arguments of :class:`flexcp.Planner`: ``heads``, ``kv_heads``,
     ``head_dim``, ``cluster``, ``model``, and so on.
 
     >>> from flexcp.clusters import cluster
@@ -70,8 +75,8 @@ def choose_static(
     ranks = asked.cluster.ranks
     if max(lengths, default=0) > max_tokens_per_rank * ranks:
         raise ValueError(
-            f"a document of {max(lengths):,} tokens is more than {ranks} ranks keep with max_tokens_per_rank={max_tokens_per_rank}; raise "
-            "the cap, use more ranks, or cut the document"
+            f"a document of {max(lengths):,} tokens is more than {ranks} ranks keep with "
+            f"max_tokens_per_rank={max_tokens_per_rank}; raise the cap, use more ranks, or cut the document"
         )
     rule = causal() if mask is None and masks is None else mask
     cut = spread_over(cut_batches(lengths, batch_tokens(max_tokens_per_rank, ranks)), batches)

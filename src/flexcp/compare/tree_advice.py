@@ -1,7 +1,8 @@
-"""Tree advice: what trees save over the same sequences as documents of their own, in tokens, in attention, and in simulated time.
+"""Tree advice: what trees save over the same sequences as documents of their own, in tokens, in attention,
+and in simulated time.
 
-Both sides are dealt into passes of the same size and planned by ``auto``; of each some passes are simulated, and the data's time is theirs
-by tokens.
+Both sides are dealt into passes of the same size and planned by ``auto``; of each some passes are simulated, and the
+data's time is theirs by tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from flexcp.masks import Mask, area, causal, tree, tree_under, window_of, window
 
 @dataclass(frozen=True)
 class Side:
-    """The data one way: documents, tokens, pairs of query and key in a causal layer, passes, and the simulated time of all of them."""
+    """The data one way: documents, tokens, pairs of query and key in a causal layer, passes,
+    and the simulated time of all of them.
+    """
 
     documents: int
     tokens: int
@@ -55,13 +58,16 @@ class TreeAdvice:
         return [
             f"{a.documents:,} trees hold {b.documents:,} sequences: {a.tokens:,} tokens in the place of {b.tokens:,}, "
             f"{100 * self.saved / b.tokens:.0f} % saved, and {100 * (1 - a.pairs / b.pairs):.0f} % of the attention.",
-            f"Simulated, with auto on both sides: {a.total_ns / 1e6:,.1f} ms in {a.passes} passes as trees ({a.strategy}), "
-            f"{b.total_ns / 1e6:,.1f} ms in {b.passes} as documents of their own ({b.strategy}): {self.gain:.2f} times the speed.",
+            f"Simulated, with auto on both sides: {a.total_ns / 1e6:,.1f} ms in {a.passes} passes as trees "
+            f"({a.strategy}), {b.total_ns / 1e6:,.1f} ms in {b.passes} as documents of their own ({b.strategy}): "
+            f"{self.gain:.2f} times the speed.",
         ]
 
 
 def read_trees(path: Path) -> list[Mask] | None:
-    """The trees of a file of JSON lines with ``parents`` and ``lengths`` (and ``ends``); None for a file that does not begin so."""
+    """The trees of a file of JSON lines with ``parents`` and ``lengths`` (and ``ends``);
+    None for a file that does not begin so.
+    """
     if path.suffix not in (".jsonl", ".ndjson") or not path.is_file():
         return None
     lines = path.read_bytes().decode("utf-8", errors="replace").splitlines()

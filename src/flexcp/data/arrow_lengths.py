@@ -1,5 +1,6 @@
-"""Lengths of a Hugging Face dataset, from its Arrow columns, without decoding a sample. Needs ``datasets`` (``pip install
-flexcp[datasets]``)."""
+"""Lengths of a Hugging Face dataset, from its Arrow columns, without decoding a sample.
+Needs ``datasets`` (``pip install flexcp[datasets]``).
+"""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ NAMES = ("tokens", "input_ids")
 
 
 def dataset_lengths(dataset: Any, column: str | None = None) -> Ints:
-    """Tokens of every row of a ``datasets.Dataset``: of ``column`` (``tokens`` or ``input_ids`` unless given), a list column or one of
-    numbers."""
+    """Tokens of every row of a ``datasets.Dataset``: of ``column`` (``tokens`` or ``input_ids`` unless given), a list
+    column or one of numbers.
+    """
     names = list(dataset.column_names)
     if column is None:
         found = [n for n in NAMES if n in names]

@@ -1,8 +1,9 @@
 """Cut trees: sequences that share their beginnings, as several trees where one would be too large.
 
-A tree is cut between its sequences, so that every sequence is whole and in exactly one part, and losses over sequences are what they were.
-What a part shares with an earlier one is in both. In the order of the tree neighbours share the most, so a part is a range of that
-order, as many sequences as fit; where several places to end it are good, the one with the least shared there: that is repeated.
+A tree is cut between its sequences, so that every sequence is whole and in exactly one part, and losses over sequences
+are what they were. What a part shares with an earlier one is in both. In the order of the tree neighbours share the
+most, so a part is a range of that order, as many sequences as fit; where several places to end it are good, the one
+with the least shared there: that is repeated.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ class TreePart:
 
 
 def parts_that_fit(sequences: Sequence[Ints], least_shared: int, most: int | None) -> list[TreePart]:
-    """All sequences in trees of at most ``most`` tokens, in one where it fits; a sequence longer than that is a part of its own."""
+    """All sequences in trees of at most ``most`` tokens, in one where it fits;
+    a sequence longer than that is a part of its own.
+    """
     everything = list(range(len(sequences)))
     if most is None or _tokens(sequences, everything, least_shared) <= most:
         return [TreePart(everything)]

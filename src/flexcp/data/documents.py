@@ -1,7 +1,8 @@
 """Documents: what planning needs to know of a sample, and the batches made of it.
 
-A *place* is a position in the order of an epoch. A source (see ``sources.py``) says what lies at a place; here consecutive places become
-a batch of at most ``budget`` tokens. Every rank does this for itself from the same facts, so all ranks form the same batches.
+A *place* is a position in the order of an epoch. A source (see ``sources.py``) says what lies at a place; here
+consecutive places become a batch of at most ``budget`` tokens. Every rank does this for itself from the same facts, so
+all ranks form the same batches.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ Ints = NDArray[np.int64]
 class Document:
     """A sample as far as planning goes.
 
-    ``number`` is its index in a map-style dataset, or its count in a stream. ``reader`` is the rank that holds it (None: whoever needs it
-    reads it), ``valid`` how many of its labels count (None: not known before it is read), ``value_bytes`` what its per-document values
-    take. A document that is ``dropped`` only takes up its place. ``repeated`` tokens are in an earlier part of its tree, too.
+    ``number`` is its index in a map-style dataset, or its count in a stream. ``reader`` is the rank that holds it
+    (None: whoever needs it reads it), ``valid`` how many of its labels count (None: not known before it is read),
+    ``value_bytes`` what its per-document values take. A document that is ``dropped`` only takes up its place.
+    ``repeated`` tokens are in an earlier part of its tree, too.
     """
 
     number: int

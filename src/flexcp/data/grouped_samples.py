@@ -1,12 +1,12 @@
 """Grouped samples: samples that share their beginnings, such as the rollouts of a prompt, as one sample that is a tree.
 
-A field of every sample says which belong together. Of a map-style dataset all samples with one value are a tree, wherever they stand, in
-the order of first values; a stream's tree is a run of samples with one value. The grouped sample has the tree's token ids, its labels where
-the loader was told of any, its mask, and the remaining fields of every sample as a list: they may differ from sequence to sequence, also
-where sequences share tokens.
+A field of every sample says which belong together. Of a map-style dataset all samples with one value are a tree,
+wherever they stand, in the order of first values; a stream's tree is a run of samples with one value. The grouped
+sample has the tree's token ids, its labels where the loader was told of any, its mask, and the remaining fields of
+every sample as a list: they may differ from sequence to sequence, also where sequences share tokens.
 
-A tree of more than ``most`` tokens becomes several (:mod:`flexcp.data.cut_trees`), each a grouped sample of its own. Of a map-style dataset
-that takes reading all samples when the loader is made.
+A tree of more than ``most`` tokens becomes several (:mod:`flexcp.data.cut_trees`), each a grouped sample of its own. Of
+a map-style dataset that takes reading all samples when the loader is made.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ SAMPLES = "samples"
 
 
 def grouped(dataset: Any, field: str, fields: Fields, least_shared: int, most: int | None = None) -> Any:
-    """The dataset with samples of equal ``field`` made one, or several where that is over ``most`` tokens: map-style or a stream, as it
-    was."""
+    """The dataset with samples of equal ``field`` made one, or several where that is over ``most`` tokens: map-style or
+    a stream, as it was.
+    """
     if is_map_style(dataset):
         return GroupedSamples(dataset, field, fields, least_shared, most)
     kind = StatefulGroupedStream if hasattr(dataset, "state_dict") else GroupedStream
@@ -172,7 +173,9 @@ def _ids(samples: list[Any], field: str, fields: Fields, where: str) -> list[tup
 def one_sample(
     samples: list[Any], field: str, fields: Fields, least_shared: int, where: str, repeated: int = 0
 ) -> dict[str, Any]:
-    """Samples of one group as a sample that is a tree; ``repeated`` of its tokens are in an earlier one of the group, too."""
+    """Samples of one group as a sample that is a tree; ``repeated`` of its tokens are in an earlier one
+    of the group, too.
+    """
     found = _ids(samples, field, fields, where)
     tree = tree_of([ids.numpy() for _, ids in found], least_shared)
     left_out = {found[0][0], field, fields.labels}
@@ -196,8 +199,8 @@ def _shared_labels(samples: list[Any], paths: list[Any], tokens: int, field: str
             raise ValueError(f"{where}: field {field!r} has shape {list(given.shape)} for {len(path)} tokens")
         if np.any(known[path] & (labels[path] != given)):
             raise ValueError(
-                f"{where}: samples of one tree have different labels in {field!r} for a token that they share; give each a mask of its "
-                "own, and weights by edges.weights(tokens=masks)"
+                f"{where}: samples of one tree have different labels in {field!r} for a token that they share; give "
+                "each a mask of its own, and weights by edges.weights(tokens=masks)"
             )
         labels[path], known[path] = given, True
     return labels

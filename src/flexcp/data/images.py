@@ -1,12 +1,14 @@
 """Images: documents with images and videos in them, as the two batches that they are.
 
-The *language* batch is the documents, in which an image or a video is a span of tokens that may see each other. The *encoder* batch is the
-frames of all images and videos, in order of appearance: many small documents of patches with full attention. ``merge`` neighbouring patches
-become one token of the span. Each batch has a plan of its own over the same ranks; ``sources`` says where the encoder's rows go.
+The *language* batch is the documents, in which an image or a video is a span of tokens that may see each other. The
+*encoder* batch is the frames of all images and videos, in order of appearance: many small documents of patches with
+full attention. ``merge`` neighbouring patches become one token of the span. Each batch has a plan of its own over the
+same ranks; ``sources`` says where the encoder's rows go.
 
-An encoder with windows (Qwen2.5-VL) attends inside squares of ``window`` x ``window`` tokens in most layers, and over whole frames in the
-others. Its stream has the patches of a frame window by window, as the model itself orders them, so that a window is a range of rows and
-both kinds of layers are masks of one plan: ``encoder_order`` is that order, ``encoder_masks`` are the masks.
+An encoder with windows (Qwen2.5-VL) attends inside squares of ``window`` x ``window`` tokens in most layers, and over
+whole frames in the others. Its stream has the patches of a frame window by window, as the model itself orders them, so
+that a window is a range of rows and both kinds of layers are masks of one plan: ``encoder_order`` is that order,
+``encoder_masks`` are the masks.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class Span:
 
 @dataclass(frozen=True)
 class ImageBatch:
-    """Documents of ``lengths`` tokens with ``spans[document]`` in them; ``merge`` patches, a square of them, make a token.
+    """Documents of ``lengths`` tokens with ``spans[document]`` in them; ``merge`` patches, a square of them,
+    make a token.
 
     ``window`` is the side, in tokens, of the squares that most layers of the encoder attend in; 0 where it has none.
     """
@@ -72,8 +75,8 @@ class ImageBatch:
         across = span.width // isqrt(self.merge)
         if across < 1 or span.width % isqrt(self.merge) or tokens % across:
             raise ValueError(
-                f"{span} has no rows of width={span.width} patches, {tokens} tokens a frame of {self.merge} patches each; windows need "
-                "the patches of a row, as in Span(start, stop, frames, width=grid[2])"
+                f"{span} has no rows of width={span.width} patches, {tokens} tokens a frame of {self.merge} patches "
+                "each; windows need the patches of a row, as in Span(start, stop, frames, width=grid[2])"
             )
 
     @property
@@ -143,7 +146,9 @@ def _tiled(height: int, width: int, window: int, merge: int) -> tuple[Ints, Mask
 def with_images(
     lengths: Sequence[int], shares: Sequence[float], merge: int = 4, frames: Sequence[int] | None = None
 ) -> ImageBatch:
-    """A batch in which each document begins with a little text, then one span of about its share of the tokens, then text again."""
+    """A batch in which each document begins with a little text, then one span of about its share of the tokens,
+    then text again.
+    """
     spans = []
     for document, (n, share) in enumerate(zip(lengths, shares, strict=True)):
         size = int(n * share)

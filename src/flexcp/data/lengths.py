@@ -2,15 +2,15 @@
 
 A named distribution is drawn with a token budget and a seed: ``web:131072:0`` is a batch of exactly 131,072 tokens.
 Documents are drawn one after the other, cut at the distribution's longest (``web``: a quarter of the budget, as
-MagiAttention's benchmark does), and the last is cut to fill the budget. Draws are integers from inverse tables or rounded
-from closed forms, the same on every machine.
+MagiAttention's benchmark does), and the last is cut to fill the budget. Draws are integers from inverse tables or
+rounded from closed forms, the same on every machine.
 
-Where the figures come from: ``web`` from 13.5 million web documents in bins published with MagiAttention; ``wikipedia`` from
-percentiles of the lengths published with FlexSP; ``libra256k`` and ``libra1m`` from mixtures that reproduce Libra's published
-percentiles; ``lognormal16k`` and ``bimodal`` are block-level FCP's synthetic sets. Our own choices: ``longalign`` (8K to 64K,
-like instruction sets of long documents), ``longtail`` (many short, few very long, like LongDataCollections), ``video`` (clips
-of 2K to 128K tokens), ``images`` (encoder documents of 256 to 4,096 tokens), ``equal`` (all 8,192: the control where nothing
-is to be gained).
+Where the figures come from: ``web`` from 13.5 million web documents in bins published with MagiAttention; ``wikipedia``
+from percentiles of the lengths published with FlexSP; ``libra256k`` and ``libra1m`` from mixtures that reproduce
+Libra's published percentiles; ``lognormal16k`` and ``bimodal`` are block-level FCP's synthetic sets. Our own choices:
+``longalign`` (8K to 64K, like instruction sets of long documents), ``longtail`` (many short, few very long, like
+LongDataCollections), ``video`` (clips of 2K to 128K tokens), ``images`` (encoder documents of 256 to 4,096 tokens),
+``equal`` (all 8,192: the control where nothing is to be gained).
 
 Counts of tokens may be written with a letter, as context lengths are: ``4k`` is 4,096 and ``1m`` is 1,048,576.
 """
@@ -164,7 +164,9 @@ def draw_lengths(name: str, tokens: int, seed: int = 0) -> list[int]:
 
 
 def parse_count(word: str) -> int:
-    """A count of tokens: digits, with k for 1,024 or m for 1,048,576 behind them. ValueError, without words, for anything else."""
+    """A count of tokens: digits, with k for 1,024 or m for 1,048,576 behind them. ValueError, without words,
+    for anything else.
+    """
     match = re.fullmatch(r"([+-]?[0-9]{1,18})([km]?)", word.strip().lower())
     if match is None:
         raise ValueError
@@ -211,7 +213,8 @@ def batch_tokens(max_tokens_per_rank: int, ranks: int) -> int:
 
 
 def cut_batches(lengths: Sequence[int], most: int) -> list[list[int]]:
-    """Documents in the order they come, each batch as many as fit ``most`` tokens; one that is longer is a batch of its own.
+    """Documents in the order they come, each batch as many as fit ``most`` tokens;
+    one that is longer is a batch of its own.
 
     What is left at the end is dropped when it fills less than half a batch: it is no typical one.
     """
@@ -256,7 +259,8 @@ def _is(text: str, kind: Callable[[Path], bool]) -> bool:
 
 
 def jsonl_lengths(path: Path | str, field: str | None = None) -> list[int]:
-    """Lengths of the documents in a file of one JSON value a line: of ``field``, or of the first of ``JSONL_FIELDS`` there is.
+    """Lengths of the documents in a file of one JSON value a line:
+    of ``field``, or of the first of ``JSONL_FIELDS`` there is.
 
     The value is a number of tokens, or the tokens themselves; a line that is a number or a list needs no field.
     """
@@ -313,8 +317,8 @@ def _read(path: Path) -> list[int]:
             length = 0
         if length < 1:
             raise ValueError(
-                f"{path}, line {number}: {shown(word)} is not a length; the file holds one number a line, as in 4096 or 4k, each at least "
-                "1, and no running totals"
+                f"{path}, line {number}: {shown(word)} is not a length; the file holds one number a line, as in 4096 "
+                "or 4k, each at least 1, and no running totals"
             )
         found.append(length)
     if not found:

@@ -5,13 +5,14 @@
         logits = model(batch.tokens, batch.positions, batch.step)
         loss   = cross_entropy(logits, batch.labels, reduction="sum") / batch.valid
 
-The way of a batch: a source says what lies at the next places (``sources.py``), ``next_batch`` fills the budget, the pool plans it while
-earlier steps train (``planning_pool.py``, ``plan_sharing.py``), and when its turn comes the plan is bound and this rank's rows are read or
-received (``row_sharing.py``). The loader has one place, moved when a batch is handed out; everything ahead of it is remade from that place,
-so a state is small, and look-ahead, number of workers and number of ranks may change from run to run.
+The way of a batch: a source says what lies at the next places (``sources.py``), ``next_batch`` fills the budget, the
+pool plans it while earlier steps train (``planning_pool.py``, ``plan_sharing.py``), and when its turn comes the plan is
+bound and this rank's rows are read or received (``row_sharing.py``). The loader has one place, moved when a batch is
+handed out; everything ahead of it is remade from that place, so a state is small, and look-ahead, number of workers and
+number of ranks may change from run to run.
 
-All ranks of the group make the loader with the same arguments and take the same steps. Nothing here runs in a thread of the training
-process but waiting for planner processes.
+All ranks of the group make the loader with the same arguments and take the same steps. Nothing here runs in a thread of
+the training process but waiting for planner processes.
 """
 
 from __future__ import annotations
@@ -66,44 +67,52 @@ Ints = NDArray[np.int64]
 class Loader:
     """Batches of a dataset, planned ahead; iterate it once per epoch.
 
-    ``dataset`` is map-style or iterable (a dataset, or a loader that yields samples or lists of them). A sample is a mapping of fields,
-    or its token ids alone; see ``samples.py`` for how fields are told apart, and ``tokens``, ``labels``, ``spans``, ``document_fields``
-    to name them.
+    ``dataset`` is map-style or iterable (a dataset, or a loader that yields samples or lists of them). A sample is a
+    mapping of fields, or its token ids alone; see ``samples.py`` for how fields are told apart, and ``tokens``,
+    ``labels``, ``spans``, ``document_fields`` to name them.
 
-    ``group`` is the ranks that share each batch, as many as the planner is for: a process group or a 1-D DeviceMesh axis. Without one the
-    loader is one rank's own, which is warned of in a run of several ranks unless it is said: ``group="alone"``, for data parallelism, where
-    every rank has samples of its own (a ``DistributedSampler`` says so too).
+    ``group`` is the ranks that share each batch, as many as the planner is for: a process group or a 1-D DeviceMesh
+    axis. Without one the loader is one rank's own, which is warned of in a run of several ranks unless it is said:
+    ``group="alone"``, for data parallelism, where every rank has samples of its own (a ``DistributedSampler`` says so
+    too).
 
-    Masks: ``mask`` is one for all documents or, for a map-style dataset, one for each; ``masks={"name": (mask, layers)}`` likewise for
-    several kinds of layers; ``mask_fn(sample)`` returns either; ``spans`` (a field's name, or a list for each document of the dataset)
-    stands for :func:`flexcp.modality` masks. Without any, documents are causal. A sample may be a tree, by its mask.
+    Masks: ``mask`` is one for all documents or, for a map-style dataset, one for each;
+    ``masks={"name": (mask, layers)}`` likewise for several kinds of layers; ``mask_fn(sample)`` returns either;
+    ``spans`` (a field's name, or a list for each document of the dataset) stands for :func:`flexcp.modality` masks.
+    Without any, documents are causal. A sample may be a tree, by its mask.
 
-    ``tree_by`` names a field, such as a prompt's number, whose equal values make samples one tree: what they begin with alike is held
-    once. Its document has the field ``samples`` with the other fields of each, in order, and ``stats.tokens_saved`` counts what trees do
-    without. Of a stream, samples of one tree come one after the other. ``mask`` or ``masks`` are then causal or windows, which are
-    measured on the path; ``least_shared`` is that of :func:`flexcp.tree_of`. A tree over ``max_length`` with ``too_long="cut"``, or with
-    ``micro_batches`` over what ``max_tokens_per_rank`` leaves all ranks together, is cut between its sequences: each is whole in one of
-    several trees, and ``stats.tokens_repeated`` counts what these hold more than once.
+    ``tree_by`` names a field, such as a prompt's number, whose equal values make samples one tree: what they begin with
+    alike is held once. Its document has the field ``samples`` with the other fields of each, in order, and
+    ``stats.tokens_saved`` counts what trees do without. Of a stream, samples of one tree come one after the other.
+    ``mask`` or ``masks`` are then causal or windows, which are measured on the path; ``least_shared`` is that of
+    :func:`flexcp.tree_of`. A tree over ``max_length`` with ``too_long="cut"``, or with ``micro_batches`` over what
+    ``max_tokens_per_rank`` leaves all ranks together, is cut between its sequences: each is whole in one of several
+    trees, and ``stats.tokens_repeated`` counts what these hold more than once.
 
-    ``lengths`` (numbers, or a text such as ``"@lengths.txt"``) makes a map-style dataset's lengths known without reading it; its own
-    attribute ``lengths`` is used where it has one. With known lengths and masks a rank reads only documents it keeps tokens of (a rank
-    that keeps none of its first batch reads one to learn the fields). Otherwise each sample is read once by one rank and shared.
+    ``lengths`` (numbers, or a text such as ``"@lengths.txt"``) makes a map-style dataset's lengths known without
+    reading it; its own attribute ``lengths`` is used where it has one. With known lengths and masks a rank reads only
+    documents it keeps tokens of (a rank that keeps none of its first batch reads one to learn the fields). Otherwise
+    each sample is read once by one rank and shared.
 
-    Batches hold documents in order up to ``budget`` tokens. Documents over ``max_length`` (the budget unless given) are refused, cut to
-    it, or dropped, as ``too_long`` says. ``drop_last`` leaves out the last batch of an epoch unless it is full.
+    Batches hold documents in order up to ``budget`` tokens. Documents over ``max_length`` (the budget unless given) are
+    refused, cut to it, or dropped, as ``too_long`` says. ``drop_last`` leaves out the last batch of an epoch unless it
+    is full.
 
-    ``lookahead`` steps are planned ahead by ``workers`` processes (0: in this process, when needed). ``share_plans`` plans each step on
-    one rank for all; by default every rank plans for itself, but for ``hypergraph`` and ``dcp``, which do not promise the same plan twice.
-    ``patience`` is how many seconds the loop waits for a planner process before it plans by itself, ``timeout`` how long for other ranks.
-    ``plan_options`` go to the planner's call (``tokens="equal"``, ``pad_to=128``, ``layout=...``). With ``micro_batches`` a batch that is
-    over the planner's caps (``max_tokens_per_rank``, ``max_memory_per_rank``) is given out in several parts, as many on every rank, each
-    a :class:`LocalBatch` with its ``weight``. ``cpu_group`` is a gloo group to share samples through where ``group`` is NCCL's.
+    ``lookahead`` steps are planned ahead by ``workers`` processes (0: in this process, when needed). ``share_plans``
+    plans each step on one rank for all; by default every rank plans for itself, but for ``hypergraph`` and ``dcp``,
+    which do not promise the same plan twice. ``patience`` is how many seconds the loop waits for a planner process
+    before it plans by itself, ``timeout`` how long for other ranks. ``plan_options`` go to the planner's call
+    (``tokens="equal"``, ``pad_to=128``, ``layout=...``). With ``micro_batches`` a batch that is over the planner's caps
+    (``max_tokens_per_rank``, ``max_memory_per_rank``) is given out in several parts, as many on every rank, each a
+    :class:`LocalBatch` with its ``weight``. ``cpu_group`` is a gloo group to share samples through where ``group`` is
+    NCCL's.
 
-    ``telemetry`` follows every step (docs/telemetry.md). With ``follow_speeds``, every so many steps the ranks agree on how fast each of
-    them computed, as telemetry measured it, and steps that are not asked for yet are planned with that; the corrections are in
-    :meth:`state_dict`, and a loader that has them plans the same.
+    ``telemetry`` follows every step (docs/telemetry.md). With ``follow_speeds``, every so many steps the ranks agree on
+    how fast each of them computed, as telemetry measured it, and steps that are not asked for yet are planned with
+    that; the corrections are in :meth:`state_dict`, and a loader that has them plans the same.
 
-    Iterating goes on where it stopped: an epoch that was left in the middle is resumed, a finished one is followed by the next.
+    Iterating goes on where it stopped: an epoch that was left in the middle is resumed, a finished one is followed by
+    the next.
     """
 
     def __init__(
@@ -234,7 +243,9 @@ class Loader:
         self.epoch, self.place, self.step = self.epoch + 1, 0, 0
 
     def _said_by_all(self) -> dict[str, Any]:
-        """What must be the same on all ranks, by the names that users know; ``place`` is where :meth:`state_dict` says the loader is."""
+        """What must be the same on all ranks, by the names that users know;
+        ``place`` is where :meth:`state_dict` says the loader is.
+        """
         limits = self.reading.limits
         return {
             "samples": self._samples(),
@@ -257,8 +268,8 @@ class Loader:
         if self.step or (self.drop_last and self.source.document(0) is not None):
             return
         raise ValueError(
-            f"epoch {self.epoch} has no batch: no sample has at most {self.reading.limits.longest} tokens, or there are none "
-            "(an iterator that has ended cannot begin again)"
+            f"epoch {self.epoch} has no batch: no sample has at most {self.reading.limits.longest} tokens, or there "
+            "are none (an iterator that has ended cannot begin again)"
         )
 
     def _look_ahead(self, ahead: deque[BatchSpec], place: int, step: int) -> tuple[int, int]:
@@ -327,7 +338,8 @@ class Loader:
     # --- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader is: after the last batch it gave out. Plain values, and for a stream with a state its own and pending samples.
+        """Where the loader is: after the last batch it gave out.
+        Plain values, and for a stream with a state its own and pending samples.
 
         Save rank 0's: it serves every rank, in any number.
         """
@@ -344,8 +356,9 @@ class Loader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state; on every rank, before iterating. Look-ahead, workers, ranks and budget may be others than when it was
-        saved."""
+        """Go on from a state; on every rank, before iterating. Look-ahead, workers, ranks and budget may be others than
+        when it was saved.
+        """
         if not isinstance(state, Mapping):
             raise ValueError(
                 f"a state is what state_dict() gave on rank 0, on every rank; got {named_kind(state)[:80]}"
@@ -355,8 +368,8 @@ class Loader:
         for name, value in now.items():
             if state[name] != value:
                 raise ValueError(
-                    f"the state was saved with {name}={shown(state[name])}, but this loader has {value!r}; the order of samples would "
-                    "differ"
+                    f"the state was saved with {name}={shown(state[name])}, but this loader has {value!r}; the order "
+                    "of samples would differ"
                 )
         corrections = read_corrections(state.get("speeds", ()), self.peers.size)
         self._iteration += 1
@@ -408,7 +421,9 @@ def _check_numbers(lookahead: object, workers: object, budget: object, longest: 
 
 
 def may_differ(strategy: str) -> bool:
-    """Whether two machines may find different plans for one batch: a partitioner with floating point inside promises none."""
+    """Whether two machines may find different plans for one batch:
+    a partitioner with floating point inside promises none.
+    """
     return strategy.partition(":")[0] in ("hypergraph", "dcp")
 
 

@@ -1,9 +1,10 @@
 """Loader agreement: all ranks of a group made the same loader and stand at the same place of it, or all of them raise.
 
-A loader deals the samples of one dataset to the ranks itself, so it wants the whole dataset on every rank, in the same order. What a loop
-for data parallelism does instead (a seed for each rank, a shard of the data for each, a ``DistributedSampler``) would leave samples out and
-give others twice without an error: each rank reads its share of an order that it alone has. So ranks tell each other, once an iteration,
-what decides about the order and the batches. Shards of equal size look the same here, as nothing is read for the comparison.
+A loader deals the samples of one dataset to the ranks itself, so it wants the whole dataset on every rank, in the same
+order. What a loop for data parallelism does instead (a seed for each rank, a shard of the data for each, a
+``DistributedSampler``) would leave samples out and give others twice without an error: each rank reads its share of an
+order that it alone has. So ranks tell each other, once an iteration, what decides about the order and the batches.
+Shards of equal size look the same here, as nothing is read for the comparison.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ def check_same(mine: Mapping[str, Any], peers: Peers) -> None:
         for rank, theirs in enumerate(told):
             if theirs[name] != told[0][name]:
                 raise ValueError(
-                    f"{name} is {told[0][name]!r} on rank 0 of this loader's group and {theirs[name]!r} on rank {rank}: the loader deals "
-                    "samples to ranks itself, so give every rank the whole dataset, the same arguments and the same state"
+                    f"{name} is {told[0][name]!r} on rank 0 of this loader's group and {theirs[name]!r} on rank "
+                    f"{rank}: the loader deals samples to ranks itself, so give every rank the whole dataset, the same "
+                    "arguments and the same state"
                 )
 
 

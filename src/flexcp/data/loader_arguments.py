@@ -1,4 +1,6 @@
-"""What a Loader is given for its masks and its dataset, looked at before anything is read: one line names the argument and what to pass."""
+"""What a Loader is given for its masks and its dataset, looked at before anything is read: one line names the argument
+and what to pass.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +26,16 @@ def check_dataset(dataset: Any) -> None:
     """Raise for what holds no samples: a text, columns, or something that is no collection."""
     if not hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"):
         raise ValueError(
-            f"Loader(dataset, planner, ...) takes the dataset first, samples to be read by number or one after the other; got "
-            f"{named_kind(dataset)}"
+            "Loader(dataset, planner, ...) takes the dataset first, samples to be read by number or one after the "
+            f"other; got {named_kind(dataset)}"
         )
     if isinstance(dataset, str):
         raise ValueError(f"a dataset holds samples of token ids, and {dataset!r} is a text; read and tokenize it first")
     if isinstance(dataset, Mapping) and 0 not in dataset:
         raise ValueError(
-            f"dataset is a mapping with the keys {sorted(map(str, dataset))[:8]}, and samples are read by their number: pass a list of "
-            "samples, such as [{'input_ids': ids} for ids in columns['input_ids']], or datasets.Dataset.from_dict(columns)"
+            f"dataset is a mapping with the keys {sorted(map(str, dataset))[:8]}, and samples are read by their "
+            "number: pass a list of samples, such as [{'input_ids': ids} for ids in columns['input_ids']], or "
+            "datasets.Dataset.from_dict(columns)"
         )
 
 
@@ -86,5 +89,8 @@ def _instead(before: str, given: Any, after: str = "") -> str:
         )
     if callable(given):
         called = getattr(given, "__name__", "causal")
-        return f"got the function {called}: call it, {before}flexcp.{called}(...){after}, or pass a function of the sample as mask_fn="
+        return (
+            f"got the function {called}: call it, {before}flexcp.{called}(...){after}, "
+            "or pass a function of the sample as mask_fn="
+        )
     return f"got {given!r}: write {before}flexcp.causal(){after}, or another of flexcp's masks"

@@ -27,5 +27,6 @@ def check_state(state: Mapping[str, Any]) -> None:
     for name in PLACES:
         if type(state[name]) is not int or not 0 <= state[name] < LARGEST:
             raise ValueError(
-                f"this state of a Loader is damaged: its {name} is {shown(state[name])}; load the one that state_dict() gave"
+                f"this state of a Loader is damaged: its {name} is {shown(state[name])}; load the one that "
+                "state_dict() gave"
             )

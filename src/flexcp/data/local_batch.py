@@ -27,14 +27,14 @@ Ints = NDArray[np.int64]
 class LocalBatch:
     """One rank's part of a global batch.
 
-    ``tokens``, ``labels`` (shifted, ``ignore`` at the ends of documents), ``positions`` (from 0 in each document) and the per-token
-    ``fields`` have a row for each token this rank keeps, in the step's local order. ``documents`` is the batch's document each row
-    belongs to, -1 for a pad. ``valid`` is the loss normaliser: labels of the whole batch, on all ranks together, that count
-    (at least 1). A loss is ``local sum / valid``, and gradients are summed over ranks; ``step.loss`` and ``step.share`` divide themselves
-    and want this rank's labels or their count, not ``valid``.
+    ``tokens``, ``labels`` (shifted, ``ignore`` at the ends of documents), ``positions`` (from 0 in each document) and
+    the per-token ``fields`` have a row for each token this rank keeps, in the step's local order. ``documents`` is the
+    batch's document each row belongs to, -1 for a pad. ``valid`` is the loss normaliser: labels of the whole batch, on
+    all ranks together, that count (at least 1). A loss is ``local sum / valid``, and gradients are summed over ranks;
+    ``step.loss`` and ``step.share`` divide themselves and want this rank's labels or their count, not ``valid``.
 
-    A batch with a tree has ``edges`` in the place of labels, for ``step.loss(logits, batch.edges)`` and ``step.log_probs``, and ``valid``
-    counts positions of sequences. Without one ``edges`` is None.
+    A batch with a tree has ``edges`` in the place of labels, for ``step.loss(logits, batch.edges)`` and
+    ``step.log_probs``, and ``valid`` counts positions of sequences. Without one ``edges`` is None.
     """
 
     step: Step
@@ -56,7 +56,9 @@ class LocalBatch:
     micro_batches: int = 1
     """Which part of its step this is, and of how many: as many on every rank."""
     weight: float = 1.0
-    """The share of the step's labels that are in this part: what a loss of its own, such as ``step.loss``, counts in the step's."""
+    """The share of the step's labels that are in this part: what a loss of its own, such as ``step.loss``,
+    counts in the step's.
+    """
     edges: Edges | None = None
 
     @property
@@ -64,8 +66,8 @@ class LocalBatch:
         """Next tokens of the rows; refused where the batch has a tree."""
         if self.edges is not None:
             raise NotImplementedError(
-                "this batch has a tree, in which a token may have several next tokens, and labels hold one a row: take batch.edges, with "
-                "batch.step.loss(logits, batch.edges) or batch.step.log_probs(logits, batch.edges)"
+                "this batch has a tree, in which a token may have several next tokens, and labels hold one a row: take "
+                "batch.edges, with batch.step.loss(logits, batch.edges) or batch.step.log_probs(logits, batch.edges)"
             )
         return self.row_labels
 
@@ -109,7 +111,9 @@ def local_batch(
 
 
 def _edges(step: Step, labels: Tensor, ignore: int) -> Edges:
-    """The edges of a batch in which labels stand beside their own tokens in trees, and one row earlier in plain documents."""
+    """The edges of a batch in which labels stand beside their own tokens in trees,
+    and one row earlier in plain documents.
+    """
     batch = step.plan.batch
     stream = step.gather(labels)
     aligned = stream.roll(1)

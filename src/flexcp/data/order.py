@@ -1,8 +1,8 @@
 """Order: in which order an epoch visits a dataset, and how documents become batches.
 
-The order is a sort of hashed numbers, so a seed means the same order on every machine, NumPy version and number of ranks, and a place in it
-is one integer. Batches are filled in that order up to the token budget: where a batch begins, and what is in it, follows from the place
-alone, so a place is all that has to be remembered to go on exactly.
+The order is a sort of hashed numbers, so a seed means the same order on every machine, NumPy version and number of
+ranks, and a place in it is one integer. Batches are filled in that order up to the token budget: where a batch begins,
+and what is in it, follows from the place alone, so a place is all that has to be remembered to go on exactly.
 """
 
 from __future__ import annotations

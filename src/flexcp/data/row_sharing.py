@@ -1,8 +1,9 @@
 """Row sharing: samples that one rank read go, row by row, to the ranks that keep them.
 
-Everybody knows the plan, who read which document and how rows look, so each side of a message knows its content and size without asking. A
-message from reader to keeper holds, for every column, the keeper's rows of the reader's documents in the keeper's order, then the values of
-those documents. Messages travel through the group (or the CPU group given for it): on gloo from memory, on NCCL by way of the device.
+Everybody knows the plan, who read which document and how rows look, so each side of a message knows its content and
+size without asking. A message from reader to keeper holds, for every column, the keeper's rows of the reader's
+documents in the keeper's order, then the values of those documents. Messages travel through the group (or the CPU group
+given for it): on gloo from memory, on NCCL by way of the device.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class Peers:
 
 @dataclass(frozen=True)
 class Segments:
-    """What a rank keeps, in local order: ``rows[i]`` tokens from ``first[i]`` of ``document[i]`` lie at local row ``at[i]``."""
+    """What a rank keeps, in local order: ``rows[i]`` tokens from ``first[i]``
+    of ``document[i]`` lie at local row ``at[i]``.
+    """
 
     at: Ints
     document: Ints
@@ -87,7 +90,9 @@ def segments(placement: Placement, rank: int) -> Segments:
 def local_columns(
     kept: Segments, rows: int, samples: Mapping[int, Sample], schema: Schema, pads: Mapping[str, int]
 ) -> dict[str, Tensor]:
-    """Columns of ``rows`` local rows, those of the given segments filled from the samples, the others with their pad."""
+    """Columns of ``rows`` local rows, those of the given segments filled from the samples,
+    the others with their pad.
+    """
     out = {}
     for name, dtype, shape in schema:
         out[name] = torch.full((rows, *shape), pads.get(name, 0), dtype=dtype)

@@ -1,16 +1,17 @@
 """Samples: one document of a dataset as columns of tokens and values of its own.
 
-A sample is a mapping of fields, or just its token ids. Fields are of three kinds, told apart by what they are and never by how long they
-happen to be:
+A sample is a mapping of fields, or just its token ids. Fields are of three kinds, told apart by what they are and never
+by how long they happen to be:
 
-    per token      arrays, tensors and lists of numbers; as many rows as there are tokens per document   numbers, texts, mappings and the
-    like, and every field named in ``document_fields`` spans          the field named ``spans``: ``[(start, end), ...]``, the images of a
-    document. It becomes a per-token column with the number of
-                   the span a token is in, -1 for text
+    per token      arrays, tensors and lists of numbers; as many rows as there are tokens
+    per document   numbers, texts, mappings and the like, and every field named in ``document_fields``
+    spans          the field named ``spans``: ``[(start, end), ...]``, the images of a document. It becomes a
+                   per-token column with the number of the span a token is in, -1 for text
 
-Labels are made here, before anything is cut to ranks: the next token of the document (or the next entry of the field ``labels``), and
-``ignore`` at its end. A document over the maximum is cut before that, so its new end has no label either. Of a tree labels stay beside
-their own tokens, because a token may have several next ones: the Loader makes edges of them. A tree over the maximum is not cut.
+Labels are made here, before anything is cut to ranks: the next token of the document (or the next entry of the field
+``labels``), and ``ignore`` at its end. A document over the maximum is cut before that, so its new end has no label
+either. Of a tree labels stay beside their own tokens, because a token may have several next ones: the Loader makes
+edges of them. A tree over the maximum is not cut.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ class Fields:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """An opened sample: ``columns`` have a row per token and always hold tokens and labels, ``values`` belong to the document."""
+    """An opened sample: ``columns`` have a row per token and always hold tokens and labels,
+    ``values`` belong to the document.
+    """
 
     columns: dict[str, Tensor]
     values: dict[str, Any]
@@ -71,13 +74,16 @@ class Sample:
 
 
 def opened(sample: Any, fields: Fields, limit: int, where: str, tree: Tree | None = None) -> Sample:
-    """A sample as columns, cut to ``limit`` tokens; of a tree labels are not shifted. ``where`` names it in messages."""
+    """A sample as columns, cut to ``limit`` tokens; of a tree labels are not shifted.
+    ``where`` names it in messages.
+    """
     name, tokens = token_ids(sample, fields, where)
     whole = len(tokens)
     given: Mapping[str, Any] = sample if isinstance(sample, Mapping) else {}
     if LABELS in given and fields.labels is None:
         raise ValueError(
-            f"{where} has a field 'labels'; make the Loader with labels='labels' to have it shifted, or leave the field out"
+            f"{where} has a field 'labels'; make the Loader with labels='labels' to have it shifted, "
+            "or leave the field out"
         )
     aligned = tokens if fields.labels is None else _labels(given, fields, whole, where)
     if tree is not None and tree.tokens != whole:
@@ -99,8 +105,8 @@ def opened(sample: Any, fields: Fields, limit: int, where: str, tree: Tree | Non
             columns[key] = _column(given, key, whole, where)[:limit]
             if key == PADDING_MASK and not columns[key].all():
                 raise ValueError(
-                    f"{where} is padded: its {key} is 0 at token {int((columns[key] == 0).nonzero()[0, 0])}, and the loader would train on "
-                    f"pads; tokenize without padding, and leave {key} out"
+                    f"{where} is padded: its {key} is 0 at token {int((columns[key] == 0).nonzero()[0, 0])}, and the "
+                    f"loader would train on pads; tokenize without padding, and leave {key} out"
                 )
         else:
             values[key] = given[key]
@@ -122,9 +128,9 @@ def token_ids(sample: Any, fields: Fields, where: str) -> tuple[str, Tensor]:
     if value is sample and isinstance(value, tuple | list) and len(value) and _holds_several(value[0]):
         kinds = ", ".join(type(x).__name__ for x in value[:4])
         raise ValueError(
-            f"{where} is a {type(value).__name__} of {len(value)} ({kinds}), and a sample is its token ids alone or a mapping of fields: "
-            "give {'input_ids': ids, 'labels': labels} with labels='labels', or ids (a DataLoader should have batch_size=None, or "
-            "collate_fn=list of mappings)"
+            f"{where} is a {type(value).__name__} of {len(value)} ({kinds}), and a sample is its token ids alone or a "
+            "mapping of fields: give {'input_ids': ids, 'labels': labels} with labels='labels', or ids (a DataLoader "
+            "should have batch_size=None, or collate_fn=list of mappings)"
         )
     tokens = _tensor(value, name, where)
     if tokens.numel() == 0:
@@ -150,18 +156,19 @@ def _labels(given: Mapping[str, Any], fields: Fields, rows: int, where: str) -> 
         way = (
             f"pass {instead}"
             if instead
-            else f"give every token its own, unshifted, and {fields.ignore} where none counts; without labels= the Loader takes next tokens"
+            else f"give every token its own, unshifted, and {fields.ignore} where none counts; without labels= the "
+            "Loader takes next tokens"
         )
         raise ValueError(
-            f"{where}: field {fields.labels!r} has shape {list(labels.shape)}, but labels are one for each of the {rows} tokens, "
-            f"[{rows}]; {way}"
+            f"{where}: field {fields.labels!r} has shape {list(labels.shape)}, but labels are one for each of the "
+            f"{rows} tokens, [{rows}]; {way}"
         )
     check_whole_numbers(labels, f"labels of field {fields.labels!r}", where)
     odd = labels[(labels < 0) & (labels != fields.ignore)]
     if len(odd):
         raise ValueError(
-            f"{where}: field {fields.labels!r} holds {odd[0].item()}, which is neither a token id nor ignore={fields.ignore}; where it "
-            f"marks tokens without a label make the Loader with ignore={odd[0].item()}"
+            f"{where}: field {fields.labels!r} holds {odd[0].item()}, which is neither a token id nor "
+            f"ignore={fields.ignore}; where it marks tokens without a label make the Loader with ignore={odd[0].item()}"
         )
     return labels
 
@@ -172,8 +179,8 @@ def _column(given: Mapping[str, Any], key: str, rows: int, where: str) -> Tensor
     if column.dim() == 0 or len(column) != rows:
         way = f"pass {key}[0] if that is a row per token; " if column.shape[:2] == (1, rows) else ""
         raise ValueError(
-            f"{where}: field {key!r} has shape {list(column.shape)} for {rows} tokens; {way}if it belongs to the document as a whole, "
-            f"make the Loader with document_fields=[{key!r}]"
+            f"{where}: field {key!r} has shape {list(column.shape)} for {rows} tokens; {way}if it belongs to the "
+            f"document as a whole, make the Loader with document_fields=[{key!r}]"
         )
     return column
 
@@ -238,14 +245,15 @@ class Masks:
         return self.function is None and self.spans_field is None
 
     def choose(self, number: int, sample: Any, limit: int, whole: int) -> MaskChoice:
-        """The mask of document ``number`` of ``whole`` tokens, fit for its first ``limit``; ``sample`` is looked at where masks are not
-        known."""
+        """The mask of document ``number`` of ``whole`` tokens, fit for its first ``limit``; ``sample`` is looked at
+        where masks are not known.
+        """
         found = self._whole(number, sample)
         if limit < whole and tree_in(found, whole) is not None:
             raise ValueError(
-                f"document {number} is a tree of {whole} tokens, and a tree is not cut to {limit}: its sequences would lose their ends; "
-                "raise the budget or max_length, choose too_long='drop', or let the loader make trees (tree_by=), which it cuts between "
-                "sequences that fit"
+                f"document {number} is a tree of {whole} tokens, and a tree is not cut to {limit}: its sequences would "
+                "lose their ends; raise the budget or max_length, choose too_long='drop', or let the loader make trees "
+                "(tree_by=), which it cuts between sequences that fit"
             )
         if isinstance(found, Mask):
             return cut_mask(found, limit)
@@ -279,7 +287,9 @@ def tree_in(choice: MaskChoice, length: int) -> Tree | None:
 
 
 def counted(tree: Tree, labels: Tensor | None, ignore: int) -> int:
-    """Positions of all sequences of a tree that are predicted and count, by labels beside their own tokens; all without any."""
+    """Positions of all sequences of a tree that are predicted and count, by labels beside their own tokens;
+    all without any.
+    """
     begin, stop = tree.sequences_through()
     each = np.repeat(stop - begin, tree.lengths) * (tree.predecessors() >= 0)
     return int(each.sum() if labels is None else each[(labels != ignore).numpy()].sum())
@@ -299,7 +309,8 @@ def _checked_mask(found: Any, place: str, number: int) -> Mask:
     if isinstance(found, Mask):
         return found
     raise ValueError(
-        f"{place} holds {found!r} for document {number}, which is no mask; write flexcp.causal() or another of flexcp's masks"
+        f"{place} holds {found!r} for document {number}, "
+        "which is no mask; write flexcp.causal() or another of flexcp's masks"
     )
 
 

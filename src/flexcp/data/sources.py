@@ -1,14 +1,15 @@
 """Sources: what lies at each place of an epoch, and the samples themselves.
 
-    Known    a map-style dataset whose lengths and masks are known: nothing is read to form batches, and a rank reads just the documents it
-             keeps tokens of
-    Read     everything else: each sample is read once, by one rank, which tells the others its length and mask and later sends them what
-             they keep. Of a map-style dataset rank ``place % ranks`` reads; a stream is read by rank 0
+    Known    a map-style dataset whose lengths and masks are known: nothing is read to form batches, and a rank reads
+             just the documents it keeps tokens of
+    Read     everything else: each sample is read once, by one rank, which tells the others its length and mask and
+             later sends them what they keep. Of a map-style dataset rank ``place % ranks`` reads; a stream is read by
+             rank 0
 
-A source may be asked for a place again until it is released. Reading runs in rounds that all ranks enter together; a sample that cannot
-be read or does not fit is an error on all of them. A stream's samples that are read and not yet delivered are the look-ahead's pending
-ones: they are part of the state, beside the stream's own state where it has one (``state_dict``); a stream without is read again up to
-its place.
+A source may be asked for a place again until it is released. Reading runs in rounds that all ranks enter together; a
+sample that cannot be read or does not fit is an error on all of them. A stream's samples that are read and not yet
+delivered are the look-ahead's pending ones: they are part of the state, beside the stream's own state where it has one
+(``state_dict``); a stream without is read again up to its place.
 """
 
 from __future__ import annotations
@@ -253,7 +254,9 @@ class Read:
     # --- state --------------------------------------------------------------------------------------------------------
 
     def state(self, epoch: int) -> dict[str, Any] | None:
-        """Of a stream: its own state and the samples it has given that are not delivered. Only the rank that reads it has them."""
+        """Of a stream: its own state and the samples it has given that are not delivered.
+        Only the rank that reads it has them.
+        """
         if not self.is_stream or self.peers.rank != 0 or not hasattr(self.dataset, "state_dict"):
             return None
         stream = self.dataset.state_dict() if self._restored is None else self._restored
@@ -271,7 +274,9 @@ class Read:
         }
 
     def load(self, state: Mapping[str, Any] | None, epoch: int) -> None:
-        """Restore a stream and its pending samples; a stream without a state of its own is read again up to the place."""
+        """Restore a stream and its pending samples; a stream without a state of its own is read again up
+        to the place.
+        """
         self._epoch = None
         if not self.is_stream:
             return
@@ -314,12 +319,15 @@ def checked_schema(known: Schema | None, found: Schema, where: str) -> Schema:
         return found
     shown = [{name: f"{dtype} {list(shape)}" for name, dtype, shape in schema} for schema in (known, found)]
     raise ValueError(
-        f"{where} has per-token fields {shown[1]}, but samples before it had {shown[0]}; all samples need the same fields"
+        f"{where} has per-token fields {shown[1]}, but samples before it had {shown[0]}; "
+        "all samples need the same fields"
     )
 
 
 class FlatStream:
-    """Samples of a stream one by one, also of a loader that gives lists of them; ``rest`` is what is left of the last list."""
+    """Samples of a stream one by one, also of a loader that gives lists of them;
+    ``rest`` is what is left of the last list.
+    """
 
     def __init__(self, stream: Any, rest: Iterable[Any] = ()) -> None:
         self.stream, self.rest = iter(stream), deque(rest)

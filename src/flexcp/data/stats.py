@@ -10,8 +10,8 @@ from typing import Any
 class Stats:
     """Counts and seconds of this rank since the loader was made.
 
-    A step whose plan is ready costs no waiting. ``first_wait_s`` is the wait for the first plan, which nothing can hide; it is part of
-    ``waited_s``. ``planning_s`` is what planning took, wherever it was done.
+    A step whose plan is ready costs no waiting. ``first_wait_s`` is the wait for the first plan, which nothing can
+    hide; it is part of ``waited_s``. ``planning_s`` is what planning took, wherever it was done.
     """
 
     steps: int = 0

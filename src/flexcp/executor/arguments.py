@@ -35,7 +35,9 @@ def check_rows(x: object, place: str) -> None:
 
 
 def single(name: str, shape: Sequence[int], rows: int) -> str | None:
-    """What to pass in place of a tensor whose one row, or one column, is what was asked for; None where that is not so."""
+    """What to pass in place of a tensor whose one row, or one column, is what was asked for;
+    None where that is not so.
+    """
     if tuple(shape[:2]) == (1, rows):
         return f"{name}[0]"
     return f"{name}[:, 0]" if tuple(shape) == (rows, 1) else None
@@ -73,8 +75,8 @@ def check_ids(x: object, name: str, place: str, tokens: int, local: int) -> None
     if x.dim() != 1:
         instead = single(name, x.shape, tokens)
         raise ValueError(
-            f"{place}: {name} has shape {tuple(x.shape)}, but holds one number for each of the batch's {tokens} tokens, ({tokens},)"
-            + (f"; pass {instead}" if instead else "; pass one of its columns")
+            f"{place}: {name} has shape {tuple(x.shape)}, but holds one number for each of the batch's {tokens} "
+            f"tokens, ({tokens},)" + (f"; pass {instead}" if instead else "; pass one of its columns")
         )
     check_whole_numbers(x, name, place)
 
@@ -121,7 +123,9 @@ KEYWORDS_OF_OTHERS = {
 
 
 def refuse_keywords(given: Mapping[str, object]) -> None:
-    """Raise for keywords that attention does not have, as Python does, with what stands for those of other libraries."""
+    """Raise for keywords that attention does not have, as Python does,
+    with what stands for those of other libraries.
+    """
     for name in given:
         way = f": {KEYWORDS_OF_OTHERS[name]}" if name in KEYWORDS_OF_OTHERS else ""
         raise TypeError(f"attention() got an unexpected keyword argument {name!r}{way}")
@@ -141,8 +145,9 @@ def check_running(kernel: object, deterministic: object, sm_margin: object, retu
 
 
 def check_call(q: Tensor, others: dict[str, Tensor | None], scale: float | None, softcap: float | None) -> None:
-    """Raise for what no attention call accepts: tensors on several devices, sinks of another shape, a scale or softcap that is no number
-    above 0."""
+    """Raise for what no attention call accepts: tensors on several devices, sinks of another shape, a scale or softcap
+    that is no number above 0.
+    """
     for name, x in others.items():
         if x is not None and x.device != q.device:
             raise ValueError(f"{name} is on {x.device} and q on {q.device}; put them on one device")
@@ -165,7 +170,9 @@ def attention_scale(q: Tensor, scale: float | None) -> float:
 
 
 def is_mean(x: Tensor) -> bool:
-    """Whether the operation that made ``x`` says itself that it took a mean: ``mean()``, or a loss of torch's with that reduction."""
+    """Whether the operation that made ``x`` says itself that it took a mean:
+    ``mean()``, or a loss of torch's with that reduction.
+    """
     # Names of torch's own: a release without them loses this check and nothing else.
     return type(x.grad_fn).__name__ == "MeanBackward0" or getattr(x.grad_fn, "_saved_reduction", None) == 1
 
@@ -185,16 +192,16 @@ def process_group(group: dist.ProcessGroup | DeviceMesh, place: str) -> dist.Pro
     given: object = group
     if given is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
-            f"{place} was given a group that this rank, {dist.get_rank()}, is not in: dist.new_group gives ranks it leaves out a number in "
-            "its place. Only the group's own ranks may call this"
+            f"{place} was given a group that this rank, {dist.get_rank()}, is not in: dist.new_group gives ranks it "
+            "leaves out a number in its place. Only the group's own ranks may call this"
         )
     if not hasattr(group, "get_group"):
         raise ValueError(f"{place} takes a ProcessGroup or a 1-D DeviceMesh axis such as mesh['cp']; got {group!r}")
     if group.ndim != 1:
         axes = " and ".join(repr(name) for name in group.mesh_dim_names or ()) or "no names"
         raise ValueError(
-            f"{place} takes one axis of a DeviceMesh, that of the ranks which share a batch, such as mesh['cp']; got all {group.ndim} axes "
-            f"of a mesh ({axes})"
+            f"{place} takes one axis of a DeviceMesh, that of the ranks which share a batch, such as mesh['cp']; got "
+            f"all {group.ndim} axes of a mesh ({axes})"
         )
     return group.get_group()
 

@@ -1,17 +1,18 @@
 """attention: the one differentiable call.
 
-The forward runs the plan's forward program, adds the attention sink at home, and keeps q, k, v, the output and its LSE. The backward
-needs only ``delta = rowsum(do * out) - dlse`` besides them: the LSE's own gradient and the sink's are in it.
+The forward runs the plan's forward program, adds the attention sink at home, and keeps q, k, v, the output and its LSE.
+The backward needs only ``delta = rowsum(do * out) - dlse`` besides them: the LSE's own gradient and the sink's are in
+it.
 
-Both directions are registered operators, ``torch.ops.flexcp.attention`` and ``attention_backward``, so torch.compile sees no graph break,
-selective recompute can name them, and recomputation may run in any thread. The step travels as its handle
-(:mod:`flexcp.executor.step_handles`); everything that depends on it, the checks too, happens inside the operators, where a compiled model
-guards nothing.
+Both directions are registered operators, ``torch.ops.flexcp.attention`` and ``attention_backward``, so torch.compile
+sees no graph break, selective recompute can name them, and recomputation may run in any thread. The step travels as its
+handle (:mod:`flexcp.executor.step_handles`); everything that depends on it, the checks too, happens inside the
+operators, where a compiled model guards nothing.
 
-Where the plan keeps received keys for the backward, they are one more output of the forward, bytes whose size the fake function makes
-dynamic: the autograd context of a compiled model holds tensors only, and whoever offloads or counts saved tensors sees them. These plans
-have operators of their own, ``attention_keeping_keys`` and its ``_backward``, so that others compile without a dynamic size. Whoever
-only looks on (telemetry) is called inside the operator.
+Where the plan keeps received keys for the backward, they are one more output of the forward, bytes whose size the fake
+function makes dynamic: the autograd context of a compiled model holds tensors only, and whoever offloads or counts
+saved tensors sees them. These plans have operators of their own, ``attention_keeping_keys`` and its ``_backward``, so
+that others compile without a dynamic size. Whoever only looks on (telemetry) is called inside the operator.
 """
 
 from __future__ import annotations
@@ -60,23 +61,24 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of the whole batch, seen from this rank.
 
-    ``q`` is ``[local tokens, heads, head_dim]``; ``k`` and ``v`` have the KV heads, and ``v`` may have another head size.
-    Returns ``[local tokens, heads, v_head_dim]``, and with ``return_lse`` also the log of the softmax denominator
+    ``q`` is ``[local tokens, heads, head_dim]``; ``k`` and ``v`` have the KV heads, and ``v`` may have another head
+    size. Returns ``[local tokens, heads, v_head_dim]``, and with ``return_lse`` also the log of the softmax denominator
     ``[local tokens, heads]``; both are differentiable.
 
-    Rows are those that the plan keeps on this rank, ``step.shard(stream)``. A plan made without ``layout=`` places tokens as it likes, and
-    rows that a loop cut itself look the same here when there are as many: plan with ``layout="contiguous"`` for those. Either way the
-    stream is the same on every rank before it is cut, positions (RoPE, ``arange``) are ``step.positions``, and labels are shifted before
-    they are cut: ``step.labels(tokens)``.
+    Rows are those that the plan keeps on this rank, ``step.shard(stream)``. A plan made without ``layout=`` places
+    tokens as it likes, and rows that a loop cut itself look the same here when there are as many: plan with
+    ``layout="contiguous"`` for those. Either way the stream is the same on every rank before it is cut, positions
+    (RoPE, ``arange``) are ``step.positions``, and labels are shifted before they are cut: ``step.labels(tokens)``.
 
-    ``mask`` names one of the plan's masks, where it has several; ``window`` says it by the keys a query of this layer sees, itself
-    included, 0 for a layer without a window, and a plan without such a mask is refused. ``scale`` defaults to ``head_dim ** -0.5``.
-    ``softcap`` bounds logits by ``softcap * tanh(logits / softcap)``. ``sinks`` holds one extra logit per query head that takes
-    probability and gives no value; its gradient, like any parameter's, is this rank's share.
+    ``mask`` names one of the plan's masks, where it has several; ``window`` says it by the keys a query of this layer
+    sees, itself included, 0 for a layer without a window, and a plan without such a mask is refused. ``scale`` defaults
+    to ``head_dim ** -0.5``. ``softcap`` bounds logits by ``softcap * tanh(logits / softcap)``. ``sinks`` holds one
+    extra logit per query head that takes probability and gives no value; its gradient, like any parameter's, is this
+    rank's share.
 
-    ``kernel`` overrides the choice of :func:`flexcp.choose_kernel`; ``step.kernels`` says which ran and why. ``deterministic``
-    makes gradients bitwise the same in every run. On a GPU every slot leaves as many multiprocessors to transfers as the plan says;
-    ``sm_margin`` is a number for all of them in its place.
+    ``kernel`` overrides the choice of :func:`flexcp.choose_kernel`; ``step.kernels`` says which ran and why.
+    ``deterministic`` makes gradients bitwise the same in every run. On a GPU every slot leaves as many multiprocessors
+    to transfers as the plan says; ``sm_margin`` is a number for all of them in its place.
     """
     if unknown:
         refuse_keywords(unknown)
@@ -188,8 +190,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, step: Step) -> None:
     for name, (x, size) in wanted.items():
         if tuple(x.shape) != size:
             raise ValueError(
-                f"{name} has shape {tuple(x.shape)}, but rank {step.rank} of this plan expects [tokens, heads, head size] = {size}"
-                + _way_out(name, x, size, step)
+                f"{name} has shape {tuple(x.shape)}, but rank {step.rank} of this plan expects [tokens, heads, head "
+                f"size] = {size}" + _way_out(name, x, size, step)
             )
         if str(x.dtype).removeprefix("torch.") != shape.dtype:
             raise ValueError(
@@ -202,8 +204,8 @@ def _dtype_hint(q: Tensor, k: Tensor, v: Tensor, planned: str) -> str:
     if q.dtype == k.dtype == v.dtype:
         return f'plan with Planner(dtype="{str(q.dtype).removeprefix("torch.")}")'
     return (
-        f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}: cast them to one (RoPE in float32 under autocast leaves q and k in it), here "
-        f"torch.{planned} or that of Planner(dtype=...)"
+        f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}: cast them to one (RoPE in float32 under autocast leaves q "
+        f"and k in it), here torch.{planned} or that of Planner(dtype=...)"
     )
 
 
@@ -221,6 +223,7 @@ def _way_out(name: str, x: Tensor, size: tuple[int, int, int], step: Step) -> st
     if x.dim() != 3 or len(x) == step.local_tokens or step.plan.ranks == 1:
         return ""
     return (
-        '; cut the batch with step.shard, or plan with layout="contiguous" where every rank keeps a part that it cut itself, by '
+        '; cut the batch with step.shard, or plan with layout="contiguous" where every rank keeps a part that it cut '
+        "itself, by "
         "stream.tensor_split(ranks)[rank]"
     )

@@ -1,4 +1,6 @@
-"""Bind: a plan and this rank of a process group become a :class:`flexcp.Step`, once all ranks are seen to hold the same plan."""
+"""Bind: a plan and this rank of a process group become a :class:`flexcp.Step`,
+once all ranks are seen to hold the same plan.
+"""
 
 from __future__ import annotations
 
@@ -39,16 +41,17 @@ def bind(
 ) -> Step:
     """Bind a plan to this rank of ``group``: a 1-D DeviceMesh axis, a ProcessGroup, or nothing for one rank.
 
-    Every rank of the group calls this with the same plan; they compare its hash and their versions through the store, and a rank that
-    holds another plan or another flexcp is an error on all of them within ``timeout`` (seconds or timedelta). A plan whose cluster puts
-    ranks of different hosts on one node is refused; one that puts ranks of one host on different nodes is not, so that a machine can
-    stand for several. A :class:`flexcp.Telemetry` follows what the step does. ``arena``, that of an earlier step, is memory to go on with
-    instead of new.
+    Every rank of the group calls this with the same plan; they compare its hash and their versions through the store,
+    and a rank that holds another plan or another flexcp is an error on all of them within ``timeout`` (seconds or
+    timedelta). A plan whose cluster puts ranks of different hosts on one node is refused; one that puts ranks of one
+    host on different nodes is not, so that a machine can stand for several. A :class:`flexcp.Telemetry` follows what
+    the step does. ``arena``, that of an earlier step, is memory to go on with instead of new.
 
-    How messages are issued is in the plan. ``rounds_per_call`` asks for something else in every stage: that many conflict-free rounds at a
-    time, in chunks of at most ``chunk_bytes``, or 0 for all of a stage at once (docs/communication.md). ``progress(done, all)`` is told how
-    many peers are connected, where that takes time (NCCL); by default a terminal is. ``recipe`` is what was derived of the plan for this
-    rank ahead of time, as the loader's planner processes do it; without one the step derives it on first use.
+    How messages are issued is in the plan. ``rounds_per_call`` asks for something else in every stage: that many
+    conflict-free rounds at a time, in chunks of at most ``chunk_bytes``, or 0 for all of a stage at once
+    (docs/communication.md). ``progress(done, all)`` is told how many peers are connected, where that takes time (NCCL);
+    by default a terminal is. ``recipe`` is what was derived of the plan for this rank ahead of time, as the loader's
+    planner processes do it; without one the step derives it on first use.
     """
     calls = CallSettings(rounds_per_call, chunk_bytes)
     _check_bind(plan, telemetry, arena)
@@ -89,8 +92,8 @@ def _bound(
     mistake = None
     if size != plan.ranks:
         mistake = (
-            f"the plan is for {plan.ranks} ranks but the group has {size}; plan for a cluster of {size}, or bind to the group, or the axis "
-            f"of a DeviceMesh, of the {plan.ranks} ranks that share the batch"
+            f"the plan is for {plan.ranks} ranks but the group has {size}; plan for a cluster of {size}, or bind to "
+            f"the group, or the axis of a DeviceMesh, of the {plan.ranks} ranks that share the batch"
         )
     rank, number = dist.get_rank(ranks), 0
     _check_recipe(recipe, plan, rank)
@@ -108,6 +111,6 @@ def _bound(
 def _check_recipe(recipe: RankRecipe | None, plan: Plan, rank: int) -> None:
     if recipe is not None and (recipe.plan_hash, recipe.rank) != (plan.hash, rank):
         raise ValueError(
-            f"recipe= is of rank {recipe.rank} and plan {recipe.plan_hash[:12]}, but this is rank {rank} and plan {plan.hash[:12]}; leave "
-            "it out, and the step derives its own"
+            f"recipe= is of rank {recipe.rank} and plan {recipe.plan_hash[:12]}, but this is rank {rank} and plan "
+            f"{plan.hash[:12]}; leave it out, and the step derives its own"
         )

@@ -2,8 +2,9 @@
 
     print(flexcp.fastest_kernel("cuda", torch.bfloat16, heads=32, kv_heads=8, head_dim=128))
 
-Times every kernel that can run such tensors on this device, forward and backward, over one causal document or slices of yours, and names
-the fastest with everybody's times. Run it once for a model and pass the name as ``kernel=``; nothing measures by itself during training.
+Times every kernel that can run such tensors on this device, forward and backward, over one causal document or slices of
+yours, and names the fastest with everybody's times. Run it once for a model and pass the name as ``kernel=``; nothing
+measures by itself during training.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def fastest_kernel(
     slices: Ints | None = None,
     repeats: int = 10,
 ) -> Choice:
-    """The kernel with the least time forward and backward together; ``slices`` are rows of six integers (a causal 8,192 without)."""
+    """The kernel with the least time forward and backward together;
+    ``slices`` are rows of six integers (a causal 8,192 without).
+    """
     times = kernel_times(
         device,
         dtype,

@@ -1,17 +1,20 @@
 """Latent: attention whose keys and values travel as one narrow row a token and are expanded where they are read.
 
-Multi-latent attention makes the keys and values of all heads from one latent of, say, 576 numbers, where the expanded heads have tens of
-thousands. A plan made with ``Planner(..., kv_heads=1, latent=576)`` counts the latent's bytes for every key that moves and the expanded
-heads' FLOPs for every pair. This file runs it:
+Multi-latent attention makes the keys and values of all heads from one latent of, say, 576 numbers, where the expanded
+heads have tens of thousands. A plan made with ``Planner(..., kv_heads=1, latent=576)`` counts the latent's bytes for
+every key that moves and the expanded heads' FLOPs for every pair. This file runs it:
 
-    forward    latents of the keys this rank reads arrive by the plan's table  ->  expand  ->  attention  ->  output at home
-    backward   they arrive again  ->  expand  ->  attention's gradients  ->  expand's gradients: of its weights, which stay here as any
-               parameter's share, and of the latents, which go home by the plan's table and are summed where paths meet
+    forward    latents of the keys this rank reads arrive by the plan's table  ->  expand  ->  attention  ->  output at
+               home
+    backward   they arrive again  ->  expand  ->  attention's gradients  ->  expand's gradients: of its weights, which
+               stay here as any parameter's share, and of the latents, which go home by the plan's table and are summed
+               where paths meet
 
-All keys lie in one *arena*, as :mod:`flexcp.executor.latent_program` derives from the plan. Bytes are the plan's, in both directions. There
-is no overlap: everything arrives, then everything is computed. So a backward's latents and gradients, which share stages in the plan,
-travel one after the other here. Each stage is one call of the step's exchange: tags, time limits and words on who is late are the same as
-in any attention (:mod:`flexcp.executor.exchange.transports`).
+All keys lie in one *arena*, as :mod:`flexcp.executor.latent_program` derives from the plan. Bytes are the plan's, in
+both directions. There is no overlap: everything arrives, then everything is computed. So a backward's latents and
+gradients, which share stages in the plan, travel one after the other here. Each stage is one call of the step's
+exchange: tags, time limits and words on who is late are the same as in any attention
+(:mod:`flexcp.executor.exchange.transports`).
 """
 
 from __future__ import annotations
@@ -54,9 +57,10 @@ def latent_attention(
 ) -> Tensor:
     """Attention of the whole batch, seen from this rank: ``[local tokens, heads, v_head_dim]``.
 
-    ``q`` is ``[local tokens, heads, head_dim]`` and ``latent`` ``[local tokens, width]``, with whatever of the keys is shared by all heads
-    (rotated parts too) in it. ``expand(latent, *weights)`` makes ``k`` and ``v``, ``[rows, heads, ...]``, of any rows; it must be a
-    function of its arguments alone, row by row. Gradients reach ``q``, ``latent`` and ``weights``, the last as this rank's share.
+    ``q`` is ``[local tokens, heads, head_dim]`` and ``latent`` ``[local tokens, width]``, with whatever of the keys is
+    shared by all heads (rotated parts too) in it. ``expand(latent, *weights)`` makes ``k`` and ``v``,
+    ``[rows, heads, ...]``, of any rows; it must be a function of its arguments alone, row by row. Gradients reach
+    ``q``, ``latent`` and ``weights``, the last as this rank's share.
     """
     check_bound(step)
     check_tensors({"q": q, "latent": latent})
@@ -131,7 +135,9 @@ class _LatentAttention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class LatentMessages:
-    """The exchange of one pass and what its messages hold: rows of ``width`` numbers, in ``dtype`` or, where partial, the ``wide`` one."""
+    """The exchange of one pass and what its messages hold: rows of ``width`` numbers, in ``dtype`` or,
+    where partial, the ``wide`` one.
+    """
 
     exchange: Exchange
     width: int

@@ -1,7 +1,8 @@
-"""Latent program: what :mod:`flexcp.executor.latent` moves and computes on one rank, derived from the plan. Integers only.
+"""Latent program: what :mod:`flexcp.executor.latent` moves and computes on one rank, derived from the plan.
+Integers only.
 
-All keys lie in one *arena* in stream order, own ones among the received, so work is in few large slices and one launch. Queries stay at
-home and come with all their heads: a plan that moves or splits them is refused.
+All keys lie in one *arena* in stream order, own ones among the received, so work is in few large slices and one launch.
+Queries stay at home and come with all their heads: a plan that moves or splits them is refused.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def make_latent_program(plan: Plan, rank: int, mask: int) -> LatentProgram:
     moved = np.union1d(forward.kind, backward.kind)
     if not np.isin(moved, (Kind.KV, Kind.DKV)).all():
         raise NotImplementedError(
-            f"strategy {plan.strategy!r} moves queries in this batch, and latent attention keeps them at home; use 'blocks' or 'groups'"
+            f"strategy {plan.strategy!r} moves queries in this batch, and latent attention keeps them at home; use "
+            "'blocks' or 'groups'"
         )
     arriving = forward.take((forward.target == rank) & (forward.source != rank))
     rows = [kept[o][a:b] for o, a, b in zip(arriving.owner, arriving.start, arriving.stop, strict=True)]

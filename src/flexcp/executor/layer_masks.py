@@ -1,8 +1,9 @@
 """Layer masks: which of a plan's masks a layer uses.
 
-A layer says it by the mask's name, or as models say it, by its window: the number of keys a query sees, itself included, or 0 for a layer
-without one. The window must then be that of one of the plan's masks; a plan that lacks it is refused, because any other mask would train
-another model without a word. A layer that says neither can only be of a plan with one mask, for the same reason.
+A layer says it by the mask's name, or as models say it, by its window: the number of keys a query sees, itself
+included, or 0 for a layer without one. The window must then be that of one of the plan's masks; a plan that lacks it is
+refused, because any other mask would train another model without a word. A layer that says neither can only be of a
+plan with one mask, for the same reason.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ def mask_number(batch: Batch, name: str | None, window: int | None) -> int:
     if window is None:
         if name is None and len(batch.masks) > 1:
             raise ValueError(
-                f"this plan has several masks, {_listed(batch)}: say which one a layer uses by mask={batch.masks[0].name!r} and so on, "
-                "or by window=..., the keys a query sees"
+                f"this plan has several masks, {_listed(batch)}: say which one a layer uses by "
+                f"mask={batch.masks[0].name!r} and so on, or by window=..., the keys a query sees"
             )
         if name is not None and len(batch.masks) == 1 and name != batch.masks[0].name:
             raise ValueError(f"no mask named {name!r} in this plan, which has one, {_listed(batch)}: leave mask= out")
@@ -52,7 +53,9 @@ def passable(window: int | None) -> int | None:
 
 
 def _has_window(mask: LayerMask, window: int, batch: Batch) -> bool:
-    """Whether a mask is what a layer of that window means. A layer without one takes any mask that is not a window of its own."""
+    """Whether a mask is what a layer of that window means. A layer without one takes any mask
+    that is not a window of its own.
+    """
     if window == 0:
         return not all(_is_window(rule) for rule in mask.rules)
     if all(
@@ -84,6 +87,7 @@ def _listed(batch: Batch) -> str:
 def _missing(batch: Batch, window: int) -> str:
     wanted = f"flexcp.window({window - 1})" if window else "flexcp.causal()"
     return (
-        f"{_called(window)} has no mask in this plan, which has {_listed(batch)}; plan with masks={{'full': (flexcp.causal(), layers), "
-        f"'window': (flexcp.window(keys - 1), layers)}}, here {wanted}; a tree takes its window by flexcp.tree(..., left=keys - 1)"
+        f"{_called(window)} has no mask in this plan, which has {_listed(batch)}; plan with masks={{'full': "
+        f"(flexcp.causal(), layers), 'window': (flexcp.window(keys - 1), layers)}}, here {wanted}; a tree takes its "
+        "window by flexcp.tree(..., left=keys - 1)"
     )

@@ -1,6 +1,7 @@
 """Local rows: per-token tensors between the stream and the ranks, and the loss that goes with them.
 
-Everything here hangs on the stream token of each local row, which any rank knows of any other (:mod:`flexcp.executor.run.rank_rows`).
+Everything here hangs on the stream token of each local row, which any rank knows of any other
+(:mod:`flexcp.executor.run.rank_rows`).
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def gather(local: Tensor, placement: Placement, collectives: Collectives) -> Ten
 
 
 def all_gathered(local: Tensor, counts: list[int], collectives: Collectives, place: str) -> Tensor:
-    """All ranks' rows, rank after rank, on every rank; ``counts`` says how many each has. Backward sums the gradients of all ranks."""
+    """All ranks' rows, rank after rank, on every rank; ``counts`` says how many each has.
+    Backward sums the gradients of all ranks.
+    """
     found: Tensor = _AllGather.apply(local, counts, collectives, place)
     return found
 
@@ -71,7 +74,9 @@ def relayout(
     back: bool,
     place: str = "step.relayout",
 ) -> Tensor:
-    """Rows of the plan's layout moved to that of ``maps`` (stream tokens of every rank in order); or ``back``, pads zero."""
+    """Rows of the plan's layout moved to that of ``maps`` (stream tokens of every rank in order);
+    or ``back``, pads zero.
+    """
     here = [local_stream(placement, r) for r in range(placement.ranks)]
     there = [np.asarray(index, np.int64) for index in maps]
     source, wanted = (there, here) if back else (here, there)
@@ -101,8 +106,8 @@ def refuse_shifted(tokens: Tensor, labels: Tensor, successors: Tensor, ignore: i
     given = (labels != ignore) & (successors != ignore)
     if bool((labels == successors)[given].all()) and not bool((labels == tokens)[given].all()):
         raise ValueError(
-            f"labels are already shifted: each is the token after its own, and {who} would shift them once more; pass labels that stand "
-            "beside their own tokens, as Transformers takes them, or none for every next token"
+            f"labels are already shifted: each is the token after its own, and {who} would shift them once more; pass "
+            "labels that stand beside their own tokens, as Transformers takes them, or none for every next token"
         )
 
 
@@ -140,8 +145,9 @@ def check_logits(logits: Tensor, labels: Tensor, tokens: int) -> None:
         raise ValueError(f"labels are {labels.dtype}; token ids are torch.int64: pass labels.long()")
     if len(logits) == len(labels) == tokens - 1:
         raise ValueError(
-            f"step.loss got {len(logits)} rows of logits and labels, but this rank has {tokens}: nothing is to be cut off or shifted, "
-            "because step.labels(tokens) are next tokens already; pass step.loss(logits, step.labels(tokens))"
+            f"step.loss got {len(logits)} rows of logits and labels, but this rank has {tokens}: nothing is to be cut "
+            "off or shifted, because step.labels(tokens) are next tokens already; pass step.loss(logits, "
+            "step.labels(tokens))"
         )
     if len(logits) == tokens != len(labels):
         raise ValueError(f"{len(labels)} labels for {len(logits)} rows of logits; take them by step.labels(tokens)")
@@ -153,11 +159,14 @@ def _wrong_label(labels: Tensor, vocabulary: int, ignore: int) -> str:
     label = int(labels[row])
     way = ""
     if label == DEFAULT_IGNORE:
-        way = f"; step.labels writes {label} at the ends of documents: make the labels with step.labels(tokens, ignore={ignore})"
+        way = (
+            f"; step.labels writes {label} at the ends of documents: make the labels with "
+            f"step.labels(tokens, ignore={ignore})"
+        )
     elif label < 0:
         way = (
-            f"; where {label} marks rows without a label make the labels with step.labels(tokens, ignore={label}), which marks the ends "
-            f"of documents so too, and pass ignore={label} here"
+            f"; where {label} marks rows without a label make the labels with step.labels(tokens, ignore={label}), "
+            f"which marks the ends of documents so too, and pass ignore={label} here"
         )
     return (
         f"the label of row {row} is {label}, outside of the vocabulary 0..{vocabulary - 1} and not ignore={ignore}{way}"
@@ -173,7 +182,9 @@ SentAndReceived = list[tuple[Tensor, Tensor]]
 
 
 def _rows_by_peer(source: list[Ints], stream: int, wanted: list[Ints], rank: int) -> SentAndReceived:
-    """For each peer: (local rows this rank sends it, local rows of the result that come from it). ``source`` says who holds what."""
+    """For each peer: (local rows this rank sends it, local rows of the result that come from it).
+    ``source`` says who holds what.
+    """
     owner = np.full(stream, -1)
     place = np.empty(stream, np.int64)
     for r, index in enumerate(source):

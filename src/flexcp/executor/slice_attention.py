@@ -2,10 +2,11 @@
 
     out = flexcp.slice_attention(q, k, v, flexcp.causal(), lengths=[5000, 120, 77])
 
-No plan, no group. A mask enters as slices, six integers each, over the rows of the packed documents; :func:`packed_slices` makes them,
-once for all layers that share a mask. Both directions are registered operators with shapes torch can trace, so a compiled model has no
-graph break; there the mask must come as that tensor of slices, because a Python object would be a constant of the graph and compile anew
-for every batch. Its values never enter the graph: only the number of slices is a (dynamic) shape.
+No plan, no group. A mask enters as slices, six integers each, over the rows of the packed documents;
+:func:`packed_slices` makes them, once for all layers that share a mask. Both directions are registered operators with
+shapes torch can trace, so a compiled model has no graph break; there the mask must come as that tensor of slices,
+because a Python object would be a constant of the graph and compile anew for every batch. Its values never enter the
+graph: only the number of slices is a (dynamic) shape.
 
 Work lists are remembered by the slices' values, for the layers of a model and the backward to share.
 """
@@ -60,10 +61,10 @@ def slice_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of packed documents on one device.
 
-    ``q`` is ``[tokens, heads, head_dim]``; ``k`` and ``v`` have the KV heads, and ``v`` may have another head size. ``mask`` is a mask
-    for documents of the given ``lengths`` (without them: one document), a list with one mask for each, or the tensor that
-    :func:`packed_slices` made of them, which torch.compile needs. The other arguments and the result are those of
-    :func:`flexcp.attention`.
+    ``q`` is ``[tokens, heads, head_dim]``; ``k`` and ``v`` have the KV heads, and ``v`` may have another head size.
+    ``mask`` is a mask for documents of the given ``lengths`` (without them: one document), a list with one mask for
+    each, or the tensor that :func:`packed_slices` made of them, which torch.compile needs. The other arguments and the
+    result are those of :func:`flexcp.attention`.
     """
     check_tensors({"q": q, "k": k, "v": v}, sinks)
     check_running(kernel, deterministic, sm_margin, return_lse)
@@ -123,9 +124,14 @@ def _work_of(q: Tensor, k: Tensor, v: Tensor, slices: Tensor, kernel: str | None
 
 @lru_cache(REMEMBERED)
 def _work(
-    kernel: str | None, slices: bytes, queries: int, keys: int, sizes: tuple[int, int, int, int], dtype: torch.dtype,
+    kernel: str | None,
+    slices: bytes,
+    queries: int,
+    keys: int,
+    sizes: tuple[int, int, int, int],
+    dtype: torch.dtype,
     device: torch.device,
-) -> tuple[Any, Any, bool]:  # fmt: skip
+) -> tuple[Any, Any, bool]:
     table = trim(np.frombuffer(slices, np.int64).reshape(-1, 6))
     table = table[~is_empty(table)]
     if len(table) and (table.min(axis=0)[:4].min() < 0 or table[:, Q1].max() > queries or table[:, K1].max() > keys):
@@ -138,7 +144,8 @@ def _work(
     if clash is not None:
         a, b = (tuple(table[i].tolist()) for i in clash)
         raise ValueError(
-            f"slices {a} and {b} share a (query, key) pair, which would be counted twice; make them disjoint, or by flexcp.packed_slices"
+            f"slices {a} and {b} share a (query, key) pair, which would be counted twice; make them disjoint, or by "
+            "flexcp.packed_slices"
         )
     module = find_kernel(choose_kernel(device, dtype, sizes[2], sizes[3], kernel).kernel)
     return module, module.prepare(table, *sizes, device), covers(table, queries)
@@ -154,12 +161,12 @@ def _check(
             raise ValueError(f"{name} is {x.dtype} and q {q.dtype}; give them one dtype")
     if k.shape[:2] != v.shape[:2] or k.shape[2] != q.shape[2] or q.shape[1] % k.shape[1]:
         raise ValueError(
-            "q, k, v are [tokens, heads, head_dim], [keys, KV heads, head_dim], [keys, KV heads, v_head_dim], heads a multiple of "
-            f"KV heads; got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+            "q, k, v are [tokens, heads, head_dim], [keys, KV heads, head_dim], [keys, KV heads, v_head_dim], heads a "
+            f"multiple of KV heads; got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
         )
     if slices.dtype != torch.int64 or slices.dim() != 2 or slices.shape[1] != 6 or slices.device.type != "cpu":
         raise ValueError(
-            f"slices is an int64 tensor [slices, 6] on the CPU, made by flexcp.packed_slices; got {slices.dtype} of shape "
-            f"{tuple(slices.shape)} on {slices.device}"
+            f"slices is an int64 tensor [slices, 6] on the CPU, made by flexcp.packed_slices; got {slices.dtype} of "
+            f"shape {tuple(slices.shape)} on {slices.device}"
         )
     check_call(q, {"k": k, "v": v, "sinks": sinks}, scale, softcap)

@@ -1,7 +1,7 @@
 """Step: a plan bound to a process group on this rank; :mod:`flexcp.executor.bind` makes it.
 
-The step knows which tokens of the stream are here and in which order, moves any per-token tensor in and out of that layout, and carries
-the rank's programs for :func:`flexcp.attention`. It travels as an argument, never through a global.
+The step knows which tokens of the stream are here and in which order, moves any per-token tensor in and out of that
+layout, and carries the rank's programs for :func:`flexcp.attention`. It travels as an argument, never through a global.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class Step:
     - between the stream and this rank: ``shard``, ``gather``, ``labels``, ``roll``, ``relayout``, ``restore``;
     - of documents that branch: ``edges``, ``log_probs``, ``gather_sequences``;
     - ``loss``, and ``share`` for a loss of one's own; ``prepare`` to set up ahead of the first layer;
-    - what it is and did: ``plan``, ``group``, ``cp_rank``, ``cp_size``, ``calls``, ``sent_bytes``, ``kernels``, ``arena``.
+    - what it is and did: ``plan``, ``group``, ``cp_rank``, ``cp_size``, ``calls``, ``sent_bytes``, ``kernels``,
+      ``arena``.
     """
 
     def __init__(self, passes: Passes, recipe: RankRecipe | None = None) -> None:
@@ -87,7 +88,9 @@ class Step:
         self.handle = new_handle(self)
         """This step as a tensor, for operators: see :mod:`flexcp.executor.step_handles`."""
         self.calls = 0
-        """Attention calls of this step so far, recomputed ones included. 0 after a model's forward: the model does not use flexcp."""
+        """Attention calls of this step so far, recomputed ones included. 0 after a model's forward:
+        the model does not use flexcp.
+        """
         self.losses = LossWatch(plan.placement, self.group)
         """How its losses and gradients are divided and reduced, as far as it was said or seen."""
         self.stream_compared = False
@@ -130,7 +133,8 @@ class Step:
     def positions(self) -> Tensor:
         """The position of each local row in its document, int64; 0 for a pad. What RoPE wants.
 
-        In a tree it is the depth on the path from the root: every answer of a shared question goes on from the question.
+        In a tree it is the depth on the path from the root: every answer of a shared question goes on from the
+        question.
         """
         self.asked_for_rows = True
         return self.row_positions
@@ -193,13 +197,16 @@ class Step:
     def gather(self, local: Tensor) -> Tensor:
         """The stream tensor ``[tokens, ...]`` on every rank, from every rank's local rows. Differentiable."""
         self._check_rows(local, "step.gather")
-        # A loss of the gathered rows is the whole batch's on every rank, and its gradients are right where they are averaged.
+        # A loss of the gathered rows is the whole batch's on every rank, and its gradients are right where they are
+        # averaged.
         return self.losses.say(local_rows.gather(local, self.plan.placement, self.collectives))
 
     def roll(self, local: Tensor, shift: int = -1, fill: float | int = 0) -> Tensor:
-        """Local rows moved by ``shift`` inside their documents, across ranks: ``roll(x, -1)`` is each token's successor.
+        """Local rows moved by ``shift`` inside their documents, across ranks:
+        ``roll(x, -1)`` is each token's successor.
 
-        Rows whose source lies outside the document, and pads, get ``fill``. Differentiable. A document that branches is refused.
+        Rows whose source lies outside the document, and pads, get ``fill``. Differentiable. A document that branches is
+        refused.
         """
         refuse_branches(self.plan.batch, "step.roll knows")
         check_whole("shift", shift)
@@ -208,23 +215,27 @@ class Step:
         return local_rows.roll(local, self.plan.placement, self.collectives, shift, fill)
 
     def relayout(self, local: Tensor, to: str | Sequence[Sequence[int]] = "contiguous") -> Tensor:
-        """Local rows in another layout of the same stream: ``"contiguous"``, ``"zigzag"``, or an index array per rank. Differentiable.
+        """Local rows in another layout of the same stream: ``"contiguous"``, ``"zigzag"``,
+        or an index array per rank. Differentiable.
 
-        What layers that read tokens in order need (state space models, convolutions): ``y = layer(step.relayout(x))``, then back with
-        :meth:`restore`. Pads stay behind. A document that branches is refused.
+        What layers that read tokens in order need (state space models, convolutions): ``y = layer(step.relayout(x))``,
+        then back with :meth:`restore`. Pads stay behind. A document that branches is refused.
         """
         refuse_order(self.plan.batch, "step.relayout")
         self._check_rows(local, "step.relayout")
         return local_rows.relayout(local, self.plan.placement, self.collectives, self._maps(to), back=False)
 
     def restore(self, moved: Tensor, of: str | Sequence[Sequence[int]] = "contiguous") -> Tensor:
-        """Undo :meth:`relayout`: rows in the layout ``of`` moved back to the plan's, zeros where it has pads. Differentiable."""
+        """Undo :meth:`relayout`: rows in the layout ``of`` moved back to the plan's,
+        zeros where it has pads. Differentiable.
+        """
         maps = self._maps(of)
         check_rows(moved, "step.restore")
         with self.collectives.checking("step.restore"):
             if len(moved) != len(maps[self.rank]):
                 raise ValueError(
-                    f"rank {self.rank} holds {len(maps[self.rank])} tokens in the layout {of!r}, but got a tensor of {len(moved)} rows"
+                    f"rank {self.rank} holds {len(maps[self.rank])} tokens in the layout {of!r}, but got a tensor of "
+                    f"{len(moved)} rows"
                 )
         return local_rows.relayout(moved, self.plan.placement, self.collectives, maps, back=True, place="step.restore")
 
@@ -237,10 +248,11 @@ class Step:
         return maps
 
     def labels(self, tokens: Tensor, ignore: int = -100) -> Tensor:
-        """Next-token labels of this rank's rows from the stream's token ids: shifted inside documents *before* sharding.
+        """Next-token labels of this rank's rows from the stream's token ids:
+        shifted inside documents *before* sharding.
 
-        Where a token has several ids, ``[tokens, ids]``, each has its own successor. Labels that are shifted already (each the token after
-        its own) are not for here: ``step.shard`` them. A document that branches is refused.
+        Where a token has several ids, ``[tokens, ids]``, each has its own successor. Labels that are shifted already
+        (each the token after its own) are not for here: ``step.shard`` them. A document that branches is refused.
         """
         check_whole("ignore", ignore)
         check_stream(tokens, "tokens", "step.labels", self.plan.batch.tokens, self.local_tokens)
@@ -250,10 +262,11 @@ class Step:
         return local_rows.shard(successors, self.row_tokens, ignore)
 
     def edges(self, tokens: Tensor, ignore: int = -100) -> Edges:
-        """Every token of this rank with each of its next tokens, from the stream's token ids: for documents that branch, and any others.
+        """Every token of this rank with each of its next tokens, from the stream's token ids: for documents that
+        branch, and any others.
 
-        See :class:`Edges` for what it holds. Next tokens whose id is ``ignore`` do not count, so ``tokens`` may also be labels that stand
-        beside their own tokens.
+        See :class:`Edges` for what it holds. Next tokens whose id is ``ignore`` do not count, so ``tokens`` may also be
+        labels that stand beside their own tokens.
         """
         check_whole("ignore", ignore)
         check_stream(tokens, "tokens", "step.edges", self.plan.batch.tokens, self.local_tokens)
@@ -263,10 +276,12 @@ class Step:
         return edges_of(self._sequences, self.row_tokens.numpy(), tokens, ignore)
 
     def log_probs(self, logits: Tensor, tokens: Tensor | Edges, ignore: int = -100) -> Tensor:
-        """The log-probability of the next token of each edge of this rank, ``[edges]``, float32 at least; 0 where it does not count.
+        """The log-probability of the next token of each edge of this rank, ``[edges]``, float32 at least;
+        0 where it does not count.
 
-        ``tokens`` are the stream's ids, or ``step.edges(tokens)``: whose ``pairs()`` say which (sequence, position) a value is of.
-        :meth:`gather_sequences` brings values of all ranks together. Logits are read in chunks, and not copied whole.
+        ``tokens`` are the stream's ids, or ``step.edges(tokens)``: whose ``pairs()`` say which (sequence, position) a
+        value is of. :meth:`gather_sequences` brings values of all ranks together. Logits are read in chunks, and not
+        copied whole.
         """
         edges = tokens if isinstance(tokens, Edges) else self.edges(tokens, ignore)
         with self.collectives.checking("step.log_probs"):
@@ -275,10 +290,11 @@ class Step:
             return edge_log_probs(logits, edges)
 
     def gather_sequences(self, values: Tensor, edges: Edges) -> list[Tensor]:
-        """Values of all ranks' edges by sequence, on every rank: for each sequence of the batch one for each of its tokens.
+        """Values of all ranks' edges by sequence, on every rank:
+        for each sequence of the batch one for each of its tokens.
 
-        The first token of a sequence is nobody's next and has 0. Sequences come document by document, those of a tree in the order of its
-        ends. Differentiable, as :meth:`gather` is.
+        The first token of a sequence is nobody's next and has 0. Sequences come document by document, those of a tree
+        in the order of its ends. Differentiable, as :meth:`gather` is.
         """
         with self.collectives.checking("step.gather_sequences"):
             self._check_edges(edges, "step.gather_sequences")
@@ -311,22 +327,23 @@ class Step:
     ) -> Tensor:
         """Cross entropy of this rank's rows: local sum / valid tokens of all ranks, a share of the batch's mean.
 
-        ``labels`` are next tokens, ``step.labels(tokens)``: nothing is shifted here. Labels of one's own are shifted inside their
-        documents before they are sharded. Rows with the label ``ignore``, and pads whatever their label, do not count. Labels that are
-        the tokens themselves are warned of where the step has seen those.
+        ``labels`` are next tokens, ``step.labels(tokens)``: nothing is shifted here. Labels of one's own are shifted
+        inside their documents before they are sharded. Rows with the label ``ignore``, and pads whatever their label,
+        do not count. Labels that are the tokens themselves are warned of where the step has seen those.
 
-        A document that branches has more next tokens than rows: there give ``step.edges(tokens)`` in the place of labels. The loss is then
-        this rank's sum of edges by their ``weights``, which are ``edges.weights()`` unless given: a share of the mean over all positions of
-        all sequences, as if each were a document of its own.
+        A document that branches has more next tokens than rows: there give ``step.edges(tokens)`` in the place of
+        labels. The loss is then this rank's sum of edges by their ``weights``, which are ``edges.weights()`` unless
+        given: a share of the mean over all positions of all sequences, as if each were a document of its own.
 
-        ``gradients`` says what happens to gradients over the ranks of this step. ``"summed"``: the batch's loss is the sum of the ranks'
-        values. ``"averaged"``, for DDP and whatever else averages: the share is multiplied by the number of ranks, so that the averaged
-        gradient is the batch's, and the batch's loss is the mean of the ranks' values. Nothing can see that nobody averages: gradients
-        are then as many times too large as there are ranks.
+        ``gradients`` says what happens to gradients over the ranks of this step. ``"summed"``: the batch's loss is the
+        sum of the ranks' values. ``"averaged"``, for DDP and whatever else averages: the share is multiplied by the
+        number of ranks, so that the averaged gradient is the batch's, and the batch's loss is the mean of the ranks'
+        values. Nothing can see that nobody averages: gradients are then as many times too large as there are ranks.
 
-        The result depends on ``logits`` even on a rank without a valid token, so that every rank takes part in backward. Logits of a model
-        that ran no attention of this step are refused, unless ``without_attention`` says that this is meant; shares made for one
-        treatment of gradients are refused where attention ran inside a DDP or FSDP2 module that does the other.
+        The result depends on ``logits`` even on a rank without a valid token, so that every rank takes part in
+        backward. Logits of a model that ran no attention of this step are refused, unless ``without_attention`` says
+        that this is meant; shares made for one treatment of gradients are refused where attention ran inside a DDP or
+        FSDP2 module that does the other.
         """
         factor = share_factor(gradients, self.plan.ranks)
         if isinstance(labels, Edges):
@@ -360,13 +377,14 @@ class Step:
         gradients: Gradients = "summed",
         without_attention: bool = False,
     ) -> Tensor:
-        """This rank's share of a mean of one's own: ``total`` (a sum over local rows) / ``count`` of all ranks, as :meth:`loss` does it.
+        """This rank's share of a mean of one's own: ``total`` (a sum over local rows) / ``count`` of all ranks,
+        as :meth:`loss` does it.
 
-        ``count`` is what this rank's sum would be divided by if it were alone: its own valid labels, ``(labels != -100).sum()``, and not
-        the batch's, such as the loader's ``batch.valid``, because counts are summed over ranks here. One above this rank's rows is
-        refused; on a GPU a tensor is looked at in the first step of a group alone. Pads (``step.indices < 0``) are in neither sum nor
-        count. ``gradients`` and ``without_attention`` are :meth:`loss`'s. A ``total`` that is plainly a mean is refused, unless ``count``
-        is 1.
+        ``count`` is what this rank's sum would be divided by if it were alone: its own valid labels,
+        ``(labels != -100).sum()``, and not the batch's, such as the loader's ``batch.valid``, because counts are summed
+        over ranks here. One above this rank's rows is refused; on a GPU a tensor is looked at in the first step of a
+        group alone. Pads (``step.indices < 0``) are in neither sum nor count. ``gradients`` and ``without_attention``
+        are :meth:`loss`'s. A ``total`` that is plainly a mean is refused, unless ``count`` is 1.
         """
         factor = share_factor(gradients, self.plan.ranks)
         if not isinstance(total, Tensor) or total.dim():
@@ -376,7 +394,8 @@ class Step:
         here = torch.as_tensor(count, device=total.device)
         if is_mean(total) and float(here) > 1:
             raise ValueError(
-                f"total is a mean, and would be divided once more by the {float(here):g} labels it is over: pass the sum over this rank's "
+                f"total is a mean, and would be divided once more by the {float(here):g} labels it is over: pass the "
+                "sum over this rank's "
                 'rows, as of cross_entropy(..., reduction="sum")'
             )
         with self.collectives.checking("step.share"):
@@ -397,7 +416,9 @@ class Step:
             raise ValueError(wrong_count(float(count), rows, self.plan.ranks))
 
     def _may_look_at(self, x: Tensor) -> bool:
-        """Whether the host may read ``x``: a device would have to be waited for, which is done in the first step of a group alone."""
+        """Whether the host may read ``x``: a device would have to be waited for,
+        which is done in the first step of a group alone.
+        """
         return x.device.type == "cpu" or self.collectives.step == 1
 
     def _warn_of_copied_labels(self, labels: Tensor, ignore: int) -> None:
@@ -416,8 +437,8 @@ class Step:
     def _check_attended(self, without_attention: bool) -> None:
         if not self.calls and not without_attention:
             raise RuntimeError(
-                f"a loss is asked of {self!r}, but its attention never ran: the model's layers still use their own. Turn flexcp on "
-                "(docs/frameworks.md), or pass without_attention=True if the logits come from elsewhere"
+                f"a loss is asked of {self!r}, but its attention never ran: the model's layers still use their own. "
+                "Turn flexcp on (docs/frameworks.md), or pass without_attention=True if the logits come from elsewhere"
             )
 
     def note_call(self) -> None:
@@ -428,21 +449,26 @@ class Step:
         self.losses.note_call(first=self.calls == 1)
 
     def _warn_of_rows_nobody_asked_for(self) -> None:
-        """Warn where rows that a user cut himself would fit this rank in number, but not be the plan's: tensors do not show it."""
+        """Warn where rows that a user cut himself would fit this rank in number, but not be the plan's:
+        tensors do not show it.
+        """
         if self.plan.ranks == 1 or self.asked_for_rows:
             return
         rows = local_stream(self.plan.placement, self.rank)
         mine = self._own_cuts()
         if len(rows) == len(mine[0]) and not any(np.array_equal(rows, cut) for cut in mine):
             warnings.warn(
-                f"the plan gives rank {self.rank} tokens that are no single part of the stream, and nothing has asked this step which: "
-                "take them by step.shard(stream), and their positions from step.positions; or plan with layout='contiguous' where every "
-                "rank keeps the part it cut itself. Rows that follow the plan all the same: ask for step.indices once, before attention",
+                f"the plan gives rank {self.rank} tokens that are no single part of the stream, and nothing has asked "
+                "this step which: take them by step.shard(stream), and their positions from step.positions; or plan "
+                "with layout='contiguous' where every rank keeps the part it cut itself. Rows that follow the plan all "
+                "the same: ask for step.indices once, before attention",
                 stacklevel=2,
             )
 
     def pass_recipe(self, mask: int, backward: bool) -> PassRecipe:
-        """This rank's program for a mask and direction with what the plan decides about it, derived on first use unless it came along."""
+        """This rank's program for a mask and direction with what the plan decides about it,
+        derived on first use unless it came along.
+        """
         key = (mask, backward)
         if key not in self._pass_recipes:
             self._pass_recipes[key] = pass_recipe(rank_program(self.plan, self.rank, *key), backward, self.plan.shape)
@@ -461,7 +487,9 @@ class Step:
         return self._prepared[key]
 
     def prepare(self, device: torch.device | str, kernel: str | None = None) -> None:
-        """Make everything attention needs on ``device`` now, for all masks and both directions, rather than at the first layer."""
+        """Make everything attention needs on ``device`` now, for all masks and both directions,
+        rather than at the first layer.
+        """
         types = types_of(torch.empty(0, dtype=getattr(torch, self.plan.shape.dtype), device=device_of(device)))
         name = self.choose_kernel(types.device, kernel)
         for mask in range(len(self.plan.batch.masks)):
@@ -477,7 +505,9 @@ class Step:
         return self.passes.open(mask, backward, device, self.sent_bytes["backward" if backward else "forward"], calls)
 
     def choose_kernel(self, device: torch.device, kernel: str | None) -> str:
-        """The name of the kernel for tensors on ``device``; ``kernel`` overrides the choice. Noted in ``self.kernels``."""
+        """The name of the kernel for tensors on ``device``; ``kernel`` overrides the choice.
+        Noted in ``self.kernels``.
+        """
         if (device, kernel) not in self._chosen:
             shape = self.plan.shape
             dtype = getattr(torch, shape.dtype)
@@ -492,8 +522,8 @@ class Step:
         backends = str(dist.get_backend_config(self.group))
         if "nccl" not in backends:
             raise ValueError(
-                f"the tensors are on {device}, but the group's backends are {backends}, which cannot send them from rank to rank; "
-                "make the group with backend='nccl'"
+                f"the tensors are on {device}, but the group's backends are {backends}, which cannot send them from "
+                "rank to rank; make the group with backend='nccl'"
             )
 
     def _check_rows(self, local: Tensor, place: str) -> None:
@@ -503,8 +533,8 @@ class Step:
             if len(local) != self.local_tokens:
                 instead = single("local", local.shape, self.local_tokens)
                 raise ValueError(
-                    f"rank {self.rank} keeps {self.local_tokens} tokens under this plan, but got a tensor of {len(local)} rows; "
-                    + (f"pass {instead}" if instead else "shard the stream with step.shard(...)")
+                    f"rank {self.rank} keeps {self.local_tokens} tokens under this plan, but got a tensor of "
+                    f"{len(local)} rows; " + (f"pass {instead}" if instead else "shard the stream with step.shard(...)")
                 )
 
     def __repr__(self) -> str:
@@ -515,7 +545,8 @@ def check_bound(step: object) -> None:
     """Raise for what is no step, such as the plan itself."""
     if isinstance(step, Plan):
         raise ValueError(
-            f"{step!r} is a plan, and attention runs a step: step = flexcp.bind(plan, group) on every rank, then pass the step"
+            f"{step!r} is a plan, and attention runs a step: "
+            "step = flexcp.bind(plan, group) on every rank, then pass the step"
         )
     if not isinstance(step, Step):
         raise ValueError(

@@ -32,6 +32,15 @@ class Watcher(Protocol):
         """What follows the pass that comes next."""
 
     def after_forward(
-        self, step: Step, mask: int, settings: Settings, qkv: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, out: Tensor, lse: Tensor
-    ) -> None:  # fmt: skip
-        """Look at the result of a forward, local rows in local order. Every rank of the step comes here in the same call."""
+        self,
+        step: Step,
+        mask: int,
+        settings: Settings,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        sinks: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        """Look at the result of a forward, local rows in local order.
+        Every rank of the step comes here in the same call.
+        """

@@ -1,22 +1,24 @@
 """Torch operators: attention as a pair of operators that torch can trace, differentiate and name.
 
-Both of flexcp's attentions, :func:`flexcp.attention` (over ranks) and :func:`flexcp.slice_attention` (one device), have the same outside:
+Both of flexcp's attentions, :func:`flexcp.attention` (over ranks) and :func:`flexcp.slice_attention` (one device), have
+the same outside:
 
     forward(Inputs, Numbers, ...) -> Results
     backward(Gradients, Inputs, Results, Numbers, ...) -> dq, dk, dv, dsinks (empty without sinks)
 
-A forward that keeps more for its backward than these returns :class:`Kept` too, bytes of a size that only it knows, which the backward gets
-after the results.
+A forward that keeps more for its backward than these returns :class:`Kept` too, bytes of a size that only it knows,
+which the backward gets after the results.
 
-An operator of torch takes tensors and numbers one by one. They are the fields of these tuples, in their order: the schema is made of them,
-and what arrives is packed into them again before our functions see it. So a new number of a call is a new field, and nothing else.
+An operator of torch takes tensors and numbers one by one. They are the fields of these tuples, in their order: the
+schema is made of them, and what arrives is packed into them again before our functions see it. So a new number of a
+call is a new field, and nothing else.
 
-Shapes follow from q and v alone, so token counts are free in a compiled model, and the exchange between ranks stays eager inside: compiled
-collectives could be reordered against FSDP's.
+Shapes follow from q and v alone, so token counts are free in a compiled model, and the exchange between ranks stays
+eager inside: compiled collectives could be reordered against FSDP's.
 
-An operator's way through torch's dispatcher costs the host more than a short kernel runs. So the operators are called only where somebody
-watches for them (torch.compile, dispatch modes such as selective checkpointing's, transforms, subclasses of tensors); plain tensors in a
-plain call take the same functions through ``torch.autograd.Function``.
+An operator's way through torch's dispatcher costs the host more than a short kernel runs. So the operators are called
+only where somebody watches for them (torch.compile, dispatch modes such as selective checkpointing's, transforms,
+subclasses of tensors); plain tensors in a plain call take the same functions through ``torch.autograd.Function``.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ from flexcp.executor.run.message_layout import types_of
 
 
 class Inputs(NamedTuple):
-    """What a call computes with. ``where`` is the one tensor that says what attends to what: a step's handle, or slices."""
+    """What a call computes with. ``where`` is the one tensor that says what attends to what:
+    a step's handle, or slices.
+    """
 
     q: Tensor
     k: Tensor
@@ -86,11 +90,17 @@ PLAIN = (Tensor, torch.nn.Parameter, type(None))
 
 
 def register_attention(
-    names: tuple[str, str], forward: Callable[..., Any], backward: Callable[..., Any], numbers: Tuples, keeps: bool = False
-) -> Callable[..., Any]:  # fmt: skip
-    """Register a pair of functions as ``flexcp::`` operators of these names; returns what calls the forward, with its gradient.
+    names: tuple[str, str],
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    numbers: Tuples,
+    keeps: bool = False,
+) -> Callable[..., Any]:
+    """Register a pair of functions as ``flexcp::`` operators of these names; returns what calls the forward,
+    with its gradient.
 
-    ``numbers`` are the types of the tuples that both take after their tensors; ``keeps``: the forward returns what it keeps.
+    ``numbers`` are the types of the tuples that both take after their tensors; ``keeps``: the forward returns what it
+    keeps.
     """
     made: Tuples = (Results, Kept) if keeps else (Results,)
     plain_first = _packing(forward, (Inputs, *numbers))
@@ -146,7 +156,8 @@ def _operator(name: str, call: Callable[..., Any], takes: Tuples, results: int) 
         for fields in takes
         for argument, kind in get_type_hints(fields).items()
     ]
-    call.__signature__ = Signature(arguments, return_annotation=tuple[(Tensor,) * results])  # type: ignore[attr-defined, misc]
+    signature = Signature(arguments, return_annotation=tuple[(Tensor,) * results])  # type: ignore[misc]
+    call.__signature__ = signature  # type: ignore[attr-defined]
     return torch.library.custom_op(f"flexcp::{name}", call, mutates_args=())
 
 

@@ -1,4 +1,5 @@
-"""Frameworks: flexcp in other people's models, through their public seams only. One file a framework; this one is what they share.
+"""Frameworks: flexcp in other people's models, through their public seams only. One file a framework;
+this one is what they share.
 
 Adapters load on first use, because each needs a package of its own.
 """
@@ -28,9 +29,11 @@ _ADAPTERS = (
 
 @contextmanager
 def used(step: Step) -> Iterator[Step]:
-    """Raise at the end of the block when ``step`` ran no attention inside it: the model would have trained on something else.
+    """Raise at the end of the block when ``step`` ran no attention inside it:
+    the model would have trained on something else.
 
-    ``step.loss`` and the adapters of this room check the same by themselves; this is for loops with a loss of their own.
+    ``step.loss`` and the adapters of this room check the same by themselves; this is for loops with a loss of their
+    own.
     """
     before = step.calls
     yield step

@@ -1,8 +1,9 @@
 """Collated batches: what a Hugging Face collator made of documents, read back as documents.
 
-A collator may pad (``attention_mask``), flatten or pack (``position_ids`` that start anew, documents numbered in the mask or in
-``seq_idx``, ``cu_seq_lens_q``), also all at once. All become a stream without padding; :class:`Collated` keeps where in the batch each
-token stood, so that what was computed of it can go back there. Batches that contradict themselves are refused.
+A collator may pad (``attention_mask``), flatten or pack (``position_ids`` that start anew, documents numbered in the
+mask or in ``seq_idx``, ``cu_seq_lens_q``), also all at once. All become a stream without padding; :class:`Collated`
+keeps where in the batch each token stood, so that what was computed of it can go back there. Batches that contradict
+themselves are refused.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class Collated:
     """``[rows, columns]``: which places of the batch the tokens stood at, row after row."""
 
     def put_back(self, values: Tensor) -> Tensor:
-        """Values of the tokens, ``[T, ...]``, where the tokens stood, ``[rows, columns, ...]``; zeros at padding. Differentiable."""
+        """Values of the tokens, ``[T, ...]``, where the tokens stood, ``[rows, columns, ...]``;
+        zeros at padding. Differentiable.
+        """
         found = values.new_zeros((*self.keep.shape, *values.shape[1:]))
         return found.index_put((self.keep,), values)
 
@@ -61,8 +64,8 @@ def read_batch(batch: Mapping[str, Any]) -> Collated:
     mask = batch.get("attention_mask")
     if mask is not None and (mask.shape != ids.shape or bool((mask < 0).any())):
         raise NotImplementedError(
-            f"attention_mask of shape {tuple(mask.shape)} is not a padding mask of {tuple(ids.shape)} tokens: 0 for padding, 1 for "
-            "tokens, or the number of each token's document"
+            f"attention_mask of shape {tuple(mask.shape)} is not a padding mask of {tuple(ids.shape)} tokens: 0 for "
+            "padding, 1 for tokens, or the number of each token's document"
         )
     keep = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
     said = _documents(batch, keep)
@@ -70,7 +73,8 @@ def read_batch(batch: Mapping[str, Any]) -> Collated:
     for other, found in said.items():
         if found != lengths:
             raise ValueError(
-                f"{other} says that documents have {found} tokens, {name} says {lengths}; give one of them, or both alike"
+                f"{other} says that documents have {found} tokens, {name} says {lengths}; "
+                "give one of them, or both alike"
             )
     if not said:
         _refuse_holes(keep)
@@ -90,7 +94,8 @@ def _documents(batch: Mapping[str, Any], keep: Tensor) -> dict[str, list[int]]:
         rows = _kept(positions, keep)
         if not bool(keep.all()) and any(bool(((row.diff() != 1) & (row[1:] != 0)).any()) for row in rows):
             raise ValueError(
-                "position_ids of a padded batch jump inside a row without starting anew at 0, so nothing says where documents end"
+                "position_ids of a padded batch jump inside a row without starting anew at 0, so nothing says where "
+                "documents end"
             )
         said["position_ids"] = [n for row in rows for n in lengths_of(row[None])]
     if mask is not None and bool((mask > 1).any()):
@@ -118,6 +123,6 @@ def _refuse_holes(keep: Tensor) -> None:
     begins = keep.int().diff(dim=1, prepend=keep.new_zeros(len(keep), 1).int()) == 1
     if bool((begins.sum(1) > 1).any()):
         raise ValueError(
-            "attention_mask has padding between a row's tokens, and nothing says whether documents end there; give position_ids that "
-            "start anew with every document"
+            "attention_mask has padding between a row's tokens, and nothing says whether documents end there; give "
+            "position_ids that start anew with every document"
         )

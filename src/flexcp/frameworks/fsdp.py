@@ -1,7 +1,7 @@
 """FSDP2: what flexcp's loss wants from it.
 
-Ranks that share a batch hold shares of one loss (local sum / valid tokens of all ranks), so gradients are summed over them, where FSDP2
-would average. The usual set-up shards parameters over all ranks, context parallel or not:
+Ranks that share a batch hold shares of one loss (local sum / valid tokens of all ranks), so gradients are summed over
+them, where FSDP2 would average. The usual set-up shards parameters over all ranks, context parallel or not:
 
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
@@ -10,8 +10,8 @@ would average. The usual set-up shards parameters over all ranks, context parall
 
 Without the last line give ``step.loss`` or ``huggingface.inputs`` ``gradients="averaged"``, which comes to the same.
 
-With micro-batches give ``step.loss`` of each its share of the whole batch's tokens, and every rank the same number of forwards and
-backwards.
+With micro-batches give ``step.loss`` of each its share of the whole batch's tokens, and every rank the same number of
+forwards and backwards.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from flexcp.executor.step import Step
 def sum_gradients(model: nn.Module) -> None:
     """Let every FSDP2 module of ``model`` sum gradients over ranks instead of averaging them.
 
-    Call it once, after ``fully_shard`` and before the first forward: a loss takes it into account, and a backward of a loss that was taken
-    before raises. A loss is then taken by ``step.loss`` or ``step.share``: a mean over this rank's rows alone would give gradients as many
-    times too large as there are ranks, and nothing can see it.
+    Call it once, after ``fully_shard`` and before the first forward: a loss takes it into account, and a backward of a
+    loss that was taken before raises. A loss is then taken by ``step.loss`` or ``step.share``: a mean over this rank's
+    rows alone would give gradients as many times too large as there are ranks, and nothing can see it.
     """
     found = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not found:
@@ -39,7 +39,9 @@ def sum_gradients(model: nn.Module) -> None:
 
 
 def note_reduction(model: nn.Module, step: Step) -> None:
-    """Let ``step`` know when ``model`` is sharded over ranks that share its batch, and whether it averages or sums their gradients."""
+    """Let ``step`` know when ``model`` is sharded over ranks that share its batch,
+    and whether it averages or sums their gradients.
+    """
     if step.group is None or not isinstance(model, FSDPModule):
         return
     # Private, so a release without it only loses the check.

@@ -1,19 +1,21 @@
 """Hugging Face Transformers: ``attn_implementation="flexcp"``.
 
-    huggingface.turn_on(model)                                           # or register() and attn_implementation="flexcp"
+    huggingface.turn_on(model)                              # or register() and attn_implementation="flexcp"
     plan = planner(lengths, masks=huggingface.masks(model.config))
     step = flexcp.bind(plan, mesh["cp"])
-    loss = model(**huggingface.inputs(tokens, step)).loss               # gradients="averaged" under DDP
+    loss = model(**huggingface.inputs(tokens, step)).loss   # gradients="averaged" under DDP
 
-The step is a keyword of the model's forward: Transformers hands keywords it does not know to every attention function. ``[1, H, S, D]`` is
-seen as flexcp's ``[S, H, D]`` without a copy. Positions that nobody gave are filled in from the step: the model itself would count this
-rank's rows. A layer's window picks its mask from the plan by value, never by the layer's number.
+The step is a keyword of the model's forward: Transformers hands keywords it does not know to every attention function.
+``[1, H, S, D]`` is seen as flexcp's ``[S, H, D]`` without a copy. Positions that nobody gave are filled in from the
+step: the model itself would count this rank's rows. A layer's window picks its mask from the plan by value, never by
+the layer's number.
 
-Without a step the documents of this process attend alone (``cu_seq_lens_q``, or ``position_ids`` that start anew), which is what one
-process means by packing. On several ranks that would be a silent mistake, so it must be said: ``step="alone"``.
+Without a step the documents of this process attend alone (``cu_seq_lens_q``, or ``position_ids`` that start anew),
+which is what one process means by packing. On several ranks that would be a silent mistake, so it must be said:
+``step="alone"``.
 
-What Transformers calls in every layer is in :mod:`flexcp.frameworks.huggingface_attention`; what is checked around a model's forward is in
-:mod:`flexcp.frameworks.huggingface_checks`.
+What Transformers calls in every layer is in :mod:`flexcp.frameworks.huggingface_attention`; what is checked around a
+model's forward is in :mod:`flexcp.frameworks.huggingface_checks`.
 """
 
 from __future__ import annotations
@@ -55,17 +57,18 @@ def register() -> None:
 
 
 def turn_on(model: PreTrainedModel | DistributedDataParallel) -> None:
-    """Let ``model`` attend by flexcp from now on, and raise whenever it is given a step that its attention does not use.
+    """Let ``model`` attend by flexcp from now on, and raise whenever it is given a step
+    that its attention does not use.
 
-    The choice is kept in ``model.config``, where every layer looks for it, as ``model.set_attn_implementation`` does. That is the object
-    the model was made of: another model made of the same one attends by flexcp too, without the checks. Make it of
-    ``copy.deepcopy(config)``.
+    The choice is kept in ``model.config``, where every layer looks for it, as ``model.set_attn_implementation`` does.
+    That is the object the model was made of: another model made of the same one attends by flexcp too, without the
+    checks. Make it of ``copy.deepcopy(config)``.
     """
     model = _inside(model)
     if not model.is_backend_compatible():
         raise NotImplementedError(
-            f"{type(model).__name__} does not take its attention from Transformers' AttentionInterface, so flexcp cannot replace it; "
-            "call flexcp.attention in the layers themselves"
+            f"{type(model).__name__} does not take its attention from Transformers' AttentionInterface, so flexcp "
+            "cannot replace it; call flexcp.attention in the layers themselves"
         )
     register()
     model.set_attn_implementation(NAME)
@@ -75,11 +78,12 @@ def turn_on(model: PreTrainedModel | DistributedDataParallel) -> None:
 def masks(
     model: PreTrainedModel | PreTrainedConfig | DistributedDataParallel, mask: MaskLike | None = None
 ) -> dict[str, tuple[MaskLike, int]]:
-    """The masks of a model's layers, for ``planner(lengths, masks=...)``: ``full``, ``window`` and ``chunks of N``, with how many layers
-    use each.
+    """The masks of a model's layers, for ``planner(lengths, masks=...)``: ``full``, ``window`` and ``chunks of N``,
+    with how many layers use each.
 
-    From the model or its configuration. ``mask`` says which documents are trees: a tree, or a list with a tree or ``causal()`` for each
-    document. Layers with a window then have the same trees in that window. Without it all documents are causal.
+    From the model or its configuration. ``mask`` says which documents are trees: a tree, or a list with a tree or
+    ``causal()`` for each document. Layers with a window then have the same trees in that window. Without it all
+    documents are causal.
     """
     model = _inside(model)
     config = _text_config(model)
@@ -102,7 +106,8 @@ def masks(
             raise ValueError(f"{config.model_type} has {chunks} chunked layers but attention_chunk_size={size!r}")
         if mask is not None:
             raise NotImplementedError(
-                f"{config.model_type} has layers that attend in chunks of {size} tokens, which are not defined on trees: leave mask= out"
+                f"{config.model_type} has layers that attend in chunks of {size} tokens, which are not defined on "
+                "trees: leave mask= out"
             )
         found[chunks_named(size)] = (chunked(int(size)), chunks)
     if windows:
@@ -125,8 +130,9 @@ def _in_window(mask: MaskLike, left: int) -> MaskLike:
         return windowed(mask, left)
     if mask != causal():
         raise NotImplementedError(
-            f"this model has window layers, and the mask {mask} has no window on its paths; give causal() or flexcp.tree(parents, lengths) "
-            "for each document (a shared question is the tree of a question and its answers)"
+            f"this model has window layers, and the mask {mask} has no window on its paths; give causal() or "
+            "flexcp.tree(parents, lengths) for each document (a shared question is the tree of a question "
+            "and its answers)"
         )
     return window(left)
 
@@ -138,11 +144,12 @@ def planner(
     tp: int = 1,
     **options: Any,
 ) -> Planner:
-    """A planner for a model's attention, from the model or its configuration; ``tp`` is over how many ranks heads are split.
+    """A planner for a model's attention, from the model or its configuration;
+    ``tp`` is over how many ranks heads are split.
 
-    ``dtype`` is what the activations are in. By default it is that of the model's weights or the configuration's ``dtype``, and float32
-    where a configuration says nothing, as Transformers makes such a model. Say it where autocast or FSDP2's ``MixedPrecisionPolicy``
-    computes in another one.
+    ``dtype`` is what the activations are in. By default it is that of the model's weights or the configuration's
+    ``dtype``, and float32 where a configuration says nothing, as Transformers makes such a model. Say it where autocast
+    or FSDP2's ``MixedPrecisionPolicy`` computes in another one.
     """
     model = _inside(model)
     config = _text_config(model)
@@ -161,15 +168,16 @@ def planner(
 def inputs(tokens: Tensor, step: Step, labels: Tensor | None = None, gradients: Gradients = "summed") -> dict[str, Any]:
     """Keywords of a model's forward for this rank's rows of a batch, from the stream's token ids ``[T]``.
 
-    Labels, by default each token's successor, are shifted inside documents before they are sharded; ``model(**inputs).loss`` is this rank's
-    sum / the batch's valid labels. ``gradients`` says what happens to gradients over the ranks of the step, as in ``step.loss``: where they
-    are summed the batch's loss is the sum of the ranks'; where they are averaged (DDP) each rank's is multiplied by the number of ranks,
-    and the batch's loss is their mean. A rank that keeps no token gets one that nobody sees, because models are not written for none.
-    The stream is the same on every rank. That of a group's first step is compared, so there every rank of the group calls this, and waits
+    Labels, by default each token's successor, are shifted inside documents before they are sharded;
+    ``model(**inputs).loss`` is this rank's sum / the batch's valid labels. ``gradients`` says what happens to gradients
+    over the ranks of the step, as in ``step.loss``: where they are summed the batch's loss is the sum of the ranks';
+    where they are averaged (DDP) each rank's is multiplied by the number of ranks, and the batch's loss is their mean.
+    A rank that keeps no token gets one that nobody sees, because models are not written for none. The stream is the
+    same on every rank. That of a group's first step is compared, so there every rank of the group calls this, and waits
     for the others no longer than the ``timeout`` of ``bind``.
 
-    Of a batch with a document that branches there are no labels, because a row may have several: ``model(**inputs).logits[0]`` is for
-    ``step.loss(logits, step.edges(tokens))`` and ``step.log_probs``.
+    Of a batch with a document that branches there are no labels, because a row may have several:
+    ``model(**inputs).logits[0]`` is for ``step.loss(logits, step.edges(tokens))`` and ``step.log_probs``.
     """
     check_bound(step)
     batch = step.plan.batch
@@ -206,13 +214,15 @@ def _refuse_other_marks(labels: Tensor) -> None:
     if len(odd):
         at, label = int(odd[0]), int(labels[odd[0]])
         raise ValueError(
-            f"the label of token {at} is {label}, which is neither a token id nor {IGNORE}, the one label that Transformers' loss ignores; "
-            f"where {label} marks tokens without a label pass labels.masked_fill(labels == {label}, {IGNORE})"
+            f"the label of token {at} is {label}, which is neither a token id nor {IGNORE}, the one label that "
+            f"Transformers' loss ignores; where {label} marks tokens without a label pass labels.masked_fill(labels == "
+            f"{label}, {IGNORE})"
         )
 
 
 def _refuse_other_streams(step: Step, tokens: Tensor) -> None:
-    """Raise on every rank where ranks gave other token ids to the group's first step, as samplers do that deal documents over ranks.
+    """Raise on every rank where ranks gave other token ids to the group's first step,
+    as samplers do that deal documents over ranks.
 
     Documents of equal lengths have equal plans on all ranks, so binding cannot see it.
     """
@@ -225,9 +235,9 @@ def _refuse_other_streams(step: Step, tokens: Tensor) -> None:
     for rank, other in enumerate(digests):
         if other != digests[0]:
             raise ValueError(
-                f"the token ids of rank {rank} are not those of rank 0: huggingface.inputs takes the stream of the whole batch, the same "
-                "on every rank. Where a sampler gives every rank documents of its own, gather them with "
-                "flexcp.frameworks.huggingface_trainer.prepared(batch, planner, gradients=...)"
+                f"the token ids of rank {rank} are not those of rank 0: huggingface.inputs takes the stream of the "
+                "whole batch, the same on every rank. Where a sampler gives every rank documents of its own, gather "
+                "them with flexcp.frameworks.huggingface_trainer.prepared(batch, planner, gradients=...)"
             )
 
 

@@ -1,9 +1,10 @@
 """The attention and mask functions that :mod:`flexcp.frameworks.huggingface` registers with Transformers.
 
-A layer's window comes as a keyword. That it attends inside chunks is told by its place in the configuration's ``layer_types`` alone.
+A layer's window comes as a keyword. That it attends inside chunks is told by its place in the configuration's
+``layer_types`` alone.
 
-What cannot be honoured raises: dropout, padding, 4-D masks, bidirectional layers, biases, KV caches from earlier calls, weights as output,
-keywords nobody here knows.
+What cannot be honoured raises: dropout, padding, 4-D masks, bidirectional layers, biases, KV caches from earlier calls,
+weights as output, keywords nobody here knows.
 """
 
 from __future__ import annotations
@@ -25,11 +26,25 @@ from flexcp.masks import causal, chunked, window
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-ELSEWHERE = frozenset({
-    "num_items_in_batch", "output_hidden_states", "output_router_logits", "max_length_q", "max_length_k", "seq_idx", "use_cache",
-    "past_key_values", "past_key_value", "cache_position", "position_embeddings", "labels", "shift_labels", "return_dict",
-    "gradients",
-})  # fmt: skip
+ELSEWHERE = frozenset(
+    {
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "max_length_q",
+        "max_length_k",
+        "seq_idx",
+        "use_cache",
+        "past_key_values",
+        "past_key_value",
+        "cache_position",
+        "position_embeddings",
+        "labels",
+        "shift_labels",
+        "return_dict",
+        "gradients",
+    }
+)
 """Keywords that reach attention functions and mean something to other parts of a model."""
 CHUNKED = "chunked_attention"
 """What configurations call layers whose queries see the keys of their chunk."""
@@ -72,8 +87,8 @@ def flexcp_attention(
     check_bound(step)
     if query.shape[0] != 1:
         raise ValueError(
-            f"under a step a rank's tokens are one row: shape [1, tokens], but the model got {query.shape[0]} rows of {query.shape[2]}; "
-            "lay the documents end to end"
+            f"under a step a rank's tokens are one row: shape [1, tokens], but the model got {query.shape[0]} rows of "
+            f"{query.shape[2]}; lay the documents end to end"
         )
     _check_documents(step, query, position_ids, cu_seq_lens_q)
     if query.shape[2] == 1 and step.local_tokens == 0:
@@ -89,7 +104,9 @@ def flexcp_attention(
 
 
 def chunks_named(size: int) -> str:
-    """What :func:`flexcp.frameworks.huggingface.masks` calls the mask of chunked layers: the name has the value, as a window has."""
+    """What :func:`flexcp.frameworks.huggingface.masks` calls the mask of chunked layers:
+    the name has the value, as a window has.
+    """
     return f"chunks of {size}"
 
 
@@ -108,7 +125,9 @@ def _chunk(module: nn.Module) -> int:
 
 
 def _autocast(x: Tensor) -> Tensor:
-    """``x`` in autocast's dtype where that is on: RoPE in float32 leaves queries and keys in another dtype than values."""
+    """``x`` in autocast's dtype where that is on: RoPE in float32 leaves queries and keys
+    in another dtype than values.
+    """
     kind = x.device.type
     if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return x
@@ -123,17 +142,19 @@ def flexcp_mask(
     config: PreTrainedConfig | None = None,
     **others: Any,
 ) -> None:
-    """What Transformers calls for a model's mask. There is none to build: the plan has it, and what it cannot have is refused."""
+    """What Transformers calls for a model's mask. There is none to build:
+    the plan has it, and what it cannot have is refused.
+    """
     if use_vmap or (not torch.compiler.is_compiling() and not _is_plain(mask_function)):
         raise NotImplementedError(
-            f"this model adds a mask function of its own ({_name(mask_function)}) to causal and window masks, which flexcp would ignore; "
-            "plan such a mask with masks={...} and call flexcp.attention in the layers themselves"
+            f"this model adds a mask function of its own ({_name(mask_function)}) to causal and window masks, which "
+            "flexcp would ignore; plan such a mask with masks={...} and call flexcp.attention in the layers themselves"
         )
     chunk = getattr(config, "attention_chunk_size", None)
     if local_size is not None and local_size == chunk and CHUNKED not in (getattr(config, "layer_types", None) or ()):
         raise NotImplementedError(
-            f"attention_chunk_size={local_size}, but layer_types of {getattr(config, 'model_type', 'the configuration')} do not say which "
-            f"layers are {CHUNKED!r}"
+            f"attention_chunk_size={local_size}, but layer_types of "
+            f"{getattr(config, 'model_type', 'the configuration')} do not say which layers are {CHUNKED!r}"
         )
     refuse_padding(attention_mask)
 
@@ -169,8 +190,14 @@ def _is_plain(function: Any) -> bool:
 
 
 def _refuse(
-    module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, dropout: float, is_causal: bool | None, others: Mapping[str, Any]
-) -> None:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    is_causal: bool | None,
+    others: Mapping[str, Any],
+) -> None:
     if dropout:
         raise NotImplementedError(
             f"attention dropout is not supported (got {dropout}); set attention_dropout=0 in the config"
@@ -201,9 +228,9 @@ def refuse_ignored(module: nn.Module, others: Mapping[str, Any]) -> None:
 def _refuse_alone(step: str | None) -> None:
     if step is None and ranks_of_run() > 1:
         raise ValueError(
-            f"no step was given to the model on {ranks_of_run()} ranks: call model(..., step=flexcp.bind(plan, group)), or "
-            "model(..., step='alone') when every rank attends to its own documents only. To generate, turn flexcp off before: "
-            "model.set_attn_implementation('sdpa')"
+            f"no step was given to the model on {ranks_of_run()} ranks: call model(..., step=flexcp.bind(plan, "
+            "group)), or model(..., step='alone') when every rank attends to its own documents only. To generate, turn "
+            "flexcp off before: model.set_attn_implementation('sdpa')"
         )
 
 
@@ -234,7 +261,8 @@ def _check_documents(step: Step, query: Tensor, position_ids: Tensor | None, cu_
     starts = step.plan.batch.starts
     if cu_seq_lens is not None and cu_seq_lens.tolist() != starts.tolist():
         raise ValueError(
-            f"cu_seq_lens_q {cu_seq_lens.tolist()} is not the batch of the step's plan, {starts.tolist()}; drop it, or plan these lengths"
+            f"cu_seq_lens_q {cu_seq_lens.tolist()} is not the batch of the step's plan, {starts.tolist()}; drop it, or "
+            "plan these lengths"
         )
     refuse_counted(position_ids, step)
 
@@ -248,5 +276,6 @@ def refuse_counted(position_ids: Tensor | None, step: Step) -> None:
     given = position_ids.reshape(-1)[-tokens:].cpu()
     if torch.equal(given, counted) and not torch.equal(step.row_positions, counted):
         raise ValueError(
-            "position_ids count this rank's rows, not the documents' tokens: pass position_ids=step.positions[None], which RoPE needs"
+            "position_ids count this rank's rows, not the documents' tokens: pass position_ids=step.positions[None], "
+            "which RoPE needs"
         )

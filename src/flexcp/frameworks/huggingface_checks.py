@@ -1,7 +1,8 @@
-"""Hooks around the forward of a Hugging Face model: a step that is not used, a loss that is divided wrongly, positions nobody gave.
+"""Hooks around the forward of a Hugging Face model: a step that is not used, a loss that is divided wrongly,
+positions nobody gave.
 
-:func:`check_forwards` is for models turned on by :mod:`flexcp.frameworks.huggingface`, :func:`check_use` for those whose keywords somebody
-else looks after.
+:func:`check_forwards` is for models turned on by :mod:`flexcp.frameworks.huggingface`, :func:`check_use` for those
+whose keywords somebody else looks after.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ _ROW = "_flexcp_row"
 
 
 def check_forwards(model: nn.Module) -> None:
-    """Refuse wrong keywords beside a step from now on, fill in what the step knows, and :func:`check_use`. Once is enough."""
+    """Refuse wrong keywords beside a step from now on, fill in what the step knows, and :func:`check_use`.
+    Once is enough.
+    """
     if _refuse_wrong_use in model._forward_pre_hooks.values():
         return
     model.register_forward_pre_hook(_refuse_wrong_use, with_kwargs=True)
@@ -37,18 +40,22 @@ def check_forwards(model: nn.Module) -> None:
 
 
 def check_use(model: nn.Module) -> None:
-    """Raise from now on whenever ``model`` is given a step and no attention inside it uses it, or a loss whose gradients come out wrong."""
+    """Raise from now on whenever ``model`` is given a step and no attention inside it uses it, or a loss whose
+    gradients come out wrong.
+    """
     model.register_forward_pre_hook(_note_calls, with_kwargs=True)
     model.register_forward_hook(_check_calls, with_kwargs=True)
 
 
 class ValidLabels:
-    """The number a model's loss is divided by. Dividing by it raises where no attention ran under the step, or gradients come out wrong.
+    """The number a model's loss is divided by. Dividing by it raises where no attention ran under the step, or
+    gradients come out wrong.
 
-    A model that was not turned on takes a step among its keywords and drops it; its loss is the first thing that can tell. One that was
-    turned on gets the plain number, and is checked after its forward. As an integer it is the batch's valid labels, those of all ranks, by
-    which losses of several batches are weighed; under ``gradients="averaged"`` the divisor is that / the number of ranks. It adds up,
-    multiplies and divides as that integer does.
+    A model that was not turned on takes a step among its keywords and drops it; its loss is the first thing that can
+    tell. One that was turned on gets the plain number, and is checked after its forward. As an integer it is the
+    batch's valid labels, those of all ranks, by which losses of several batches are weighed; under
+    ``gradients="averaged"`` the divisor is that / the number of ranks. It adds up, multiplies and divides as that
+    integer does.
     """
 
     def __init__(self, valid: int | Tensor, step: Step, gradients: Gradients) -> None:
@@ -95,8 +102,9 @@ class ValidLabels:
 
 
 def _refuse_wrong_use(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-    """Raise for rows of another shape, labels that the model would shift over this rank's rows or divide by something else, and a mask
-    that shows a causal model what it predicts."""
+    """Raise for rows of another shape, labels that the model would shift over this rank's rows or divide by something
+    else, and a mask that shows a causal model what it predicts.
+    """
     step = keywords.get("step")
     if not isinstance(step, Step) or torch.compiler.is_compiling():
         return
@@ -109,9 +117,10 @@ def _refuse_wrong_use(module: nn.Module, arguments: tuple[Any, ...], keywords: d
         _refuse_hybrid(module, step)
     if keywords.get("labels") is not None and keywords.get("shift_labels") is None:
         raise ValueError(
-            "labels beside a step would be shifted over this rank's rows, across documents, and averaged over this rank alone: take the "
-            "keywords of flexcp.frameworks.huggingface.inputs(tokens, step, labels), or leave labels out and call "
-            "step.loss(logits[0], step.labels(tokens)): labels are next tokens, which step.labels shifts inside documents"
+            "labels beside a step would be shifted over this rank's rows, across documents, and averaged over this "
+            "rank alone: take the keywords of flexcp.frameworks.huggingface.inputs(tokens, step, labels), or leave "
+            "labels out and call step.loss(logits[0], step.labels(tokens)): labels are next tokens, which step.labels "
+            "shifts inside documents"
         )
     if keywords.get("labels") is not None and "gradients" in keywords:
         _refuse_other_count(keywords.get("num_items_in_batch"), step, keywords["gradients"])
@@ -119,13 +128,15 @@ def _refuse_wrong_use(module: nn.Module, arguments: tuple[Any, ...], keywords: d
         getattr(part, "is_causal", False) is True for part in module.modules()
     ):
         raise ValueError(
-            f"{type(module).__name__} is causal, but this plan's mask is full: every token would see the one it predicts; plan with "
-            "masks=flexcp.frameworks.huggingface.masks(model.config)"
+            f"{type(module).__name__} is causal, but this plan's mask is full: every token would see the one it "
+            "predicts; plan with masks=flexcp.frameworks.huggingface.masks(model.config)"
         )
 
 
 def _refuse_hybrid(module: nn.Module, step: Step) -> None:
-    """Raise for a model with layers that read tokens in order: along the stream their state would go from one branch into the next."""
+    """Raise for a model with layers that read tokens in order:
+    along the stream their state would go from one branch into the next.
+    """
     config = getattr(module, "config", None)
     config = getattr(config, "text_config", config)
     kinds = set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
@@ -135,19 +146,22 @@ def _refuse_hybrid(module: nn.Module, step: Step) -> None:
     document = next(iter(step.plan.batch.branches))
     what = f"layers of kind {', '.join(odd)}" if odd else "layers with a state"
     raise NotImplementedError(
-        f"{type(module).__name__} has {what}, which read tokens in the order of the stream, and document {document} branches: their state "
-        "would go from one branch into the next. Train such a model on the sequences as documents of their own"
+        f"{type(module).__name__} has {what}, which read tokens in the order of the stream, and document {document} "
+        "branches: their state would go from one branch into the next. Train such a model on the sequences as "
+        "documents of their own"
     )
 
 
 def _refuse_other_count(count: Any, step: Step, gradients: Gradients) -> None:
-    """Raise for a number of labels that is not the one made with the labels, where that one also holds how gradients are reduced."""
+    """Raise for a number of labels that is not the one made with the labels,
+    where that one also holds how gradients are reduced.
+    """
     if isinstance(count, ValidLabels) or (count is not None and share_factor(gradients, step.cp_size) == 1):
         return
     raise ValueError(
-        f"num_items_in_batch={count} is not what flexcp made with these labels, which under gradients={gradients!r} also holds the "
-        f"{step.cp_size} ranks: leave it as it is. To accumulate gradients, multiply each loss by the labels of its batch / those of all "
-        "batches"
+        f"num_items_in_batch={count} is not what flexcp made with these labels, which under gradients={gradients!r} "
+        f"also holds the {step.cp_size} ranks: leave it as it is. To accumulate gradients, multiply each loss by the "
+        "labels of its batch / those of all batches"
     )
 
 
@@ -202,7 +216,9 @@ def _with_positions(module: nn.Module, arguments: tuple[Any, ...], keywords: dic
 
 
 def _with_borders(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Without a step, the borders of documents in a form that reaches attention: Llama 4 keeps positions from its attention layers."""
+    """Without a step, the borders of documents in a form that reaches attention:
+    Llama 4 keeps positions from its attention layers.
+    """
     config = getattr(module, "config", None)
     chunked = CHUNKED in (getattr(config, "layer_types", None) or ())
     if not chunked or isinstance(keywords.get("step"), Step) or torch.compiler.is_compiling():
@@ -224,15 +240,18 @@ def _refuse_other_rows(arguments: tuple[Any, ...], keywords: Mapping[str, Any], 
             whole = " (the whole stream)" if given.shape[1] == step.plan.batch.tokens else ""
             with step.collectives.checking("the model's forward"):
                 raise ValueError(
-                    f"{name} has shape {tuple(given.shape)}{whole}, but rank {step.rank} keeps {step.local_tokens} tokens under this plan: "
-                    f"pass step.shard(stream)[None], or all keywords by flexcp.frameworks.huggingface.inputs(stream, step)"
+                    f"{name} has shape {tuple(given.shape)}{whole}, but rank {step.rank} keeps {step.local_tokens} "
+                    "tokens under this plan: pass step.shard(stream)[None], or all keywords by "
+                    "flexcp.frameworks.huggingface.inputs(stream, step)"
                 )
 
 
 def positions_given(
     module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
 ) -> tuple[int | None, Any]:
-    """(Where a forward's ``position_ids`` stand among its parameters, None if it has none; what was given for them, or None)."""
+    """(Where a forward's ``position_ids`` stand among its parameters, None if it has none; what was given for them, or
+    None).
+    """
     names = list(inspect.signature(module.forward).parameters)
     if "position_ids" not in names:
         return None, keywords.get("position_ids")
@@ -266,7 +285,9 @@ def _check_calls(module: nn.Module, arguments: Any, keywords: dict[str, Any], ou
 
 
 def _loss_of(output: Any, keywords: Mapping[str, Any]) -> Tensor | None:
-    """The loss of a model that was given shifted labels and what to divide by, if its output, which may be a tuple, has one."""
+    """The loss of a model that was given shifted labels and what to divide by, if its output, which may be a tuple,
+    has one.
+    """
     if keywords.get("shift_labels") is None or keywords.get("num_items_in_batch") is None:
         return None
     loss = output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
@@ -274,7 +295,9 @@ def _loss_of(output: Any, keywords: Mapping[str, Any]) -> Tensor | None:
 
 
 def _without_the_row(module: nn.Module, output: Any) -> Any:
-    """The output without the row of :func:`_with_a_row`, which its gradient still reaches: with zeros, so that all parameters have one."""
+    """The output without the row of :func:`_with_a_row`, which its gradient still reaches:
+    with zeros, so that all parameters have one.
+    """
     if not getattr(module, _ROW, False):
         return None
     setattr(module, _ROW, False)

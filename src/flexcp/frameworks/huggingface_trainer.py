@@ -1,21 +1,24 @@
 """Hugging Face Trainer and Accelerate: batches of all ranks, planned and sharded before each forward.
 
-    trainer = FlexcpTrainer(model, args, train_dataset=..., data_collator=..., cluster=flexcp.cluster("h100", nodes=2, ranks_per_node=8))
+    trainer = FlexcpTrainer(model, args, train_dataset=..., data_collator=..., cluster=flexcp.cluster("h100", nodes=2,
+    ranks_per_node=8))
 
     class Trainer(FlexcpTrainer, SFTTrainer):                            # or any other trainer built on the Trainer
         pass
 
-The Trainer goes on as in data parallelism: its sampler gives every rank its own documents, DDP or FSDP averages gradients, and the loss is
-scaled as it scales any (``num_items_in_batch`` over all devices). In between, the ranks' documents become one batch, in one of two ways:
+The Trainer goes on as in data parallelism: its sampler gives every rank its own documents, DDP or FSDP averages
+gradients, and the loss is scaled as it scales any (``num_items_in_batch`` over all devices). In between, the ranks'
+documents become one batch, in one of two ways:
 
-- where the loss is the Trainer's own, which the model takes of its labels, :func:`prepared` replaces the inputs, and each rank's loss is a
-  share of one mean. Nothing but attention moves.
-- where a trainer has a loss of its own (TRL's SFTTrainer, DPOTrainer, GRPOTrainer; ``compute_loss_func``, label smoothing), or somebody
-  wants logits row by row (``predict``, ``compute_metrics``), the model's forward is shared (:mod:`flexcp.frameworks.shared_forward`): what
-  it returns of a token comes back to the rank and the place the token came from, and the trainer's code sees its own documents.
+- where the loss is the Trainer's own, which the model takes of its labels, :func:`prepared` replaces the inputs, and
+  each rank's loss is a share of one mean. Nothing but attention moves.
+- where a trainer has a loss of its own (TRL's SFTTrainer, DPOTrainer, GRPOTrainer; ``compute_loss_func``, label
+  smoothing), or somebody wants logits row by row (``predict``, ``compute_metrics``), the model's forward is shared
+  (:mod:`flexcp.frameworks.shared_forward`): what it returns of a token comes back to the rank and the place the token
+  came from, and the trainer's code sees its own documents.
 
-With Accelerate and a loop of one's own the first is ``loss = model(**prepared(batch, planner, gradients="averaged")).loss``, since
-Accelerate averages gradients.
+With Accelerate and a loop of one's own the first is ``loss = model(**prepared(batch, planner,
+gradients="averaged")).loss``, since Accelerate averages gradients.
 """
 
 from __future__ import annotations
@@ -60,9 +63,10 @@ def prepared(
 ) -> dict[str, Any]:
     """Keywords of the model's forward for this rank, from the batch its collator made.
 
-    ``group`` is all ranks by default. ``gradients`` says what happens to gradients over them, as in :func:`flexcp.Step.loss`: with
-    ``"summed"`` ``model(**prepared).loss`` is this rank's sum / the valid labels of all ranks, with ``"averaged"`` (DDP, Accelerate) as
-    many times that as there are ranks. ``options`` go to the planner's call (``masks=``, ``tokens=``).
+    ``group`` is all ranks by default. ``gradients`` says what happens to gradients over them, as in
+    :func:`flexcp.Step.loss`: with ``"summed"`` ``model(**prepared).loss`` is this rank's sum / the valid labels of all
+    ranks, with ``"averaged"`` (DDP, Accelerate) as many times that as there are ranks. ``options`` go to the planner's
+    call (``masks=``, ``tokens=``).
     """
     refuse_unknown(batch)
     found = read_batch(batch)
@@ -77,9 +81,10 @@ def prepared(
 class FlexcpTrainer(Trainer):
     """A Trainer whose ranks share every batch, alone or before another trainer: ``class T(FlexcpTrainer, SFTTrainer)``.
 
-    ``cluster`` describes the machine, and the plan's heads and dtype are the model's; or ``planner`` plans, for as many ranks as the
-    Trainer has. ``options`` go to its call (``masks=``, ``tokens=``). All else is the Trainer's. Logs have ``tokens_per_second`` (of all
-    ranks), ``attention_balance`` and ``token_balance`` (the most of a rank / the mean) beside the loss.
+    ``cluster`` describes the machine, and the plan's heads and dtype are the model's; or ``planner`` plans, for as many
+    ranks as the Trainer has. ``options`` go to its call (``masks=``, ``tokens=``). All else is the Trainer's. Logs have
+    ``tokens_per_second`` (of all ranks), ``attention_balance`` and ``token_balance`` (the most of a rank / the mean)
+    beside the loss.
     """
 
     def __init__(
@@ -92,7 +97,8 @@ class FlexcpTrainer(Trainer):
     ) -> None:
         if (planner is None) == (cluster is None):
             raise ValueError(
-                "say on what the ranks share batches: cluster=flexcp.cluster('h100', nodes=..., ranks_per_node=...), or a planner="
+                "say on what the ranks share batches: cluster=flexcp.cluster('h100', nodes=..., ranks_per_node=...), "
+                "or a planner="
             )
         for given in (*arguments, *keywords.values()):
             _refuse_parallelism(given)
@@ -121,8 +127,8 @@ class FlexcpTrainer(Trainer):
         _refuse_parallelism(self.accelerator)
         if self._planner.cluster.ranks != ranks:
             raise ValueError(
-                f"the planner plans for {self._planner.cluster.ranks} ranks, but the Trainer runs on {ranks}: make it with "
-                f"cluster=flexcp.cluster('h100', nodes=..., ranks_per_node=...) of {ranks} ranks, or start "
+                f"the planner plans for {self._planner.cluster.ranks} ranks, but the Trainer runs on {ranks}: make it "
+                f"with cluster=flexcp.cluster('h100', nodes=..., ranks_per_node=...) of {ranks} ranks, or start "
                 f"{self._planner.cluster.ranks} processes"
             )
         if ranks > 1 and not self.args.average_tokens_across_devices:
@@ -131,7 +137,8 @@ class FlexcpTrainer(Trainer):
             )
         if ranks > 1 and self._model_takes_the_loss() and not self.model_accepts_loss_kwargs:
             raise NotImplementedError(
-                f"{type(self.model).__name__} takes no num_items_in_batch, so the Trainer would average shares of one loss"
+                f"{type(self.model).__name__} takes no num_items_in_batch, "
+                "so the Trainer would average shares of one loss"
             )
 
     def _model_takes_the_loss(self) -> bool:
@@ -165,11 +172,14 @@ class FlexcpTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
         **keywords: Any,
     ) -> Any:
-        """The trainer's loss, by a model that used the step: of a batch that was prepared, here or before, or in a shared forward."""
+        """The trainer's loss, by a model that used the step: of a batch that was prepared, here or before,
+        or in a shared forward.
+        """
         if not self._model_takes_the_loss():
             self._refuse_lost_borders(inputs)
             if num_items_in_batch is None and not torch.is_grad_enabled():
-                # An evaluated loss is the whole batch's: ranks would else average means over different numbers of labels.
+                # An evaluated loss is the whole batch's: ranks would else average means over different numbers of
+                # labels.
                 num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
             return super().compute_loss(
                 model, inputs, return_outputs, num_items_in_batch=num_items_in_batch, **keywords
@@ -189,8 +199,8 @@ class FlexcpTrainer(Trainer):
         packed = getattr(self.args, "packing", False) and getattr(self.args, "packing_strategy", "wrapped") != "wrapped"
         if packed and not BORDERS & set(inputs):
             raise ValueError(
-                f"packing=True, but the batch holds only {', '.join(sorted(inputs))}: nothing says where documents begin; let the collator "
-                "return position_ids that start anew with every document"
+                f"packing=True, but the batch holds only {', '.join(sorted(inputs))}: nothing says where documents "
+                "begin; let the collator return position_ids that start anew with every document"
             )
 
     def prediction_step(
@@ -214,12 +224,15 @@ class FlexcpTrainer(Trainer):
 
 
 def _refuse_parallelism(owner: Any) -> None:
-    """Raise for Accelerate's own ways of sharing a batch beside ours, where training arguments or an accelerator have them."""
+    """Raise for Accelerate's own ways of sharing a batch beside ours,
+    where training arguments or an accelerator have them.
+    """
     for name in ("cp_size", "sp_size", "tp_size"):
         size = getattr(getattr(owner, "parallelism_config", None), name, 1)
         if size > 1:
             raise NotImplementedError(
-                f"parallelism_config has {name}={size} beside flexcp, which shares every batch over all ranks itself: set {name}=1"
+                f"parallelism_config has {name}={size} beside flexcp, "
+                f"which shares every batch over all ranks itself: set {name}=1"
             )
 
 

@@ -1,22 +1,26 @@
 """Megatron-Core: its models under a flexcp plan, through its own seams.
 
-Tensor and pipeline parallelism stay Megatron's. The ranks that share a pipeline stage and a tensor slice, its data-parallel x
-context-parallel group, are one *pool*: a micro-batch is a list of documents for the whole pool, and the plan says which tokens each of its
-ranks keeps. Four seams are used, none is patched:
+Tensor and pipeline parallelism stay Megatron's. The ranks that share a pipeline stage and a tensor slice, its
+data-parallel x context-parallel group, are one *pool*: a micro-batch is a list of documents for the whole pool, and the
+plan says which tokens each of its ranks keeps. Four seams are used, none is patched:
 
 - the layer spec's ``core_attention`` becomes :class:`PlannedAttention` (:func:`planned_spec`);
-- ``PackedSeqParams``, Megatron's own per-micro-batch carrier, brings the step to every layer (:class:`PlannedSequences`). Each stage binds
-  the same plan to its own pool, so a plan travels with its micro-batch through a pipeline without being sent;
-- a rotary embedding is asked for its length and then called with that length, both on the same module: :class:`PlannedRotary` answers the
-  first with the step and makes the second return the angles of this rank's positions (:func:`adapt`);
-- the data iterator yields :class:`MicroBatch` inside Megatron's ``RerunDataIterator``, and :func:`forward_step` returns the (sum, tokens,
-  report) of ``calculate_per_token_loss``: gradients are summed over the pool and divided by its tokens once.
+- ``PackedSeqParams``, Megatron's own per-micro-batch carrier, brings the step to every layer
+  (:class:`PlannedSequences`). Each stage binds the same plan to its own pool, so a plan travels with its micro-batch
+  through a pipeline without being sent;
+- a rotary embedding is asked for its length and then called with that length, both on the same module:
+  :class:`PlannedRotary` answers the first with the step and makes the second return the angles of this rank's positions
+  (:func:`adapt`);
+- the data iterator yields :class:`MicroBatch` inside Megatron's ``RerunDataIterator``, and :func:`forward_step` returns
+  the (sum, tokens, report) of ``calculate_per_token_loss``: gradients are summed over the pool and divided by its
+  tokens once.
 
-Counts are equal on all ranks of a pool by default and with sequence parallelism a multiple of the tensor-parallel size. They may still
-differ from one micro-batch to the next: a pipeline then needs ``variable_seq_lengths``.
+Counts are equal on all ranks of a pool by default and with sequence parallelism a multiple of the tensor-parallel size.
+They may still differ from one micro-batch to the next: a pipeline then needs ``variable_seq_lengths``.
 
-The format of the carried sequences is ``sbhd`` with one row of local tokens, so that Megatron cuts neither tokens nor angles by its own
-zig-zag; its multi-latent attention takes ``thd`` only, and that with a ``context_parallel_size`` of 1.
+The format of the carried sequences is ``sbhd`` with one row of local tokens, so that Megatron cuts neither tokens nor
+angles by its own zig-zag; its multi-latent attention takes ``thd`` only, and that with a ``context_parallel_size`` of
+1.
 """
 
 from __future__ import annotations
@@ -95,11 +99,13 @@ def planned_spec(spec: Any) -> Any:
 
 
 def adapt(model: Any) -> Any:
-    """Make a Megatron model's rotary embeddings take positions from the plan; call it once, before it is wrapped. Returns the model."""
+    """Make a Megatron model's rotary embeddings take positions from the plan;
+    call it once, before it is wrapped. Returns the model.
+    """
     if getattr(model.config, "mtp_num_layers", None):
         raise NotImplementedError(
-            f"multi-token prediction shifts tokens inside Megatron, which a plan's layout does not allow; mtp_num_layers="
-            f"{model.config.mtp_num_layers} must be None"
+            "multi-token prediction shifts tokens inside Megatron, which a plan's layout does not allow; "
+            f"mtp_num_layers={model.config.mtp_num_layers} must be None"
         )
     if getattr(model, "position_embedding_type", None) == "mrope":
         raise NotImplementedError("mrope is not supported under a plan; use rope, yarn, learned positions or none")
@@ -148,7 +154,9 @@ class PlannedAttention(MegatronModule):  # type: ignore[misc]
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """``[tokens, 1, heads x v_head_dim]`` from ``[tokens, 1, heads, head_dim]``, without the 1 where it came without."""
+        """``[tokens, 1, heads x v_head_dim]`` from ``[tokens, 1, heads, head_dim]``,
+        without the 1 where it came without.
+        """
         step = step_of(packed_seq_params)
         if attention_mask is not None:
             raise ValueError("the plan's mask says who attends whom; pass attention_mask=None to the model")
@@ -185,7 +193,8 @@ class PlannedRotary(torch.nn.Module):
 
     def forward(self, step: Step, packed_seq: bool = False, cp_group: Any = None) -> Any:
         """``[local tokens, 1, 1, dim]``, with what else the wrapped module returns."""
-        # Megatron keeps a table per length: powers of two make them few. As packed sequences it does not cut them for its own ranks.
+        # Megatron keeps a table per length: powers of two make them few. As packed sequences it does not cut them for
+        # its own ranks.
         longest = int(step.plan.batch.lengths.max())
         found = self.inner(1 << (longest - 1).bit_length(), packed_seq=True)
         table, *more = found if isinstance(found, tuple) else (found,)
@@ -207,10 +216,12 @@ def step_of(packed_seq_params: Any) -> Step:
 
 
 def planner(config: Any, cluster: Cluster, **options: Any) -> Planner:
-    """A planner for a ``TransformerConfig``: this rank's heads under tensor parallelism, and what the other layers cost.
+    """A planner for a ``TransformerConfig``: this rank's heads under tensor parallelism,
+    and what the other layers cost.
 
-    ``cluster`` is the pool: data-parallel x context-parallel ranks. Megatron counts tensor-parallel ranks first, so with 8 GPUs a node and
-    a tensor-parallel size of 2 a node holds 4 ranks of the pool. ``options`` go to :class:`flexcp.Planner`.
+    ``cluster`` is the pool: data-parallel x context-parallel ranks. Megatron counts tensor-parallel ranks first, so
+    with 8 GPUs a node and a tensor-parallel size of 2 a node holds 4 ranks of the pool. ``options`` go to
+    :class:`flexcp.Planner`.
     """
     tp = config.tensor_model_parallel_size
     if config.multi_latent_attention:
@@ -237,7 +248,9 @@ def planner(config: Any, cluster: Cluster, **options: Any) -> Planner:
 
 
 def layer_masks(config: Any, mask: MaskLike | None = None) -> dict[str, tuple[MaskLike, int]]:
-    """The masks of a model's layers: ``mask`` (causal by default), and its window where the config has window layers."""
+    """The masks of a model's layers: ``mask`` (causal by default),
+    and its window where the config has window layers.
+    """
     layers = range(1, config.num_layers + 1)
     windowed = sum(is_layer_window_attention(config.window_size, config.window_attn_skip_freq, n) for n in layers)
     found: dict[str, tuple[MaskLike, int]] = {}
@@ -267,9 +280,10 @@ def data_iterator(
 ) -> Any:
     """Megatron's data iterator over micro-batches planned here: every rank of every stage reads the same ``batches``.
 
-    A batch is the documents of one micro-batch of the whole pool, each a tensor of token ids. ``group`` is the pool (Megatron's
-    data-parallel group with context parallelism by default), ``device`` where the tensors go. Counts are rounded up to a multiple of
-    ``pad_to``: with the most tokens a rank ever keeps, every micro-batch has the same shape.
+    A batch is the documents of one micro-batch of the whole pool, each a tensor of token ids. ``group`` is the pool
+    (Megatron's data-parallel group with context parallelism by default), ``device`` where the tensors go. Counts are
+    rounded up to a multiple of ``pad_to``: with the most tokens a rank ever keeps, every micro-batch has the same
+    shape.
     """
     pool = group or parallel_state.get_data_parallel_group(with_context_parallel=True)
     return RerunDataIterator(
@@ -293,8 +307,8 @@ def micro_batch(
     latent = config.multi_latent_attention
     if latent and config.context_parallel_size > 1:
         raise NotImplementedError(
-            f"Megatron's multi-latent attention cuts angles by context_parallel_size={config.context_parallel_size}; set it to 1: the "
-            "plan spans the data-parallel ranks, which are then all of the pool"
+            f"Megatron's multi-latent attention cuts angles by context_parallel_size={config.context_parallel_size}; "
+            "set it to 1: the plan spans the data-parallel ranks, which are then all of the pool"
         )
     slices = config.tensor_model_parallel_size if config.sequence_parallel else 1
     if slices > 1 and tokens != "equal":
@@ -310,15 +324,17 @@ def micro_batch(
     count = step.local_tokens
     if config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths and count != multiple:
         raise ValueError(
-            f"this micro-batch needs {count} tokens a rank, and a pipeline without variable_seq_lengths the same number in all of them; "
-            f"set variable_seq_lengths=True, or pad_to={count} or more (got {pad_to}) here and in the schedule's seq_length"
+            f"this micro-batch needs {count} tokens a rank, and a pipeline without variable_seq_lengths the same "
+            f"number in all of them; set variable_seq_lengths=True, or pad_to={count} or more (got {pad_to}) here and "
+            "in the schedule's seq_length"
         )
     borders = torch.tensor([0, count], dtype=torch.int32, device=device) if latent else None
     longest = max(lengths)
     carrier = PlannedSequences(
         "thd" if latent else "sbhd", borders, borders, max_seqlen_q=longest, max_seqlen_kv=longest, step=step
     )
-    # Megatron looks up every label before the loss mask is applied. Experts leave pads out of their balance where Megatron can tell them.
+    # Megatron looks up every label before the loss mask is applied. Experts leave pads out of their balance where
+    # Megatron can tell them.
     valid, pads = labels != IGNORE, step.indices < 0
     tell = (
         config.num_moe_experts
@@ -367,7 +383,8 @@ def _check_config(config: Any) -> None:
         )
     if not config.calculate_per_token_loss:
         raise ValueError(
-            "under a plan ranks hold different numbers of tokens with a label: set calculate_per_token_loss=True in the config"
+            "under a plan ranks hold different numbers of tokens with a label: "
+            "set calculate_per_token_loss=True in the config"
         )
 
 

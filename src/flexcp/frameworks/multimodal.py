@@ -1,20 +1,21 @@
-"""Vision-language models of Hugging Face: the encoder and the language model each under a plan of its own, over the same ranks.
+"""Vision-language models of Hugging Face: encoder and language model under a plan each, over the same ranks.
 
-An encoder sees many small documents (frames) with full attention, a language model few long ones; what balances one does not balance the
-other. So each has its plan, and between them :func:`image_rows` moves every encoded patch from the rank that encoded it to the rank that
-keeps its token, with gradients on the way back. Patches are merged into tokens *there*, so that no layout must keep neighbouring patches
-together.
+An encoder sees many small documents (frames) with full attention, a language model few long ones; what balances one
+does not balance the other. So each has its plan, and between them :func:`image_rows` moves every encoded patch from the
+rank that encoded it to the rank that keeps its token, with gradients on the way back. Patches are merged into tokens
+*there*, so that no layout must keep neighbouring patches together.
 
-    multimodal.turn_on(model)                                            # both parts attend under the step they are given
+    multimodal.turn_on(model)                                                     # both parts attend under their step
     encoder  = flexcp.bind(vision_planner(batch.encoder_lengths, masks=multimodal.encoder_masks(model, batch)), group)
     language = flexcp.bind(text_planner(batch.lengths, batch.masks()), group)
-    logits   = multimodal.qwen_vl(model, documents, batch, encoder, language)       # [local tokens, vocabulary]
+    logits   = multimodal.qwen_vl(model, documents, batch, encoder, language)     # [local tokens, vocabulary]
 
-The plan's mask decides who attends whom, in both directions if it says so: Transformers' own mask is not built. What would be ignored
-raises: padding, windows, borders of documents, keywords nobody here knows, and a step that no attention used. :func:`qwen_vl` is for
-Qwen2-VL, Qwen2.5-VL and Qwen3-VL, whose encoders work patch by patch besides attention; other models need their own dozen lines of the same
-kind. Of these three, Qwen2.5-VL has windows in most layers of its encoder, a second mask of the encoder's plan; Qwen3-VL has learned
-positions, and gives its language model the patches of several layers, which travel together.
+The plan's mask decides who attends whom, in both directions if it says so: Transformers' own mask is not built. What
+would be ignored raises: padding, windows, borders of documents, keywords nobody here knows, and a step that no
+attention used. :func:`qwen_vl` is for Qwen2-VL, Qwen2.5-VL and Qwen3-VL, whose encoders work patch by patch besides
+attention; other models need their own dozen lines of the same kind. Of these three, Qwen2.5-VL has windows in most
+layers of its encoder, a second mask of the encoder's plan; Qwen3-VL has learned positions, and gives its language model
+the patches of several layers, which travel together.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ TEXT, IMAGE, VIDEO = 0, 1, 2
 
 @dataclass(frozen=True)
 class VisionDocument:
-    """Token ids (placeholders inside spans), the kind of each token, the patches of all its frames, and its grids ``[spans, 3]``.
+    """Token ids (placeholders inside spans), the kind of each token, the patches of all its frames,
+    and its grids ``[spans, 3]``.
 
     ``seconds`` are those between the frames of each video, which Qwen2.5-VL counts positions by; 1 without them.
     """
@@ -59,7 +61,9 @@ class VisionDocument:
 
 
 def turn_on(model: PreTrainedModel) -> None:
-    """Let all parts of ``model`` attend under the ``step`` they are called with, by the plan's own mask; a step not used raises."""
+    """Let all parts of ``model`` attend under the ``step`` they are called with, by the plan's own mask;
+    a step not used raises.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
     AttentionInterface.register(NAME, planned_attention)
@@ -76,8 +80,8 @@ def _refuse_no_positions(module: nn.Module, arguments: tuple[Any, ...], keywords
     at, given = positions_given(module, arguments, keywords)
     if isinstance(keywords.get("step"), Step) and at is not None and given is None:
         raise ValueError(
-            f"{type(module).__name__} was given a step without position_ids: pass this rank's rows of the model's own positions, "
-            "step.shard(positions), as multimodal.qwen_vl does"
+            f"{type(module).__name__} was given a step without position_ids: pass this rank's rows of the model's own "
+            "positions, step.shard(positions), as multimodal.qwen_vl does"
         )
 
 
@@ -100,8 +104,8 @@ def planned_attention(
 ) -> tuple[Tensor, None]:
     """What Transformers calls in every layer: ``[1, H, S, D]`` in, ``[1, S, H, D]`` out.
 
-    ``layer_mask`` names the plan's mask, where it has several. ``is_causal`` is the plan's to say, and ``position_ids`` are in the queries
-    and keys already.
+    ``layer_mask`` names the plan's mask, where it has several. ``is_causal`` is the plan's to say, and ``position_ids``
+    are in the queries and keys already.
     """
     refuse_ignored(module, others)
     if step is None:
@@ -122,20 +126,22 @@ def no_mask(*, attention_mask: Tensor | None = None, **_: Any) -> None:
 
 
 def image_rows(features: Tensor, encoder: Step, language: Step, batch: ImageBatch) -> tuple[Tensor, Tensor]:
-    """(rows of this rank that are image tokens, ``[rows, merge, ...]`` the encoder's rows that make each). Differentiable.
+    """(rows of this rank that are image tokens, ``[rows, merge, ...]`` the encoder's rows
+    that make each). Differentiable.
 
     ``features`` are this rank's rows under the ``encoder`` step. Both steps must be of the same group.
     """
     if encoder.cp_size != language.cp_size or encoder.rank != language.rank:
         raise ValueError(
-            f"rank {encoder.rank} of {encoder.cp_size} encodes and rank {language.rank} of {language.cp_size} keeps tokens; "
-            "bind both plans to the same group"
+            f"rank {encoder.rank} of {encoder.cp_size} encodes and rank {language.rank} of {language.cp_size} keeps "
+            "tokens; bind both plans to the same group"
         )
     sources = batch.sources()
     if encoder.plan.batch.tokens != sum(batch.encoder_lengths) or language.plan.batch.tokens != len(sources):
         raise ValueError(
             f"the batch has {sum(batch.encoder_lengths)} patches and {len(sources)} tokens, but the plans are of "
-            f"{encoder.plan.batch.tokens} and {language.plan.batch.tokens}; plan batch.encoder_lengths and batch.lengths"
+            f"{encoder.plan.batch.tokens} and {language.plan.batch.tokens}; "
+            "plan batch.encoder_lengths and batch.lengths"
         )
     padded = np.concatenate([sources, np.full((language.plan.placement.pads, batch.merge), -1)])
     wanted = [padded[local_stream(language.plan.placement, r)] for r in range(language.cp_size)]
@@ -148,7 +154,9 @@ def image_rows(features: Tensor, encoder: Step, language: Step, batch: ImageBatc
 
 
 def encoder_masks(model: Any, batch: ImageBatch) -> dict[str, tuple[list[Mask], int]]:
-    """``masks=`` of the encoder's plan: those of the batch's frames with the number of layers of ``model`` that use each."""
+    """``masks=`` of the encoder's plan: those of the batch's frames with the number of layers
+    of ``model`` that use each.
+    """
     visual = model.model.visual
     _check_window(visual, batch)
     layers, whole = len(visual.blocks), len(getattr(visual, "fullatt_block_indexes", visual.blocks))
@@ -161,8 +169,8 @@ def qwen_vl(
 ) -> Tensor:
     """Logits ``[local tokens, vocabulary]`` of a Qwen2-VL, Qwen2.5-VL or Qwen3-VL ``ForConditionalGeneration``.
 
-    Every rank is given all documents. The encoder's plan has the masks of :func:`encoder_masks`. In a document for Qwen3-VL, which writes
-    a time before every frame of a video, each frame is a span of its own.
+    Every rank is given all documents. The encoder's plan has the masks of :func:`encoder_masks`. In a document for
+    Qwen3-VL, which writes a time before every frame of a video, each frame is a span of its own.
     """
     visual, text = model.model.visual, model.model.language_model
     features = encoded(visual, documents, batch, encoder)  # [local patches, levels, width]
@@ -186,7 +194,9 @@ def qwen_vl(
 
 
 def encoded(visual: Any, documents: Sequence[VisionDocument], batch: ImageBatch, step: Step) -> Tensor:
-    """``[local patches, levels, width]``: this rank's patches, unmerged, after the last block and after those that Qwen3-VL taps."""
+    """``[local patches, levels, width]``: this rank's patches, unmerged,
+    after the last block and after those that Qwen3-VL taps.
+    """
     from transformers.vision_utils import get_vision_position_ids
 
     _check_window(visual, batch)
@@ -240,8 +250,8 @@ def _positions(model: Any, document: VisionDocument) -> Tensor:
     """``[3, tokens]``: time, height and width of each token, as the model counts them."""
     if hasattr(model.visual, "deepstack_merger_list") and (document.grids[:, 0] > 1).any():
         raise ValueError(
-            f"a span of {int(document.grids[:, 0].max())} frames: Qwen3-VL writes a time before every frame, so give each frame of a "
-            "video a span and a grid (1, height, width) of its own"
+            f"a span of {int(document.grids[:, 0].max())} frames: Qwen3-VL writes a time before every frame, so give "
+            "each frame of a video a span and a grid (1, height, width) of its own"
         )
     spans = document.kinds[document.kinds.diff(prepend=document.kinds.new_tensor([TEXT])).nonzero().flatten()]
     spans = spans[spans != TEXT]

@@ -1,13 +1,13 @@
 """Pipelines of torch.distributed.pipelining: one plan for each micro-batch, travelling with it through the stages.
 
-The ranks of a stage are a pool, and every stage binds the same plans to its own pool. Nothing of a plan is sent: planning is the same
-integers everywhere, so a micro-batch's number names its step on every stage. The number goes through the schedule as a tensor like any
-other input, the list of steps as a keyword that the schedule copies to every micro-batch, and :class:`PlannedStage` puts the two
-together again.
+The ranks of a stage are a pool, and every stage binds the same plans to its own pool. Nothing of a plan is sent:
+planning is the same integers everywhere, so a micro-batch's number names its step on every stage. The number goes
+through the schedule as a tensor like any other input, the list of steps as a keyword that the schedule copies to every
+micro-batch, and :class:`PlannedStage` puts the two together again.
 
-torch's pipelines allocate for one shape, so all micro-batches keep the same number of tokens on every rank: plan them with
-``tokens="equal"`` and ``pad_to`` the most that any of them needs (with ``planner.micro_batches``: the cap). Megatron's pipelines take
-shapes that change (:mod:`flexcp.frameworks.megatron`).
+torch's pipelines allocate for one shape, so all micro-batches keep the same number of tokens on every rank: plan them
+with ``tokens="equal"`` and ``pad_to`` the most that any of them needs (with ``planner.micro_batches``: the cap).
+Megatron's pipelines take shapes that change (:mod:`flexcp.frameworks.megatron`).
 
     parts    = planner.micro_batches(lengths, tokens="equal", pad_to=cap)
     batches  = PlannedMicroBatches(parts, group)
@@ -39,7 +39,9 @@ IGNORE = -100
 
 
 class PlannedMicroBatches:
-    """The micro-batches of a global batch, bound to this stage's pool. Every rank of every stage makes it from the same plans."""
+    """The micro-batches of a global batch, bound to this stage's pool.
+    Every rank of every stage makes it from the same plans.
+    """
 
     def __init__(
         self, parts: Sequence[tuple[Sequence[int], Plan]], group: dist.ProcessGroup | DeviceMesh | None = None
@@ -49,8 +51,8 @@ class PlannedMicroBatches:
         counts = sorted({int(n) for _, plan in parts for n in plan.placement.tokens})
         if len(counts) > 1:
             raise ValueError(
-                f"torch's pipelines take one shape, but the micro-batches keep {counts} tokens on ranks; plan them all with "
-                f"tokens='equal', pad_to={counts[-1]} or more"
+                f"torch's pipelines take one shape, but the micro-batches keep {counts} tokens on ranks; plan them all "
+                f"with tokens='equal', pad_to={counts[-1]} or more"
             )
         self.documents = [list(documents) for documents, _ in parts]
         self.steps = [bind(plan, group) for _, plan in parts]
@@ -75,9 +77,11 @@ class PlannedMicroBatches:
     def loss(
         self, documents: Sequence[Tensor], ignore: int = IGNORE, gradients: Gradients = "summed"
     ) -> Callable[[Tensor, Tensor], Tensor]:
-        """The schedule's ``loss_fn``: a micro-batch's local sum / labels of the whole global batch. Make the schedule with
-        ``scale_grads=False``, sum losses over micro-batches, and sum gradients over the pool, or say that they are ``"averaged"``
-        (``step.loss`` says what that does)."""
+        """The schedule's ``loss_fn``: a micro-batch's local sum / labels of the whole global batch. Make the schedule
+        with
+        ``scale_grads=False``, sum losses over micro-batches, and sum gradients over the pool, or say that they are
+        ``"averaged"`` (``step.loss`` says what that does).
+        """
         for step in self.steps:
             refuse_branches(step.plan.batch, "this loss knows")
         valid = max(1, sum(len(d) - 1 for d in documents))

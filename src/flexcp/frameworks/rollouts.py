@@ -1,18 +1,20 @@
-"""Rollouts: the micro-batches of a reinforcement-learning step, run by all ranks together, with results in the caller's order.
+"""Rollouts: micro-batches of a reinforcement-learning step, run by all ranks together, results in the caller's order.
 
-    for part in shared_rollouts(rollouts, planner, masks=huggingface.masks(model.config)):        # rollouts: this rank's, ids of each
+    for part in shared_rollouts(rollouts, planner, masks=huggingface.masks(model.config)):    # ids of each of this rank
         log_probs = part.log_probs(model(**part.inputs).logits[0])
-        old, advantage = part.of(old_log_probs), part.of(advantages)                              # what the caller has of each rollout
+        old, advantage = part.of(old_log_probs), part.of(advantages)          # what the caller has of each rollout
         loss = -(torch.exp(log_probs - old) * advantage).sum() / tokens_of_the_step
         loss.backward()
 
-Trainers of this kind (verl, slime, prime-rl) give every rank rollouts of its own, cut them into micro-batches by a cap on tokens, and fix
-one degree of context parallelism for the longest. Here the rollouts of all ranks are one pool: ``planner.micro_batches`` cuts it, each
-micro-batch has a plan of its own, and every rank takes part in all of them, as many on every rank. What was computed of a token goes back
-to the rank whose rollout it is, so rewards, advantages and old log-probabilities stay where they are, and the loss is that of data
-parallelism. Its gradient travels the other way: averaging or summing gradients over ranks is what it was.
+Trainers of this kind (verl, slime, prime-rl) give every rank rollouts of its own, cut them into micro-batches by a cap
+on tokens, and fix one degree of context parallelism for the longest. Here the rollouts of all ranks are one pool:
+``planner.micro_batches`` cuts it, each micro-batch has a plan of its own, and every rank takes part in all of them, as
+many on every rank. What was computed of a token goes back to the rank whose rollout it is, so rewards, advantages and
+old log-probabilities stay where they are, and the loss is that of data parallelism. Its gradient travels the other way:
+averaging or summing gradients over ranks is what it was.
 
-A rank may have no rollout in a micro-batch. Its tensors are then empty, and a sum over them is a loss whose backward it must run as well.
+A rank may have no rollout in a micro-batch. Its tensors are then empty, and a sum over them is a loss whose backward it
+must run as well.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ class RolloutPart:
         for number, value, length in zip(self.rollouts, found, self.lengths, strict=True):
             if len(value) != length:
                 raise ValueError(
-                    f"rollout {number} has {length} tokens, but {len(value)} values were given of it: give one for each token"
+                    f"rollout {number} has {length} tokens, but {len(value)} values were given of it: "
+                    "give one for each token"
                 )
         return torch.cat(found) if found else values[0][:0] if values else torch.zeros(0)
 
@@ -70,7 +73,8 @@ class RolloutPart:
         return self.rows.step.losses.say(self.rows.returned(values))
 
     def log_probs(self, logits: Tensor, temperature: float = 1.0) -> Tensor:
-        """The log-probability of each token of this rank's rollouts, end to end, after those before it; 0 for the first of each.
+        """The log-probability of each token of this rank's rollouts, end to end, after those before it;
+        0 for the first of each.
 
         ``logits`` are of this rank's rows, ``[rows, vocabulary]``; one number of each row travels.
         """
@@ -85,10 +89,11 @@ class RolloutPart:
 def shared_rollouts(
     rollouts: Sequence[Tensor], planner: Planner, group: dist.ProcessGroup | None = None, **options: Any
 ) -> Iterator[RolloutPart]:
-    """The micro-batches of the rollouts of all ranks, one after another; one of all of them where the planner has no cap.
+    """The micro-batches of the rollouts of all ranks, one after another;
+    one of all of them where the planner has no cap.
 
-    ``rollouts`` are this rank's, token ids ``[tokens]`` of each, at least one; ``options`` go to the planner's call. Every rank of
-    ``group``, all by default, calls it and runs every forward and backward.
+    ``rollouts`` are this rank's, token ids ``[tokens]`` of each, at least one; ``options`` go to the planner's call.
+    Every rank of ``group``, all by default, calls it and runs every forward and backward.
     """
     if not rollouts:
         raise ValueError("a rank needs at least one rollout: deal them so that none has nothing")

@@ -1,8 +1,8 @@
 """Shared batch: the documents that every rank loaded for itself, as one batch of all ranks.
 
-Frameworks load data in parallel: each rank draws its own documents. Their ids are small, so all ranks learn all of them, plan the whole
-batch, and keep the rows the plan gives them. The user's dataset, sampler and collator stay; a long document on one rank is now
-everybody's work.
+Frameworks load data in parallel: each rank draws its own documents. Their ids are small, so all ranks learn all of
+them, plan the whole batch, and keep the rows the plan gives them. The user's dataset, sampler and collator stay; a long
+document on one rank is now everybody's work.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class Rows:
-    """This rank's rows of the batch, ``[rows]`` each; labels are shifted. Never empty: a rank without tokens has one that nobody sees."""
+    """This rank's rows of the batch, ``[rows]`` each; labels are shifted. Never empty:
+    a rank without tokens has one that nobody sees.
+    """
 
     step: Step
     tokens: Tensor
@@ -40,7 +42,8 @@ class Rows:
     """The tokens of the stream that each rank loaded, where ranks loaded their own."""
 
     def returned(self, values: Tensor) -> Tensor:
-        """Values of this rank's rows, ``[rows, ...]``, as values of the tokens that this rank loaded, in their order. Differentiable.
+        """Values of this rank's rows, ``[rows, ...]``, as values of the tokens that this rank loaded,
+        in their order. Differentiable.
 
         Every rank calls it, and every rank runs its backward.
         """
@@ -48,7 +51,9 @@ class Rows:
 
 
 def lengths_of(positions: Tensor) -> list[int]:
-    """Documents of a ``[rows, tokens]`` tensor of positions, row after row: one begins wherever positions do not go on by 1."""
+    """Documents of a ``[rows, tokens]`` tensor of positions, row after row:
+    one begins wherever positions do not go on by 1.
+    """
     found = []
     for row in positions.cpu():
         edges = [0, *((row.diff() != 1).nonzero().flatten() + 1).tolist(), len(row)]
@@ -74,8 +79,8 @@ def share(
 ) -> Rows:
     """This rank's rows of the batch that all ranks of ``group`` loaded together.
 
-    ``tokens`` and shifted ``labels`` are this rank's own documents end to end, ``[T]``; ``options`` go to the call of ``planner``, a
-    :class:`flexcp.Planner` or what stands in for one.
+    ``tokens`` and shifted ``labels`` are this rank's own documents end to end, ``[T]``; ``options`` go to the call of
+    ``planner``, a :class:`flexcp.Planner` or what stands in for one.
     """
     process_group = group if isinstance(group, dist.ProcessGroup) else group.get_group()
     parts = gathered([torch.tensor(lengths, dtype=torch.int64, device=tokens.device), tokens, labels], process_group)

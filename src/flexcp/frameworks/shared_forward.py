@@ -1,16 +1,18 @@
-"""Shared forwards: a model whose caller sees its own documents, while the ranks run the documents of all of them together.
+"""Shared forwards: a model whose caller sees its own documents,
+while the ranks run the documents of all of them together.
 
     shared = share_forward(model, planner, masks=huggingface.masks(model.config))
     out = model(input_ids=..., attention_mask=..., labels=...)      # on every rank, with documents of its own
 
-For losses that are no mean over tokens (preferences, policies, label smoothing) it does not do to leave results where rows were computed:
-they belong to pairs, rollouts and rows that their loader knows. So everything that the model returns of a token travels back to the
-rank that loaded it and stands where its token stood, and its gradient travels the other way. The caller's code, its loss and how gradients
-are reduced stay those of data parallelism: the gradient of the sum of all ranks' losses arrives, however rows were placed.
+For losses that are no mean over tokens (preferences, policies, label smoothing) it does not do to leave results where
+rows were computed: they belong to pairs, rollouts and rows that their loader knows. So everything that the model
+returns of a token travels back to the rank that loaded it and stands where its token stood, and its gradient travels
+the other way. The caller's code, its loss and how gradients are reduced stay those of data parallelism: the gradient of
+the sum of all ranks' losses arrives, however rows were placed.
 
-What travels back of a token is what the model returns of it: a few numbers where a head returns log-probabilities (TRL's fused LM head),
-the whole vocabulary where the caller asked for logits. A loss that the model takes itself of ``labels`` is taken where the rows are: this
-rank's share of the batch's mean, for gradients that are averaged.
+What travels back of a token is what the model returns of it: a few numbers where a head returns log-probabilities
+(TRL's fused LM head), the whole vocabulary where the caller asked for logits. A loss that the model takes itself of
+``labels`` is taken where the rows are: this rank's share of the batch's mean, for gradients that are averaged.
 
 ``model.generate`` is left to each rank: around it the model attends as it did before.
 """
@@ -44,7 +46,9 @@ PASSED_ON = {"fused_lm_head", "num_items_in_batch", "output_router_logits", "ret
 
 
 class LastPlan:
-    """A planner that keeps its last plan, for models that see the same documents one after another (a policy and its reference)."""
+    """A planner that keeps its last plan, for models that see the same documents one
+    after another (a policy and its reference).
+    """
 
     def __init__(self, planner: Planner, options: Mapping[str, Any]) -> None:
         self.planner, self.options = planner, options
@@ -115,11 +119,12 @@ class SharedForward:
 def share_forward(
     model: PreTrainedModel, planner: Planner | LastPlan, group: dist.ProcessGroup | None = None, **options: Any
 ) -> SharedForward:
-    """Let every rank of ``group`` (all by default) call ``model`` with documents of its own and run those of all ranks together.
+    """Let every rank of ``group`` (all by default) call ``model`` with documents of its own
+    and run those of all ranks together.
 
-    ``model`` is turned on by :func:`flexcp.frameworks.huggingface.turn_on`; DDP and FSDP2 are wrapped around it afterwards. ``options``
-    go to the planner's call (``masks=``, ``tokens=``); models that see the same documents may be given one :class:`LastPlan`. A forward
-    that is given a step runs under that one.
+    ``model`` is turned on by :func:`flexcp.frameworks.huggingface.turn_on`; DDP and FSDP2 are wrapped around it
+    afterwards. ``options`` go to the planner's call (``masks=``, ``tokens=``); models that see the same documents may
+    be given one :class:`LastPlan`. A forward that is given a step runs under that one.
     """
     given = planner if isinstance(planner, LastPlan) else LastPlan(planner, options)
     shared = SharedForward(model, given, group)
@@ -151,8 +156,8 @@ def _refuse_keywords(keywords: Mapping[str, Any]) -> None:
     }
     if unknown:
         raise NotImplementedError(
-            f"the model is called with {', '.join(sorted(unknown))}, which flexcp would not know how to share over ranks; "
-            f"it knows {', '.join(sorted(KNOWN | PASSED_ON))}"
+            f"the model is called with {', '.join(sorted(unknown))}, which flexcp would not know how to share over "
+            f"ranks; it knows {', '.join(sorted(KNOWN | PASSED_ON))}"
         )
     if keywords.get("input_ids") is None:
         raise NotImplementedError(

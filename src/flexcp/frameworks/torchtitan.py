@@ -3,18 +3,18 @@
     config = torchtitan.turn_on(llama3_8b(), cluster=flexcp.cluster("h100", nodes=2, ranks_per_node=8))
     config.build().train()
 
-Two of torchtitan's own seams carry it. ``@override`` swaps the configuration of every inner attention (SDPA, varlen or flex) for
-:class:`FlexcpAttention`, selective checkpointing for one that keeps attention's results, and metrics for some that know how even ranks
-were. ``post_dataloading_process`` is where a
-trainer makes a batch ready: there the documents that every data parallel rank loaded become one batch of all of them, planned and
-sharded, and the step goes to every layer in the place of attention masks. Loss and gradients need nothing: they already are sums over
-ranks / valid tokens of all.
+Two of torchtitan's own seams carry it. ``@override`` swaps the configuration of every inner attention (SDPA, varlen or
+flex) for :class:`FlexcpAttention`, selective checkpointing for one that keeps attention's results, and metrics for some
+that know how even ranks were. ``post_dataloading_process`` is where a trainer makes a batch ready: there the documents
+that every data parallel rank loaded become one batch of all of them, planned and sharded, and the step goes to every
+layer in the place of attention masks. Loss and gradients need nothing: they already are sums over ranks / valid tokens
+of all.
 
-A layer's window is that of its varlen attention, and the plan has a mask for each. Flex attention has its windows in masks that the model
-makes for every batch, where flexcp does not see them: layers that have one are refused.
+A layer's window is that of its varlen attention, and the plan has a mask for each. Flex attention has its windows in
+masks that the model makes for every batch, where flexcp does not see them: layers that have one are refused.
 
-flexcp shares batches over the data parallel ranks, so torchtitan's own context parallelism stays at 1. Refused: pipelines, compiled CUDA
-graphs, and layers with an attention that flexcp does not replace.
+flexcp shares batches over the data parallel ranks, so torchtitan's own context parallelism stays at 1. Refused:
+pipelines, compiled CUDA graphs, and layers with an attention that flexcp does not replace.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class FlexcpAttention(Module):
     ) -> Tensor:
         if not isinstance(attention_masks, Step):
             raise ValueError(
-                f"flexcp's attention runs a step, but attention_masks is {type(attention_masks).__name__}: train with the "
-                "configuration that flexcp.frameworks.torchtitan.turn_on returns"
+                f"flexcp's attention runs a step, but attention_masks is {type(attention_masks).__name__}: train with "
+                "the configuration that flexcp.frameworks.torchtitan.turn_on returns"
             )
         unknown = [name for name, value in others.items() if value is not None]
         if unknown or not is_causal:
@@ -104,10 +104,11 @@ class FlexcpSelectiveAC(SelectiveAC):
 
 
 class FlexcpMetrics(MetricsProcessor):
-    """torchtitan's metrics, with ``flexcp/attention_balance`` and ``flexcp/token_balance``: the most of a rank / the mean.
+    """torchtitan's metrics, with ``flexcp/attention_balance`` and ``flexcp/token_balance``:
+    the most of a rank / the mean.
 
-    Ranks share a batch, so there is no loss of a rank's own: ``global_max_loss``, which torchtitan divides by the labels that a rank loaded
-    and not by those it computed, is the batch's loss.
+    Ranks share a batch, so there is no loss of a rank's own: ``global_max_loss``, which torchtitan divides by the
+    labels that a rank loaded and not by those it computed, is the batch's loss.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -173,8 +174,8 @@ def window_of(attention: Any) -> int:
     said = getattr(attention, "sliding_window_size", None) or 0
     if said != keys and said:
         raise NotImplementedError(
-            f"a layer has sliding_window_size={said}, which its inner attention does not know, as flex attention does not: make the model "
-            "with attn_backend='varlen'"
+            f"a layer has sliding_window_size={said}, which its inner attention does not know, as flex attention does "
+            "not: make the model with attn_backend='varlen'"
         )
     return keys
 
@@ -184,7 +185,9 @@ class FlexcpTrainer(Trainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
-        """torchtitan's, and how to plan: for which ``cluster``, by which ``strategy``, with which ``options`` of the planner's call."""
+        """torchtitan's, and how to plan: for which ``cluster``, by which ``strategy``,
+        with which ``options`` of the planner's call.
+        """
 
         cluster: Cluster | None = None
         strategy: str = "auto"
@@ -198,7 +201,8 @@ class FlexcpTrainer(Trainer):
     def __init__(self, config: Config) -> None:
         if config.parallelism.context_parallel_degree != 1 or config.parallelism.pipeline_parallel_degree != 1:
             raise NotImplementedError(
-                "flexcp shares batches over data parallel ranks; set context_parallel_degree and pipeline_parallel_degree to 1"
+                "flexcp shares batches over data parallel ranks; set context_parallel_degree and "
+                "pipeline_parallel_degree to 1"
             )
         if config.validator.enable:
             raise NotImplementedError(
@@ -239,7 +243,9 @@ class FlexcpTrainer(Trainer):
     def post_dataloading_process(
         self, input_dict: dict[str, Tensor], labels: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """This rank's rows of all ranks' documents, ``[1, rows]``; a document begins where positions are 0, and with every row."""
+        """This rank's rows of all ranks' documents, ``[1, rows]``; a document begins where positions are 0,
+        and with every row.
+        """
         positions = input_dict.get("positions")
         if positions is None:
             positions = torch.arange(labels.shape[1]).expand_as(labels)
@@ -257,7 +263,9 @@ class FlexcpTrainer(Trainer):
         return rows.tokens[None], rows.labels[None], {"positions": rows.positions[None], "attention_masks": rows.step}
 
     def _rows_for_loss(self) -> dict[str, Any]:
-        """Options of the planner's call: a loss that is computed in chunks takes rows that these divide, and padding is ignored."""
+        """Options of the planner's call: a loss that is computed in chunks takes rows that these divide,
+        and padding is ignored.
+        """
         chunks = getattr(self.loss_fn, "num_chunks", 1)
         return {"tokens": "equal", "pad_to": chunks} if chunks > 1 and "tokens" not in self.config.options else {}
 
@@ -270,7 +278,9 @@ class FlexcpTrainer(Trainer):
 
 
 def turn_on(config: Trainer.Config, **planning: Any) -> FlexcpTrainer.Config:
-    """A trainer configuration with flexcp's attention; ``planning`` are the fields :class:`FlexcpTrainer.Config` adds to torchtitan's."""
+    """A trainer configuration with flexcp's attention; ``planning`` are the fields :class:`FlexcpTrainer.Config` adds
+    to torchtitan's.
+    """
     shared = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     found = FlexcpTrainer.Config(**shared, **planning)
     found.override = dataclasses.replace(config.override, imports=[*config.override.imports, *OVERRIDES])

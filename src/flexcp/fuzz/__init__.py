@@ -1,4 +1,5 @@
-"""The fuzzer: random cases through plan, symbolic execution, simulator, file, report, loader and real ranks, beside references of its own.
+"""The fuzzer: random cases through plan, symbolic execution, simulator, file, report, loader and real ranks, beside
+references of its own.
 
 mask_words.py       masks as plain values, and which pairs each allows by definition
 cases.py            a case as plain values, in a file and back

@@ -1,8 +1,9 @@
-"""Campaign: many cases, judged by worker processes that ask for one number after the other; what they found is joined here.
+"""Campaign: many cases, judged by worker processes that ask for one number after the other;
+what they found is joined here.
 
-Case ``n`` of seed ``s`` is the same in every campaign, however many workers there are. The clock is kept here, outside of what is tested:
-when the time is over, the workers and their ranks are ended, wherever they are. A worker that dies, or does not answer for
-:data:`CASE_SECONDS`, makes its case a failure, and another takes its place.
+Case ``n`` of seed ``s`` is the same in every campaign, however many workers there are. The clock is kept here, outside
+of what is tested: when the time is over, the workers and their ranks are ended, wherever they are. A worker that dies,
+or does not answer for :data:`CASE_SECONDS`, makes its case a failure, and another takes its place.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Cases: everything that decides one run of the fuzzer, as plain values; in a file and back.
 
-A file is JSON: the case, and what was found with it. ``flexcp verify @file`` runs it again. Whoever wrote the file, reading it gives a case
-of the right structure or one line that names the file; whether its numbers make sense is said by the planner, as to any user.
+A file is JSON: the case, and what was found with it. ``flexcp verify @file`` runs it again. Whoever wrote the file,
+reading it gives a case of the right structure or one line that names the file; whether its numbers make sense is said
+by the planner, as to any user.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from flexcp.version import __version__
 
 FORMAT = "flexcp-fuzz-1"
 MOST_TOKENS_ON_RANKS = 4096
-"""Tokens that are executed token by token and on real ranks; longer batches are planned, checked by ranges and simulated."""
+"""Tokens that are executed token by token and on real ranks; longer batches are planned,
+checked by ranges and simulated.
+"""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Dense attention: outputs and gradients of a batch in float64 NumPy, document by document and head by head, from the formulas.
+"""Dense attention: outputs and gradients of a batch in float64 NumPy, document by document and head by head,
+from the formulas.
 
     s = softcap(q k^T * scale)    p = exp(s - lse)    out = p v            lse = log(sum exp(s) + exp(sink))
     ds = p * (do v^T - rowsum(do * out) + dlse)       dq = ds' k * scale   dk = ds'^T q * scale   dv = p^T do

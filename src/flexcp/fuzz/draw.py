@@ -1,7 +1,8 @@
-"""Random cases. A case follows from the campaign's seed and its number alone, so that any one of them can be drawn again.
+"""Random cases. A case follows from the campaign's seed and its number alone,
+so that any one of them can be drawn again.
 
-Most are small, because small ones reach the corners: documents of one token, ranks without any, rows without keys. A few are so long that
-only ranges can count them. Strategies that take seconds to plan are drawn rarely.
+Most are small, because small ones reach the corners: documents of one token, ranks without any, rows without keys. A
+few are so long that only ranges can count them. Strategies that take seconds to plan are drawn rarely.
 """
 
 from __future__ import annotations
@@ -13,9 +14,24 @@ from flexcp.fuzz.cases import Case, Layer, Run
 from flexcp.fuzz.draw_masks import document_mask, named_mask
 
 STRATEGIES = {
-    "blocks": 20, "auto": 8, "groups": 8, "dp": 4, "ring": 6, "zigzag": 8, "allgather": 6, "ulysses": 6, "usp": 6, "fcp": 4, "dhp": 3,
-    "minheap": 3, "pow2": 3, "hdp": 3, "wlb": 3, "dcp": 0.5, "hypergraph": 0.15,
-}  # fmt: skip
+    "blocks": 20,
+    "auto": 8,
+    "groups": 8,
+    "dp": 4,
+    "ring": 6,
+    "zigzag": 8,
+    "allgather": 6,
+    "ulysses": 6,
+    "usp": 6,
+    "fcp": 4,
+    "dhp": 3,
+    "minheap": 3,
+    "pow2": 3,
+    "hdp": 3,
+    "wlb": 3,
+    "dcp": 0.5,
+    "hypergraph": 0.15,
+}
 KEEP_LAYOUTS = ("auto", "ring", "zigzag", "allgather", "ulysses", "usp", "blocks", "fcp", "hypergraph")
 BALANCED = ("blocks", "auto", "hypergraph")
 """Strategies that take tolerances."""
@@ -27,7 +43,9 @@ DTYPES = ("float64", "float64", "float64", "bfloat16", "float32", "float16")
 
 
 def draw(seed: int, number: int, most_ranks: int | None = None) -> Case:
-    """Case ``number`` of a campaign; one for real ranks has at most ``most_ranks`` of them, and documents that run in a moment."""
+    """Case ``number`` of a campaign; one for real ranks has at most ``most_ranks`` of them,
+    and documents that run in a moment.
+    """
     rng = random.Random(f"{seed}/{number}")
     on_ranks = most_ranks is not None
     long = not on_ranks and rng.random() < 0.03

@@ -83,7 +83,9 @@ def _key_ranges(rng: random.Random, length: int) -> list[list[list[int]]]:
 
 
 def _tree(rng: random.Random, length: int) -> Words:
-    """Segments in depth-first order: a segment's parent is one of those on the way to the segment before it, or none."""
+    """Segments in depth-first order: a segment's parent is one of those on the way to the segment before it,
+    or none.
+    """
     cuts = sorted(rng.choices(range(length + 1), k=rng.randrange(7)))
     lengths = [b - a for a, b in pairwise([0, *cuts, length])]
     parents, way = [-1], [0]

@@ -1,8 +1,8 @@
 """Judge: one case through all checks.
 
-A case passes, is refused (a ValueError or NotImplementedError of one line, which is an answer, as long as the case leaves room for
-one), or fails: a check found something, or something was raised that no user should see. A failure has the name of its check, by which
-the shrinker knows it again.
+A case passes, is refused (a ValueError or NotImplementedError of one line, which is an answer, as long as the case
+leaves room for one), or fails: a check found something, or something was raised that no user should see. A failure has
+the name of its check, by which the shrinker knows it again.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Extras:
-    """The checks that take longer, which a campaign asks for in a share of its cases. ``seconds`` limits a case in this process."""
+    """The checks that take longer, which a campaign asks for in a share of its cases.
+    ``seconds`` limits a case in this process.
+    """
 
     again: bool = True
     report: bool = True
@@ -118,7 +120,9 @@ def _leaves_no_room(case: Case) -> bool:
 
 
 def _checks(case: Case, documents: list[int], plan: Plan, extras: Extras) -> Iterator[tuple[str, Callable[[], object]]]:
-    """(name, check) in the order in which they make sense: what a later one takes for granted, an earlier one has seen."""
+    """(name, check) in the order in which they make sense: what a later one takes for granted,
+    an earlier one has seen.
+    """
     dense: list[list[NDArray[np.bool_]]] = []
     words = [[layer.of_document(d) for d in documents] for layer in case.layers]
     yield "check", plan.check
@@ -149,7 +153,9 @@ def _check_again(case: Case, documents: list[int], plan: Plan) -> None:
 
 @contextmanager
 def _limited(seconds: int) -> Iterator[None]:
-    """Raises inside after so many seconds of this process's own time, however busy the machine is; ranks have limits of their own."""
+    """Raises inside after so many seconds of this process's own time, however busy the machine is;
+    ranks have limits of their own.
+    """
 
     def ring(*_: object) -> None:
         raise _TooLong

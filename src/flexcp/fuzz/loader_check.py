@@ -1,4 +1,5 @@
-"""Loader check: a loader over the documents of a case gives every sample once an epoch, in whole rows, and goes on where it was left.
+"""Loader check: a loader over the documents of a case gives every sample once an epoch, in whole rows, and goes on
+where it was left.
 
 One rank, planned in this process: what ranks share of a batch is the executor's, which real ranks check.
 """

@@ -1,8 +1,8 @@
 """Mask words: masks as plain values that fit into a file, and which pairs each allows, by its definition.
 
-A mask is a list: a kind and its numbers, as in ``["window", 6, 0]``. :func:`rule_of` makes the mask that a user would make;
-:func:`allowed` says which (query, key) pairs attend, from the sentence that defines the mask and without slices, so that a mistake in
-the algebra of slices does not hide itself. Numbers may be far beyond every document.
+A mask is a list: a kind and its numbers, as in ``["window", 6, 0]``. :func:`rule_of` makes the mask that a user would
+make; :func:`allowed` says which (query, key) pairs attend, from the sentence that defines the mask and without slices,
+so that a mistake in the algebra of slices does not hide itself. Numbers may be far beyond every document.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Plan checks: what is asked of every plan, by name. Each raises :class:`~flexcp.fuzz.token_machine.Wrong`, or what the plan raises."""
+"""Plan checks: what is asked of every plan, by name. Each raises :class:`~flexcp.fuzz.token_machine.Wrong`,
+or what the plan raises.
+"""
 
 from __future__ import annotations
 

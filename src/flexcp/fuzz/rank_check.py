@@ -1,8 +1,10 @@
-"""Rank check: a plan run on real ranks, forward and backward under each of its masks, beside dense attention in float64.
+"""Rank check: a plan run on real ranks, forward and backward under each of its masks,
+beside dense attention in float64.
 
-Every rank makes the same stream from the seed; rank 0 gathers results and this process compares. Passes of all masks share one step, as
-layers do, and the first is run twice: on a CPU the same plan gives the same bits. Errors are max|x - ref| / max(1, max|ref|). Float64 may
-be 1e-10 off; lower precisions :data:`ROUNDINGS` of their own roundings, which is loose, and enough for a missing or doubled contribution.
+Every rank makes the same stream from the seed; rank 0 gathers results and this process compares. Passes of all masks
+share one step, as layers do, and the first is run twice: on a CPU the same plan gives the same bits. Errors are max|x -
+ref| / max(1, max|ref|). Float64 may be 1e-10 off; lower precisions :data:`ROUNDINGS` of their own roundings, which is
+loose, and enough for a missing or doubled contribution.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ EXACT = 1e-10
 LIMIT = 240.0
 """Seconds that ranks wait for each other."""
 ROUNDINGS = 24
-"""Roundings of a low precision that a result may be off: inputs, probabilities and results are each rounded, and gradients add them up."""
+"""Roundings of a low precision that a result may be off: inputs, probabilities and results are each rounded, and
+gradients add them up.
+"""
 
 
 def check_ranks(plan: Plan, dense: list[list[Bools]], how: Run, pool: RankPool) -> None:

@@ -1,8 +1,9 @@
-"""Readers: every kind of file a user can hand over, changed at random, must be read, or refused in one line that names the file.
+"""Readers: every kind of file a user can hand over, changed at random, must be read,
+or refused in one line that names the file.
 
-A good file of each kind is changed as disks and cables do (bits, ranges, cut off), as a careless hand does (values of other types, missing
-and doubled entries), and as somebody hostile does (nesting without end, numbers beyond 64 bits, names that a terminal obeys). What is
-then read is used as far as commands use it before anything is computed.
+A good file of each kind is changed as disks and cables do (bits, ranges, cut off), as a careless hand does (values of
+other types, missing and doubled entries), and as somebody hostile does (nesting without end, numbers beyond 64 bits,
+names that a terminal obeys). What is then read is used as far as commands use it before anything is computed.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ TEXTS = (
 
 @dataclass(frozen=True)
 class Reader:
-    """A kind of file: what a good one holds, and what reads it. ``named``: complaints name the file, which has this suffix."""
+    """A kind of file: what a good one holds, and what reads it. ``named``: complaints name the file,
+    which has this suffix.
+    """
 
     kind: str
     suffix: str
@@ -58,15 +61,30 @@ class Reader:
     named: bool = True
 
 
+def _mask_slices(path: Path) -> object:
+    masks = parse_mask(f"@{path}")
+    return [mask.slices(mask.length or 1) for mask in (masks if isinstance(masks, list) else [masks])]
+
+
 def readers(folder: Path) -> list[Reader]:
     """All kinds; good files of some are written to ``folder`` first, by what writes them for users."""
     plan = Planner(4, 2, 8, cluster=cluster("cpu", 1, 2), strategy="blocks")([30, 5, 1])
     config = {
-        "model_type": "qwen3", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2,
-        "intermediate_size": 128, "vocab_size": 100, "torch_dtype": "bfloat16", "head_dim": 16,
-        "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1, "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "intermediate_size": 128,
+        "vocab_size": 100,
+        "torch_dtype": "bfloat16",
+        "head_dim": 16,
+        "use_sliding_window": True,
+        "sliding_window": 16,
+        "max_window_layers": 1,
+        "architectures": ["Qwen3ForCausalLM"],
         "layer_types": ["full_attention", "sliding_attention"],
-    }  # fmt: skip
+    }
     mask = {"documents": [{"length": 9, "slices": [[0, 9, 0, 9, None, 0]]}, {"length": 3, "slices": []}]}
     tree = {"parents": [-1, 0, 0], "lengths": [4, 2, 3], "ends": [1, 2]}
     case = Case([3], [Layer("one", 1, ["causal"])], {"name": "cpu"}, {"heads": 1}, {"strategy": "dp"})
@@ -82,7 +100,7 @@ def readers(folder: Path) -> list[Reader]:
     calibration = Calibration(CostModel(), "here", {"gflops": 100, "intra_mbps": 10}, {}, None)
     return [
         Reader("plan", ".plan", save_plan(plan), lambda path: load_plan(path.read_bytes()), named=False),
-        Reader("mask", ".json", _json(mask), lambda path: [m.slices(m.length or 1) for m in parse_mask(f"@{path}")]),  # type: ignore[union-attr]
+        Reader("mask", ".json", _json(mask), _mask_slices),
         Reader("lengths", ".txt", b"4096\n4k\n17\n1\n", lambda path: parse_lengths(f"@{path}")),
         Reader("lengths as JSON", ".jsonl", b'{"length": 4}\n[1, 2]\n7\n', jsonl_lengths),
         Reader(

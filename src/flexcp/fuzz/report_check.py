@@ -41,7 +41,9 @@ class _Page(HTMLParser):
 
 
 def check_report(plan: Plan) -> None:
-    """Bytes, runs, regions and lengths in the page are the plan's; of a plan in many parts, those of the documents that are drawn."""
+    """Bytes, runs, regions and lengths in the page are the plan's;
+    of a plan in many parts, those of the documents that are drawn.
+    """
     reader = _Page()
     reader.feed(page([plan_section(plan)], HOSTILE))
     require(reader.headings == HOSTILE, f"the page's title is {reader.headings!r}")
@@ -83,7 +85,9 @@ def _check_drawn(plan: Plan, documents: list[int]) -> None:
 
 
 def _runs_of(plan: Plan, documents: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(rank, start, stop) of the runs that hold something of these documents; of all runs, pads too, when these are all documents."""
+    """(rank, start, stop) of the runs that hold something of these documents;
+    of all runs, pads too, when these are all documents.
+    """
     runs, starts = plan.placement.runs, plan.batch.starts
     wanted = np.zeros(plan.placement.stream, bool)
     for d in documents:

@@ -1,7 +1,8 @@
 """Shrink: a failing case made small, one simplification at a time, as long as the same check goes on failing.
 
-Simplifications are tried from the largest step to the smallest: fewer documents, shorter ones, one mask, a simpler mask, fewer ranks,
-fewer heads, fewer options. A mask that belongs to one length becomes causal when its document is cut.
+Simplifications are tried from the largest step to the smallest: fewer documents, shorter ones, one mask, a simpler
+mask, fewer ranks, fewer heads, fewer options. A mask that belongs to one length becomes causal when its document is
+cut.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ DEFAULTS: dict[str, Any] = {"head_dim": 8, "v_head_dim": 8, "dtype": "float64"}
 def shrunk(
     case: Case, outcome: Outcome, again: Callable[[Case], Outcome], more: Callable[[], bool]
 ) -> tuple[Case, Outcome]:
-    """The smallest failing case found, and its outcome; ``again`` judges a case, ``more`` says whether there is time left."""
+    """The smallest failing case found, and its outcome; ``again`` judges a case,
+    ``more`` says whether there is time left.
+    """
     found = True
     while found:
         found = False

@@ -1,13 +1,14 @@
 """Token machine: a plan executed token by token and head by head on integers, to see that attention comes out right.
 
-Every key token has a random 64-bit number, and every query token one for each head. What a rank computes for a row is the sum of the
-numbers of the keys it saw, for a key the sum over the rows that saw it; both modulo 2**64. Results travel and are added as the plan's
-transfers say. At the end each row must be home with the sum over exactly its allowed keys, and each key with that over its rows: a pair
-left out, computed twice, or returned twice gives another sum. On the way every number has its time, so that nothing is used, forwarded or
-sent before it is there.
+Every key token has a random 64-bit number, and every query token one for each head. What a rank computes for a row is
+the sum of the numbers of the keys it saw, for a key the sum over the rows that saw it; both modulo 2**64. Results
+travel and are added as the plan's transfers say. At the end each row must be home with the sum over exactly its allowed
+keys, and each key with that over its rows: a pair left out, computed twice, or returned twice gives another sum. On the
+way every number has its time, so that nothing is used, forwarded or sent before it is there.
 
-Arrays are dense over [rank, token, head]. Nothing here is shared with the scheduler, the executor, :mod:`flexcp.plan.check` or
-:mod:`flexcp.plan.slots`: the only inputs are the tables of the plan and the pairs that masks allow by definition.
+Arrays are dense over [rank, token, head]. Nothing here is shared with the scheduler, the executor,
+:mod:`flexcp.plan.check` or :mod:`flexcp.plan.slots`: the only inputs are the tables of the plan and the pairs that
+masks allow by definition.
 """
 
 from __future__ import annotations
@@ -121,7 +122,8 @@ class _Pass:
     def _leaves(self, stage: int) -> tuple[int, int]:
         """(the last slot whose arrivals, the last slot whose work) a message of this stage can carry.
 
-        A stage is posted so many slots ahead, behind that slot's wait and before its work; or (0) first of all in its own slot.
+        A stage is posted so many slots ahead, behind that slot's wait and before its work; or (0) first of all in its
+        own slot.
         """
         ahead = self.ahead[stage]
         return (stage - ahead, stage - ahead - 1) if ahead else (stage - 1, stage - 1)

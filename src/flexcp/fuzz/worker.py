@@ -1,7 +1,7 @@
 """Worker: a process of a campaign. It is given numbers of cases, judges each, and makes failing ones small.
 
-It leads a process group of its own, with the ranks it starts, so that a campaign can end all of them whatever they are doing. Asked to end
-(SIGTERM), it closes its ranks and goes.
+It leads a process group of its own, with the ranks it starts, so that a campaign can end all of them whatever they are
+doing. Asked to end (SIGTERM), it closes its ranks and goes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def _nothing(*_: object) -> None:
 class Task:
     """Which cases a campaign is made of: case ``n`` follows from the seed, and so does whether it runs on real ranks.
 
-    ``prepare`` is called in every worker, and ``prepare_ranks`` with every pool of ranks; both must be importable by name.
+    ``prepare`` is called in every worker, and ``prepare_ranks`` with every pool of ranks; both must be importable by
+    name.
     """
 
     seed: int

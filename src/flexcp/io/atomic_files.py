@@ -1,7 +1,8 @@
 """Atomic files: what is written is there as a whole or not at all, and nothing half-written stays behind.
 
-The content goes to a file of another name beside the target, which then takes its place. When anything fails, a full disk or Ctrl-C, that
-file is removed and the target is as it was. A device or a pipe (``/dev/stdout``) is written as it is.
+The content goes to a file of another name beside the target, which then takes its place. When anything fails, a full
+disk or Ctrl-C, that file is removed and the target is as it was. A device or a pipe (``/dev/stdout``) is written as it
+is.
 """
 
 from __future__ import annotations

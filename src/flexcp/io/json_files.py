@@ -1,7 +1,7 @@
 """JSON files: what a user hands over as JSON, read with one line of complaint that names the file.
 
-JSON allows what no reader here can use: nesting deeper than Python's stack, numbers like 1e400 that become infinite, NaN, integers of
-thousands of digits. Each is refused where it is read, not where it would be computed with.
+JSON allows what no reader here can use: nesting deeper than Python's stack, numbers like 1e400 that become infinite,
+NaN, integers of thousands of digits. Each is refused where it is read, not where it would be computed with.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ LARGEST = 2**63 - 1
 
 
 def read_json(path: Path | str, what: str, hint: str) -> Any:
-    """The value in a JSON file; ValueError names the file, says why it is no ``what``, and gives the way out, ``hint``."""
+    """The value in a JSON file; ValueError names the file, says why it is no ``what``,
+    and gives the way out, ``hint``.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:

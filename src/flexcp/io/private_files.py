@@ -1,9 +1,10 @@
 """Private files: a folder whose content is executed, read and written so that no other user can put anything into it.
 
-Whoever can write a folder of compiled code runs code as whoever reads it. So a folder, and a file in it, is believed only when it belongs
-to the user or to root and nobody else may write it. What is checked is what is used: folder and file are opened once, without following a
-link, and looked at through their descriptors; nothing can be exchanged in between. Folders above need no look: whoever may write there can
-put another folder in the place of this one, but none that belongs to the user or root and that he could fill.
+Whoever can write a folder of compiled code runs code as whoever reads it. So a folder, and a file in it, is believed
+only when it belongs to the user or to root and nobody else may write it. What is checked is what is used: folder and
+file are opened once, without following a link, and looked at through their descriptors; nothing can be exchanged in
+between. Folders above need no look: whoever may write there can put another folder in the place of this one, but none
+that belongs to the user or root and that he could fill.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def read_own(folder: Path, name: str) -> bytes:
 
 
 def write_own(folder: Path, name: str, content: bytes) -> None:
-    """All of it or nothing, writable by the user alone; the folder is made where it is missing. NotOwnError where others may write."""
+    """All of it or nothing, writable by the user alone; the folder is made where it is missing.
+    NotOwnError where others may write.
+    """
     _made(folder)
     with _opened(folder) as inside:
         aside = f"{name}.{uuid.uuid4().hex}"
@@ -65,7 +68,9 @@ def refusal(folder: Path) -> str | None:
 
 
 def _made(folder: Path) -> None:
-    """Missing folders, for the user alone; those of root can be read by everybody, because an image is made by root and used by others."""
+    """Missing folders, for the user alone; those of root can be read by everybody,
+    because an image is made by root and used by others.
+    """
     mode = 0o755 if os.geteuid() == 0 else 0o700
     for each in (*reversed(folder.parents), folder):
         if not each.exists():

@@ -1,7 +1,8 @@
 """Terminal text: names and notes from files and users, as a terminal may be shown them.
 
-A name can hold what a terminal obeys: escape sequences that move the cursor and colour lines, line breaks that forge lines of output, marks
-that turn the direction of writing. They are shown as Python writes them, so that a reader sees them and a terminal does nothing.
+A name can hold what a terminal obeys: escape sequences that move the cursor and colour lines, line breaks that forge
+lines of output, marks that turn the direction of writing. They are shown as Python writes them, so that a reader sees
+them and a terminal does nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ def visible(text: str) -> str:
 
 
 def visible_lines(text: str, indent: str) -> str:
-    """A text of several lines, such as a traceback: later lines are indented, so that none passes for a line of ours."""
+    """A text of several lines, such as a traceback: later lines are indented,
+    so that none passes for a line of ours.
+    """
     return f"\n{indent}".join(visible(line) for line in text.splitlines())
 
 

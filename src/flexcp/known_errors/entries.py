@@ -28,28 +28,44 @@ ROWS: dict[str, Row] = {
         "kernels", "attention calls on one H200, analytic cost model", "make kernel-fit", "predictions.md"
     ),
     "kernels, fitted": Row(
-        "kernels", "attention calls on one H200 that were not fitted, pairs and row tiles", "make kernel-fit", "predictions.md"
+        "kernels",
+        "attention calls on one H200 that were not fitted, pairs and row tiles",
+        "make kernel-fit",
+        "predictions.md",
     ),
     "kernels, tiles": Row(
-        "kernels", "ranks of plans on one H200 that were not fitted, prices of tiles", "make kernel-fit", "predictions.md"
+        "kernels",
+        "ranks of plans on one H200 that were not fitted, prices of tiles",
+        "make kernel-fit",
+        "predictions.md",
     ),
     "links, box": Row("links", "messages between CPU ranks that were not fitted", "make box", "box.md"),
-    "steps, box at 0.1": Row("steps", "attention steps of CPU ranks, communication 0.1 of compute", "make box", "box.md"),
-    "steps, box at 0.5": Row("steps", "attention steps of CPU ranks, communication 0.5 of compute", "make box", "box.md"),
-    "steps, box at 1.0": Row("steps", "attention steps of CPU ranks, communication 1.0 of compute", "make box", "box.md"),
+    "steps, box at 0.1": Row(
+        "steps", "attention steps of CPU ranks, communication 0.1 of compute", "make box", "box.md"
+    ),
+    "steps, box at 0.5": Row(
+        "steps", "attention steps of CPU ranks, communication 0.5 of compute", "make box", "box.md"
+    ),
+    "steps, box at 1.0": Row(
+        "steps", "attention steps of CPU ranks, communication 1.0 of compute", "make box", "box.md"
+    ),
     "steps, box": Row("steps", "attention steps of CPU ranks, all loads", "make box", "box.md"),
-    "published, stated": Row("published", "published figures whose source states its setting", "make published", "published.md"),
+    "published, stated": Row(
+        "published", "published figures whose source states its setting", "make published", "published.md"
+    ),
     "published, all": Row("published", "all published figures that were entered", "make published", "published.md"),
     "ratios, stated": Row(
         "published", "ratios of two published figures of one stated setting", "make published", "published.md"
     ),
     "ratios, all": Row("published", "ratios of two published figures of one setting", "make published", "published.md"),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
 class KnownError:
-    """An entry: errors, when and on what they were found, and of pairs that were apart how many there were and came in the right order."""
+    """An entry: errors, when and on what they were found, and of pairs
+    that were apart how many there were and came in the right order.
+    """
 
     key: str
     errors: Errors

@@ -1,7 +1,7 @@
 """Words about errors: which entry applies to a predicted time, and what it says.
 
-A cost model that nobody fitted to the machine is judged by published figures of machines it was not fitted to either; one that
-``flexcp calibrate`` fitted is judged by steps that were measured after fitting.
+A cost model that nobody fitted to the machine is judged by published figures of machines it was not fitted to either;
+one that ``flexcp calibrate`` fitted is judged by steps that were measured after fitting.
 """
 
 from __future__ import annotations
@@ -35,13 +35,15 @@ def off_words(cost: CostModel) -> str:
 
 
 def sure_words(cost: CostModel) -> str:
-    """The same, and how far ratios of two simulated times were off and whether the faster one was, where that has been run."""
+    """The same, and how far ratios of two simulated times were off and whether the faster one was,
+    where that has been run.
+    """
     known = known_errors().get("ratios, stated")
     if known is None or not known.pairs:
         return off_words(cost)
     return (
-        f"{_off(cost)}; of {known.pairs} pairs of published figures that are 10 % apart or more {known.right} come out in the published "
-        f"order, their ratios off by {known.spread} ({PAGE})"
+        f"{_off(cost)}; of {known.pairs} pairs of published figures that are 10 % apart or more {known.right} come out "
+        f"in the published order, their ratios off by {known.spread} ({PAGE})"
     )
 
 

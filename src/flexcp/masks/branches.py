@@ -1,9 +1,10 @@
 """Branches: the tree of a document, by its mask.
 
-A mask says what a document's tokens follow by what it is, so that a plan read from a file says the same: a tree by its segments; a shared
-question by its name, or by the slices that :func:`flexcp.shared_question` makes of answer lengths, in whatever order. It is the tree of a
-question with an answer for each child. Slices that hide parts of a document from each other but share no question are no branches: layers
-that attend inside chunks have such masks, and their tokens are one sequence.
+A mask says what a document's tokens follow by what it is, so that a plan read from a file says the same: a tree by its
+segments; a shared question by its name, or by the slices that :func:`flexcp.shared_question` makes of answer lengths,
+in whatever order. It is the tree of a question with an answer for each child. Slices that hide parts of a document from
+each other but share no question are no branches: layers that attend inside chunks have such masks, and their tokens are
+one sequence.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def tree_under(mask: Mask, length: int) -> Tree | None:
 
 
 def depths(mask: Mask, length: int) -> Ints | None:
-    """The depth of each token of a document, or None where the document is one sequence and depth is the place in it."""
+    """The depth of each token of a document, or None where the document is one sequence
+    and depth is the place in it.
+    """
     found = tree_under(mask, length)
     return None if found is None or found.is_one_sequence else found.depths()
 

@@ -1,7 +1,8 @@
-"""Conversions: masks from other people's descriptions: slices, key ranges of every query, cumulative lengths, mask functions.
+"""Conversions: masks from other people's descriptions: slices, key ranges of every query, cumulative lengths,
+mask functions.
 
-Key ranges and mask functions are read query by query and joined into few slices: the ends of a range that stand still or move by one from
-query to query are the side of a rectangle or of a band.
+Key ranges and mask functions are read query by query and joined into few slices: the ends of a range that stand still
+or move by one from query to query are the side of a rectangle or of a band.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ def from_key_ranges(ranges: Sequence[Sequence[Sequence[int]]] | NDArray[np.integ
 def from_cu_seqlens(
     cu_seqlens: Sequence[int] | NDArray[np.integer], mask: Mask | None = None
 ) -> tuple[list[int], Mask]:
-    """``(lengths, mask)`` from cumulative lengths that start at 0: what :class:`flexcp.Planner` takes. Causal by default."""
+    """``(lengths, mask)`` from cumulative lengths that start at 0: what :class:`flexcp.Planner` takes.
+    Causal by default.
+    """
     borders = _integers(cu_seqlens, "cu_seqlens")
     if borders.ndim != 1 or len(borders) < 2 or borders[0] != 0:
         raise ValueError(f"cu_seqlens is a list that starts at 0 and ends at the token count; got {cu_seqlens!r}")
@@ -71,8 +74,8 @@ def from_cu_seqlens(
 def from_mask_mod(mask_mod: Callable[..., Any], length: int) -> Mask:
     """An explicit mask from a FlexAttention-style ``mask_mod(b, h, q_idx, kv_idx)``, evaluated exactly.
 
-    Refused above ``MASK_MOD_MAX_LENGTH`` tokens or ``MASK_MOD_MAX_SLICES`` slices, where slices are the wrong tool. This is
-    the one conversion that imports torch.
+    Refused above ``MASK_MOD_MAX_LENGTH`` tokens or ``MASK_MOD_MAX_SLICES`` slices, where slices are the wrong tool.
+    This is the one conversion that imports torch.
     """
     import torch
 

@@ -1,7 +1,7 @@
 """Mask: a rule that gives every document its slices.
 
-A mask is its name and its numbers, so it is small, hashable and the same on every rank; the slices of a document are found when its length
-is known, by the rule that :mod:`flexcp.masks.named` has for the name.
+A mask is its name and its numbers, so it is small, hashable and the same on every rank; the slices of a document are
+found when its length is known, by the rule that :mod:`flexcp.masks.named` has for the name.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ EXPLICIT = "slices"
 class Mask:
     """A rule that gives every document its slices.
 
-    ``name`` and ``params`` identify a named mask; a tree has the one ``length`` it fits, too. An explicit mask has the name ``EXPLICIT``,
-    its ``length``, and its ``table``. Equality is by value; use the functions of :mod:`flexcp.masks` to make one.
+    ``name`` and ``params`` identify a named mask; a tree has the one ``length`` it fits, too. An explicit mask has the
+    name ``EXPLICIT``, its ``length``, and its ``table``. Equality is by value; use the functions of :mod:`flexcp.masks`
+    to make one.
     """
 
     name: str
@@ -75,7 +76,8 @@ class Mask:
         if self.name == "tree":
             parents, _, ends, left = self.params
             counts = f"{len(parents)} segments, {len(ends)} sequences, {self.length} tokens"  # type: ignore[arg-type]
-            return f"tree[{counts}]" if int(left) >= UNBOUNDED else f"tree[{counts}, left {left}]"  # type: ignore[arg-type]
+            unbounded = int(left) >= UNBOUNDED  # type: ignore[arg-type]
+            return f"tree[{counts}]" if unbounded else f"tree[{counts}, left {left}]"
         if self.name == "window":  # in words: the text form counts keys, flexcp.window the tokens beside a query
             return f"window of {_window_words(*self.params)}"  # type: ignore[arg-type]
         return self.name + (":" + ",".join(map(str, self.params)) if self.params else "")
@@ -100,7 +102,9 @@ def token_count(value: int) -> int:
 
 
 NO_LIMIT = 1 << 62
-"""Numbers of tokens from here on mean "no limit", as ``sys.maxsize`` does in configurations; no file or table holds a larger one."""
+"""Numbers of tokens from here on mean "no limit", as ``sys.maxsize`` does in configurations;
+no file or table holds a larger one.
+"""
 
 
 def reach(value: int) -> int:

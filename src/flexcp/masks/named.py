@@ -1,8 +1,9 @@
 """Named masks: of each, the function that makes it, the rule that finds its slices, and a row of :data:`NAMED`.
 
-``NAMED`` is the one table of them: whatever has to know all masks (text forms, plan files, the command line, lines of code in a report)
-reads it, and a name that is not in it is an error. A new mask is a function here that checks its numbers and makes a :class:`Mask`, a rule,
-a row of the table, the function's name in ``flexcp/__init__.py`` and ``flexcp/masks/__init__.py``, and a row of docs/concepts.md.
+``NAMED`` is the one table of them: whatever has to know all masks (text forms, plan files, the command line, lines of
+code in a report) reads it, and a name that is not in it is an error. A new mask is a function here that checks its
+numbers and makes a :class:`Mask`, a rule, a row of the table, the function's name in ``flexcp/__init__.py`` and
+``flexcp/masks/__init__.py``, and a row of docs/concepts.md.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ MAX_ANSWERS = 1 << 14
 MAX_CHUNKS = 1 << 14
 """Chunks of a document, each a slice."""
 
-# A rule gives one tuple of columns per slice, each an array over documents or a number. Numbers of a mask may exceed every document by far:
-# they are bounded before anything is computed from them in 64 bits.
+# A rule gives one tuple of columns per slice, each an array over documents or a number. Numbers of a mask may exceed
+# every document by far: they are bounded before anything is computed from them in 64 bits.
 
 
 def _bounded(tokens: Any) -> int:
@@ -92,24 +93,26 @@ def _lambda_columns(mask: Mask, n: Ints) -> list[Columns]:
 def shared_question(answers: int | Sequence[int] = 4, question: float | int = 0.2) -> Mask:
     """One question followed by answers that see the question and themselves, all causal.
 
-    With an integer count of answers, ``question`` is the question's share of the document and the rest is cut evenly (the
-    last answer takes the remainder). With a sequence of answer lengths, ``question`` is the question's length in tokens.
+    With an integer count of answers, ``question`` is the question's share of the document and the rest is cut evenly
+    (the last answer takes the remainder). With a sequence of answer lengths, ``question`` is the question's length in
+    tokens.
     """
     if not isinstance(question, Real) or not isinstance(answers, int | np.integer | Iterable):
         raise ValueError(
-            "shared_question takes the answers first, then the question: shared_question([4, 4, 4], 6) or shared_question(3, 0.2); "
-            f"got answers {answers!r} and question {question!r}"
+            "shared_question takes the answers first, then the question: shared_question([4, 4, 4], 6) or "
+            f"shared_question(3, 0.2); got answers {answers!r} and question {question!r}"
         )
     if isinstance(answers, int | np.integer):
         answers = int(answers)
         if answers < 1 or not 0 <= question <= 1:
             raise ValueError(
-                f"shared_question needs answers >= 1 and 0 <= question <= 1, the question's share of the document; got {answers} and "
-                f"{question} (with a list of answer lengths the question is in tokens)"
+                "shared_question needs answers >= 1 and 0 <= question <= 1, the question's share of the document; got "
+                f"{answers} and {question} (with a list of answer lengths the question is in tokens)"
             )
         if answers > MAX_ANSWERS:
             raise ValueError(
-                f"shared_question cuts a document into at most {MAX_ANSWERS} answers; got {answers}. Give the answers' lengths instead"
+                f"shared_question cuts a document into at most {MAX_ANSWERS} answers; got {answers}. "
+                "Give the answers' lengths instead"
             )
         return Mask("shared-question", (answers, float(question)))
     lengths = tuple(token_count(a) for a in answers)
@@ -125,7 +128,9 @@ def shared_question(answers: int | Sequence[int] = 4, question: float | int = 0.
 
 
 def question_and_answer(mask: Mask, n: Ints) -> tuple[Ints, Ints]:
-    """Tokens of the question and of each answer but the last, which takes the remainder, in documents under a shared question."""
+    """Tokens of the question and of each answer but the last, which takes the remainder,
+    in documents under a shared question.
+    """
     answers, share = int(mask.params[0]), float(mask.params[1])  # type: ignore[arg-type]
     q = np.array([int(share * int(x)) for x in n], np.int64)
     return q, (n - q) // answers
@@ -143,7 +148,9 @@ def _shared_question_columns(mask: Mask, n: Ints) -> list[Columns]:
 
 
 def causal_blockwise(block: int = 256, local: int = 2) -> Mask:
-    """Causal; the first and last block of ``block`` tokens as usual, the others see block 0 and ``local`` blocks back."""
+    """Causal; the first and last block of ``block`` tokens as usual,
+    the others see block 0 and ``local`` blocks back.
+    """
     block, local = reach(block), reach(local)
     if block < 1 or local < 0:
         raise ValueError(f"causal_blockwise needs block >= 1 and local >= 0; got block {block}, local {local}")
@@ -177,7 +184,8 @@ def _chunked_columns(mask: Mask, n: Ints) -> list[Columns]:
     size, count = _bounded(mask.params[0]), _chunks(mask, int(n.max(initial=1)))
     if count > MAX_CHUNKS:
         raise ValueError(
-            f"chunks of {size} tokens cut a document of {int(n.max())} into {count}, and each is a slice; at most {MAX_CHUNKS} are made"
+            f"chunks of {size} tokens cut a document of {int(n.max())} into {count}, and each is a slice; at most "
+            f"{MAX_CHUNKS} are made"
         )
     ends = [np.minimum(size * i, n) for i in range(count + 1)]
     return [(a, b, a, b, -UNBOUNDED, 0) for a, b in pairwise(ends)]
@@ -240,7 +248,9 @@ def _pairs(params: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class TextForm:
-    """How a command line writes a mask: its name, a colon, and numbers, of which the first ``required`` must be given."""
+    """How a command line writes a mask: its name, a colon, and numbers,
+    of which the first ``required`` must be given.
+    """
 
     signature: str
     """With letters for the numbers, as help shows it."""

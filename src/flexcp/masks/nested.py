@@ -1,8 +1,8 @@
 """Nested slices: whose rows lie in each other or apart, as those of a tree do.
 
-A document may have thousands of slices, and a range of its rows meets few of them: those that begin inside the range, which are neighbours
-where slices stand in the order of their first rows, and those around its first row, which are found by going from each to the one
-around it. So what rows meet takes time in proportion to what they meet.
+A document may have thousands of slices, and a range of its rows meets few of them: those that begin inside the range,
+which are neighbours where slices stand in the order of their first rows, and those around its first row, which are
+found by going from each to the one around it. So what rows meet takes time in proportion to what they meet.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ NOT_NESTED = -2
 
 
 class Nesting(NamedTuple):
-    """Of each slice: the one around it, counted from its document's first (``NONE``, or ``NOT_NESTED`` for all slices of a document that
-    has few or whose rows are not nested), and how many are around it."""
+    """Of each slice: the one around it, counted from its document's first (``NONE``, or ``NOT_NESTED`` for all slices
+    of a document that has few or whose rows are not nested), and how many are around it.
+    """
 
     around: Ints
     level: Ints
@@ -58,7 +59,8 @@ def _around(begins: list[int], ends: list[int]) -> tuple[list[int], list[int]] |
 
 
 def meeting(begins: Ints, ends: Ints, around: Ints, q0: Ints, q1: Ints) -> tuple[Ints, Ints]:
-    """(range, slice) of every slice of a nested document that has rows in a range of rows, ordered by range, then slice.
+    """(range, slice) of every slice of a nested document that has rows in a range of rows, ordered by range,
+    then slice.
 
     ``begins`` and ``ends`` are the rows of the slices, ``around`` the slice around each.
     """

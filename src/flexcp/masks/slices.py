@@ -2,9 +2,9 @@
 
     q0 <= q < q1,    k0 <= k < k1,    lo <= k - q <= hi
 
-is one row of an int64 array with the columns ``q0 q1 k0 k1 lo hi``. Slices are closed under everything the house does with them: cutting
-one by a range of queries or keys gives a slice, moving to other coordinates shifts the band, and areas have a closed form. So the user's
-mask, a rank's region and a kernel's work list are the same thing.
+is one row of an int64 array with the columns ``q0 q1 k0 k1 lo hi``. Slices are closed under everything the house does
+with them: cutting one by a range of queries or keys gives a slice, moving to other coordinates shifts the band, and
+areas have a closed form. So the user's mask, a rank's region and a kernel's work list are the same thing.
 """
 
 from __future__ import annotations

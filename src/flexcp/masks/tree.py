@@ -1,13 +1,13 @@
 """Trees: documents whose sequences share their beginnings, such as one prompt and its rollouts.
 
-A tree is a list of *segments* in depth-first order. A token sees its own segment up to itself and all of every ancestor, so the keys of a
-segment are seen by the rows from its first token to the end of its subtree, which depth-first order makes one range: one slice a segment,
-and one for a chain of only children. A *sequence* is the path from a root to the segment it ends in; the segments without children end
-one each, unless ``ends`` says otherwise.
+A tree is a list of *segments* in depth-first order. A token sees its own segment up to itself and all of every
+ancestor, so the keys of a segment are seen by the rows from its first token to the end of its subtree, which
+depth-first order makes one range: one slice a segment, and one for a chain of only children. A *sequence* is the path
+from a root to the segment it ends in; the segments without children end one each, unless ``ends`` says otherwise.
 
-The *depth* of a token is how many tokens lie before it on its path: the position that position embeddings want. A window measures distance
-on the path. There the band of a slice depends on where rows and keys lie in the tree, so a window takes a slice for every segment and
-every ancestor in its reach.
+The *depth* of a token is how many tokens lie before it on its path: the position that position embeddings want. A
+window measures distance on the path. There the band of a slice depends on where rows and keys lie in the tree, so a
+window takes a slice for every segment and every ancestor in its reach.
 """
 
 from __future__ import annotations
@@ -127,7 +127,9 @@ class Tree:
         return found
 
     def without_seams(self) -> Tree:
-        """The same paths in the fewest segments: empty ones left out, only children joined to their parents. Its ends are all leaves."""
+        """The same paths in the fewest segments: empty ones left out, only children joined to their parents.
+        Its ends are all leaves.
+        """
         kept: list[int] = []  # the tokens of segments that have any, in the order of the stream
         parents: list[int] = []
         place: list[int] = []  # of each segment: where its path's last tokens are in ``kept``
@@ -165,10 +167,11 @@ def tree(
 ) -> Mask:
     """A document of segments: a token sees its own segment up to itself, and all of every ancestor.
 
-    ``parents[i]`` is the parent of segment i, -1 for a root, and ``lengths[i]`` its tokens, 0 included. Segments stand in depth-first
-    order, which :func:`flexcp.tree_order` finds for any other. Sequences are the paths from a root to each segment without children, in
-    order; ``ends`` names the segment each sequence ends in where they are others: one may be the beginning of another, and several may end
-    in one segment. With ``left`` a token sees no more than that many tokens before it on its path, as in ``window(left)``.
+    ``parents[i]`` is the parent of segment i, -1 for a root, and ``lengths[i]`` its tokens, 0 included. Segments stand
+    in depth-first order, which :func:`flexcp.tree_order` finds for any other. Sequences are the paths from a root to
+    each segment without children, in order; ``ends`` names the segment each sequence ends in where they are others: one
+    may be the beginning of another, and several may end in one segment. With ``left`` a token sees no more than that
+    many tokens before it on its path, as in ``window(left)``.
     """
     above, tokens = _integers(parents, "parents"), _integers(lengths, "lengths")
     if len(above) != len(tokens):
@@ -198,15 +201,16 @@ def tree(
 def tree_order(parents: Sequence[int]) -> list[int]:
     """Segments in depth-first order, as :func:`flexcp.tree` takes them; children of one parent stay in their order.
 
-    ``order[j]`` is the segment that comes j-th. With ``place = {segment: j for j, segment in enumerate(order)}`` the tree is
-    ``tree([place.get(parents[i], -1) for i in order], [lengths[i] for i in order])``.
+    ``order[j]`` is the segment that comes j-th. With ``place = {segment: j for j, segment in enumerate(order)}`` the
+    tree is ``tree([place.get(parents[i], -1) for i in order], [lengths[i] for i in order])``.
     """
     above = _integers(parents, "parents")
     children: dict[int, list[int]] = {}
     for segment, parent in enumerate(above):
         if not ROOT <= parent < len(above):
             raise ValueError(
-                f"segment {segment} has the parent {parent}; parents are segments 0 to {len(above) - 1}, or -1 for a root"
+                f"segment {segment} has the parent {parent}; parents are segments 0 to {len(above) - 1}, "
+                "or -1 for a root"
             )
         children.setdefault(parent, []).append(segment)
     order: list[int] = []
@@ -279,8 +283,9 @@ def _in_reach(found: Tree, left: int) -> Iterator[tuple[int, int]]:
             count += 1
         if count > MAX_WINDOW_SLICES:
             raise NotImplementedError(
-                f"a window of {left} tokens over a tree of {len(lengths)} segments takes more than {MAX_WINDOW_SLICES} slices, one for "
-                "each segment and ancestor in reach; plan such layers with fewer branches at a time, or leave left= out"
+                f"a window of {left} tokens over a tree of {len(lengths)} segments takes more than {MAX_WINDOW_SLICES} "
+                "slices, one for each segment and ancestor in reach; plan such layers with fewer branches at a time, "
+                "or leave left= out"
             )
 
 
@@ -296,7 +301,8 @@ def _check_depth_first(parents: list[int]) -> None:
     for segment, parent in enumerate(parents):
         if parent < ROOT or parent >= len(parents):
             raise ValueError(
-                f"segment {segment} has the parent {parent}; parents are segments 0 to {len(parents) - 1}, or -1 for a root"
+                f"segment {segment} has the parent {parent}; parents are segments 0 to {len(parents) - 1}, "
+                "or -1 for a root"
             )
         while path and path[-1] != parent:
             path.pop()
@@ -307,8 +313,8 @@ def _check_depth_first(parents: list[int]) -> None:
                 else f"whose subtree ended before segment {segment - 1} began"
             )
             raise ValueError(
-                f"segment {segment} has the parent {parent}, {why}: segments stand in depth-first order, each subtree in one piece; "
-                "flexcp.tree_order(parents) gives that order"
+                f"segment {segment} has the parent {parent}, {why}: segments stand in depth-first order, each subtree "
+                "in one piece; flexcp.tree_order(parents) gives that order"
             )
         path.append(segment)
 

@@ -1,7 +1,7 @@
 """Trees of token ids: sequences that begin alike, as one document that holds what they share once.
 
-Sequences are sorted, so that those with a common beginning are neighbours, and the trie is made of how much neighbours share. Segments
-come in the order of the sequences that reach them first.
+Sequences are sorted, so that those with a common beginning are neighbours, and the trie is made of how much neighbours
+share. Segments come in the order of the sequences that reach them first.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from flexcp.masks.tree import ROOT, Tree, tree, tree_of_mask
 class TokenTree:
     """Sequences as one document: ``mask`` for the planner, ``tokens`` in the place of the sequences laid end to end.
 
-    Sequence s of the tree is the s-th one given: ``paths[s][p]`` is the tree token at its position p, so ``tokens[paths[s]]`` is the
-    sequence itself. ``saved`` is how many tokens the tree does without.
+    Sequence s of the tree is the s-th one given: ``paths[s][p]`` is the tree token at its position p, so
+    ``tokens[paths[s]]`` is the sequence itself. ``saved`` is how many tokens the tree does without.
     """
 
     mask: Mask
@@ -51,8 +51,9 @@ class TokenTree:
 def tree_of(sequences: Sequence[Any], least_shared: int = 1, left: int | None = None) -> TokenTree:
     """The tree of sequences of token ids (lists, arrays or tensors), which holds their common beginnings once.
 
-    Where fewer than ``least_shared`` tokens would be shared between two branching points they are repeated instead: every branch is
-    work for planners and kernels. Equal sequences are one path, and still count as several. ``left`` is that of :func:`flexcp.tree`.
+    Where fewer than ``least_shared`` tokens would be shared between two branching points they are repeated instead:
+    every branch is work for planners and kernels. Equal sequences are one path, and still count as several. ``left`` is
+    that of :func:`flexcp.tree`.
     """
     least = token_count(least_shared)
     if least < 1:
@@ -73,7 +74,9 @@ def tree_of(sequences: Sequence[Any], least_shared: int = 1, left: int | None = 
 
 @dataclass
 class _Node:
-    """A place where sequences branch or end: its depth, the sequences that end there, one that passes, and the first of all below."""
+    """A place where sequences branch or end: its depth, the sequences that end there, one that passes,
+    and the first of all below.
+    """
 
     depth: int
     passing: int
@@ -102,8 +105,8 @@ def _ids(sequence: Any, number: int) -> Ints:
         raise ValueError(f"sequence {number} is no list of token ids ({error})") from None
     if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
         raise ValueError(
-            f"sequence {number} is no list of token ids: it is {found.dtype} of shape {list(found.shape)}, and ids are whole numbers in "
-            "one dimension"
+            f"sequence {number} is no list of token ids: it is {found.dtype} of shape {list(found.shape)}, and ids are "
+            "whole numbers in one dimension"
         )
     if not found.size:
         raise ValueError(f"sequence {number} has no tokens; leave it out")

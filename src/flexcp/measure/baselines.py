@@ -1,9 +1,9 @@
 """Code that is not ours, for comparison: attention of the same documents by what else is installed.
 
-``torch.context_parallel`` is PyTorch's own, on ``scaled_dot_product_attention``. It knows neither documents nor masks besides causal and
-full, wants lengths that 2 x ranks divide, and has no CPU path (its dispatcher has no sharding rule for the CPU kernel; torch 2.13, seen in
-November 2026). So it runs on GPUs only, documents one after the other, each padded. Other packages are named when they are installed; they
-have no adapter yet.
+``torch.context_parallel`` is PyTorch's own, on ``scaled_dot_product_attention``. It knows neither documents nor masks
+besides causal and full, wants lengths that 2 x ranks divide, and has no CPU path (its dispatcher has no sharding rule
+for the CPU kernel; torch 2.13, seen in November 2026). So it runs on GPUs only, documents one after the other, each
+padded. Other packages are named when they are installed; they have no adapter yet.
 """
 
 from __future__ import annotations

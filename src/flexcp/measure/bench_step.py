@@ -1,8 +1,10 @@
-"""Bench step: every strategy on the ranks at hand, planning included, beside code that is not ours and beside what was predicted.
+"""Bench step: every strategy on the ranks at hand, planning included,
+beside code that is not ours and beside what was predicted.
 
-All ranks plan each strategy (as they would in training), bind the plan, run attention forward and backward once to warm up and then a few
-times, starting together; a time is the slowest rank's in the fastest repeat, and planning is the slowest rank's too. The prediction is the
-event simulator's with the cost model given. Runs on gloo CPU ranks and on NCCL ranks, with the kernel the step chooses.
+All ranks plan each strategy (as they would in training), bind the plan, run attention forward and backward once to warm
+up and then a few times, starting together; a time is the slowest rank's in the fastest repeat, and planning is the
+slowest rank's too. The prediction is the event simulator's with the cost model given. Runs on gloo CPU ranks and on
+NCCL ranks, with the kernel the step chooses.
 """
 
 from __future__ import annotations
@@ -122,7 +124,8 @@ def _attention(step: Step, device: str) -> Callable[[], tuple[Tensor, Callable[[
     shape, dtype = step.plan.shape, getattr(torch, step.plan.shape.dtype)
     sizes = [(shape.heads, shape.head_dim), (shape.kv_heads, shape.head_dim), (shape.kv_heads, shape.v_head_dim)]
     sizes.append((shape.heads, shape.v_head_dim))
-    # Only this rank's tokens: the whole stream of a large cluster does not fit into a host's memory once for every rank.
+    # Only this rank's tokens: the whole stream of a large cluster does not fit into a host's memory once for every
+    # rank.
     q, k, v, grad = (torch.randn(step.local_tokens, *size, device=device).to(dtype) for size in sizes)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     _ = step.indices  # random rows are those of any plan, so the step need not warn that nobody asked which they are
@@ -138,7 +141,9 @@ def _attention(step: Step, device: str) -> Callable[[], tuple[Tensor, Callable[[
 def timed(
     group: dist.ProcessGroup, run: Callable[[], tuple[Any, Callable[[], Any]]], repeats: int, device: str
 ) -> tuple[float, float]:
-    """Milliseconds of forward, and of forward and backward: the slowest rank in the fastest repeat after one to warm up."""
+    """Milliseconds of forward, and of forward and backward:
+    the slowest rank in the fastest repeat after one to warm up.
+    """
     samples = []
     for _ in range(repeats + 1):
         dist.barrier(group)

@@ -1,7 +1,8 @@
 """Doctor: what this machine has, what flexcp would use of it and why, and whether that works.
 
-:func:`examine` looks, :func:`try_out` does: it plans a batch, executes the plan symbolically, runs it on two real processes against dense
-attention, and on a GPU runs the chosen kernel against plain torch. A finding that stands in the way has a fix; nothing is changed here.
+:func:`examine` looks, :func:`try_out` does: it plans a batch, executes the plan symbolically, runs it on two real
+processes against dense attention, and on a GPU runs the chosen kernel against plain torch. A finding that stands in the
+way has a fix; nothing is changed here.
 """
 
 from __future__ import annotations
@@ -163,8 +164,8 @@ def _cache() -> Finding:
     writable = next((f for f in folders if _can_write(f)), None)
     if writable is None:
         fix = (
-            "set NUMBA_CACHE_DIR to a folder of your own (it holds code) that can be written, or the first plan of every process takes "
-            "half a minute"
+            "set NUMBA_CACHE_DIR to a folder of your own (it holds code) that can be written, or the first plan of "
+            "every process takes half a minute"
         )
         return Finding("compiled loops", f"none of {', '.join(map(str, folders))} can be written", fix=fix)
     hint = "flexcp warmup compiles the planners' loops now instead of during the first plan"

@@ -1,8 +1,9 @@
 """Fork server: processes forked from a server that has imported torch, which Ctrl-C leaves to their parent.
 
-A terminal sends Ctrl-C to every process of a command. Only the parent is to hear it: it ends its children, and says one line. So the server
-is started with that signal blocked, which its children inherit. The first start waits for the server's imports, seconds in which Ctrl-C
-must count; those after it take milliseconds, during which it is held back, so that no child is started that nobody knows of.
+A terminal sends Ctrl-C to every process of a command. Only the parent is to hear it: it ends its children, and says one
+line. So the server is started with that signal blocked, which its children inherit. The first start waits for the
+server's imports, seconds in which Ctrl-C must count; those after it take milliseconds, during which it is held back, so
+that no child is started that nobody knows of.
 """
 
 from __future__ import annotations
@@ -40,12 +41,15 @@ def server(preload: list[str]) -> ForkServerContext:
 
 @contextmanager
 def without_interrupt() -> Iterator[None]:
-    """Inside, Ctrl-C waits; it counts when this ends. Only the main thread ever hears of it, so in others nothing is to be done."""
+    """Inside, Ctrl-C waits; it counts when this ends. Only the main thread ever hears of it,
+    so in others nothing is to be done.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     heard: list[int] = []
-    # A blocked signal would not do: any other thread of the process would take it, and the main thread raise all the same.
+    # A blocked signal would not do: any other thread of the process would take it, and the main thread raise all the
+    # same.
     before = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
     try:
         yield

@@ -1,7 +1,8 @@
 """Local store: the store of ranks that are all on this machine, which nobody else can reach.
 
-torch's own listens on every interface whatever address it is given, and believes whoever connects. So it is handed a socket that is bound
-to loopback. Gloo's and NCCL's sockets listen on one interface; :func:`stay_local` makes it loopback too.
+torch's own listens on every interface whatever address it is given, and believes whoever connects. So it is handed a
+socket that is bound to loopback. Gloo's and NCCL's sockets listen on one interface; :func:`stay_local` makes it
+loopback too.
 """
 
 from __future__ import annotations

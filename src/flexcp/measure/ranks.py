@@ -1,11 +1,12 @@
 """Ranks: a pool of local processes that stand for GPUs, on gloo.
 
-Starting torch takes seconds, so processes are forked from a server that has imported it once, and live as long as the pool. A pool of 8
-serves any smaller number: ``pool.run(function, ranks=3)`` runs on the first three, in a process group of just those.
+Starting torch takes seconds, so processes are forked from a server that has imported it once, and live as long as the
+pool. A pool of 8 serves any smaller number: ``pool.run(function, ranks=3)`` runs on the first three, in a process group
+of just those.
 
 A function is called as ``function(group, *arguments)``; it must be importable by name, and its arguments and result
-picklable. An exception on any rank is raised here, with the rank and its traceback. A rank that dies is an error, never a
-hang.
+picklable. An exception on any rank is raised here, with the rank and its traceback. A rank that dies is an error, never
+a hang.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ class RankPool:
     ) -> list[Any]:
         """Call ``function(group, *arguments)`` on the first ``ranks`` ranks; their results in rank order.
 
-        A function that is a generator reports progress: what rank 0 yields is handed to ``on_item`` as it comes, and the
-        generator's return value is its result.
+        A function that is a generator reports progress: what rank 0 yields is handed to ``on_item`` as it comes, and
+        the generator's return value is its result.
         """
         count = self.size if ranks is None else ranks
         if not 1 <= count <= self.size:
@@ -141,7 +142,9 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
 
 
 def answer_calls(rank: int, size: int, pipe: Connection) -> None:
-    """Run what comes through the pipe, (function, arguments, how many ranks take part), and send what it gives, until the pipe closes."""
+    """Run what comes through the pipe, (function, arguments, how many ranks take part), and send what it gives,
+    until the pipe closes.
+    """
     import torch.distributed as dist
 
     groups = {size: dist.group.WORLD}

@@ -1,9 +1,9 @@
 """Replay of dumps: the plans of a dump once more, on this machine. Which of them is bad?
 
-Every plan is read, executed symbolically, and, where it fits here, run on real processes forward and backward under each of its masks
-against dense float64 attention. Inputs are random: a dump holds plans, not data. A plan that fails its symbolic check is not run: it
-could hang. Dumps of several ranks are one story: a plan that many of them hold is replayed once, and steps in which they hold
-different plans are named.
+Every plan is read, executed symbolically, and, where it fits here, run on real processes forward and backward under
+each of its masks against dense float64 attention. Inputs are random: a dump holds plans, not data. A plan that fails
+its symbolic check is not run: it could hang. Dumps of several ranks are one story: a plan that many of them hold is
+replayed once, and steps in which they hold different plans are named.
 """
 
 from __future__ import annotations
@@ -126,6 +126,8 @@ def _disagreements(dumps: list[Dump]) -> list[str]:
 
 
 def _one_group(dumps: list[Dump], number: int, ranks: int) -> bool:
-    """Whether the ranks that dumped a step fit into one group. With several groups different plans are as they should be."""
+    """Whether the ranks that dumped a step fit into one group.
+    With several groups different plans are as they should be.
+    """
     sizes = [step.plan.ranks for dump in dumps for step in dump.steps if step.number == number]
     return ranks <= min(sizes)

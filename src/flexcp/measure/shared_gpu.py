@@ -1,7 +1,8 @@
-"""Shared GPU: NCCL settings with which several ranks may use one GPU, to try things out where there are fewer GPUs than ranks.
+"""Shared GPU: NCCL settings with which several ranks may use one GPU,
+to try things out where there are fewer GPUs than ranks.
 
-NCCL refuses two ranks of a host on one GPU, so each gets a host id of its own; messages then go through sockets of the loopback device, at
-a fraction of a GB/s. Results, streams and hangs are real, times are not.
+NCCL refuses two ranks of a host on one GPU, so each gets a host id of its own; messages then go through sockets of the
+loopback device, at a fraction of a GB/s. Results, streams and hangs are real, times are not.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Tile times: how long the Hopper kernel takes for a work list, from what its programs walk, counted.
 
-A launch lasts as long as its busiest program, which pays for each block without a mask, each block with one, each tile, and (forward) each
-tile whose rows have results to be read. Counts come from the work list alone (:mod:`flexcp.executor.kernels.hopper.tiles`), prices are
-fitted to measured calls: linear in the counts of the busiest program, which depends on the prices, so the fit is repeated until it settles.
-Relative errors are what counts. A finished plan's slots can then be timed on any machine (:func:`slot_times`), in the place of replay.
+A launch lasts as long as its busiest program, which pays for each block without a mask, each block with one, each tile,
+and (forward) each tile whose rows have results to be read. Counts come from the work list alone
+(:mod:`flexcp.executor.kernels.hopper.tiles`), prices are fitted to measured calls: linear in the counts of the busiest
+program, which depends on the prices, so the fit is repeated until it settles. Relative errors are what counts. A
+finished plan's slots can then be timed on any machine (:func:`slot_times`), in the place of replay.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ def refuse_other_heads(shape: Shape, times: TileTimes) -> None:
     """Prices are of one pair of head sizes."""
     if (shape.head_dim, shape.v_head_dim) != (times.head_dim, times.v_head_dim):
         raise ValueError(
-            f"this calibration is of heads of {times.head_dim} and {times.v_head_dim}; got {shape.head_dim} and {shape.v_head_dim}: "
-            f"calibrate with --head-dim {shape.head_dim}"
+            f"this calibration is of heads of {times.head_dim} and {times.v_head_dim}; got {shape.head_dim} and "
+            f"{shape.v_head_dim}: calibrate with --head-dim {shape.head_dim}"
         )
 
 

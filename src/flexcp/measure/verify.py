@@ -1,8 +1,9 @@
 """Verify: run a plan on real ranks, forward and backward, against dense float64 attention on one.
 
-Every rank makes the same random stream from the seed, runs its share under the plan, and gathers results in stream order. Rank 0 compares
-them with attention computed pair by pair in float64, by the rule every kernel is held to: for float64 an error of at most 1e-10, for lower
-precisions at most twice the reference kernel's own error in that dtype plus one rounding. Bytes are counted where they leave.
+Every rank makes the same random stream from the seed, runs its share under the plan, and gathers results in stream
+order. Rank 0 compares them with attention computed pair by pair in float64, by the rule every kernel is held to: for
+float64 an error of at most 1e-10, for lower precisions at most twice the reference kernel's own error in that dtype
+plus one rounding. Bytes are counted where they leave.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Warm-up: small plans that between them need every compiled loop with every kind of argument, so that later ones find all of them kept.
+"""Warm-up: small plans that between them need every compiled loop with every kind of argument, so that later ones find
+all of them kept.
 
-What a loop is compiled for depends on how it is reached: one node or several, a free layout, a fixed one or scattered tokens, equal tokens,
-tolerances, several masks, groups; rounds and events in addition to a plan. The test beside it plans at large and finds nothing left to
-compile.
+What a loop is compiled for depends on how it is reached: one node or several, a free layout, a fixed one or scattered
+tokens, equal tokens, tolerances, several masks, groups; rounds and events in addition to a plan. The test beside it
+plans at large and finds nothing left to compile.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """A Hugging Face ``config.json`` as far as planning and simulation need it: heads, widths, layers, experts, windows.
 
-The file is read as plain JSON, so nothing of Transformers or torch is loaded and no code of a model runs. What a ``model_type`` makes of
-its fields is :mod:`flexcp.models.families`'s to say; a type that is not there is refused, and so is a file that leaves a number to a
-default of its family, or gives one that it does not read. Models with images around them are read by their ``text_config``
-(:mod:`flexcp.models.text_parts`).
+The file is read as plain JSON, so nothing of Transformers or torch is loaded and no code of a model runs. What a
+``model_type`` makes of its fields is :mod:`flexcp.models.families`'s to say; a type that is not there is refused, and
+so is a file that leaves a number to a default of its family, or gives one that it does not read. Models with images
+around them are read by their ``text_config`` (:mod:`flexcp.models.text_parts`).
 
-Feed-forwards are :mod:`flexcp.models.feed_forwards`, windows :mod:`flexcp.models.layer_windows`. Attention that is neither causal nor a
-causal window is refused.
+Feed-forwards are :mod:`flexcp.models.feed_forwards`, windows :mod:`flexcp.models.layer_windows`. Attention that is
+neither causal nor a causal window is refused.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def _family(fields: Fields) -> Family:
         raise NotImplementedError(f"{file} is a model of the type {kind!r}, which is not read: {REFUSED[kind]}")
     if kind not in FAMILIES:
         raise NotImplementedError(
-            f"{file} is a model of the type {kind!r}, whose layers are not known here; name the model_type of one with the same layers, "
-            f"as in llama, qwen3 or mixtral, or {NUMBERS}"
+            f"{file} is a model of the type {kind!r}, whose layers are not known here; name the model_type of one with "
+            f"the same layers, as in llama, qwen3 or mixtral, or {NUMBERS}"
         )
     for name, usual in (
         ("is_causal", True),
@@ -141,7 +141,8 @@ def _head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> int:
         raise fields.asked("head_dim", f"{even} if it follows from the heads")
     if given is None and hidden % heads:
         raise ValueError(
-            f"{fields.file}: {heads} heads do not divide a hidden size of {hidden}, and there is no head_dim; write it into the file"
+            f"{fields.file}: {heads} heads do not divide a hidden size of {hidden}, and there is no head_dim; write it "
+            "into the file"
         )
     return given or even
 

@@ -1,7 +1,7 @@
 """Fields of one ``config.json``: whole numbers, switches, and errors that name the file, the field and the way out.
 
-A quantity has several names in Transformers, and each family reads its own: :meth:`Fields.read` takes those, and refuses a file that gives
-the quantity under a name that the family passes over with another value.
+A quantity has several names in Transformers, and each family reads its own: :meth:`Fields.read` takes those, and
+refuses a file that gives the quantity under a name that the family passes over with another value.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Fields:
         if given is not None and given != value:
             has = f"take {'none' if value is None else value}"
             raise ValueError(
-                f"{self.file} has {name} {given}, which models of the type {self.family[:40]!r} do not read: they {has}; take it out of "
-                f"the file, write {instead}, or name the model_type that reads it"
+                f"{self.file} has {name} {given}, which models of the type {self.family[:40]!r} do not read: they "
+                f"{has}; take it out of the file, write {instead}, or name the model_type that reads it"
             )
 
     def need(self, names: Sequence[str]) -> int:
@@ -70,13 +70,15 @@ class Fields:
                 if self.config.get(name) == 0:
                     raise ValueError(f"{self.file}: {name} must be a whole number of at least 1; got 0")
             raise ValueError(
-                f"{self.file} has no {' or '.join(names)}; write the whole file with config.save_pretrained(folder), or {NUMBERS}"
+                f"{self.file} has no {' or '.join(names)}; write the whole file with config.save_pretrained(folder), "
+                f"or {NUMBERS}"
             )
         return found
 
     def asked(self, name: str, value: str) -> ValueError:
         """A field that the family has a default for, with what to write."""
         return ValueError(
-            f"{self.file} has no {name}, and models of the type {self.family[:40]!r} have a default of their own: write it into the file, "
+            f"{self.file} has no {name}, and models of the type {self.family[:40]!r} have a default of their own: "
+            "write it into the file, "
             f'"{name}": {value}, or save the file with config.save_pretrained(folder)'
         )

@@ -1,9 +1,10 @@
 """Families: what models of a ``model_type`` make of a ``config.json``, by Transformers' own models.
 
-A family says how its layers are built where that is no field (two or three matrices of a feed-forward), which names it gives its fields,
-what it makes of a field that a file leaves out, and which fields it does not read whatever a file says. Only families are here whose models
-were compared with what is read of their files (tests/models/test_families.py); every other ``model_type`` is refused, so that a new one is
-never taken for a Llama. A field with a default of the family's own is asked for instead of being copied here.
+A family says how its layers are built where that is no field (two or three matrices of a feed-forward), which names it
+gives its fields, what it makes of a field that a file leaves out, and which fields it does not read whatever a file
+says. Only families are here whose models were compared with what is read of their files
+(tests/models/test_families.py); every other ``model_type`` is refused, so that a new one is never taken for a Llama. A
+field with a default of the family's own is asked for instead of being copied here.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Experts:
-    """Names of a family's fields for experts; ``dense_first`` is how many first layers have none where the file does not say."""
+    """Names of a family's fields for experts; ``dense_first`` is how many first layers have none
+    where the file does not say.
+    """
 
     count: tuple[str, ...] = ("num_experts",)
     width: tuple[str, ...] = ("moe_intermediate_size",)
@@ -34,10 +37,11 @@ class Experts:
 class Family:
     """One ``model_type``.
 
-    ``kv_heads``: where the file has none, those of the queries (``heads``) or a default of the family's (``asked``); ``never`` read: those
-    of the queries; ``multi_query`` and ``falcon`` follow switches of those names. ``head_dim`` likewise, with ``even`` for hidden / heads.
-    ``windows``: of no layer (``never``), of all, of all but one in ``every`` (``pattern``), of layers from ``max_window_layers`` on
-    (``from``), or of those that ``layer_types`` names and no others (``listed``).
+    ``kv_heads``: where the file has none, those of the queries (``heads``) or a default of the family's (``asked``);
+    ``never`` read: those of the queries; ``multi_query`` and ``falcon`` follow switches of those names. ``head_dim``
+    likewise, with ``even`` for hidden / heads. ``windows``: of no layer (``never``), of all, of all but one in
+    ``every`` (``pattern``), of layers from ``max_window_layers`` on (``from``), or of those that ``layer_types`` names
+    and no others (``listed``).
     """
 
     kv_heads: Literal["heads", "asked", "never", "multi_query", "falcon"] = "heads"
@@ -78,12 +82,19 @@ SPARSE = Experts(sparse_step=True)
 QWEN3 = Experts(("num_experts", "num_local_experts"), sparse_step=True)
 
 UNNAMED = Family(
-    windows="all", layer_types=True, sizes="any",
+    windows="all",
+    layer_types=True,
+    sizes="any",
     experts=Experts(
-        ("num_experts", "num_local_experts", "n_routed_experts"), ("moe_intermediate_size", "intermediate_size"),
-        ("num_experts_per_tok", "experts_per_token"), "n_shared_experts", "shared_expert_intermediate_size", 0, sparse_step=True,
+        ("num_experts", "num_local_experts", "n_routed_experts"),
+        ("moe_intermediate_size", "intermediate_size"),
+        ("num_experts_per_tok", "experts_per_token"),
+        "n_shared_experts",
+        "shared_expert_intermediate_size",
+        0,
+        sparse_step=True,
     ),
-)  # fmt: skip
+)
 """A file without a ``model_type``: the names that families share, dense where it has no experts."""
 
 FAMILIES: dict[str, Family] = {
@@ -95,7 +106,11 @@ FAMILIES: dict[str, Family] = {
     "cohere": replace(LLAMA, tied=True),
     "cohere2": replace(PATTERN, kv_heads="heads", tied=True, every_field=True),
     "cohere2_moe": Family(
-        head_dim="asked", tied=True, windows="listed", window_asked=True, layer_types=True,
+        head_dim="asked",
+        tied=True,
+        windows="listed",
+        window_asked=True,
+        layer_types=True,
         experts=Experts(width=("intermediate_size",), shared_count="num_shared_experts", dense_first=0, kinds=True),
     ),
     "cwm": replace(PATTERN, head_dim="asked", full_first=True),
@@ -109,7 +124,10 @@ FAMILIES: dict[str, Family] = {
     "ernie4_5": Family("asked", "asked", tied=True),
     "exaone4": replace(PATTERN, every_field=True),
     "exaone_moe": replace(
-        ASKED, windows="listed", window_asked=True, layer_types=True,
+        ASKED,
+        windows="listed",
+        window_asked=True,
+        layer_types=True,
         experts=Experts(shared_count="num_shared_experts", dense_first=1, kinds=True),
     ),
     "falcon": Family("falcon", "never", gated=False, tied=True, width="ffn_hidden_size", fourfold=True),
@@ -140,7 +158,11 @@ FAMILIES: dict[str, Family] = {
     "jais2": Family("heads", "asked", gated=False),
     "llama": LLAMA,
     "mellum": Family(
-        "asked", "asked", windows="listed", window_asked=True, layer_types=True,
+        "asked",
+        "asked",
+        windows="listed",
+        window_asked=True,
+        layer_types=True,
         experts=Experts(("num_experts", "num_local_experts"), kinds=True),
     ),
     "minimax_m2": Family("asked", "asked", experts=LOCAL),
@@ -175,7 +197,7 @@ FAMILIES: dict[str, Family] = {
     "stablelm": replace(ASKED, head_dim="never"),
     "starcoder2": replace(ASKED, gated=False, tied=True, windows="all"),
     "vaultgemma": replace(GEMMA, windows="pattern", every=2, window_asked=True, layer_types=True),
-}  # fmt: skip
+}
 
 _ALIBI = "its attention has a bias by distance (ALiBi), which flexcp does not run"
 _STATE = "not all of its layers are softmax attention"
@@ -189,9 +211,14 @@ REFUSED = {
     "mllama": "some of its layers attend to images alone",
     "paligemma": "its prompts are seen from both sides",
     "recurrent_gemma": _STATE,
-    **dict.fromkeys(("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe"), _STATE),
-    **dict.fromkeys(("mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_next", "rwkv", "xlstm", "zamba", "zamba2"), _STATE),
+    **dict.fromkeys(
+        ("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe"), _STATE
+    ),
+    **dict.fromkeys(
+        ("mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_next", "rwkv", "xlstm", "zamba", "zamba2"),
+        _STATE,
+    ),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"), _STATE),
     **dict.fromkeys(("bert", "roberta", "electra", "modernbert"), "it is an encoder"),
-}  # fmt: skip
+}
 """Why a family is not read, where a reason can be given."""

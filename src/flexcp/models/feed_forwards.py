@@ -1,7 +1,7 @@
 """The feed-forwards of a ``config.json``: their width, and experts where a family has them.
 
-A layer is priced as one kind: in models with experts as a layer of experts, the shared ones counted among the active. A plain feed-forward
-(two matrices) is written as a gated one of the same FLOPs.
+A layer is priced as one kind: in models with experts as a layer of experts, the shared ones counted among the active. A
+plain feed-forward (two matrices) is written as a gated one of the same FLOPs.
 """
 
 from __future__ import annotations
@@ -52,13 +52,15 @@ def _experts(fields: Fields, experts: Experts, count: int, layers: int) -> FeedF
     fields.agree(experts.per_token[0], per_token, "that number")
     if per_token > count:
         raise ValueError(
-            f"{fields.file} has {experts.per_token[0]} {per_token} of {count} experts; a token uses no more than there are"
+            f"{fields.file} has {experts.per_token[0]} {per_token} of {count} experts; "
+            "a token uses no more than there are"
         )
     shared = _shared(fields, experts, width)
     dense = _layers_without(fields, experts, layers)
     if DENSE_PART * dense > layers:
         raise NotImplementedError(
-            f"{fields.file} has {dense} of {layers} layers without experts, and layers are priced as one kind; {NUMBERS}"
+            f"{fields.file} has {dense} of {layers} layers without experts, "
+            f"and layers are priced as one kind; {NUMBERS}"
         )
     return FeedForwards(width, per_token + shared, count + shared)
 
@@ -73,8 +75,8 @@ def _shared(fields: Fields, experts: Experts, width: int) -> int:
     total = 0 if experts.shared_width is None else fields.count(experts.shared_width) or 0
     if total % width:
         raise NotImplementedError(
-            f"{fields.file} has {experts.shared_width} {total}, which is no multiple of the {width} of an expert, and feed-forwards are "
-            f"priced as one width; {NUMBERS}"
+            f"{fields.file} has {experts.shared_width} {total}, which is no multiple of the {width} of an expert, and "
+            f"feed-forwards are priced as one width; {NUMBERS}"
         )
     return total // width
 

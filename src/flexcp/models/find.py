@@ -1,11 +1,11 @@
 """Models by name: shapes and sizes of transformers people train, as far as planning and simulation need them.
 
-A model is named by a preset, or by the path of a Hugging Face ``config.json`` (or of its folder); :func:`make_model` makes one of numbers
-alone. Nothing is downloaded: a hub's name is refused.
+A model is named by a preset, or by the path of a Hugging Face ``config.json`` (or of its folder); :func:`make_model`
+makes one of numbers alone. Nothing is downloaded: a hub's name is refused.
 
-Sizes are from the models' published configurations (Llama 3, Qwen3, Qwen2.5-VL). ``gpt-8b`` is our reading of DCP's end-to-end model:
-Llama's width, layers and heads with a plain feed-forward of four times the width (two matrices, written here as a gated one of the same
-FLOPs).
+Sizes are from the models' published configurations (Llama 3, Qwen3, Qwen2.5-VL). ``gpt-8b`` is our reading of DCP's
+end-to-end model: Llama's width, layers and heads with a plain feed-forward of four times the width (two matrices,
+written here as a gated one of the same FLOPs).
 """
 
 from __future__ import annotations
@@ -24,8 +24,16 @@ NEAR = 0.8
 
 
 def _preset(
-    name: str, hidden: int, layers: int, feed_forward: int, heads: int, kv_heads: int, vocabulary: int, active: int = 1, experts: int = 1
-) -> Preset:  # fmt: skip
+    name: str,
+    hidden: int,
+    layers: int,
+    feed_forward: int,
+    heads: int,
+    kv_heads: int,
+    vocabulary: int,
+    active: int = 1,
+    experts: int = 1,
+) -> Preset:
     return Preset(
         Model(name, hidden, layers, feed_forward, active), Shape(heads, kv_heads, 128, 128), vocabulary, experts
     )

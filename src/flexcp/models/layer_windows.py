@@ -1,4 +1,6 @@
-"""Which layers of a ``config.json`` see a window: by its ``layer_types``, or by what its family makes of a file without them."""
+"""Which layers of a ``config.json`` see a window: by its ``layer_types``,
+or by what its family makes of a file without them.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,14 @@ def layer_windows(fields: Fields, family: Family, layers: int) -> tuple[tuple[in
     _check_kinds(fields, kinds, layers)
     if not family.layer_types and kinds != (read := _unwritten(fields, family, layers, keys)):
         raise ValueError(
-            f"{fields.file} has layer_types, which models of the type {fields.family!r} do not read: their layers are all {read[0]}; take "
-            "it out of the file, or name a model_type that reads it"
+            f"{fields.file} has layer_types, which models of the type {fields.family!r} do not read: their layers are "
+            f"all {read[0]}; take it out of the file, or name a model_type that reads it"
         )
     windows = kinds.count("sliding_attention")
     if windows and family.window_switch and not fields.switch("use_sliding_window", False):
         raise ValueError(
-            f"{fields.file} has {windows} window layers in layer_types, but use_sliding_window is not true; make both say the same"
+            f"{fields.file} has {windows} window layers in layer_types, but use_sliding_window is not true; make both "
+            "say the same"
         )
     if windows and keys is None:
         raise ValueError(f"{fields.file} has {windows} window layers but no sliding_window, the keys that they see")
@@ -43,12 +46,14 @@ def _check_window(fields: Fields, family: Family, keys: int | None) -> None:
     if missing and (family.window_asked or (family.window_switch and on)):
         none = "the keys that window layers see" if family.windows == "pattern" else "null if there is none"
         raise ValueError(
-            f"{fields.file} has no sliding_window, and models of the type {fields.family!r} have a window by default: write it into the "
+            f"{fields.file} has no sliding_window, and models of the type {fields.family!r} have a window by default: "
+            "write it into the "
             f'file, "sliding_window": {none}, or save the file with config.save_pretrained(folder)'
         )
     if keys is None and not missing and family.windows == "pattern" and fields.config.get("layer_types") is None:
         raise ValueError(
-            f"{fields.file} has sliding_window null, but models of the type {fields.family!r} have window layers unless layer_types says "
+            f"{fields.file} has sliding_window null, but models of the type {fields.family!r} have window layers "
+            "unless layer_types says "
             'otherwise: write "layer_types" with "full_attention" for each layer, or the keys that window layers see'
         )
 
@@ -59,7 +64,8 @@ def _check_kinds(fields: Fields, kinds: object, layers: int) -> None:
     unknown = sorted({str(kind)[:40] for kind in kinds if kind not in KINDS})
     if unknown:
         raise NotImplementedError(
-            f"{fields.file} has layers of kind {', '.join(unknown)[:200]}; attention is known of {' and '.join(KINDS)} only"
+            f"{fields.file} has layers of kind {', '.join(unknown)[:200]}; attention is known of {' and '.join(KINDS)} "
+            "only"
         )
 
 
@@ -87,6 +93,6 @@ def _unwritten(fields: Fields, family: Family, layers: int, keys: int | None) ->
 
 def _unsaid(fields: Fields, keys: int, name: str) -> ValueError:
     return ValueError(
-        f"{fields.file} has sliding_window {keys} but no {name}, of which models of the type {fields.family!r} have a default: write it, "
-        "or layer_types, into the file, or save the file with config.save_pretrained(folder)"
+        f"{fields.file} has sliding_window {keys} but no {name}, of which models of the type {fields.family!r} have a "
+        "default: write it, or layer_types, into the file, or save the file with config.save_pretrained(folder)"
     )

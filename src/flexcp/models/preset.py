@@ -13,8 +13,8 @@ from flexcp.shape import Shape
 class Preset:
     """A model with its attention shape; ``experts`` are all of a layer's feed-forwards, of which a token uses some.
 
-    ``windows`` are (keys, layers) of the layers that see no more than so many keys; all other layers are causal. A ``tied`` model has one
-    matrix of its vocabulary for embedding and head.
+    ``windows`` are (keys, layers) of the layers that see no more than so many keys; all other layers are causal. A
+    ``tied`` model has one matrix of its vocabulary for embedding and head.
     """
 
     model: Model

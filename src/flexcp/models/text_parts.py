@@ -1,8 +1,9 @@
 """The text model inside a ``config.json`` of a model with images around it.
 
-Such a file has the text model's fields in ``text_config``. Of which type that is where it does not say, and which of two
-``tie_word_embeddings`` counts, differs between the outer types: those that are here were compared with Transformers' own models, and all
-others are refused. The text model of any of them can be saved and read as a file of its own.
+Such a file has the text model's fields in ``text_config``. Of which type that is where it does not say, and which of
+two ``tie_word_embeddings`` counts, differs between the outer types: those that are here were compared with
+Transformers' own models, and all others are refused. The text model of any of them can be saved and read as a file of
+its own.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ def text_part(file: Path, values: Mapping[str, Any]) -> Fields:
         return Fields(file, values, outer.text if outer else kind)
     if not isinstance(inner, Mapping):
         raise ValueError(
-            f"{file} has no text_config with fields, where models of the type {kind[:40]!r} have their sizes; write the whole file with "
-            "config.save_pretrained(folder)"
+            f"{file} has no text_config with fields, where models of the type {kind[:40]!r} have their sizes; write "
+            "the whole file with config.save_pretrained(folder)"
         )
     if kind and outer is None:
         why = f"which is not read: {REFUSED[kind]}" if kind in REFUSED else "whose text_config is not read here"

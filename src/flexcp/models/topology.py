@@ -1,18 +1,23 @@
-"""Topology: what context parallelism sees of a machine and a model once tensor and pipeline parallelism have taken their part.
+"""Topology: what context parallelism sees of a machine and a model once tensor
+and pipeline parallelism have taken their part.
 
-GPUs are numbered node by node and divided as Megatron-Core and torchtitan divide them: tensor parallelism takes neighbours inside a node,
-pipeline stages are the outermost division, and everything between them is one pool of context-parallel (and data-parallel) ranks.
+GPUs are numbered node by node and divided as Megatron-Core and torchtitan divide them: tensor parallelism takes
+neighbours inside a node, pipeline stages are the outermost division, and everything between them is one pool of
+context-parallel (and data-parallel) ranks.
 
     h100:4x8 under tp=8        node 0  [0 1 2 3 4 5 6 7]   a tensor-parallel group is one rank of the pool:
                                node 1  [8 ...       15]    4 ranks, one a node, each with 1/8 of the heads
                                ...
 
-- *Ranks.* GPU t of every tensor-parallel group is in pool t, and all pools run the same plan on their own heads at the same time. So a rank
-  of the plan stands for one GPU with its own port: bandwidth and latency stay those of one GPU, also where the ports of a preset are shares
-  of a node's network cards. What one GPU is slower by, its whole group and all stages wait for: a rank is as fast as the slowest of them.
-- *Heads.* Query heads are divided evenly. So are KV heads; where there are fewer of them than tensor-parallel ranks each has a copy of one.
+- *Ranks.* GPU t of every tensor-parallel group is in pool t, and all pools run the same plan on their own heads at the
+  same time. So a rank of the plan stands for one GPU with its own port: bandwidth and latency stay those of one GPU,
+  also where the ports of a preset are shares of a node's network cards. What one GPU is slower by, its whole group and
+  all stages wait for: a rank is as fast as the slowest of them.
+- *Heads.* Query heads are divided evenly. So are KV heads; where there are fewer of them than tensor-parallel ranks
+  each has a copy of one.
 - *Other layers.* Projections and feed-forwards are divided by ``tp``, layers by ``pp``. All stages run the same plan.
-- *Experts.* Expert parallelism places feed-forwards on ranks that all do attention, so it changes neither ranks nor heads.
+- *Experts.* Expert parallelism places feed-forwards on ranks that all do attention, so it changes neither ranks nor
+  heads.
 """
 
 from __future__ import annotations
@@ -55,8 +60,9 @@ class Topology:
 def topology(cluster: Cluster, shape: Shape, model: Model | None = None, *, tp: int = 1, pp: int = 1) -> Topology:
     """What context parallelism sees of ``cluster``'s GPUs and a model's heads under tensor and pipeline parallelism.
 
-    ``cluster`` counts GPUs, ``shape`` all heads of the model. ``tp=8`` leaves one context-parallel rank on a node of 8, with an eighth of
-    the heads; KV heads fewer than ``tp`` are replicated, one for each rank. A division that does not come out even is refused.
+    ``cluster`` counts GPUs, ``shape`` all heads of the model. ``tp=8`` leaves one context-parallel rank on a node of 8,
+    with an eighth of the heads; KV heads fewer than ``tp`` are replicated, one for each rank. A division that does not
+    come out even is refused.
 
     >>> from flexcp.clusters import cluster
     >>> found = topology(cluster("h100:4x8"), Shape(32, 8, 128, 128), tp=8)
@@ -75,22 +81,26 @@ def topology(cluster: Cluster, shape: Shape, model: Model | None = None, *, tp: 
     if gpus % tp:
         where = f"{gpus} GPUs that a stage has on a node" if pp > 1 else f"{gpus} GPUs of a node"
         raise ValueError(
-            f"tp={tp} does not divide the {where} of {cluster}; tensor parallelism stays inside a node and divides heads: use one of {fits}"
+            f"tp={tp} does not divide the {where} of {cluster}; tensor parallelism stays inside a node and divides "
+            f"heads: use one of {fits}"
         )
     return Topology(_divided_cluster(cluster, tp, pp, nodes, gpus // tp), _divided_shape(shape, tp, fits), divided)
 
 
 def divided_preset(preset: Preset, *, tp: int = 1, pp: int = 1, ep: int = 1) -> Preset:
-    """A model as one rank has it: its heads, its part of each layer and of the vocabulary, the layers of its stage, its experts.
+    """A model as one rank has it: its heads, its part of each layer and of the vocabulary, the layers of its stage,
+    its experts.
 
-    Of stages that differ it is the slowest: the one with the most layers without a window, and with the vocabulary's projection.
+    Of stages that differ it is the slowest: the one with the most layers without a window, and with the vocabulary's
+    projection.
     """
     _check_degree("ep", ep)
     if preset.experts % ep:
         if preset.experts == 1:
             raise ValueError(f"ep={ep}: {preset.model.name} has no experts; leave ep out")
         raise ValueError(
-            f"ep={ep} does not divide the {preset.experts} experts of {preset.model.name}; use one of {_divisors(preset.experts)}"
+            f"ep={ep} does not divide the {preset.experts} experts of {preset.model.name}; use one of "
+            f"{_divisors(preset.experts)}"
         )
     return Preset(
         _divided_model(preset.model, tp, pp),
@@ -114,7 +124,8 @@ def _stage(cluster: Cluster, pp: int, layers: int) -> tuple[int, int]:
         fits = [n for n in _divisors(cluster.ranks) if _divides_cluster(cluster, n) and layers % n == 0]
         both = " and divide the layers" if layers else ""
         raise ValueError(
-            f"pp={pp} does not divide {cluster} into stages of whole nodes or of equal parts of a node; stages that do{both}: {fits}"
+            f"pp={pp} does not divide {cluster} into stages of whole nodes or of equal parts of a node; stages that "
+            f"do{both}: {fits}"
         )
     return (nodes // pp, each) if nodes % pp == 0 else (1, each // (pp // nodes))
 
@@ -133,8 +144,8 @@ def _divided_shape(shape: Shape, tp: int, fits: list[int] | None = None) -> Shap
     if not _divides_heads(shape, tp):
         fits = fits or [n for n in _divisors(shape.heads) if _divides_heads(shape, n)]
         raise ValueError(
-            f"tp={tp} does not divide {shape.heads} query and {shape.kv_heads} KV heads evenly (KV heads fewer than tp are replicated, "
-            f"where tp is a multiple of them); use one of {fits}"
+            f"tp={tp} does not divide {shape.heads} query and {shape.kv_heads} KV heads evenly (KV heads fewer than tp "
+            f"are replicated, where tp is a multiple of them); use one of {fits}"
         )
     return replace(shape, heads=shape.heads // tp, kv_heads=max(1, shape.kv_heads // tp))
 
@@ -147,7 +158,8 @@ def _divided_model(model: Model, tp: int, pp: int, fits: list[int] | None = None
     """``fits`` are the stages to name where ``pp`` does not divide the layers, all that do unless given."""
     if model.layers % pp:
         raise ValueError(
-            f"pp={pp} does not divide the {model.layers} layers of {model.name}; equal stages need one of {fits or _divisors(model.layers)}"
+            f"pp={pp} does not divide the {model.layers} layers of {model.name}; equal stages need one of "
+            f"{fits or _divisors(model.layers)}"
         )
     return replace(model, layers=model.layers // pp, feed_forward=-(-model.feed_forward // tp))
 

@@ -1,9 +1,9 @@
 """Check: execute a plan symbolically, in both directions, and refuse it when an invariant breaks.
 
-Tokens are cut into *atoms*: the largest runs of one owner that no region, piece or run divides. On atoms everything is exact and
-small. The state of a pass is, for every rank, head range and atom, the stage in which it arrived, and for outputs a sum of random
-64-bit labels, one per contributing rank: a result is complete and nothing counted twice exactly when the sum of labels is the sum
-over its contributors (wrong with probability 2**-64).
+Tokens are cut into *atoms*: the largest runs of one owner that no region, piece or run divides. On atoms everything is
+exact and small. The state of a pass is, for every rank, head range and atom, the stage in which it arrived, and for
+outputs a sum of random 64-bit labels, one per contributing rank: a result is complete and nothing counted twice exactly
+when the sum of labels is the sum over its contributors (wrong with probability 2**-64).
 
 This file shares no code with the scheduler beyond the tables themselves, and in which slot work runs it finds without
 :mod:`flexcp.plan.slots`, which everybody else asks: a mistake there must not hide itself.
@@ -81,7 +81,9 @@ def _check_work(plan: Plan, number: int) -> None:
 
 
 def _check_document(mask: LayerMask, document: int, length: int, head_count: int, regions: Regions) -> None:
-    """How often each cell between the edges of regions is computed, a band of rows at a time, so that memory does not grow with them."""
+    """How often each cell between the edges of regions is computed, a band of rows at a time,
+    so that memory does not grow with them.
+    """
     rows = _edges(regions.q0, regions.q1, length)
     keys = _edges(regions.k0, regions.k1, length)
     heads = _edges(regions.h0, regions.h1, head_count)
@@ -110,8 +112,8 @@ def _check_document(mask: LayerMask, document: int, length: int, head_count: int
             q0, q1 = rows[top + i], rows[top + i + 1]
             j = next(j for j in cells if masks.area(masks.cut(slices, q0, q1, keys[j], keys[j + 1])).sum())
             raise PlanError(
-                f"document {document}, rows {q0}..{q1}, keys {keys[j]}..{keys[j + 1]} are computed {count[i, j].tolist()} times in the "
-                f"head ranges that begin at {heads[:-1].tolist()}"
+                f"document {document}, rows {q0}..{q1}, keys {keys[j]}..{keys[j + 1]} are computed "
+                f"{count[i, j].tolist()} times in the head ranges that begin at {heads[:-1].tolist()}"
             )
 
 
@@ -148,7 +150,8 @@ class _Side:
 class _SymbolicPass:
     def __init__(self, plan: Plan, number: int, program: Program, where: str, forward: Program) -> None:
         self.plan, self.program, self.where = plan, program, where
-        # What leaves in a stage must be there in the slot that posts it; one slot ahead of its use, unless the plan says more.
+        # What leaves in a stage must be there in the slot that posts it; one slot ahead of its use, unless the plan
+        # says more.
         self.posted = [stage - max(int(ahead), 1) for stage, ahead in enumerate(program.execution.ahead)]
         self.pieces = program.transfers
         if program.keys_kept:
@@ -244,7 +247,9 @@ class _SymbolicPass:
                 self._require(not (held & ~side.read & ~side.forwarded).any(), "a piece is received and never used")
 
     def _require_home_when_held(self) -> None:
-        """Only results that stay where they are computed may wait: those of own rows and own keys, where these never travel home."""
+        """Only results that stay where they are computed may wait: those of own rows and own keys,
+        where these never travel home.
+        """
         held = self.program.held
         self._require(len(held) in (0, self.plan.ranks), "not one share of held work per rank")
         self._require(
@@ -284,7 +289,9 @@ class _SymbolicPass:
                 self._require(not missing or at_home, f"rank {rank} passes on {kind.name} of a piece it never received")
 
     def _require_kept_keys(self, backward: bool) -> None:
-        """Keys are kept for a backward, and do not travel there; nobody keeps what it would have to put in order first."""
+        """Keys are kept for a backward, and do not travel there;
+        nobody keeps what it would have to put in order first.
+        """
         if self.program.keys_kept:
             self._require(backward, "a forward has no keys that were kept")
             self._require(not (self.program.transfers.kind == Kind.KV).any(), "keys travel that every rank has kept")
@@ -317,7 +324,9 @@ class _SymbolicPass:
                     side.arrived[target, heads, atoms] = stage
 
     def _compute(self) -> None:
-        """Work runs in the slot where its rows and keys are there; its rows and keys are complete no later than that."""
+        """Work runs in the slot where its rows and keys are there;
+        its rows and keys are complete no later than that.
+        """
         shape, regions = self.plan.shape, self.regions
         labels = np.random.default_rng(0).integers(1, 1 << 63, self.plan.ranks).astype(np.uint64)
         begin = self.plan.batch.starts[regions.document[self.region]]
@@ -387,7 +396,8 @@ class _SymbolicPass:
                     side.home[heads, atoms] += value
                 else:
                     side.labels[target, heads, atoms] += value
-                    # What comes in with this stage may leave with one that is posted in its slot, as if computed in the one before.
+                    # What comes in with this stage may leave with one that is posted in its slot, as if computed in the
+                    # one before.
                     whole = side.complete[target, heads, atoms]
                     side.complete[target, heads, atoms] = np.maximum(whole, stage - 1)
         self._require((side.home == side.expected).all(), f"{kind.name} does not come home whole and once")

@@ -1,12 +1,13 @@
-"""Loops of rounds: messages cut into chunks, and chunks coloured into as many rounds as the busiest port has of them, compiled.
+"""Loops of rounds: messages cut into chunks, and chunks coloured into as many rounds
+as the busiest port has of them, compiled.
 
-Chunks are the edges of a bipartite multigraph from senders to receivers; a colour is a round, in which nobody sends or receives twice. As
-many colours as the busiest vertex has edges are always enough (Koenig): an edge whose ends have no free colour in common swaps two colours
-along a path, and then has one.
+Chunks are the edges of a bipartite multigraph from senders to receivers; a colour is a round, in which nobody sends or
+receives twice. As many colours as the busiest vertex has edges are always enough (Koenig): an edge whose ends have no
+free colour in common swaps two colours along a path, and then has one.
 
-Edges come with the largest first and take the oldest colour that both ends have free. So a colour holds edges of similar size, and the sum
-of the colours' largest edges stays near the least there is. Swaps take the newest colours, which hold the smallest edges: a large edge
-that moves into a newer colour makes that one as large.
+Edges come with the largest first and take the oldest colour that both ends have free. So a colour holds edges of
+similar size, and the sum of the colours' largest edges stays near the least there is. Swaps take the newest colours,
+which hold the smallest edges: a large edge that moves into a newer colour makes that one as large.
 """
 
 from __future__ import annotations
@@ -26,12 +27,24 @@ MESSAGE, START, STOP, ROUND = range(4)
 
 @compiled
 def in_rounds(
-    first: Ints, source: Ints, target: Ints, size: Ints, port: Ints, least: Ints, ranks: int, given: int, enough: int, most: int, unit: int
-) -> tuple[Ints, Ints, Ints]:  # fmt: skip
-    """Exchange g has the messages ``first[g] .. first[g + 1]``: the table of all chunks; chunk size and time of each exchange.
+    first: Ints,
+    source: Ints,
+    target: Ints,
+    size: Ints,
+    port: Ints,
+    least: Ints,
+    ranks: int,
+    given: int,
+    enough: int,
+    most: int,
+    unit: int,
+) -> tuple[Ints, Ints, Ints]:
+    """Exchange g has the messages ``first[g] .. first[g + 1]``: the table of all chunks;
+    chunk size and time of each exchange.
 
-    Chunks have ``given`` bytes; or, when that is 0, as many as the largest message, halved (rounded up to ``unit``) while rounds take over
-    ``enough`` per mille of the busiest port, at most to one in ``most`` and never below ``least``. The best size is kept.
+    Chunks have ``given`` bytes; or, when that is 0, as many as the largest message, halved (rounded up to ``unit``)
+    while rounds take over ``enough`` per mille of the busiest port, at most to one in ``most`` and never below
+    ``least``. The best size is kept.
     """
     exchanges = len(first) - 1
     limit = np.zeros(exchanges, np.int64)
@@ -153,9 +166,18 @@ def newest_free(taken: NDArray[np.int32]) -> int:
 
 @compiled
 def swap(
-    source: Ints, target: Ints, ranks: int, taken: NDArray[np.int32], colour: Ints, lowest: Ints, t: int, c: int, other: int
-) -> None:  # fmt: skip
-    """Exchange the colours ``c`` and ``other`` along the path that leaves ``t`` with ``c``, so that c becomes free there.
+    source: Ints,
+    target: Ints,
+    ranks: int,
+    taken: NDArray[np.int32],
+    colour: Ints,
+    lowest: Ints,
+    t: int,
+    c: int,
+    other: int,
+) -> None:
+    """Exchange the colours ``c`` and ``other`` along the path that leaves ``t`` with ``c``,
+    so that c becomes free there.
 
     The path comes to senders by edges of colour c. A sender that has none, such as the one that asks, is not on it.
     """

@@ -2,13 +2,16 @@
 
 The plan says it, the executor does it and the simulator reads it, all from the columns of one small table:
 
-    rounds_per_call   how the messages of stage s are issued: 0, all in one call; n, as many conflict-free rounds to a call
-    ahead             how many slots before slot s, which needs them, they are posted: in slot ``s - ahead``, before its work; 0 is at the
-                      very beginning of slot s, beside nothing
-    margin            how many multiprocessors the work of slot s leaves free, on ranks whose transfers are under way meanwhile
+    rounds_per_call   how the messages of stage s are issued: 0, all in one call; n, as many conflict-free rounds to a
+                      call
+    ahead             how many slots before slot s, which needs them, they are posted: in slot ``s - ahead``, before its
+                      work; 0 is at the very beginning of slot s, beside nothing
+    margin            how many multiprocessors the work of slot s leaves free, on ranks whose transfers are under way
+                      meanwhile
 
-:mod:`flexcp.schedule.execution` chooses them. Stages are posted in order, so all ranks make the same calls in the same order. A rank
-without transfers beside a slot leaves nothing free there, whatever the column says: that rule is :func:`margins`, for everybody.
+:mod:`flexcp.schedule.execution` chooses them. Stages are posted in order, so all ranks make the same calls in the same
+order. A rank without transfers beside a slot leaves nothing free there, whatever the column says: that rule is
+:func:`margins`, for everybody.
 """
 
 from __future__ import annotations
@@ -80,7 +83,8 @@ def under_way(program: Program, ranks: int) -> NDArray[np.bool_]:
     stage = t.stage[moves]
     for end in (t.source, t.target):
         busy[end[moves] * size + stage] = True
-    # Stage s is under way from the slot that posts it to slot s - 1: a step up there, a step down in slot s, which may be the same.
+    # Stage s is under way from the slot that posts it to slot s - 1: a step up there, a step down in slot s, which may
+    # be the same.
     place = np.flatnonzero(busy)
     stage = place % size
     steps = np.bincount(place - stage + how.posted[stage], minlength=len(busy)) - busy

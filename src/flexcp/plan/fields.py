@@ -1,13 +1,14 @@
 """Fields: everything of a plan that is not a table, field by field.
 
-``FACTS`` is the one list of them: what a field is in ``Plan.header()``, which the hash covers, what it is in a plan file, and how it is
-read from there, believing nothing. The two differ where a file of version 1 or a hash must stay as it is, and where the file has the value
-elsewhere: document lengths and the rule of every document are columns of it.
+``FACTS`` is the one list of them: what a field is in ``Plan.header()``, which the hash covers, what it is in a plan
+file, and how it is read from there, believing nothing. The two differ where a file of version 1 or a hash must stay as
+it is, and where the file has the value elsewhere: document lengths and the rule of every document are columns of it.
 
-A new field is a new row here, a field of ``Plan`` or ``Placement``, and its use in ``_plan`` of :mod:`flexcp.plan.file`. What a file of a
-version holds never changes, and a file without one of its version's fields is refused. So a new field raises ``VERSION`` there, files of
-earlier versions, which lack it, are read with the value that means "as before", and the new field stays out of the hash where it has that
-value (as ``keys_kept`` does), so that old plans keep theirs. A test reads a kept file of each earlier version.
+A new field is a new row here, a field of ``Plan`` or ``Placement``, and its use in ``_plan`` of
+:mod:`flexcp.plan.file`. What a file of a version holds never changes, and a file without one of its version's fields is
+refused. So a new field raises ``VERSION`` there, files of earlier versions, which lack it, are read with the value that
+means "as before", and the new field stays out of the hash where it has that value (as ``keys_kept`` does), so that old
+plans keep theirs. A test reads a kept file of each earlier version.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ MAX_RANKS = 1 << 14
 
 
 class Fact(NamedTuple):
-    """A field: its JSON value in the header and in the file (None: it is not there), and the value of what a file says."""
+    """A field: its JSON value in the header and in the file (None: it is not there),
+    and the value of what a file says.
+    """
 
     hashed: Callable[[Plan], Any] | None
     saved: Callable[[Plan], Any] | None
@@ -63,7 +66,7 @@ def different_rules(plan: Plan) -> list[Mask]:
     return list(dict.fromkeys(rule for mask in plan.batch.masks for rule in mask.rules))
 
 
-# --- what takes more than a line ----------------------------------------------------------------------------------------
+# --- what takes more than a line --------------------------------------------------------------------------------------
 
 
 def _hashed_masks(plan: Plan) -> list[dict[str, Any]]:

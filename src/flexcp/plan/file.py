@@ -1,19 +1,22 @@
 """A plan as bytes, and back.
 
-    magic (8)  version (4)  length of the file (8)  length of the body (8)  checksum of all the rest (16)  body, deflated
+    magic (8)  version (4)  length of the file (8)  length of the body (8)  checksum of all the rest (16)
+    body, deflated
 
-    body: length of the facts (8), facts as JSON (:mod:`flexcp.plan.fields`), then blocks of integer columns (``packed_columns.py``):
-    document lengths, the rule of every document where a mask has several, explicit slices and trees, and the plan's tables in the order
-    of ``Plan.tables()``: what moves, then how each program is executed
+    body: length of the facts (8), facts as JSON (:mod:`flexcp.plan.fields`), then blocks of integer columns
+    (``packed_columns.py``): document lengths, the rule of every document where a mask has several, explicit slices and
+    trees, and the plan's tables in the order of ``Plan.tables()``: what moves, then how each program is executed
 
-Reading runs no code: JSON, numbers, and the constructors anybody calls. A file may be hostile, so nothing in it is believed. The checksum
-finds what time and disks do; everything else is for those who can compute one: lengths are checked before they are used, memory for tables
-and slices is at most ``ROOM`` bytes and ``PER_BYTE`` for each byte of the file (a legitimate plan that needs more is saved with filler),
-shape, cluster, cost model and masks pass through their own checks, every number of a table names something that exists, and the plan's hash
-must come out as it was. Whether such a plan also computes the right thing is what ``plan.check()`` finds.
+Reading runs no code: JSON, numbers, and the constructors anybody calls. A file may be hostile, so nothing in it is
+believed. The checksum finds what time and disks do; everything else is for those who can compute one: lengths are
+checked before they are used, memory for tables and slices is at most ``ROOM`` bytes and ``PER_BYTE`` for each byte of
+the file (a legitimate plan that needs more is saved with filler), shape, cluster, cost model and masks pass through
+their own checks, every number of a table names something that exists, and the plan's hash must come out as it was.
+Whether such a plan also computes the right thing is what ``plan.check()`` finds.
 
-What a version's file holds never changes; another layout is another version, and a reader refuses versions it does not know. Version 1
-had no tables of execution, and its hash did not cover them: such a plan is executed as all plans were then. Version 2 had no trees.
+What a version's file holds never changes; another layout is another version, and a reader refuses versions it does not
+know. Version 1 had no tables of execution, and its hash did not cover them: such a plan is executed as all plans were
+then. Version 2 had no trees.
 """
 
 from __future__ import annotations
@@ -56,13 +59,21 @@ FACTS_PER_BYTE = 4
 MAX_STAGES = 1 << 18
 MAX_COMPARISONS = 1 << 26
 PART_BYTES, SLICE_BYTES, TREE_BYTES = 1024, 256, 512
-"""Memory while slices are made: for each slice of a rule that fits all lengths, for each slice of a document, and for each segment or
-sequence of a tree."""
+"""Memory while slices are made: for each slice of a rule that fits all lengths, for each slice of a document, and for
+each segment or sequence of a tree.
+"""
 
 
 BROKEN = (
-    ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError, NotImplementedError, struct.error,
-)  # fmt: skip
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    OverflowError,
+    RecursionError,
+    NotImplementedError,
+    struct.error,
+)
 """What bytes that are no plan make of their reader."""
 
 
@@ -133,7 +144,9 @@ def _slice_count(rule: Mask, longest: int) -> int:
 
 
 def _slices_memory(rules: Sequence[Mask], chosen: Sequence[Sequence[int]], lengths: Ints) -> int:
-    """Memory that making the slices of all masks takes; ``chosen[mask]`` is one rule for all documents or one for each."""
+    """Memory that making the slices of all masks takes; ``chosen[mask]`` is one rule for all documents
+    or one for each.
+    """
     counts = [_slice_count(rule, int(lengths.max(initial=1))) for rule in rules]
     slices = sum(sum(counts[i] for i in column) * (len(lengths) if len(column) == 1 else 1) for column in chosen)
     by_parts = sum(count for count, rule in zip(counts, rules, strict=True) if rule.length is None)
@@ -141,7 +154,9 @@ def _slices_memory(rules: Sequence[Mask], chosen: Sequence[Sequence[int]], lengt
 
 
 def _check_comparisons(table: Sequence[Sequence[int]]) -> None:
-    """Slices whose rows overlap are compared pair by pair when a mask is made; refuse what would take longer than some seconds."""
+    """Slices whose rows overlap are compared pair by pair when a mask is made;
+    refuse what would take longer than some seconds.
+    """
     rows = np.array(table, np.int64).reshape(-1, 6)
     first = np.sort(rows[:, m.Q0])
     ends = np.searchsorted(first, np.sort(rows[:, m.Q1]), side="left")

@@ -1,9 +1,9 @@
 """Issue: what ranks post, part by part, in the order in which it leaves.
 
-A stage's messages are issued as its row of :class:`~flexcp.plan.execution.Execution` says: whole, in one call, every rank beginning with
-its next neighbour; or as chunks of conflict-free rounds (:mod:`flexcp.plan.rounds`), so many rounds to a call. Levels have ports of their
-own, so the n-th call holds the n-th rounds inside nodes and the n-th across nodes. The executor posts these parts and the simulator times
-them.
+A stage's messages are issued as its row of :class:`~flexcp.plan.execution.Execution` says: whole, in one call, every
+rank beginning with its next neighbour; or as chunks of conflict-free rounds (:mod:`flexcp.plan.rounds`), so many rounds
+to a call. Levels have ports of their own, so the n-th call holds the n-th rounds inside nodes and the n-th across
+nodes. The executor posts these parts and the simulator times them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Parts(Table):
-    """Bytes ``start..stop`` of the message from ``source`` to ``target`` in a stage; ``across`` is its level, calls count from 0.
+    """Bytes ``start..stop`` of the message from ``source`` to ``target`` in a stage;
+    ``across`` is its level, calls count from 0.
 
     Sorted by stage, level and round; messages that are issued whole are all of round 0.
     """

@@ -1,22 +1,25 @@
 """Memory: what attention needs on a rank, from the plan alone, before anything is allocated.
 
-A pass (one direction of one layer) works in one buffer, the *arena*. Its *tenants* are what exists only during the pass: what arrives on
-shelves, the results that accumulate there, and the messages of each stage. A tenant's life is counted in half slots, because a slot first
-takes in what arrived (half ``2 s``) and then posts the next stage and computes (half ``2 s + 1``):
+A pass (one direction of one layer) works in one buffer, the *arena*. Its *tenants* are what exists only during the
+pass: what arrives on shelves, the results that accumulate there, and the messages of each stage. A tenant's life is
+counted in half slots, because a slot first takes in what arrived (half ``2 s``) and then posts the next stage and
+computes (half ``2 s + 1``):
 
     inputs of a shelf    from the slot they arrive in until the last work on them, or until they are passed on
-    results on a shelf   from then until they are sent home; on an entry, until the last reader's have come in and left with its own
+    results on a shelf   from then until they are sent home; on an entry, until the last reader's have come in and left
+                         with its own
     received messages    from the slot that posts them, one before their stage's or earlier, until they are taken in
     sent messages        one slot longer: a stage's sends have left when the next stage's arrivals have been waited for
 
-Work needs its rows and its keys: keys are read until the rank's last queries are there, queries until its last keys are. Tenants whose
-lives do not meet share bytes: the largest is placed first, each at the lowest offset that is free for its whole life. Sizes are multiples
-of 128 bytes, so every tensor begins where kernels and copies want it.
+Work needs its rows and its keys: keys are read until the rank's last queries are there, queries until its last keys
+are. Tenants whose lives do not meet share bytes: the largest is placed first, each at the lowest offset that is free
+for its whole life. Sizes are multiples of 128 bytes, so every tensor begins where kernels and copies want it.
 
-The executor lays its buffer out by :func:`arena_layout`, so the arena is exactly as large as :func:`plan_memory` says. Outside it are the
-rank's own tensors: those that autograd keeps for the backward (received keys among them where the plan keeps those), and the results of a
-pass before they are returned. LSE and delta of own rows count 8 bytes a number, what a CPU uses; a GPU uses 4. Not counted: index maps and
-work lists (about 8 bytes per token and direction) and the tiles of CPU kernels.
+The executor lays its buffer out by :func:`arena_layout`, so the arena is exactly as large as :func:`plan_memory` says.
+Outside it are the rank's own tensors: those that autograd keeps for the backward (received keys among them where the
+plan keeps those), and the results of a pass before they are returned. LSE and delta of own rows count 8 bytes a number,
+what a CPU uses; a GPU uses 4. Not counted: index maps and work lists (about 8 bytes per token and direction) and the
+tiles of CPU kernels.
 """
 
 from __future__ import annotations
@@ -48,10 +51,11 @@ SCRATCH_BYTES = 4096
 class Memory:
     """Bytes of attention on one rank.
 
-    ``forward`` and ``backward`` are the arena of one layer, the larger over masks; one arena serves all layers. ``saved`` is what autograd
-    keeps of one layer for its backward: q, k, v, output and LSE. ``kept_keys`` is what the plan keeps of received keys, all layers
-    together. ``results`` is the most a pass holds of own results before they are returned, with copies of tokens whose local order is not
-    the stream's; ``scratch`` what a GPU kernel takes beside.
+    ``forward`` and ``backward`` are the arena of one layer, the larger over masks; one arena serves all layers.
+    ``saved`` is what autograd keeps of one layer for its backward: q, k, v, output and LSE. ``kept_keys`` is what the
+    plan keeps of received keys, all layers together. ``results`` is the most a pass holds of own results before they
+    are returned, with copies of tokens whose local order is not the stream's; ``scratch`` what a GPU kernel takes
+    beside.
     """
 
     rank: int
@@ -78,8 +82,8 @@ class Memory:
 class Layout:
     """Where the tenants of one rank's pass lie in its arena.
 
-    ``offsets`` of ``("inputs", side, stage, h0, h1)`` and ``("results", ...)`` of a received shelf, of ``("sends", stage)`` and
-    ``("receives", stage)``. Keys that are kept for the backward lie elsewhere.
+    ``offsets`` of ``("inputs", side, stage, h0, h1)`` and ``("results", ...)`` of a received shelf, of
+    ``("sends", stage)`` and ``("receives", stage)``. Keys that are kept for the backward lie elsewhere.
     """
 
     size: int
@@ -157,7 +161,9 @@ def field_sizes(side: int, backward: bool, results: bool, amount: int, shape: Sh
 
 
 def kept_starts(amounts: list[int], shape: Shape) -> list[int]:
-    """Where the keys of shelves of so many rows x heads begin in the memory that is kept for a backward, and where the last end."""
+    """Where the keys of shelves of so many rows x heads begin in the memory that is kept for a backward,
+    and where the last end.
+    """
     return aligned_starts([aligned_starts(field_sizes(KEYS, False, False, a, shape))[-1] for a in amounts])
 
 
@@ -180,7 +186,8 @@ def _shelf_tenants(plan: Plan, rank: int, mask: int, backward: bool) -> Iterator
     shelves, shelf = _groups(np.stack([side, arriving.stage, arriving.h0, arriving.h1]))
     rows = np.bincount(shelf, arriving.stop - arriving.start).astype(np.int64)
     holds_queries, stage = shelves[0] == QUERIES, shelves[1]
-    # The last work on a shelf is that with the last shelf of the other side; own tokens are there from their own stage on.
+    # The last work on a shelf is that with the last shelf of the other side; own tokens are there from their own stage
+    # on.
     queries, keys = (int(stage[shelves[0] == s].max(initial=program.own_stage)) for s in (QUERIES, KEYS))
     work = 2 * work_slot(np.where(holds_queries, stage, queries), np.where(holds_queries, keys, stage)) + 1
     last = {False: work.copy(), True: work.copy()}
@@ -238,13 +245,16 @@ def _message_tenants(plan: Plan, rank: int, mask: int, backward: bool) -> Iterat
         sizes = -(-np.bincount(message.reshape(-1), size).astype(np.int64) // ALIGNMENT) * ALIGNMENT
         stages, of = np.unique(messages // plan.ranks, return_inverse=True)
         for number, total in zip(stages.tolist(), np.bincount(of.reshape(-1), sizes).tolist(), strict=True):
-            # What is posted in its own slot is so before that slot waits: before the sends of the stage in front have surely left.
+            # What is posted in its own slot is so before that slot waits: before the sends of the stage in front have
+            # surely left.
             posted = number - max(int(ahead[number]), 1)
             yield _Tenant((what, number), int(total), 2 * posted + 1, 2 * number + last)
 
 
 def _groups(columns: Ints) -> tuple[Ints, Ints]:
-    """The different columns in ascending order, the first row leading, and which of them each is (faster than numpy's own)."""
+    """The different columns in ascending order, the first row leading,
+    and which of them each is (faster than numpy's own).
+    """
     order = np.lexsort(columns[::-1])
     ordered = columns[:, order]
     first = np.ones(len(order), bool)

@@ -1,11 +1,11 @@
 """Placement: who keeps which tokens and who computes which part of attention.
 
-A :class:`Placement` is a planner's whole answer: *runs* (tokens -> rank), for each mask *regions* (work -> rank), and the
-*traffic* it wants.
+A :class:`Placement` is a planner's whole answer: *runs* (tokens -> rank), for each mask *regions* (work -> rank), and
+the *traffic* it wants.
 
-Coordinates. Runs are ranges of the stream. Regions are in their document's own rows and keys, with query heads. Pieces name
-tokens by their *owner* and their place among its tokens in stream order ("kept order"), so that everything a rank keeps inside a
-stream range is one piece however it is interleaved with others, and a ring's message is a single piece.
+Coordinates. Runs are ranges of the stream. Regions are in their document's own rows and keys, with query heads. Pieces
+name tokens by their *owner* and their place among its tokens in stream order ("kept order"), so that everything a rank
+keeps inside a stream range is one piece however it is interleaved with others, and a ring's message is a single piece.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class Runs(Table):
 
 @dataclass(frozen=True, eq=False)
 class Regions(Table):
-    """Work: the mask of ``document`` inside rows ``q0..q1``, keys ``k0..k1`` and query heads ``h0..h1``, computed by ``rank``."""
+    """Work: the mask of ``document`` inside rows ``q0..q1``, keys ``k0..k1`` and query heads ``h0..h1``,
+    computed by ``rank``.
+    """
 
     rank: Ints
     document: Ints
@@ -53,9 +55,10 @@ class Regions(Table):
 class Traffic:
     """How pieces travel.
 
-    ``needed``: exactly what a rank reads, from its owner; with ``relay`` what ranks of another node read enters that node once. The
-    static methods keep their own: ``ring`` passes all keys of a group round, after an exchange of heads inside each row of the group's
-    grid of ranks; ``gather`` sends all keys of a group to all of it. ``groups`` are grids ``[ring position][head group]`` of ranks.
+    ``needed``: exactly what a rank reads, from its owner; with ``relay`` what ranks of another node read enters that
+    node once. The static methods keep their own: ``ring`` passes all keys of a group round, after an exchange of heads
+    inside each row of the group's grid of ranks; ``gather`` sends all keys of a group to all of it. ``groups`` are
+    grids ``[ring position][head group]`` of ranks.
     """
 
     kind: str = "needed"
@@ -64,7 +67,9 @@ class Traffic:
 
 
 class Divisions(NamedTuple):
-    """In which stage each rank wants the keys of each block of tokens: ``borders`` on the stream, ``stage[rank, block]`` from 1 on."""
+    """In which stage each rank wants the keys of each block of tokens: ``borders`` on the stream,
+    ``stage[rank, block]`` from 1 on.
+    """
 
     borders: Ints
     stage: Ints
@@ -72,11 +77,11 @@ class Divisions(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Wishes:
-    """How a planner wants its program scheduled, where its system has a rule for that. The transfers and the execution that come of it are
-    in the plan, wishes are not.
+    """How a planner wants its program scheduled, where its system has a rule for that. The transfers and the execution
+    that come of it are in the plan, wishes are not.
 
-    ``rounds_per_call``: every stage in conflict-free rounds, so many to a call (0: as the scheduler chooses). ``divisions``: which keys
-    travel in which stage (None: as the scheduler chooses).
+    ``rounds_per_call``: every stage in conflict-free rounds, so many to a call (0: as the scheduler chooses).
+    ``divisions``: which keys travel in which stage (None: as the scheduler chooses).
     """
 
     rounds_per_call: int = 0
@@ -96,9 +101,9 @@ class Kept(NamedTuple):
 class Placement:
     """Runs of the stream (documents, then ``pads``) and regions for each mask of the batch.
 
-    ``assemble_own``: the tokens of a rank are so scattered over the stream that its own work waits for the others' tokens, so that
-    keys can be put in stream order first. ``note`` is what the planner has to say about its choice; that of ``auto`` begins with the
-    strategy it took and ends that name with ": " or " (".
+    ``assemble_own``: the tokens of a rank are so scattered over the stream that its own work waits for the others'
+    tokens, so that keys can be put in stream order first. ``note`` is what the planner has to say about its choice;
+    that of ``auto`` begins with the strategy it took and ends that name with ": " or " (".
     """
 
     batch: Batch

@@ -1,9 +1,10 @@
 """Plan: one batch, planned: a placement, and for each mask and direction what moves when.
 
-``flexcp.schedule.transfers`` makes a plan of a :class:`~flexcp.plan.placement.Placement` by adding a program per mask and direction.
+``flexcp.schedule.transfers`` makes a plan of a :class:`~flexcp.plan.placement.Placement` by adding a program per mask
+and direction.
 
-The class is its data and its hash. What else can be said about a plan is a function in a module beside this one, with a method here that
-calls it; those modules load when they are asked for.
+The class is its data and its hash. What else can be said about a plan is a function in a module beside this one, with a
+method here that calls it; those modules load when they are asked for.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ def digest(header: dict[str, Any], tables: Sequence[Table]) -> str:
 class Plan:
     """One batch, planned: immutable, hashable, printable, the same on every rank.
 
-    ``programs[m]`` is (forward, backward) of the batch's m-th mask. ``requested`` is the strategy that was asked for, ``strategy`` the one
-    that placed the batch: they differ where ``auto`` was asked. ``print(plan)`` shows a picture of who computes what; ``repr(plan)`` and
-    f-strings are one line, for logs.
+    ``programs[m]`` is (forward, backward) of the batch's m-th mask. ``requested`` is the strategy that was asked for,
+    ``strategy`` the one that placed the batch: they differ where ``auto`` was asked. ``print(plan)`` shows a picture of
+    who computes what; ``repr(plan)`` and f-strings are one line, for logs.
     """
 
     shape: Shape
@@ -69,7 +70,9 @@ class Plan:
 
     @property
     def strategy(self) -> str:
-        """The strategy that placed the batch, with its degree where it has one: what ``auto`` chose, or the one that was asked for."""
+        """The strategy that placed the batch, with its degree where it has one:
+        what ``auto`` chose, or the one that was asked for.
+        """
         if self.requested != "auto":
             return self.requested
         return self.placement.note.split(": ")[0].split(" (")[0] or self.requested
@@ -98,7 +101,9 @@ class Plan:
         return [*self.moving_tables(), *(program.execution for pair in self.programs for program in pair)]
 
     def moving_tables(self) -> list[Table]:
-        """The tables that say what is where and what moves: runs, then for each mask regions, forward and backward transfers."""
+        """The tables that say what is where and what moves: runs, then for each mask regions,
+        forward and backward transfers.
+        """
         found: list[Table] = [self.placement.runs]
         for regions, (forward, backward) in zip(self.placement.regions, self.programs, strict=True):
             found += [regions, forward.transfers, backward.transfers]
@@ -111,7 +116,9 @@ class Plan:
         return isinstance(other, Plan) and self.hash == other.hash
 
     def check(self) -> None:
-        """Execute the plan symbolically, forward and backward; raises :class:`flexcp.plan.check.PlanError` on any broken invariant."""
+        """Execute the plan symbolically, forward and backward;
+        raises :class:`flexcp.plan.check.PlanError` on any broken invariant.
+        """
         from flexcp.plan.check import check_plan
 
         check_plan(self)
@@ -129,7 +136,9 @@ class Plan:
         return bytes_between_nodes(self, backward, mask)
 
     def peers(self, rank: int) -> list[int]:
-        """The ranks that ``rank`` sends to or receives from, under any mask and in either direction: a connection each."""
+        """The ranks that ``rank`` sends to or receives from, under any mask and in either direction:
+        a connection each.
+        """
         from flexcp.plan.statistics import peers_of
 
         return peers_of(self, rank)
@@ -147,7 +156,9 @@ class Plan:
     def rounds(
         self, mask: int = 0, backward: bool = False, chunk_bytes: int | None = None, rounds_per_call: int | None = None
     ) -> Rounds:
-        """The conflict-free rounds of one layer, and what they lose (:mod:`flexcp.plan.rounds`). Made once for each set of arguments."""
+        """The conflict-free rounds of one layer, and what they lose (:mod:`flexcp.plan.rounds`).
+        Made once for each set of arguments.
+        """
         from flexcp.plan.rounds import plan_rounds
 
         key = (mask, backward, chunk_bytes, rounds_per_call)

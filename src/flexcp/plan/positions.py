@@ -1,8 +1,8 @@
 """Positions: where tokens stand in their documents, and who may ask for a token's successor.
 
-In a document that is one sequence a token's position is its place. In one that branches (:mod:`flexcp.masks.branches`) it is the token's
-depth, which every mask of the batch must then mean; and its last token before the branches has several successors, so everything that
-knows one label a token refuses the document by name.
+In a document that is one sequence a token's position is its place. In one that branches (:mod:`flexcp.masks.branches`)
+it is the token's depth, which every mask of the batch must then mean; and its last token before the branches has
+several successors, so everything that knows one label a token refuses the document by name.
 """
 
 from __future__ import annotations
@@ -57,17 +57,21 @@ def refuse_branches(batch: Batch, what: str) -> None:
 
 
 def refuse_order(batch: Batch, what: str) -> None:
-    """Raise for a batch with a document that branches: ``what`` is for layers that read tokens in the order of the stream."""
+    """Raise for a batch with a document that branches: ``what`` is for layers that read tokens
+    in the order of the stream.
+    """
     for document in batch.branches:
         raise NotImplementedError(
-            f"document {document} branches, and {what} is for layers that read tokens in the order of the stream: their state would go "
-            "from one branch into the next. Train such a model on the sequences as documents of their own"
+            f"document {document} branches, and {what} is for layers that read tokens in the order of the stream: "
+            "their state would go from one branch into the next. "
+            "Train such a model on the sequences as documents of their own"
         )
 
 
 def several_successors(document: int, mask: Mask, what: str) -> NotImplementedError:
     """The refusal of a document that branches."""
     return NotImplementedError(
-        f"document {document} branches under its mask {mask}: its tokens may have several next tokens, and {what} one next token a row; "
-        "take step.edges(tokens), every token with each of its next tokens, and step.loss(logits, edges) or step.log_probs(logits, edges)"
+        f"document {document} branches under its mask {mask}: its tokens may have several next tokens, and {what} one "
+        "next token a row; take step.edges(tokens), every token with each of its next tokens, and step.loss(logits, "
+        "edges) or step.log_probs(logits, edges)"
     )

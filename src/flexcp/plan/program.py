@@ -1,9 +1,9 @@
 """Program: what moves in one pass of one mask, and in which stage.
 
-Stages. In slot s a rank first waits for the transfers of stage s, then posts those of stage s + 1 (or of later ones: how far ahead each
-stage is posted is in :mod:`flexcp.plan.execution`), then computes. Work runs in the earliest slot in which its queries and its keys are
-there (own tokens: slot ``own_stage``). So an input may be forwarded one stage after it arrived, and an output may leave two stages after
-the slot that completed it.
+Stages. In slot s a rank first waits for the transfers of stage s, then posts those of stage s + 1 (or of later ones:
+how far ahead each stage is posted is in :mod:`flexcp.plan.execution`), then computes. Work runs in the earliest slot in
+which its queries and its keys are there (own tokens: slot ``own_stage``). So an input may be forwarded one stage after
+it arrived, and an output may leave two stages after the slot that completed it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ Ints = NDArray[np.int64]
 class Transfers(Table):
     """Pieces on their way: tokens ``start..stop`` of ``owner`` in kept order, heads ``h0..h1``.
 
-    A transfer whose source is not the owner of an input forwards what it received earlier; an output carries everything its
-    source computed or received for that piece. ``source == target`` is a rank's own tokens entering its arena, and no traffic.
+    A transfer whose source is not the owner of an input forwards what it received earlier; an output carries everything
+    its source computed or received for that piece. ``source == target`` is a rank's own tokens entering its arena, and
+    no traffic.
     """
 
     stage: Ints
@@ -53,11 +54,11 @@ class Transfers(Table):
 class Program:
     """The transfers of one mask in one direction, sorted by stage, then source, then target.
 
-    ``held[rank]`` is how much of the work on a rank's own rows and own keys, in per mille, waits until the slot after its last inputs,
-    where it hides the way home of what the rank computed for others. Without entries nothing waits.
+    ``held[rank]`` is how much of the work on a rank's own rows and own keys, in per mille, waits until the slot after
+    its last inputs, where it hides the way home of what the rank computed for others. Without entries nothing waits.
 
-    ``keys_kept`` (backward only): every rank kept the keys it received in the forward, so none travel again. What arrived in stage s of the
-    forward is there from slot s - 1 on.
+    ``keys_kept`` (backward only): every rank kept the keys it received in the forward, so none travel again. What
+    arrived in stage s of the forward is there from slot s - 1 on.
 
     ``execution`` says of every stage how and when it is posted, and what the work beside it leaves free.
     """

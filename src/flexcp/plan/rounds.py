@@ -1,15 +1,15 @@
 """Rounds: a stage's messages in an order in which no port is asked for twice at once.
 
-What one rank sends another in a stage is one message. Inside a node and across nodes are two *levels* with ports of their own, and what
-moves in one stage on one level is an *exchange*. Its messages are cut into chunks of at most ``chunk_bytes``, and the chunks coloured into
-rounds (:mod:`flexcp.plan.compiled_rounds`): in a round every rank sends to one peer at most and receives from one at most. There are
-exactly as many rounds as the busiest port has chunks; fewer cannot be. A few consecutive rounds are a *call*, what an executor posts
-together.
+What one rank sends another in a stage is one message. Inside a node and across nodes are two *levels* with ports of
+their own, and what moves in one stage on one level is an *exchange*. Its messages are cut into chunks of at most
+``chunk_bytes``, and the chunks coloured into rounds (:mod:`flexcp.plan.compiled_rounds`): in a round every rank sends
+to one peer at most and receives from one at most. There are exactly as many rounds as the busiest port has chunks;
+fewer cannot be. A few consecutive rounds are a *call*, what an executor posts together.
 
-A round lasts as long as its largest chunk, so rounds hold chunks of similar size, the largest first. What an exchange loses is its
-*efficiency*: the sum over rounds of the largest chunk / the bytes of the busiest port, 1.0 when that port never waits. Smaller chunks lose
-less and start more messages. Unless told, an exchange keeps whole messages and halves its chunks only while it loses more than
-``WORTH_PERMILLE`` says and a chunk takes longer than its start-up.
+A round lasts as long as its largest chunk, so rounds hold chunks of similar size, the largest first. What an exchange
+loses is its *efficiency*: the sum over rounds of the largest chunk / the bytes of the busiest port, 1.0 when that port
+never waits. Smaller chunks lose less and start more messages. Unless told, an exchange keeps whole messages and halves
+its chunks only while it loses more than ``WORTH_PERMILLE`` says and a chunk takes longer than its start-up.
 
 Everything is integers from the plan, so every rank finds the same rounds.
 """
@@ -50,7 +50,8 @@ class Messages(Table):
 
 @dataclass(frozen=True, eq=False)
 class Chunks(Table):
-    """Bytes ``start..stop`` of the message from ``source`` to ``target`` of an exchange, in the order of exchange, round and source.
+    """Bytes ``start..stop`` of the message from ``source`` to ``target`` of an exchange,
+    in the order of exchange, round and source.
 
     ``exchange`` is a row of :class:`Exchanges`; rounds count from 0 in each.
     """
@@ -65,9 +66,11 @@ class Chunks(Table):
 
 @dataclass(frozen=True, eq=False)
 class Exchanges(Table):
-    """What moves in a stage inside nodes (``across`` 0) or across them (1), at least one byte; sorted by stage and level.
+    """What moves in a stage inside nodes (``across`` 0) or across them (1), at least one byte;
+    sorted by stage and level.
 
-    ``spent`` is the sum over rounds of the largest chunk, ``port`` what the busiest port sends or receives; both are bytes.
+    ``spent`` is the sum over rounds of the largest chunk, ``port`` what the busiest port sends or receives; both are
+    bytes.
     """
 
     stage: Ints
@@ -132,7 +135,8 @@ def plan_rounds(
 def find_messages(program: Program, shape: Shape, cluster: Cluster) -> tuple[Messages, Ints, Ints]:
     """The messages of a program; stage and level of each exchange.
 
-    Every rank begins with its next neighbour: where sizes are equal, an exchange of all with all falls into rounds by itself.
+    Every rank begins with its next neighbour: where sizes are equal, an exchange of all with all falls into rounds by
+    itself.
     """
     node, ranks = cluster.ranks_per_node, cluster.ranks
     stage, source, target, size = _joined(program.transfers, ranks, program.transfers.bytes(shape))

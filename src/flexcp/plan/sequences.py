@@ -1,8 +1,8 @@
 """Sequences of a batch: which tokens follow which, and which sequences each token is part of. Integers; no tensor.
 
-A plain document is one sequence, and a tree has one for each of its ends; they are numbered document by document. Every token but the
-first of a path follows exactly one token, so an *edge*, a token and one of its next tokens, is named by the next token. The sequences
-through a token are neighbours in ``by_end``.
+A plain document is one sequence, and a tree has one for each of its ends; they are numbered document by document. Every
+token but the first of a path follows exactly one token, so an *edge*, a token and one of its next tokens, is named by
+the next token. The sequences through a token are neighbours in ``by_end``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from flexcp.plan.positions import agreed_tree, token_positions
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """Of each stream token the token it follows (-1: none), its depth, and its sequences: ``by_end[first : first + count]``."""
+    """Of each stream token the token it follows (-1: none), its depth, and its sequences:
+    ``by_end[first : first + count]``.
+    """
 
     predecessors: Ints
     depths: Ints

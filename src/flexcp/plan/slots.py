@@ -2,8 +2,8 @@
 
 The executor that does the work, the simulator that times it and the memory that holds its inputs all ask here:
 
-- what arrives in stage s is there from slot s on, a rank's own tokens from the program's ``own_stage`` on, and keys that were kept of the
-  forward one slot before the stage that brought them;
+- what arrives in stage s is there from slot s on, a rank's own tokens from the program's ``own_stage`` on, and keys
+  that were kept of the forward one slot before the stage that brought them;
 - work runs in the first slot in which its queries and its keys are there;
 - the share of own work that a program holds back runs in the slot after the rank's last inputs.
 
@@ -43,7 +43,8 @@ def work_slot(queries: Ints, keys: Ints) -> Ints:
 def held_slot(program: Program, last_input: Ints) -> Ints:
     """The slot in which held work runs, from the stages of ranks' last inputs (0 for a rank without any).
 
-    A rank without inputs does so when the first inputs of others are worked on: those of stage 1, or kept keys, which are there in slot 0.
+    A rank without inputs does so when the first inputs of others are worked on: those of stage 1, or kept keys, which
+    are there in slot 0.
     """
     earliest = 0 if program.keys_kept else 1
     slot: Ints = np.minimum(np.maximum(last_input, earliest) + 1, program.stages - 1)

@@ -1,4 +1,6 @@
-"""A plan as text: its name, a line for logs, and a picture of who keeps and computes what, with work and bytes per rank."""
+"""A plan as text: its name, a line for logs, and a picture of who keeps and computes what,
+with work and bytes per rank.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def one_line(plan: Plan) -> str:
 
 
 def explanation(plan: Plan) -> str:
-    """Why the plan is what it is, in a line: what ``auto`` took, over what and by how much; or what the asked strategy has to say."""
+    """Why the plan is what it is, in a line: what ``auto`` took, over what and by how much;
+    or what the asked strategy has to say.
+    """
     if not plan.placement.note:
         return f"{plan.requested}, as asked"
     if plan.requested == "auto":
@@ -38,7 +42,9 @@ def explanation(plan: Plan) -> str:
 
 
 def picture(plan: Plan) -> str:
-    """What ``print(plan)`` shows: the batch as a strip of owners, the longest document's rows by who computes them, a line per rank."""
+    """What ``print(plan)`` shows: the batch as a strip of owners, the longest document's rows by who computes them,
+    a line per rank.
+    """
     note = [visible(explanation(plan))] if plan.placement.note else []
     parts = [visible(_title(plan)), *note, "", *_strip(plan), "", *_rows(plan), "", *_table(plan)]
     return "\n".join(parts)
@@ -48,8 +54,8 @@ def _title(plan: Plan) -> str:
     batch = plan.batch
     masks = ", ".join(f"{m.name}: {m.rules[0] if len(m.rules) == 1 else 'one per document'}" for m in batch.masks)
     return (
-        f"plan {plan.hash[:12]}: {plan.label} on {plan.cluster}; {count_of(batch.documents, 'document')}, {count_of(batch.tokens, 'token')}"
-        f"{f' and {plan.placement.pads} pads' if plan.placement.pads else ''}; {masks}"
+        f"plan {plan.hash[:12]}: {plan.label} on {plan.cluster}; {count_of(batch.documents, 'document')}, "
+        f"{count_of(batch.tokens, 'token')}{f' and {plan.placement.pads} pads' if plan.placement.pads else ''}; {masks}"
     )
 
 
@@ -117,16 +123,18 @@ def _table(plan: Plan) -> list[str]:
             lines.append(f"  ... {r - last - 1} more ...")
         last = r
         lines.append(
-            f"{DIGITS[r % len(DIGITS)]} {r:>3} {int(tokens[r]):>8} {work[r] / mean:>11.3f} {size(forward[r].sum()):>10} "
-            f"{size(forward[:, r].sum()):>14} {size(backward[r].sum()):>10} {size(backward[:, r].sum()):>14} "
-            f"{size(plan.memory(r).total):>10}"
+            f"{DIGITS[r % len(DIGITS)]} {r:>3} {int(tokens[r]):>8} {work[r] / mean:>11.3f} "
+            f"{size(forward[r].sum()):>10} {size(forward[:, r].sum()):>14} {size(backward[r].sum()):>10} "
+            f"{size(backward[:, r].sum()):>14} {size(plan.memory(r).total):>10}"
         )
     lines.append(
         f"all   {int(tokens.sum()):>8}   imbalance: compute {imbalance(work):.3f}, tokens {imbalance(tokens):.3f}; "
-        f"forward {size(forward.sum())} ({size(plan.inter_node_bytes())} between nodes), backward {size(backward.sum())}"
+        f"forward {size(forward.sum())} ({size(plan.inter_node_bytes())} between nodes), backward "
+        f"{size(backward.sum())}"
     )
     if len(plan.batch.masks) > 1:
         lines.append(
-            f"      bytes are of one layer of the mask {plan.batch.masks[0].name!r}, the first of {len(plan.batch.masks)}"
+            f"      bytes are of one layer of the mask {plan.batch.masks[0].name!r}, the first of "
+            f"{len(plan.batch.masks)}"
         )
     return lines

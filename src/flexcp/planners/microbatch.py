@@ -1,18 +1,22 @@
 """microbatch: a global batch that exceeds the token cap, cut into micro-batches.
 
-A micro-batch spans all ranks, so every rank takes part in the same number of them by construction. What is decided here is which documents
-go together; each micro-batch is then a batch like any other, for any strategy.
+A micro-batch spans all ranks, so every rank takes part in the same number of them by construction. What is decided here
+is which documents go together; each micro-batch is then a batch like any other, for any strategy.
 
-1. *As few as possible.* Each micro-batch costs a whole pass over the layers and exposed communication of its own. Try the fewest that the
-   tokens allow, then one more, until the documents fit. (Memory depends on the plan, so whoever has a cap on it asks for one more itself.)
-2. *Balanced in time.* Documents, longest first, go to the micro-batch that is then the least full, in load or in tokens, whichever is
-   worse. Where that puts too many tokens into one, a repair exchanges documents, or pairs of them, until all fit; if it cannot, documents
-   go longest first to where they fit tightest (best fit), which packs closer and balances worse.
-3. *Repaired.* Documents move or change places between the slowest micro-batch and another while that makes the slowest faster.
+1. *As few as possible.* Each micro-batch costs a whole pass over the layers and exposed communication of its own. Try
+   the fewest that the tokens allow, then one more, until the documents fit. (Memory depends on the plan, so whoever has
+   a cap on it asks for one more itself.)
+2. *Balanced in time.* Documents, longest first, go to the micro-batch that is then the least full, in load or in
+   tokens, whichever is worse. Where that puts too many tokens into one, a repair exchanges documents, or pairs of them,
+   until all fit; if it cannot, documents go longest first to where they fit tightest (best fit), which packs closer and
+   balances worse.
+3. *Repaired.* Documents move or change places between the slowest micro-batch and another while that makes the slowest
+   faster.
 
-A load is an integer: pairs of attention over all layers, with tokens priced in pairs (:meth:`flexcp.cost.CostModel.pairs_per_token`).
-Documents keep their stream order inside a micro-batch, and micro-batches are ordered by their first document. There are never more than
-best fit needs: 11/9 of the fewest possible, and one.
+A load is an integer: pairs of attention over all layers, with tokens priced in pairs
+(:meth:`flexcp.cost.CostModel.pairs_per_token`). Documents keep their stream order inside a micro-batch, and
+micro-batches are ordered by their first document. There are never more than best fit needs: 11/9 of the fewest
+possible, and one.
 """
 
 from __future__ import annotations
@@ -51,8 +55,8 @@ def split(
 ) -> list[list[int]]:
     """Documents of each micro-batch: every document once, at most ``cap * ranks`` tokens in each, loads balanced.
 
-    ``lengths`` and ``loads`` are tokens and cost of each document, ``cap`` is the most tokens one rank keeps (a multiple of ``pad_to``
-    where tokens are padded), ``least`` how many micro-batches there are at least.
+    ``lengths`` and ``loads`` are tokens and cost of each document, ``cap`` is the most tokens one rank keeps (a
+    multiple of ``pad_to`` where tokens are padded), ``least`` how many micro-batches there are at least.
     """
     tokens, costs = [int(n) for n in lengths], [int(x) for x in loads]
     if len(tokens) != len(costs):
@@ -65,8 +69,8 @@ def split(
     for document, n in enumerate(tokens):
         if n > room:
             raise Refused(
-                f"document {document} has {n} tokens, more than all {ranks} ranks hold together with max_tokens_per_rank={cap} "
-                f"({room}); raise the cap, add ranks, or cut the document"
+                f"document {document} has {n} tokens, more than all {ranks} ranks hold together with "
+                f"max_tokens_per_rank={cap} ({room}); raise the cap, add ranks, or cut the document"
             )
     count = max(least, -(-sum(tokens) // room))
     while (found := _fitted(tokens, costs, count, room)) is None:
@@ -118,7 +122,9 @@ class _MicroBatches:
                 return
 
     def _emptied(self, fullest: int, other: int, pairs: bool) -> bool:
-        """Do the exchange after which the two are least too full, every token too many priced as several; False if none helps."""
+        """Do the exchange after which the two are least too full, every token too many priced as several;
+        False if none helps.
+        """
         grows, after, do = self._exchanges(fullest, other, pairs)
         over = np.maximum(0, np.maximum(-self.room[fullest] - grows, grows - self.room[other]))
         price = after + over * (TOO_MANY * sum(self.load) // sum(self.tokens))
@@ -133,7 +139,8 @@ class _MicroBatches:
     def _exchanges(
         self, one: int, other: int, pairs: bool
     ) -> tuple[Ints, Ints, Callable[[NDArray[np.bool_], Ints], bool]]:
-        """For every choice of documents of the two: the tokens that the other gains, the larger load of the two afterwards.
+        """For every choice of documents of the two: the tokens that the other gains,
+        the larger load of the two afterwards.
 
         And a function that does the cheapest exchange among those that help, or says that there is none.
         """
@@ -159,7 +166,9 @@ class _MicroBatches:
         return grows, np.maximum(self.load[one] - moved, self.load[other] + moved), do
 
     def _choices(self, at: int, pairs: bool) -> list[tuple[int, ...]]:
-        """No document, and single ones from light to heavy or also some pairs; of many, an even choice with the heaviest."""
+        """No document, and single ones from light to heavy or also some pairs;
+        of many, an even choice with the heaviest.
+        """
         ordered = sorted(self.documents[at], key=lambda d: (-self.costs[d], d))
         singles, paired = (ordered[:: max(1, -(-len(ordered) // most))] for most in (SINGLES, PAIRED))
         return [(), *((d,) for d in reversed(singles)), *(combinations(paired, 2) if pairs else ())]

@@ -1,8 +1,9 @@
 """Price: the step of a placement in closed form, by which planners compare placements that nobody has scheduled yet.
 
-It is what the layers are predicted to take (:mod:`flexcp.schedule.predict`), their least copies (:mod:`flexcp.simulator.least_copies`), and
-what the request's step has beyond its layers (:mod:`flexcp.simulator.step_parts`), of the rank that takes longest. Prices are optimistic:
-gradient sync may be hidden, and ranks wait for nothing but what the prediction knows of.
+It is what the layers are predicted to take (:mod:`flexcp.schedule.predict`), their least copies
+(:mod:`flexcp.simulator.least_copies`), and what the request's step has beyond its layers
+(:mod:`flexcp.simulator.step_parts`), of the rank that takes longest. Prices are optimistic: gradient sync may be
+hidden, and ranks wait for nothing but what the prediction knows of.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Request: everything a planner is told. A planner is a pure function ``Request -> Placement``, or it says why not by :class:`Refused`."""
+"""Request: everything a planner is told. A planner is a pure function ``Request -> Placement``,
+or it says why not by :class:`Refused`.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,11 @@ Ints = NDArray[np.int64]
 
 
 class Refused(ValueError):  # noqa: N818 - an answer more than an error
-    """This strategy cannot serve this request: a cap, a tolerance, a fixed layout or a number of heads does not suit it. Another may.
+    """This strategy cannot serve this request: a cap, a tolerance,
+    a fixed layout or a number of heads does not suit it. Another may.
 
-    Only a refusal: what no strategy would take (an argument that is no number, an effort below 0) is a plain ValueError.
+    Only a refusal: what no strategy would take (an argument that is no number, an effort below 0) is a plain
+    ValueError.
     """
 
 
@@ -31,13 +35,13 @@ class Refused(ValueError):  # noqa: N818 - an answer more than an error
 class Request:
     """One batch to place.
 
-    ``argument`` is what follows the colon of a strategy's name (``zigzag:4``). ``layout`` holds one index map per rank when the
-    tokens are already placed, None when the planner places them too. ``equal_tokens`` asks for the same count on every rank,
-    rounded up to a multiple of ``pad_to``, ``priced_tokens`` for one balance of attention and the rest of the layer. Tolerances are
-    fractions over the mean, or None for "as time profits".
-    ``effort`` is a count of evaluated candidates, None for the strategy's own choice. Memory is a plan's to know: strategies do not look at
-    its cap, their plans are checked against it. ``keep_kv`` is the bytes of received keys that a rank may keep for the backward.
-    ``training`` is the step whose time counts, where it is known: its model is that of ``cost``.
+    ``argument`` is what follows the colon of a strategy's name (``zigzag:4``). ``layout`` holds one index map per rank
+    when the tokens are already placed, None when the planner places them too. ``equal_tokens`` asks for the same count
+    on every rank, rounded up to a multiple of ``pad_to``, ``priced_tokens`` for one balance of attention and the rest
+    of the layer. Tolerances are fractions over the mean, or None for "as time profits". ``effort`` is a count of
+    evaluated candidates, None for the strategy's own choice. Memory is a plan's to know: strategies do not look at its
+    cap, their plans are checked against it. ``keep_kv`` is the bytes of received keys that a rank may keep for the
+    backward. ``training`` is the step whose time counts, where it is known: its model is that of ``cost``.
     """
 
     batch: Batch
@@ -64,7 +68,9 @@ class Request:
 
     @property
     def most_ahead(self) -> int:
-        """How many slots ahead a stage may be posted: messages that wait take memory, which a cap leaves to what needs it."""
+        """How many slots ahead a stage may be posted: messages that wait take memory,
+        which a cap leaves to what needs it.
+        """
         return 2 if self.max_memory_per_rank is None else 1
 
     @property
@@ -87,13 +93,14 @@ def refuse_over_cap(request: Request) -> None:
     longest = int(lengths.argmax())
     if int(lengths[longest]) > room:
         raise Refused(
-            f"document {longest} has {int(lengths[longest])} tokens, more than {request.ranks} ranks keep together with {limit}; "
-            "raise the cap, use more ranks, or cut the document"
+            f"document {longest} has {int(lengths[longest])} tokens, more than {request.ranks} ranks keep together "
+            f"with {limit}; raise the cap, use more ranks, or cut the document"
         )
     if request.batch.tokens > room:
         raise Refused(
             f"{request.batch.tokens} tokens do not fit {request.ranks} ranks with {limit}: at least "
-            f"{-(-request.batch.tokens // request.ranks)} a rank are needed; raise the cap, or cut the batch into micro-batches"
+            f"{-(-request.batch.tokens // request.ranks)} a rank are needed; "
+            "raise the cap, or cut the batch into micro-batches"
         )
 
 
@@ -106,22 +113,26 @@ def refuse_over_memory(request: Request, plan: Plan) -> None:
     if most.total > cap:
         kept = f" + {most.kept_keys} of kept keys" if most.kept_keys else ""
         raise Refused(
-            f"attention needs {most.total} bytes on rank {most.rank} (arena {most.arena} + {most.layers} layers x {most.saved} saved for "
-            f"the backward{kept} + {most.results + most.scratch} in a pass), over max_memory_per_rank={cap}; raise the cap, "
-            f"{'lower keep_kv, ' if most.kept_keys else ''}use more ranks, another strategy, or smaller micro-batches"
+            f"attention needs {most.total} bytes on rank {most.rank} (arena {most.arena} + {most.layers} layers x "
+            f"{most.saved} saved for the backward{kept} + {most.results + most.scratch} in a pass), over "
+            f"max_memory_per_rank={cap}; raise the cap, {'lower keep_kv, ' if most.kept_keys else ''}use more ranks, "
+            "another strategy, or smaller micro-batches"
         )
 
 
 def refuse_over_peers(request: Request, plan: Plan) -> None:
-    """For plans in which a rank talks to more others than the user allows; peers are what :meth:`flexcp.Plan.peers` says."""
+    """For plans in which a rank talks to more others than the user allows;
+    peers are what :meth:`flexcp.Plan.peers` says.
+    """
     cap = request.max_peers
     if cap is None:
         return
     counts = [len(plan.peers(rank)) for rank in range(plan.ranks)]
     if max(counts) > cap:
         raise Refused(
-            f"rank {counts.index(max(counts))} exchanges with {max(counts)} other ranks, over max_peers={cap}; raise the cap, or use a "
-            "strategy that keeps documents together (auto, groups, or a static one with a degree such as zigzag:8)"
+            f"rank {counts.index(max(counts))} exchanges with {max(counts)} other ranks, over max_peers={cap}; raise "
+            "the cap, or use a strategy that keeps documents together (auto, groups, or a static one with a degree "
+            "such as zigzag:8)"
         )
 
 

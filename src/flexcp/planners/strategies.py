@@ -1,4 +1,6 @@
-"""Strategies: named planners. A strategy is a function from a :class:`Request` to a :class:`~flexcp.plan.placement.Placement`."""
+"""Strategies: named planners. A strategy is a function from a :class:`Request` to a
+:class:`~flexcp.plan.placement.Placement`.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ SLOW = ("hypergraph", "dcp")
 
 
 def split_names(text: str) -> list[str]:
-    """The strategies of a list with commas, of which those between two arguments of one strategy (``usp:8,2``) do not divide."""
+    """The strategies of a list with commas, of which those between two arguments of one strategy (``usp:8,2``)
+    do not divide.
+    """
     found: list[str] = []
     for part in (part.strip() for part in text.split(",")):
         if found and ":" in found[-1] and (part[:1].isdigit() or part == RELAY):
@@ -84,7 +88,8 @@ def find_strategy(text: str) -> tuple[Callable[[Request], Placement], str]:
         raise ValueError(f"unknown strategy {text!r}: {hint}known strategies are {', '.join(STRATEGIES)}")
     if at and name not in static.STATIC:
         raise ValueError(
-            f"{text!r}: only static methods ({', '.join(static.STATIC)}) are told how to deal documents to groups; use {method!r}"
+            f"{text!r}: only static methods ({', '.join(static.STATIC)}) are told how to deal documents "
+            f"to groups; use {method!r}"
         )
     if at and at + dealing != BY_LOAD:
         raise ValueError(f"{text!r}: documents are dealt by tokens, or with {method + BY_LOAD!r} by load")

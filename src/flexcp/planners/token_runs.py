@@ -1,7 +1,8 @@
 """Token runs: who keeps which tokens, as runs; and the regions of "rows are computed where they are kept".
 
-A planner thinks in stream ranges per rank. The functions here turn such ranges into :class:`~flexcp.plan.placement.Runs`, even out counts
-with pads when equal tokens are asked for, and read the layouts a user may already have.
+A planner thinks in stream ranges per rank. The functions here turn such ranges into
+:class:`~flexcp.plan.placement.Runs`, even out counts with pads when equal tokens are asked for, and read the layouts a
+user may already have.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def runs_of_ranges(rank: Ints, start: Ints, stop: Ints) -> Runs:
 
 
 def equalised(runs: Runs, ranks: int, tokens: int, pad_to: int) -> tuple[Runs, int]:
-    """The runs with pads so that every rank keeps the largest count, rounded up to ``pad_to``; and how many pads that took.
+    """The runs with pads so that every rank keeps the largest count, rounded up to ``pad_to``;
+    and how many pads that took.
 
     Pads follow the documents in the stream and a rank's documents in its local order.
     """
@@ -73,7 +75,8 @@ def check_cap(runs: Runs, cap: int | None) -> None:
     np.add.at(tokens, runs.rank, runs.stop - runs.start)
     if cap is not None and tokens.max() > cap:
         raise Refused(
-            f"this strategy keeps {int(tokens.max())} tokens on rank {int(tokens.argmax())}, over max_tokens_per_rank={cap}; "
+            f"this strategy keeps {int(tokens.max())} tokens on rank {int(tokens.argmax())}, over "
+            f"max_tokens_per_rank={cap}; "
             "raise the cap, use blocks with a free layout, or cut the batch into micro-batches"
         )
 
@@ -88,8 +91,8 @@ def check_tolerances(request: Request, placement: Placement) -> None:
         most = max(math.ceil(batch.tokens / ranks), math.floor(batch.tokens * (1 + request.token_tolerance) / ranks))
         if placement.tokens.max() > most + 1:
             raise Refused(
-                f"keeps {int(placement.tokens.max())} tokens on rank {int(placement.tokens.argmax())}, but token_tolerance="
-                f"{request.token_tolerance:g} allows {most}; raise it"
+                f"keeps {int(placement.tokens.max())} tokens on rank {int(placement.tokens.argmax())}, but "
+                f"token_tolerance={request.token_tolerance:g} allows {most}; raise it"
             )
     if request.compute_tolerance is not None:
         layers = sum(m.layers for m in batch.masks)
@@ -101,8 +104,8 @@ def check_tolerances(request: Request, placement: Placement) -> None:
         if over.max() > 0:
             worst = int(over.argmax())
             raise Refused(
-                f"computes {int(work[worst])} pairs x heads on rank {worst}, but compute_tolerance={request.compute_tolerance:g} allows "
-                f"{allowed[worst]}; raise it"
+                f"computes {int(work[worst])} pairs x heads on rank {worst}, but "
+                f"compute_tolerance={request.compute_tolerance:g} allows {allowed[worst]}; raise it"
             )
 
 

@@ -9,8 +9,9 @@ rounds_table.py      a plan's rounds, also as text (``plan --rounds``)
 training_table.py    the steps of a training run (``train``)
 accept_tables.py     checks, ranks, links and strategies of a first run on a cluster (``accept``)
 
-sections.py and markup.py make HTML of any content, page.py the file; timeline.py, layer_timeline.py, plan_data.py and plan_time.py are what
-pictures are drawn from (by the scripts in page/); code_lines.py and advice_words.py are what ``advise`` says.
+sections.py and markup.py make HTML of any content, page.py the file; timeline.py, layer_timeline.py, plan_data.py and
+plan_time.py are what pictures are drawn from (by the scripts in page/); code_lines.py and advice_words.py are what
+``advise`` says.
 """
 
 from __future__ import annotations

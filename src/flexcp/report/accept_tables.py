@@ -66,6 +66,9 @@ def accept_sections(found: Acceptance) -> list[Section]:
             for row in found.rows
         ]
         headers = ["strategy", "measured ms", "predicted ms", "predicted / measured - 1", "bytes"]
-        says = "Attention forward and backward, the slowest rank in the fastest repeat; simulated with what was measured here."
+        says = (
+            "Attention forward and backward, the slowest rank in the fastest repeat; "
+            "simulated with what was measured here."
+        )
         sections.append(table_section("Strategies", headers, rows, says))
     return sections

@@ -45,8 +45,9 @@ def _documents(advice: Advice) -> str:
     longest, work = lengths[order].astype(float), _pairs(lengths, advice.question.masks)
     pairs = 100 * work[order].sum() / work.sum()
     return (
-        f"{len(lengths):,} documents of {int(lengths.min()):,} to {int(lengths.max()):,} tokens, median {int(np.median(lengths)):,}. "
-        f"The longest tenth holds {100 * longest.sum() / lengths.sum():.0f} % of the tokens and about {pairs:.0f} % of the attention."
+        f"{len(lengths):,} documents of {int(lengths.min()):,} to {int(lengths.max()):,} tokens, median "
+        f"{int(np.median(lengths)):,}. The longest tenth holds {100 * longest.sum() / lengths.sum():.0f} % of the "
+        f"tokens and about {pairs:.0f} % of the attention."
     )
 
 
@@ -69,13 +70,13 @@ def _setting(advice: Advice) -> str:
         seen, of_all = advice.longest_in
         looked = f", of which {simulated}, evenly spread, were simulated"
         longest = (
-            f" A document of the greatest length, {max(advice.lengths):,} tokens, is in {seen or 'none'} of the {simulated} simulated "
-            f"passes and in {of_all or 'none'} of all {advice.passes}."
+            f" A document of the greatest length, {max(advice.lengths):,} tokens, is in {seen or 'none'} of the "
+            f"{simulated} simulated passes and in {of_all or 'none'} of all {advice.passes}."
         )
     left, divided = _sentence(advice.left_out), _sentence(q.divided)
     return (
-        f"{q.preset.model.name} on {q.cluster} ({count_of(q.cluster.ranks, 'rank')}), attention {_attention(q.masks)}, at most "
-        f"{q.max_tokens_per_rank:,} tokens a rank: "
+        f"{q.preset.model.name} on {q.cluster} ({count_of(q.cluster.ranks, 'rank')}), attention {_attention(q.masks)}, "
+        f"at most {q.max_tokens_per_rank:,} tokens a rank: "
         f"the documents make {passes}{looked} ({tokens:,} tokens).{longest}{left}{divided}"
     )
 
@@ -93,8 +94,8 @@ def _attention(masks: Mapping[str, tuple[Mask, int]]) -> str:
 
 def _share(answer: Answer) -> str:
     return (
-        f"attention {100 * answer.share('attention'):.0f} %, waiting for others {100 * answer.share('wait'):.0f} %, other layers "
-        f"{100 * answer.share('linear'):.0f} %, exposed gradient sync {100 * answer.share('sync'):.0f} %"
+        f"attention {100 * answer.share('attention'):.0f} %, waiting for others {100 * answer.share('wait'):.0f} %, "
+        f"other layers {100 * answer.share('linear'):.0f} %, exposed gradient sync {100 * answer.share('sync'):.0f} %"
     )
 
 
@@ -102,11 +103,12 @@ def _static(advice: Advice) -> str:
     static, by_load = advice.static, advice.by_load
     lost = 100 * (1 - advice.bound_ns / static.total_ns)
     return (
-        f"{advice.baseline}, takes {static.total_ns / 1e6 / len(static.steps):,.1f} ms a pass, forward and backward: {_share(static)}. "
-        f"Of its ranks {static.busiest_words} {static.compute_imbalance:.2f} times the mean's attention. "
-        f"Compute divided perfectly, with no transfer or collective beside it, would save {lost:.0f} %."
+        f"{advice.baseline}, takes {static.total_ns / 1e6 / len(static.steps):,.1f} ms a pass, forward and backward: "
+        f"{_share(static)}. Of its ranks {static.busiest_words} {static.compute_imbalance:.2f} times the mean's "
+        f"attention. Compute divided perfectly, with no transfer or collective beside it, would save {lost:.0f} %."
         + (
-            f" The best one that deals documents to its groups by load instead, {by_load.name}, takes {_ms(by_load)} a pass."
+            f" The best one that deals documents to its groups by load instead, {by_load.name}, takes {_ms(by_load)} a "
+            "pass."
             if by_load is not None
             else ""
         )
@@ -129,10 +131,11 @@ def _gains(advice: Advice) -> list[str]:
     else:
         layout = advice.in_layout
         found.append(
-            f"Swapping attention alone (your loader, labels and shapes stay): {_ms(advice.swap)} a pass, {gain_words(advice, advice.swap)}"
+            f"Swapping attention alone (your loader, labels and shapes stay): {_ms(advice.swap)} a pass, "
+            f"{gain_words(advice, advice.swap)}"
             + (
-                f", and {layout.total_ns / advice.swap.total_ns:.2f} times that of the best static method in the same layout "
-                f"({layout.name}, {_ms(layout)} a pass)"
+                f", and {layout.total_ns / advice.swap.total_ns:.2f} times that of the best static method in the same "
+                f"layout ({layout.name}, {_ms(layout)} a pass)"
                 if layout is not None
                 else ""
             )
@@ -150,16 +153,20 @@ def _in_what_was_seen(advice: Advice) -> str:
     """A verdict of passes without the longest documents is one of those passes."""
     if advice.longest_in[0] or not advice.longest_in[1]:
         return ""
-    return " in the simulated passes, none of which has a document of the greatest length (flexcp compare --batch looks at one that has)"
+    return (
+        " in the simulated passes, none of which has a document of the greatest length "
+        "(flexcp compare --batch looks at one that has)"
+    )
 
 
 def _todo(advice: Advice) -> list[str]:
     if advice.verdict == "static":
         return [
-            f"Do not bother: stay with {advice.static.name}. The gain is under {100 * advice.margin:g} %{_in_what_was_seen(advice)}, "
-            f"because {why_static(advice)}.",
+            f"Do not bother: stay with {advice.static.name}. The gain is under {100 * advice.margin:g} "
+            f"%{_in_what_was_seen(advice)}, because {why_static(advice)}.",
             how_sure(advice),
-            "Ask again when lengths, ranks or the mask change, or with --cost and your own calibration (flexcp calibrate).",
+            "Ask again when lengths, ranks or the mask change, "
+            "or with --cost and your own calibration (flexcp calibrate).",
         ]
     q, answer = advice.question, advice.chosen
     what = (
@@ -168,7 +175,8 @@ def _todo(advice: Advice) -> list[str]:
         else f'Use flexcp\'s loader (layout="free") with strategy="{answer.name}".'
     )
     micro = (
-        f"Make {q.micro_batches} micro-batches a step of {q.tokens_per_step:,} tokens: planner.micro_batches(...) balances them."
+        f"Make {q.micro_batches} micro-batches a step of {q.tokens_per_step:,} tokens: "
+        "planner.micro_batches(...) balances them."
         if q.micro_batches > 1
         else "One pass a step fits; no micro-batches."
     )
@@ -176,8 +184,8 @@ def _todo(advice: Advice) -> list[str]:
     return [
         what,
         micro,
-        f"The fullest rank keeps {answer.most_tokens:,} tokens, and attention needs at most {size(memory)} on a rank: one arena, and what "
-        "all layers keep for their backward without recomputation.",
+        f"The fullest rank keeps {answer.most_tokens:,} tokens, and attention needs at most {size(memory)} on a rank: "
+        "one arena, and what all layers keep for their backward without recomputation.",
         how_sure(advice),
         "Check it on your machines with flexcp bench step, and calibrate with flexcp calibrate.",
     ]

@@ -1,7 +1,7 @@
 """Lines to copy: what turning flexcp on takes in each framework, with the user's own numbers filled in.
 
-A planner that is made of them plans what was simulated: it has the same heads, cluster, step, cost model and cap, and batches the same
-masks with their layers. The frameworks' own planners take from the framework what it knows itself.
+A planner that is made of them plans what was simulated: it has the same heads, cluster, step, cost model and cap, and
+batches the same masks with their layers. The frameworks' own planners take from the framework what it knows itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SWAP = (
     + """
 step = flexcp.bind(planner(lengths, {masks}, layout="contiguous"), mesh["cp"])   # every batch: lengths of its documents
 out = flexcp.attention(q, k, v, step{which})                # every layer, instead of your attention
-loss = step.loss(logits, labels, gradients="averaged")     # under DDP; "summed" where gradients are summed
+loss = step.loss(logits, labels, gradients="averaged")     # under DDP; "summed" where they are summed
 """
 )
 LOADER = (
@@ -40,7 +40,7 @@ LOADER = (
 with flexcp.data.Loader(dataset, planner, budget={budget}, {masks}, group=mesh["cp"]) as loader:
     for batch in loader:                            # batch.tokens, .labels and .positions are this rank's rows
         out = flexcp.attention(q, k, v, batch.step{which})    # every layer, instead of your attention
-        loss = batch.step.loss(logits, batch.labels, gradients="averaged")    # under DDP; "summed" where gradients are summed
+        loss = batch.step.loss(logits, batch.labels, gradients="averaged")  # under DDP; "summed" where they are summed
 """
 )
 HUGGINGFACE = """import flexcp
@@ -52,7 +52,7 @@ planner = huggingface.planner(
     training={training}{cost},
 )
 step = flexcp.bind(planner(lengths, masks=huggingface.masks(model.config){layout}), mesh["cp"])
-loss = model(**huggingface.inputs(tokens, step, gradients="averaged")).loss    # under DDP; "summed" where gradients are summed
+loss = model(**huggingface.inputs(tokens, step, gradients="averaged")).loss  # under DDP; "summed" where they are summed
 """
 TRAINER = """import flexcp
 from flexcp.frameworks import huggingface
@@ -102,10 +102,11 @@ FRAMEWORKS = {
 class Lines:
     """What the lines are filled in with; ``swap`` keeps tokens where a contiguous split has them.
 
-    ``training`` is the step that was simulated, ``cluster`` what tensor parallelism leaves. ``cost_file`` is the calibration that was used.
+    ``training`` is the step that was simulated, ``cluster`` what tensor parallelism leaves. ``cost_file`` is the
+    calibration that was used.
 
-    ``step_tokens`` are those of a training step, which ``micro_batches`` passes take; ``longest`` is the longest document, which a batch
-    must hold.
+    ``step_tokens`` are those of a training step, which ``micro_batches`` passes take; ``longest`` is the longest
+    document, which a batch must hold.
     """
 
     training: Training
@@ -141,7 +142,8 @@ class Lines:
         if self.budget == self.longest:
             return "tokens of a batch, those of your longest document"
         if self.budget == room:
-            return f"tokens of a batch, 7/8 of {ranks} ranks x {self.max_tokens_per_rank:,} so that ranks may keep different counts"
+            all_ranks = f"{ranks} ranks x {self.max_tokens_per_rank:,}"
+            return f"tokens of a batch, 7/8 of {all_ranks} so that ranks may keep different counts"
         if self.micro_batches > 1:
             return f"tokens of a batch; {self.micro_batches} batches make a step of {self.step_tokens:,}"
         return f"tokens of a batch: the step you asked for, under the {room:,} that leave {ranks} ranks room to differ"
@@ -203,7 +205,9 @@ def _calibration(file: Path | None) -> str:
 
 
 def _training(training: Training) -> str:
-    """The call that makes the step: its model as a rank has it, its gradient sync, and what tensor parallelism divided it by."""
+    """The call that makes the step: its model as a rank has it, its gradient sync,
+    and what tensor parallelism divided it by.
+    """
     preset = training.model
     model = ", ".join(f"{field.name}={getattr(preset.model, field.name)!r}" for field in fields(preset.model))
     sizes = ", ".join(repr(size) for size in astuple(preset.shape))

@@ -1,7 +1,9 @@
-"""The timeline of one layer of a plan: attention of its first mask and the other layers, forward, then the same backward.
+"""The timeline of one layer of a plan: attention of its first mask and the other layers, forward,
+then the same backward.
 
-Attention is simulated event by event; the rest of the layer is a rank's tokens at the cost model's price, a third of it forward. Each rank
-goes on as soon as it can: the layer is as long as its slowest rank, and what others wait for is seen in the timeline.
+Attention is simulated event by event; the rest of the layer is a rank's tokens at the cost model's price, a third of it
+forward. Each rank goes on as soon as it can: the layer is as long as its slowest rank, and what others wait for is seen
+in the timeline.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from flexcp.simulator.passes import Event, Rules, pass_model, run_pass
 
 Ints = NDArray[np.int64]
 SAYS = (
-    "One layer, forward and then backward, simulated: each rank's compute and waits, and below them what it receives and sends. "
-    "Times are those of the cost model."
+    "One layer, forward and then backward, simulated: each rank's compute and waits, and below them what it receives "
+    "and sends. Times are those of the cost model."
 )
 
 

@@ -1,7 +1,7 @@
 """HTML by hand: the few elements a report is made of, every text escaped.
 
-Headings, words and tables are written here, so that a page reads, prints and is searched without scripts; the scripts only draw the
-pictures. A figure is a canvas with its tools and, folded away below it, a table that says the same.
+Headings, words and tables are written here, so that a page reads, prints and is searched without scripts; the scripts
+only draw the pictures. A figure is a canvas with its tools and, folded away below it, a table that says the same.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ def tiles(figures: Sequence[tuple[str, str]]) -> str:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[Cell]], caption: str) -> str:
-    """A table that scrolls inside itself; a click on a header sorts. Numbers are aligned right and sorted as numbers."""
+    """A table that scrolls inside itself; a click on a header sorts.
+    Numbers are aligned right and sorted as numbers.
+    """
     head = "".join(
         f'<th scope="col" aria-sort="none"><button type="button" class="sort">{escape(h)}</button></th>'
         for h in headers
@@ -79,8 +81,8 @@ def figure(
     inside = (buttons if zoom else "") + tools
     bar = f'<div class="tools" role="group" aria-label="{escape(label, quote=True)}">{inside}</div>' if inside else ""
     return (
-        f'<figure{" class=half" if half else ""} data-picture="{picture}" data-section="{section}"><h3>{escape(title)}</h3>'
-        f'<p class="caption">{escape(caption)}</p>'
+        f'<figure{" class=half" if half else ""} data-picture="{picture}" '
+        f'data-section="{section}"><h3>{escape(title)}</h3><p class="caption">{escape(caption)}</p>'
         f'{bar}<canvas tabindex="0" role="application" aria-roledescription="picture" aria-describedby="keys" '
         f'aria-label="{escape(title + ": " + says, quote=True)}"></canvas>{behind}</figure>'
     )

@@ -1,4 +1,6 @@
-"""A report: one HTML file that needs nothing else. Scripts, styles and numbers are inside, and its policy forbids the network."""
+"""A report: one HTML file that needs nothing else. Scripts, styles and numbers are inside,
+and its policy forbids the network.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ SCRIPTS = (
     "boot.js",
 )
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-KEYS = "Arrow keys move a cursor over a picture and read out what is under it; plus and minus zoom, 0 shows all, Escape ends."
+KEYS = (
+    "Arrow keys move a cursor over a picture and read out what is under it; "
+    "plus and minus zoom, 0 shows all, Escape ends."
+)
 
 
 def write_report(path: str | Path, sections: Sequence[Section], title: str, subtitle: str = "") -> int:
@@ -47,19 +52,21 @@ def page(sections: Sequence[Section], title: str, subtitle: str = "") -> str:
         f'<section id="s{i}" aria-labelledby="t{i}"><h2 id="t{i}">{escape(s.title)}</h2>{s.body(i)}</section>'
         for i, s in enumerate(sections)
     )
-    # "</script" would end the script element early, "<!--<script" would keep it from ending. Beyond ASCII json.dumps escapes by itself.
+    # "</script" would end the script element early, "<!--<script" would keep it from ending. Beyond ASCII json.dumps
+    # escapes by itself.
     data = json.dumps([dict(s.data) for s in sections], separators=(",", ":")).replace("<", "\\u003c")
     return (
         f'<!doctype html><html lang="en" data-theme="light"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="generator" content="flexcp {__version__}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="generator" content="flexcp '
+        f'{__version__}">'
         f"<title>{escape(title)}</title><style>{_asset('page.css')}</style></head><body>"
         f'<a class="skip" href="#main">Skip to the content</a>'
         f'<header class="page"><div><h1>{escape(title)}</h1><p>{escape(subtitle)}</p></div>'
         f'<button type="button" id="theme">Dark</button></header>'
-        f'<nav aria-label="Sections"><ul>{links}</ul></nav><main id="main"><p class="unseen" id="keys">{KEYS}</p>{bodies}</main>'
-        f'<div id="tip" role="tooltip" hidden></div><div id="live" class="unseen" aria-live="polite"></div>'
-        f'<script type="application/json" id="data">{data}</script>'
+        f'<nav aria-label="Sections"><ul>{links}</ul></nav><main id="main"><p class="unseen" '
+        f'id="keys">{KEYS}</p>{bodies}</main><div id="tip" role="tooltip" hidden></div><div id="live" class="unseen" '
+        f'aria-live="polite"></div><script type="application/json" id="data">{data}</script>'
         f'<script>"use strict";{"".join(_asset(name) for name in SCRIPTS)}</script></body></html>'
     )
 

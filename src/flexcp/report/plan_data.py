@@ -1,8 +1,9 @@
 """What a report draws of a plan: plain numbers, few enough to travel inside one page.
 
-Cuts can be many (zig-zag over 64 ranks cuts every document in 128), and a page should stay under 3 MB. So the longest documents are given
-exactly until a budget of rows is spent, which covers all documents of most plans; of the others only their place and length are told,
-and the page says so. Bytes between ranks are listed pair by pair, or node by node where the pairs are too many.
+Cuts can be many (zig-zag over 64 ranks cuts every document in 128), and a page should stay under 3 MB. So the longest
+documents are given exactly until a budget of rows is spent, which covers all documents of most plans; of the others
+only their place and length are told, and the page says so. Bytes between ranks are listed pair by pair, or node by node
+where the pairs are too many.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A plan as a section of a report: its batch, who keeps and computes what, where the time goes, what moves between whom."""
+"""A plan as a section of a report: its batch, who keeps and computes what, where the time goes,
+what moves between whom.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ MOST_TRANSFERS = 500
 def plan_section(
     plan: Plan, title: str | None = None, bars: Iterable[Bar] = (), timed: str = "", time: PlanTime | None = None
 ) -> Section:
-    """Everything there is to see of a plan; ``bars`` are its timeline, of what ``timed`` says; ``time`` is of all layers unless given."""
+    """Everything there is to see of a plan; ``bars`` are its timeline, of what ``timed`` says;
+    ``time`` is of all layers unless given.
+    """
     time = time or PlanTime.of_plan(plan)
     bound = time.perfect_ns(plan)
     data = {**plan_data(plan, time), "trees": tree_data(plan), "bound": bound, "timeline": timeline_data(bars)}
@@ -84,7 +88,8 @@ def _legend(plan: Plan, number: int) -> str:
             for r in range(node * each, (node + 1) * each)
         )
         nodes.append(f'<div class="node"><span>node {node}</span>{buttons}</div>')
-    return f'<div class="legend" data-section="{number}" role="group" aria-label="Ranks: pick one to see it alone">{"".join(nodes)}</div>'
+    label = 'role="group" aria-label="Ranks: pick one to see it alone"'
+    return f'<div class="legend" data-section="{number}" {label}>{"".join(nodes)}</div>'
 
 
 def _batch(plan: Plan, number: int) -> str:
@@ -94,9 +99,9 @@ def _batch(plan: Plan, number: int) -> str:
     total_pairs, tokens = max(int(areas.sum()), 1), int(lengths.sum())
     tenth = order[: max(1, len(order) // 10)]
     says = (
-        f"{len(lengths):,} documents of {int(lengths.min()):,} to {int(lengths.max()):,} tokens, median {int(np.median(lengths)):,}. "
-        f"The longest tenth holds {100 * int(lengths[tenth].sum()) / tokens:.0f} % of the tokens and "
-        f"{100 * int(areas[tenth].sum()) / total_pairs:.0f} % of the attention."
+        f"{len(lengths):,} documents of {int(lengths.min()):,} to {int(lengths.max()):,} tokens, median "
+        f"{int(np.median(lengths)):,}. The longest tenth holds {100 * int(lengths[tenth].sum()) / tokens:.0f} % of the "
+        f"tokens and {100 * int(areas[tenth].sum()) / total_pairs:.0f} % of the attention."
     )
     rows = [
         [int(d), int(lengths[d]), round(100 * int(lengths[d]) / tokens, 3), round(100 * int(areas[d]) / total_pairs, 3)]
@@ -143,7 +148,10 @@ def _matrix(plan: Plan, number: int) -> str:
         for r in range(plan.ranks)
     ]
     says = f"compute of ranks is {float(work.min()) / mean:.3f} to {float(work.max()) / mean:.3f} of the mean."
-    caption = "Rows (queries) down, keys right: each part in the colour and with the number of the rank that computes it. Grey is masked."
+    caption = (
+        "Rows (queries) down, keys right: each part in the colour and with the number of the rank that computes it. "
+        "Grey is masked."
+    )
     behind = folded(
         "As a table",
         table(["rank", "pairs x query heads", "of the mean", "regions"], rows, "Attention of every rank, first mask"),
@@ -172,8 +180,8 @@ def _balance(plan: Plan, number: int, time: PlanTime, bound: int) -> str:
     ]
     layers = sum(m.layers for m in plan.batch.masks)
     says = (
-        f"simulated {time}; perfectly divided compute alone would take {bound / 1e6:.3f} ms. The closed form, by which planners compare "
-        f"placements, predicts {_predicted_ns(plan) / 1e6:.3f} ms for all layers."
+        f"simulated {time}; perfectly divided compute alone would take {bound / 1e6:.3f} ms. The closed form, by which "
+        f"planners compare placements, predicts {_predicted_ns(plan) / 1e6:.3f} ms for all layers."
     )
     caption = (
         f"Simulated time of every rank, forward and backward of {layers} layer{'s' if layers > 1 else ''}. Dashed: all "

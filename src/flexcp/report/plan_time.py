@@ -1,7 +1,7 @@
 """Where the time of a plan goes, for the pictures and figures of a report, as a simulation found it.
 
-A page that shows simulated times beside each other shows the same ones in the panel of a plan; so the panel is given them. The closed
-form's time, which planners compare placements by, is named beside them and nowhere in their place.
+A page that shows simulated times beside each other shows the same ones in the panel of a plan; so the panel is given
+them. The closed form's time, which planners compare placements by, is named beside them and nowhere in their place.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class PlanTime:
-    """Nanoseconds of all ranks together, and of each rank in attention, waiting, and in everything else (other layers, gradient sync).
+    """Nanoseconds of all ranks together, and of each rank in attention, waiting,
+    and in everything else (other layers, gradient sync).
 
     ``what`` they are of, in words; ``says`` is a sentence to stand above them, or nothing.
     ``head_flops`` are those of a token in the vocabulary's projection, where that is in the total.
@@ -44,7 +45,9 @@ class PlanTime:
 
     @classmethod
     def of_step(cls, step: StepTime, head_flops: int, what: str = "step", says: str = "") -> PlanTime:
-        """A simulated step's; exposed gradient sync counts to the other layers, and who is done waits for the slowest."""
+        """A simulated step's; exposed gradient sync counts to the other layers,
+        and who is done waits for the slowest.
+        """
         attention, linear = step.ranks[0], step.ranks[2] + step.ranks[3]
         waits = np.maximum(step.total_ns - attention - linear, 0)
         return cls(step.total_ns, attention, waits, linear, what, says, head_flops)

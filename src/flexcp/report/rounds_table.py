@@ -1,4 +1,6 @@
-"""Rounds of a plan as text and as plain numbers: for each stage and level how many, and what they lose against the busiest port."""
+"""Rounds of a plan as text and as plain numbers: for each stage and level how many,
+and what they lose against the busiest port.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ LEVELS = ("inside nodes", "across nodes")
 
 
 def rounds_columns(plan: Plan, backward: bool) -> dict[str, list[Any]]:
-    """Stage, level (1: across nodes), rounds and their time against the busiest port's, of the first mask; one entry per exchange."""
+    """Stage, level (1: across nodes), rounds and their time against the busiest port's, of the first mask;
+    one entry per exchange.
+    """
     exchanges = plan.rounds(0, backward).exchanges
     return {
         "stage": exchanges.stage.tolist(),
@@ -30,8 +34,8 @@ def rounds_table(plan: Plan) -> str:
         shown = sorted(exchanges.port.argsort(kind="stable")[::-1][:SHOWN].tolist())
         for i in shown:
             lines.append(
-                f"{exchanges.stage[i]:>5}   {LEVELS[exchanges.across[i]]:<12}   {direction:<9} {exchanges.rounds[i]:>8} "
-                f"{size(exchanges.port[i]):>14} {exchanges.efficiency[i]:>15.3f}"
+                f"{exchanges.stage[i]:>5}   {LEVELS[exchanges.across[i]]:<12}   {direction:<9} "
+                f"{exchanges.rounds[i]:>8} {size(exchanges.port[i]):>14} {exchanges.efficiency[i]:>15.3f}"
             )
         if len(shown) < len(exchanges):
             lines.append(f"  ... {len(exchanges) - len(shown)} smaller ones of the {direction} ...")

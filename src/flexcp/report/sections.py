@@ -1,7 +1,9 @@
-"""The parts a report is made of. A section is a title, words and tables as HTML, and the numbers its pictures are drawn from.
+"""The parts a report is made of. A section is a title, words and tables as HTML,
+and the numbers its pictures are drawn from.
 
-Sections of any content are made here: words (:func:`words_section`), code to copy (:func:`code_section`), a table (:func:`table_section`),
-lines over steps (:func:`lines_section`). Those with columns of their own have their own files, which ``report/__init__.py`` lists.
+Sections of any content are made here: words (:func:`words_section`), code to copy (:func:`code_section`), a table
+(:func:`table_section`), lines over steps (:func:`lines_section`). Those with columns of their own have their own files,
+which ``report/__init__.py`` lists.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from flexcp.report.markup import figure, folded, paragraphs, table, tiles
 
 @dataclass(frozen=True)
 class Section:
-    """``body(number)`` is the HTML under the title, given the section's number on the page; ``data`` goes to its pictures as JSON."""
+    """``body(number)`` is the HTML under the title, given the section's number on the page;
+    ``data`` goes to its pictures as JSON.
+    """
 
     title: str
     body: Callable[[int], str]

@@ -61,7 +61,8 @@ def strategies_section(
         "remark",
     ]
     slowest = ordered[-1]
-    shown = f"{best.name} is fastest with {best.total_ns / 1e6:.2f} ms, {slowest.name} slowest with {slowest.total_ns / 1e6:.2f} ms."
+    first, last = (f"{row.total_ns / 1e6:.2f} ms" for row in (best, slowest))
+    shown = f"{best.name} is fastest with {first}, {slowest.name} slowest with {last}."
 
     def body(number: int) -> str:
         return figure(

@@ -1,8 +1,8 @@
 """A timeline for a report: what every rank does when, as columns of bars.
 
-Bars come from the event simulator (or from anything that yields the same: rank, track, name, begin, end). Transfers are many: where a rank
-does the same kind of thing again within a two-thousandth of the whole, its bars are drawn as one, so that a page stays small; zooming in
-shows no finer grain than that.
+Bars come from the event simulator (or from anything that yields the same: rank, track, name, begin, end). Transfers are
+many: where a rank does the same kind of thing again within a two-thousandth of the whole, its bars are drawn as one, so
+that a page stays small; zooming in shows no finer grain than that.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ def timeline_data(bars: Iterable[Bar]) -> dict[str, Any]:
 
 
 def _merged(bars: list[_Merged], gap: int) -> list[_Merged]:
-    """Transfers of a rank on a track that lie within ``gap`` of each other as one; its name is its stage's, when they share it."""
+    """Transfers of a rank on a track that lie within ``gap`` of each other as one;
+    its name is its stage's, when they share it.
+    """
     found: list[_Merged] = []
     for bar in sorted(bars, key=lambda b: (b.rank, b.track, b.begin)):
         before = found[-1] if found else None

@@ -1,8 +1,8 @@
 """The trees of a plan's batch: segments by depth and sequence, in the colours of the ranks that keep them.
 
-A segment is a bar from the depth of its first token to that of its last, as high as the sequences through it: the lanes of the segments
-that its subtree ends in. So a prompt is one tall bar, and what it is read by is what stands to its right. Trees of very many segments are
-not drawn; beside others the caption counts them.
+A segment is a bar from the depth of its first token to that of its last, as high as the sequences through it: the lanes
+of the segments that its subtree ends in. So a prompt is one tall bar, and what it is read by is what stands to its
+right. Trees of very many segments are not drawn; beside others the caption counts them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def drawn_trees(plan: Plan) -> dict[int, Tree]:
 
 
 def tree_data(plan: Plan) -> list[dict[str, Any]]:
-    """For each tree its segments as columns, and the parts that ranks keep of them: (segment, rank, first and last token inside it)."""
+    """For each tree its segments as columns, and the parts that ranks keep of them:
+    (segment, rank, first and last token inside it).
+    """
     runs = plan.placement.runs
     order = np.argsort(runs.start, kind="stable")
     rank, start, stop = (column[order] for column in (runs.rank, runs.start, runs.stop))
@@ -77,14 +79,14 @@ def tree_figure(plan: Plan, number: int) -> str:
     document, first = next(iter(trees.items()))
     saved = sum(int(tree.sequence_lengths.sum()) - tree.tokens for tree in trees.values())
     says = (
-        f"{len(trees)} tree{'s' if len(trees) > 1 else ''}; document {document} has {len(first.parents):,} segments and "
-        f"{len(first.ends):,} sequences of up to {int(first.sequence_lengths.max()):,} tokens. As separate sequences there would be "
-        f"{saved:,} tokens more."
+        f"{len(trees)} tree{'s' if len(trees) > 1 else ''}; document {document} has {len(first.parents):,} segments "
+        f"and {len(first.ends):,} sequences of up to {int(first.sequence_lengths.max()):,} tokens. As separate "
+        f"sequences there would be {saved:,} tokens more."
     )
     left_out = len(plan.batch.branches) - len(trees)
     caption = (
-        "Depth to the right, sequences down: each segment is as high as the sequences that share it, in the colour of the rank that keeps "
-        "it." + (f" Not drawn, for their many segments: {left_out} more." if left_out else "")
+        "Depth to the right, sequences down: each segment is as high as the sequences that share it, in the colour of "
+        "the rank that keeps it." + (f" Not drawn, for their many segments: {left_out} more." if left_out else "")
     )
     rows = [
         [

@@ -1,16 +1,17 @@
 """Analysis: what a placement with needed traffic computes, reads, moves and in how many stages, mask by mask.
 
 Whoever writes such a placement's transfers (:mod:`flexcp.schedule.transfers`) and whoever predicts how long it takes
-(:mod:`flexcp.schedule.predict`) begin here, so a prediction is one of the plan that would be made. The order is that of the modules: the
-pairs of every rank (:mod:`~flexcp.schedule.work`), the pieces it reads of others (:mod:`~flexcp.schedule.needs`), the way they travel
-(:mod:`~flexcp.schedule.routes`), whether keys are kept for the backward, and for each direction the bytes (:mod:`~flexcp.schedule.flows`)
-and the stages that hide them, equal ones (:mod:`~flexcp.schedule.stages`) or such with thin ends (:mod:`~flexcp.schedule.thin_ends`).
+(:mod:`flexcp.schedule.predict`) begin here, so a prediction is one of the plan that would be made. The order is that of
+the modules: the pairs of every rank (:mod:`~flexcp.schedule.work`), the pieces it reads of others
+(:mod:`~flexcp.schedule.needs`), the way they travel (:mod:`~flexcp.schedule.routes`), whether keys are kept for the
+backward, and for each direction the bytes (:mod:`~flexcp.schedule.flows`) and the stages that hide them, equal ones
+(:mod:`~flexcp.schedule.stages`) or such with thin ends (:mod:`~flexcp.schedule.thin_ends`).
 
-Keys are kept mask by mask, in order, all or nothing: only when what every rank receives in all of a mask's layers fits what is left. All
-ranks find the same answer. Tokens so scattered that they are assembled always travel again.
+Keys are kept mask by mask, in order, all or nothing: only when what every rank receives in all of a mask's layers fits
+what is left. All ranks find the same answer. Tokens so scattered that they are assembled always travel again.
 
-What is relayed inside a node crosses nodes once, but waits for a stage of its own. Where a placement may relay, both ways are looked at as
-if keys travelled again, and the one that takes less time under contention is taken.
+What is relayed inside a node crosses nodes once, but waits for a stage of its own. Where a placement may relay, both
+ways are looked at as if keys travelled again, and the one that takes less time under contention is taken.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class MaskAnalysis(NamedTuple):
 def analyse(
     placement: Placement, shape: Shape, cluster: Cluster, cost: CostModel, keep_kv: int = 0, most_ahead: int = 2
 ) -> list[MaskAnalysis]:
-    """The analysis of every mask; a rank may keep ``keep_kv`` bytes of received keys for the backward, all layers together.
+    """The analysis of every mask; a rank may keep ``keep_kv`` bytes of received keys for the backward,
+    all layers together.
 
     ``most_ahead`` is how many slots ahead a stage may be posted.
     """
@@ -89,7 +91,8 @@ def _staged(
 ) -> MaskAnalysis:
     """What moves along some routes, and the stages that hide it."""
     moves = needed_moves(shape, needs, keys_kept)
-    # Latents travel before all work (flexcp.schedule.execution), and links inside a node are so fast that ends need not be thin.
+    # Latents travel before all work (flexcp.schedule.execution), and links inside a node are so fast that ends need not
+    # be thin.
     may_be_thin = most_ahead > 1 and shape.latent is None and cluster.nodes > 1 and placement.wishes.divisions is None
     rest_of_layer = cost.linear_ns(placement.tokens, shape, cluster) // 3
     passes: list[PassAnalysis] = []
@@ -105,7 +108,9 @@ def _staged(
 
 
 def in_other_stages(masks: list[MaskAnalysis], backward: bool) -> list[MaskAnalysis] | None:
-    """The same with one direction's stages cut the other way where that might be faster; None where it is not for any mask."""
+    """The same with one direction's stages cut the other way where that might be faster;
+    None where it is not for any mask.
+    """
     passes = [found.backward if backward else found.forward for found in masks]
     if not any(worth_simulating(one.stages) for one in passes):
         return None

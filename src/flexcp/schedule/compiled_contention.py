@@ -1,4 +1,5 @@
-"""Loops of stages under contention: how long slots of work take with what travels beside them, over all ranks together, compiled.
+"""Loops of stages under contention: how long slots of work take with what travels beside them,
+over all ranks together, compiled.
 
 In every slot the margin is taken under which the slowest rank is done first, as the plan's will be
 (:mod:`flexcp.schedule.execution`). What a slot brings starts when all who send it have begun the slot.
@@ -17,7 +18,8 @@ SLOW, ALONE, LINK = range(3)
 def together_ns(work, beside, start, across, rows, source, target):
     """When the last rank is done; ``work`` and ``beside`` are ``[slot, rank]``, ``start[rank]`` is when it begins.
 
-    ``across[rank]`` is 1 where a rank exchanges with other nodes alone; ``rows[across, margin]`` are the prices of contention, per mille.
+    ``across[rank]`` is 1 where a rank exchanges with other nodes alone; ``rows[across, margin]`` are the prices of
+    contention, per mille.
     """
     slots, ranks = work.shape
     begin, ready = start.copy(), np.zeros(ranks, np.int64)
@@ -38,10 +40,12 @@ def together_ns(work, beside, start, across, rows, source, target):
 
 @compiled
 def thinnest(own, rest, at_keys, there, back, home, reads, limits, shares, start, across, rows, source, target):
-    """The best stages with thin ends: (when the last rank is done, ``borders[rank, stage]``, per mille of own work held back).
+    """The best stages with thin ends: (when the last rank is done, ``borders[rank, stage]``, per mille
+    of own work held back).
 
-    ``rest`` is a rank's work on keys that come, ``at_keys`` that for which only queries do; ``there``, ``back`` and ``home`` are how long
-    inputs, gradients and results travel. ``limits`` are the parts of a whole, of the thinnest and of the thickest end, and the stages.
+    ``rest`` is a rank's work on keys that come, ``at_keys`` that for which only queries do; ``there``, ``back`` and
+    ``home`` are how long inputs, gradients and results travel. ``limits`` are the parts of a whole, of the thinnest and
+    of the thickest end, and the stages.
     """
     ranks = len(own)
     first, last = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
@@ -63,7 +67,9 @@ def thinnest(own, rest, at_keys, there, back, home, reads, limits, shares, start
 
 @compiled_inline
 def thin_ends(first, last, rest, at_keys, there, back, limits, share):
-    """Write how thick each rank's first and last stage are, in parts of the whole; ``share`` is per mille of what would hide all."""
+    """Write how thick each rank's first and last stage are, in parts of the whole;
+    ``share`` is per mille of what would hide all.
+    """
     whole, least, most, count = limits
     for r in range(len(first)):
         # What the first end has besides hides as much of what travels.
@@ -99,7 +105,9 @@ def write_borders(borders, first, last, reads, limits):
 
 @compiled_inline
 def lay_slots(held, borders, own, rest, at_keys, there, back, home, reads, limits, way):
-    """(work, what travels beside it), both ``[slot, rank]``; writes the own work that each rank holds back, by one of three ways."""
+    """(work, what travels beside it), both ``[slot, rank]``; writes the own work that each rank holds back,
+    by one of three ways.
+    """
     whole, _, _, count = limits
     work, beside = np.zeros((count + 2, len(own)), np.int64), np.zeros((count + 2, len(own)), np.int64)
     for r in range(len(own)):
@@ -120,7 +128,9 @@ def lay_slots(held, borders, own, rest, at_keys, there, back, home, reads, limit
 
 @compiled_leaf
 def held_back(own, first, last, way):
-    """Per mille of own work that is held back: in proportion to both ends, as much as hides the last, or all but what hides the first."""
+    """Per mille of own work that is held back: in proportion to both ends, as much as hides the last,
+    or all but what hides the first.
+    """
     if way == 0:
         return 1000 * last // max(first + last, 1)
     if way == 1:

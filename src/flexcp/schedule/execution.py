@@ -1,18 +1,23 @@
-"""Execution chosen: for every stage of a program how it is issued, how far ahead it is posted and what the work beside it leaves free.
+"""Execution chosen: for every stage of a program how it is issued,
+how far ahead it is posted and what the work beside it leaves free.
 
-Chosen by cost, stage by stage, from two tables of nanoseconds: the work of every rank in every slot (closed forms, as in
-:mod:`flexcp.schedule.stages`) and what every rank's ports carry in every stage (exact bytes). The rules, in this order:
+Chosen by cost, stage by stage, from two tables of nanoseconds: the work of every rank in every slot (closed forms, as
+in :mod:`flexcp.schedule.stages`) and what every rank's ports carry in every stage (exact bytes). The rules, in this
+order:
 
-- *issue*. A stage is one call, unless the planner wishes for rounds, or the cost model says that ports lose by crowds (``crowding``): then
-  in calls of as many rounds as take least, the loss inside a call against the start of each further one.
-- *ahead*. A stage is posted one slot ahead. Where it takes longer than the work it would hide behind, and the slot before that has time to
-  spare, it is posted two ahead, if both slots together are then clearly faster. Only inputs that their owners send can be: what is
-  forwarded or computed is not there yet. Earlier than that, or beside a cap on memory, is not tried: messages that wait hold memory.
-- *margin*. Of the cost model's rows of contention (of transfers inside nodes, or of such as only cross them) the one under which the
-  slowest rank is done first with a slot's work and what travels beside it; then the one with the least time of all ranks, then the
-  one that slows work least, then the smallest. Nothing beside, nothing free.
+- *issue*. A stage is one call, unless the planner wishes for rounds, or the cost model says that ports lose by crowds
+  (``crowding``): then in calls of as many rounds as take least, the loss inside a call against the start of each
+  further one.
+- *ahead*. A stage is posted one slot ahead. Where it takes longer than the work it would hide behind, and the slot
+  before that has time to spare, it is posted two ahead, if both slots together are then clearly faster. Only inputs
+  that their owners send can be: what is forwarded or computed is not there yet. Earlier than that, or beside a cap on
+  memory, is not tried: messages that wait hold memory.
+- *margin*. Of the cost model's rows of contention (of transfers inside nodes, or of such as only cross them) the one
+  under which the slowest rank is done first with a slot's work and what travels beside it; then the one with the least
+  time of all ranks, then the one that slows work least, then the smallest. Nothing beside, nothing free.
 
-With latents (:func:`flexcp.latent_attention`) all transfers come before the work: nothing is posted ahead, and nothing is left free.
+With latents (:func:`flexcp.latent_attention`) all transfers come before the work: nothing is posted ahead, and nothing
+is left free.
 """
 
 from __future__ import annotations
@@ -54,7 +59,9 @@ def with_execution(
     early: int = 0,
     wishes: Wishes = Wishes(),  # noqa: B008 - immutable
 ) -> Program:
-    """The program with its execution chosen; ``work[rank, slot]`` is in nanoseconds. Stage ``early``, if not 0, is posted two ahead."""
+    """The program with its execution chosen; ``work[rank, slot]`` is in nanoseconds. Stage ``early``, if not 0,
+    is posted two ahead.
+    """
     stages = program.stages
     if wishes.rounds_per_call or not cost.crowding:
         rounds = np.full(stages, wishes.rounds_per_call, np.int64)
@@ -77,14 +84,16 @@ def with_execution(
     return replace(program, execution=Execution(rounds, ahead, _margins(work, beside, rows)))
 
 
-# --- how long ----------------------------------------------------------------------------------------------------------
+# --- how long ---------------------------------------------------------------------------------------------------------
 
 
 def overlapped_ns(work: Ints, beside: Ints, slow: Ints | int, alone: Ints | int, link: Ints | int) -> Ints:
-    """Time until work and the transfers beside it are both done, when they begin together; work alone where nothing travels.
+    """Time until work and the transfers beside it are both done, when they begin together;
+    work alone where nothing travels.
 
-    ``slow`` and ``alone`` are how long work takes beside a transfer and without, ``link`` how fast a transfer is beside work, per mille.
-    A transfer that begins beside work stays as slow as that makes it, also behind the work: its blocks stay where they found room.
+    ``slow`` and ``alone`` are how long work takes beside a transfer and without, ``link`` how fast a transfer is beside
+    work, per mille. A transfer that begins beside work stays as slow as that makes it, also behind the work: its blocks
+    stay where they found room.
     """
     linked = -(-beside * 1000 // link)
     computed = -(-work * slow // 1000)
@@ -131,7 +140,9 @@ def crosses_only(program: Program, sent: Sent, cluster: Cluster) -> NDArray[np.b
 
 
 def transfers_ns(program: Program, sent: Sent, cluster: Cluster, cost: CostModel) -> Ints:
-    """``[rank, stage]``: what the busiest port of a rank, or of one that sends to it, takes for a stage, with the start of messages."""
+    """``[rank, stage]``: what the busiest port of a rank, or of one that sends to it, takes for a stage,
+    with the start of messages.
+    """
     messages, stages, levels = sent
     stage, level = stages[messages.exchange], levels[messages.exchange]
     size = (2, cluster.ranks, program.stages)
@@ -170,8 +181,8 @@ def static_work_ns(
 ) -> tuple[Ints, Ints]:
     """``[rank, slot]`` of the forward and the backward, of so many stages.
 
-    The work of a group's documents is spread evenly over its ranks, and a rank's over its ring's positions; where heads are exchanged
-    first, what a rank keeps itself can be done meanwhile. A gather brings all other keys at once.
+    The work of a group's documents is spread evenly over its ranks, and a rank's over its ring's positions; where heads
+    are exchanged first, what a rank keeps itself can be done meanwhile. A gather brings all other keys at once.
     """
     groups = placement.traffic.groups
     group_of = np.zeros(placement.ranks, np.int64)
@@ -208,7 +219,7 @@ def static_work_ns(
     return found[0], found[1]
 
 
-# --- the choices -------------------------------------------------------------------------------------------------------
+# --- the choices ------------------------------------------------------------------------------------------------------
 
 
 def _margins(work: Ints, beside: Ints, rows: Rows) -> Ints:
@@ -229,7 +240,9 @@ def _margins(work: Ints, beside: Ints, rows: Rows) -> Ints:
 
 
 def _prices(work: Ints, beside: Ints, rows: Rows) -> Ints:
-    """``[margin, 3, slot]``: time of the slowest rank, of all ranks, and of their work alone, slowed by what travels."""
+    """``[margin, 3, slot]``: time of the slowest rank, of all ranks, and of their work alone,
+    slowed by what travels.
+    """
     ns = rows.overlapped_ns(work, beside)
     slowed = np.where(beside > 0, work * rows.slow // 1000, work)
     return np.stack([ns.max(axis=1), ns.sum(axis=1), slowed.sum(axis=1)], axis=1)

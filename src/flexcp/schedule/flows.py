@@ -1,8 +1,8 @@
 """Flows: bytes from rank to rank, forward and backward, and how long an exchange of them takes.
 
-The same bytes as the plan's transfers would move, counted without making them. Every rank has a port inside its node and one across
-nodes; both work at once, in both directions. A grouped exchange takes a rank as long as the busiest port among itself and the ranks that
-send to it.
+The same bytes as the plan's transfers would move, counted without making them. Every rank has a port inside its node
+and one across nodes; both work at once, in both directions. A grouped exchange takes a rank as long as the busiest port
+among itself and the ranks that send to it.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ class Flows(NamedTuple):
 class Moves(NamedTuple):
     """What moves in one direction of one layer, by when it moves.
 
-    ``relays`` pass inputs on inside a node, ``relayed`` is their gradients on the way to the rank that passed them on. ``gradients`` of
-    keys leave when the work on those keys is done, ``outputs`` when all work is. The hops of a ring are a pass's total, one flow a link.
+    ``relays`` pass inputs on inside a node, ``relayed`` is their gradients on the way to the rank that passed them on.
+    ``gradients`` of keys leave when the work on those keys is done, ``outputs`` when all work is. The hops of a ring
+    are a pass's total, one flow a link.
     """
 
     inputs: Flows
@@ -68,7 +69,9 @@ def static_moves(placement: Placement, shape: Shape) -> tuple[Moves, Moves]:
 
 
 def needed_moves(shape: Shape, needs: Needs, keys_kept: bool) -> tuple[Moves, Moves]:
-    """Forward and backward of what is needed, the same bytes as the plan's transfers; ``keys_kept`` do not travel again."""
+    """Forward and backward of what is needed, the same bytes as the plan's transfers;
+    ``keys_kept`` do not travel again.
+    """
     each = shape.bytes_per_token_head()
     none = join_flows([])
     q, first, relays = needs.q, needs.keys.first, needs.keys.relays
@@ -158,7 +161,9 @@ def through_ports(flows: Flows, cluster: Cluster) -> Ports:
 
 
 def exchange_ns(flows: Flows, cluster: Cluster, cost: CostModel) -> Ints:
-    """Time of each rank in a grouped exchange: the busiest port of its own or of a rank it waits for, and the start of its messages."""
+    """Time of each rank in a grouped exchange: the busiest port of its own or of a rank it waits for,
+    and the start of its messages.
+    """
     ranks = cluster.ranks
     if len(flows.size) == 0:
         return np.zeros(ranks, np.int64)

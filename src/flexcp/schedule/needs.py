@@ -1,8 +1,8 @@
 """Needs: which tokens of others each rank's regions read, exact to the token and the head.
 
-A rank reads the rows and the keys of its regions' slices. What it does not keep itself is a *piece* of the rank that does. A piece is
-cut where the number of ranks that read its tokens changes between one and several, because a result that several ranks have a part in
-travels as a partial one.
+A rank reads the rows and the keys of its regions' slices. What it does not keep itself is a *piece* of the rank that
+does. A piece is cut where the number of ranks that read its tokens changes between one and several, because a result
+that several ranks have a part in travels as a partial one.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def _reads(shape: Shape, regions: Regions, cuts: Cuts) -> tuple[_Reads, _Reads]:
 class Pieces(Table):
     """What ranks read of others' tokens.
 
-    ``partial`` says that several ranks read these tokens and heads, so that each one's results for them are a part of the sum.
+    ``partial`` says that several ranks read these tokens and heads, so that each one's results for them are a part of
+    the sum.
     """
 
     rank: Ints

@@ -1,19 +1,21 @@
 """Predict: how long a placement takes.
 
-:func:`predict` is the closed short form, what ``auto`` is scored by: nothing is scheduled, everything is arithmetic on columns. It counts
-the same bytes as the plan would move (exactly, by rank, direction and level) and the same pairs (exactly, those that a rank can compute
-from its own tokens apart from the rest), and puts them together like this, for every rank:
+:func:`predict` is the closed short form, what ``auto`` is scored by: nothing is scheduled, everything is arithmetic on
+columns. It counts the same bytes as the plan would move (exactly, by rank, direction and level) and the same pairs
+(exactly, those that a rank can compute from its own tokens apart from the rest), and puts them together like this, for
+every rank:
 
-    needed            own work and stages of other work, each against the next inputs and the last results (:mod:`flexcp.schedule.stages`)
-    gather            max(own work, inputs) + other work + outputs
-    ring              head exchange + (own work, then each hop's work, against the next hop) + head exchange home
-    step              sum over masks of layers x (forward + backward attention)  +  layers x linear time of its tokens
+    needed    own work and stages of other work, each against the next inputs and the last results
+              (:mod:`flexcp.schedule.stages`)
+    gather    max(own work, inputs) + other work + outputs
+    ring      head exchange + (own work, then each hop's work, against the next hop) + head exchange home
+    step      sum over masks of layers x (forward + backward attention)  +  layers x linear time of its tokens
 
-The step takes as long as its slowest rank. *Exposed* is the part of attention's time in which a rank does not compute. What is
-approximate: a ring's work is spread evenly over its hops after the first, which is as good as exact under causal and full masks (under
-others it is counted hop by hop, unless the ring is very large, and a rank waits for the one before it); every hop takes as long as the
-slowest link of its ring; an exchange takes as long as the busiest port among a rank and the ranks that send to it; whom a static method's
-exchange waits for was ready from the start.
+The step takes as long as its slowest rank. *Exposed* is the part of attention's time in which a rank does not compute.
+What is approximate: a ring's work is spread evenly over its hops after the first, which is as good as exact under
+causal and full masks (under others it is counted hop by hop, unless the ring is very large, and a rank waits for the
+one before it); every hop takes as long as the slowest link of its ring; an exchange takes as long as the busiest port
+among a rank and the ranks that send to it; whom a static method's exchange waits for was ready from the start.
 Everything is an integer in nanoseconds and rounded up.
 
 :func:`lower_bound` is the compute of the batch perfectly divided: no placement is predicted faster.
@@ -47,8 +49,9 @@ Ints = NDArray[np.int64]
 class Prediction:
     """What a step is predicted to cost, forward and backward.
 
-    ``attention_ns``, ``exposed_ns`` and ``linear_ns`` are of each rank, over all layers. ``moves`` of one layer are of each mask, forward
-    then backward; ``sent`` and ``received`` are their bytes, ``[mask, backward, across nodes, rank]``.
+    ``attention_ns``, ``exposed_ns`` and ``linear_ns`` are of each rank, over all layers. ``moves`` of one layer are of
+    each mask, forward then backward; ``sent`` and ``received`` are their bytes,
+    ``[mask, backward, across nodes, rank]``.
     """
 
     attention_ns: Ints
@@ -111,7 +114,9 @@ def predict(
     keep_kv: int = 0,
     analysis: list[MaskAnalysis] | None = None,
 ) -> Prediction:
-    """The predicted time of one step of this placement; ``keep_kv`` and ``analysis`` as in :func:`flexcp.schedule.transfers.make_plan`."""
+    """The predicted time of one step of this placement; ``keep_kv`` and ``analysis``
+    as in :func:`flexcp.schedule.transfers.make_plan`.
+    """
     if placement.traffic.kind == "needed":
         times = _needed_times(analysis or analyse(placement, shape, cluster, cost, keep_kv))
     else:
@@ -178,7 +183,8 @@ def _until_results_are_home(ns: Ints, moves: Moves) -> Ints:
 def lower_bound(batch: Batch, shape: Shape, cluster: Cluster, cost: CostModel, head_flops: int = 0) -> int:
     """Nanoseconds of the batch's compute divided perfectly over the ranks, each as fast as it is.
 
-    ``head_flops`` are those of a token in the vocabulary's projection, where the compute is a whole pass and not its layers alone.
+    ``head_flops`` are those of a token in the vocabulary's projection, where the compute is a whole pass and not its
+    layers alone.
     """
     alone = replace(cluster, nodes=1, ranks_per_node=1, speeds=())
     ns = int(cost.head_ns(batch.lengths.sum(keepdims=True), head_flops, shape, alone)[0])
@@ -190,7 +196,9 @@ def lower_bound(batch: Batch, shape: Shape, cluster: Cluster, cost: CostModel, h
 
 
 def document_work(batch: Batch, shape: Shape, cost: CostModel) -> list[Ints]:
-    """For each mask, the least work of every document in pairs x query heads: its area and its row tiles, cut nowhere."""
+    """For each mask, the least work of every document in pairs x query heads: its area and its row tiles,
+    cut nowhere.
+    """
     documents = np.arange(batch.documents, dtype=np.int64)
     found = []
     for mask in batch.masks:
@@ -212,8 +220,8 @@ def _static_ns(work: Work, moves: Moves, rings: Rings, cluster: Cluster, cost: C
     keys, grads, both = _hops_ns(moves, rings, cluster, cost)
     hops = np.maximum(rings.positions - 1, 1)
     each = -(-rest // hops)
-    # The work on own keys hides the first hop, every later piece of work the hop after it. Gradients follow the keys two hops behind,
-    # so the last two travel alone, the very last with nothing left to hide it.
+    # The work on own keys hides the first hop, every later piece of work the hop after it. Gradients follow the keys
+    # two hops behind, so the last two travel alone, the very last with nothing left to hide it.
     turning = np.maximum(own, keys) + each
     if len(moves.dkv_hops.size) == 0:
         turning += (hops - 1) * np.maximum(each, keys)
@@ -230,7 +238,9 @@ def _is_uneven(mask: LayerMask) -> bool:
 
 
 def _turned_ns(spans: Ints, moves: Moves, rings: Rings, cluster: Cluster, cost: CostModel) -> Ints:
-    """Time of each rank for one layer's attention in one direction around rings, from its work by hop, waiting included."""
+    """Time of each rank for one layer's attention in one direction around rings, from its work by hop,
+    waiting included.
+    """
     keys, grads, both = _hops_ns(moves, rings, cluster, cost)
     if len(moves.dkv_hops.size) == 0:
         grads, both = np.zeros_like(keys), keys

@@ -1,7 +1,8 @@
 """Rings: where ranks stand in the groups of a static method, and what each hop of a ring brings them to compute.
 
-What the ranks of one ring position keep is at home for all of them. Work on the keys of other positions comes hop by hop: its row tiles are
-counted by :func:`count_static_pairs`, its pairs hop by hop by :func:`hop_work` where hops differ.
+What the ranks of one ring position keep is at home for all of them. Work on the keys of other positions comes hop by
+hop: its row tiles are counted by :func:`count_static_pairs`, its pairs hop by hop by :func:`hop_work` where hops
+differ.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ MOST_HOP_PARTS = 100_000
 
 
 class Rings(NamedTuple):
-    """Where each rank stands: its group's number of ring positions, labels of its position and its group, the rank its keys come from.
+    """Where each rank stands: its group's number of ring positions, labels of its position and its group,
+    the rank its keys come from.
 
-    Ranks of one position hold each other's keys before the ring turns. Without rings every rank is a position of its own. ``number`` is a
-    position's in its ring: keys go from each to the next.
+    Ranks of one position hold each other's keys before the ring turns. Without rings every rank is a position of its
+    own. ``number`` is a position's in its ring: keys go from each to the next.
     """
 
     turn: bool
@@ -73,7 +75,9 @@ def count_static_pairs(placement: Placement, mask: LayerMask, regions: Regions, 
 
 
 def _same_rows(placement: Placement, regions: Regions, rings: Rings) -> tuple[Ints, Ints]:
-    """(one of each kind, kind of each region): regions of one ring position that differ only in their heads are a kind."""
+    """(one of each kind, kind of each region): regions of one ring position that differ only
+    in their heads are a kind.
+    """
     everyone = np.arange(len(regions), dtype=np.int64)
     if np.all(rings.position == np.arange(placement.ranks)):
         return everyone, everyone
@@ -105,7 +109,8 @@ def _runs_seen(cuts: Cuts, homes: Homes) -> Ints:
 
 
 def hop_work(placement: Placement, mask: LayerMask, regions: Regions, rings: Rings, cost: CostModel) -> Ints | None:
-    """Pairs x query heads of each rank on the keys of each hop, ``[rank, hop]``, row tiles included; hop 0 is what its position keeps.
+    """Pairs x query heads of each rank on the keys of each hop, ``[rank, hop]``, row tiles included;
+    hop 0 is what its position keeps.
 
     None where counting would take too long: large rings cut regions into very many parts.
     """

@@ -1,12 +1,12 @@
 """Routes: keys that several ranks of a node read cross the network once, through a port that has time.
 
-Keys from the reader's own node come straight from their owner. Of those from other nodes every token enters the node once, at its *entry*:
-a rank that reads it and passes it on to the others. The gradients take the same way back and are added up at the entry, so they leave the
-node once too.
+Keys from the reader's own node come straight from their owner. Of those from other nodes every token enters the node
+once, at its *entry*: a rank that reads it and passes it on to the others. The gradients take the same way back and are
+added up at the entry, so they leave the node once too.
 
-Entries share the node's ports: tokens with several readers take turns, and a rank that would receive more than twice its even share of
-what enters its node leaves the rest to ranks with room, although these do not read it. Inside a node that detour is cheap. It is made only
-for what would take clearly longer than a message takes to start.
+Entries share the node's ports: tokens with several readers take turns, and a rank that would receive more than twice
+its even share of what enters its node leaves the rest to ranks with room, although these do not read it. Inside a node
+that detour is cheap. It is made only for what would take clearly longer than a message takes to start.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ STARTS = 20
 CHUNK_TOKENS = 128
 """Chunks of keys are multiples of this."""
 SHELF_LINES = 5 * 2 * 128
-"""Bytes at most between the kept tensors of a head range: two on each of at most five shelves (four stages, one more behind a relay)."""
+"""Bytes at most between the kept tensors of a head range: two on each
+of at most five shelves (four stages, one more behind a relay).
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +87,9 @@ def kept_bytes(keys: Routes, shape: Shape, cluster: Cluster) -> Ints:
 
 
 def _same_heads(keys: Pieces, cluster: Cluster) -> Pieces:
-    """The pieces cut by heads where ranks of one node read different heads of one owner, so that ranges are equal or apart."""
+    """The pieces cut by heads where ranks of one node read different heads of one owner,
+    so that ranges are equal or apart.
+    """
     pair = keys.rank // cluster.ranks_per_node * cluster.ranks + keys.owner
     borders = distinct(np.concatenate([keys.h0, keys.h1]), int(keys.h1.max()) + 1)
     first, last = np.searchsorted(borders, keys.h0), np.searchsorted(borders, keys.h1)
@@ -104,7 +108,9 @@ def _same_heads(keys: Pieces, cluster: Cluster) -> Pieces:
 
 
 def _chunks(keys: Pieces, cluster: Cluster) -> tuple[Pieces, Relays, Ints]:
-    """The keys that enter nodes, cut where readers change and into turns: (chunks with a node for a rank, their readers, their segment)."""
+    """The keys that enter nodes, cut where readers change and into turns:
+    (chunks with a node for a rank, their readers, their segment).
+    """
     node = keys.rank // cluster.ranks_per_node
     # One axis for everything that is alike but for its reader and its tokens.
     kinds = np.stack([node, keys.owner, keys.h0, keys.h1, keys.partial])

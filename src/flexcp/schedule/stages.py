@@ -4,25 +4,27 @@ With s stages a rank does this (inputs of the next stage and results of the last
 
     slot 0        its own work, first share        | inputs 1
     slot 1        work that inputs 1 made possible | inputs 2
-    slot 2 .. s   likewise                         | inputs 3 .. s, gradients of the keys of stage 1 .. s - 1 on their way home
+    slot 2 .. s   likewise                         | inputs 3 .. s, gradients of the keys of stage 1 .. s - 1
     slot s + 1    its own work, second share       | gradients of the last keys, results for moved queries
 
-The own work is shared between the two ends in proportion to what travels there. More stages hide more and start more kernels and
-messages: each rank takes the number that would be fastest for it alone. Equal parts are enough: own work evens the ends out.
+The own work is shared between the two ends in proportion to what travels there. More stages hide more and start more
+kernels and messages: each rank takes the number that would be fastest for it alone. Equal parts are enough: own work
+evens the ends out.
 
-But a rank sends a stage only when it has begun the slot before it, so whoever waits makes others wait, once a stage. Time is therefore
-counted over all ranks together, slot by slot, and everybody's number is capped where fewer stages are clearly faster that way. (A backward
-whose keys were kept is still counted rank by rank.)
+But a rank sends a stage only when it has begun the slot before it, so whoever waits makes others wait, once a stage.
+Time is therefore counted over all ranks together, slot by slot, and everybody's number is capped where fewer stages are
+clearly faster that way. (A backward whose keys were kept is still counted rank by rank.)
 
-Where the forward's keys are kept for the backward, nothing but moved queries travels there: the backward works on the same parts, each one
-slot earlier, and its gradients follow. The own work then waits for the end unless queries come.
+Where the forward's keys are kept for the backward, nothing but moved queries travels there: the backward works on the
+same parts, each one slot earlier, and its gradients follow. The own work then waits for the end unless queries come.
 
-A planner may wish for stages of its own (:class:`flexcp.plan.placement.Divisions`); then nothing is chosen but the share of own work.
+A planner may wish for stages of its own (:class:`flexcp.plan.placement.Divisions`); then nothing is chosen but the
+share of own work.
 
-Parts are cut from a rank's pieces in the order of their owners' distance, inside and across nodes apart, so that in every stage both
-ports are busy and different ranks ask different owners: the distance inside a node counts first, or the ranks of a node that read all of
-another's tokens would all begin with its first rank. What is relayed inside a node (:mod:`flexcp.schedule.routes`) arrives one stage
-later, and its gradients take one stage more.
+Parts are cut from a rank's pieces in the order of their owners' distance, inside and across nodes apart, so that in
+every stage both ports are busy and different ranks ask different owners: the distance inside a node counts first, or
+the ranks of a node that read all of another's tokens would all begin with its first rank. What is relayed inside a node
+(:mod:`flexcp.schedule.routes`) arrives one stage later, and its gradients take one stage more.
 """
 
 from __future__ import annotations
@@ -59,9 +61,9 @@ CUT_TOKENS = 128
 class Stages(NamedTuple):
     """For each rank: input stages, per mille of its own work held until after them, predicted nanoseconds.
 
-    ``borders[rank, s]`` is how much of its inputs comes before stage ``s + 1``, in ``PARTS``. ``thin_ends`` is the other way to cut,
-    of :mod:`flexcp.schedule.thin_ends`; where that was looked at, ``contended_ns`` is what it says of the slowest rank, and ``other`` the
-    best of the way that was not taken.
+    ``borders[rank, s]`` is how much of its inputs comes before stage ``s + 1``, in ``PARTS``. ``thin_ends`` is the
+    other way to cut, of :mod:`flexcp.schedule.thin_ends`; where that was looked at, ``contended_ns`` is what it says of
+    the slowest rank, and ``other`` the best of the way that was not taken.
     """
 
     number: Ints
@@ -81,7 +83,9 @@ class Peers(NamedTuple):
 
 
 class ExchangeTimes(NamedTuple):
-    """Nanoseconds of each rank for a pass's exchanges: all inputs and the part that is relayed, all gradients likewise, outputs."""
+    """Nanoseconds of each rank for a pass's exchanges: all inputs and the part that is relayed,
+    all gradients likewise, outputs.
+    """
 
     there: Ints
     relays: Ints
@@ -111,7 +115,9 @@ def choose_stages(
     cluster: Cluster,
     kept: Stages | None = None,
 ) -> Stages:
-    """Each rank's number of equal stages, or, in a backward whose keys are ``kept``, the forward's. ``work`` is in nanoseconds."""
+    """Each rank's number of equal stages, or, in a backward whose keys are ``kept``, the forward's.
+    ``work`` is in nanoseconds.
+    """
     if kept is not None:
         return _timed_kept(kept.number, work, times, cluster)
     number = np.ones(placement.ranks, np.int64)
@@ -142,7 +148,9 @@ def equal_borders(number: Ints) -> Ints:
 
 
 def stage_work(work: Work, number: Ints, borders: Ints) -> Ints:
-    """``[rank, stage]``: the work on each stage's keys, and in the first one that on keys at home, for which only queries come."""
+    """``[rank, stage]``: the work on each stage's keys, and in the first one that on keys at home,
+    for which only queries come.
+    """
     rest = work.rest + (number - 1) * work.again - work.at_keys
     found: Ints = -(-rest[:, None] * np.diff(borders, axis=1) // PARTS)
     found[:, 0] += work.at_keys
@@ -160,7 +168,9 @@ def slots_of(number: Ints, work: Work, times: ExchangeTimes, cluster: Cluster) -
 
 
 class _Parts(NamedTuple):
-    """For each rank with its number of stages: its own work before and after them and the work of a stage; what travels beside each."""
+    """For each rank with its number of stages: its own work before and after them and the work of a stage;
+    what travels beside each.
+    """
 
     number: Ints
     held: Ints
@@ -270,7 +280,9 @@ def cut_into_stages(keys: Pieces, borders: Ints, cluster: Cluster) -> tuple[Piec
 
 
 def cut_by_divisions(keys: Pieces, divisions: Divisions, placement: Placement) -> tuple[Pieces, Ints, Ints]:
-    """The key pieces cut where a planner wants parts of them in different stages: (parts, the stage of each, its piece)."""
+    """The key pieces cut where a planner wants parts of them in different stages:
+    (parts, the stage of each, its piece).
+    """
     block, owner, start, stop = placement.owned_parts(divisions.borders[:-1], divisions.borders[1:])
     span = int(placement.tokens.max()) + 1
     order = np.argsort(owner * span + start, kind="stable")
@@ -286,7 +298,9 @@ def cut_by_divisions(keys: Pieces, divisions: Divisions, placement: Placement) -
 
 
 def _cut_at(keys: Pieces, amount: Ints) -> Ints:
-    """The token of each piece where so many of its tokens x heads lie before, at a whole tile or an end of the piece."""
+    """The token of each piece where so many of its tokens x heads lie before,
+    at a whole tile or an end of the piece.
+    """
     length = keys.stop - keys.start
     tokens = np.clip(amount // (keys.h1 - keys.h0), 0, length)
     whole = (tokens + CUT_TOKENS // 2) // CUT_TOKENS * CUT_TOKENS

@@ -1,8 +1,9 @@
 """Thin ends: a small stage, a large one beside whose work nothing travels, and in the backward a small one again.
 
-A kernel that leaves multiprocessors to transfers is slower all the time it runs, not only while they are under way; one that leaves none
-nearly stops until they are done (:class:`flexcp.cost.Contention`). So transfers that are short against the work beside them cost much more
-than they take, and with equal stages (:mod:`flexcp.schedule.stages`) there are some in every slot. Here they are beside little work:
+A kernel that leaves multiprocessors to transfers is slower all the time it runs, not only while they are under way; one
+that leaves none nearly stops until they are done (:class:`flexcp.cost.Contention`). So transfers that are short against
+the work beside them cost much more than they take, and with equal stages (:mod:`flexcp.schedule.stages`) there are some
+in every slot. Here they are beside little work:
 
     slot 0        own work, first share          | inputs 1
     slot 1        work on the small stage 1      | inputs 2 and 3
@@ -10,13 +11,14 @@ than they take, and with equal stages (:mod:`flexcp.schedule.stages`) there are 
     slot 3        work on the small stage 3      | gradients of the keys of stages 1 and 2
     slot 4        own work, second share         | gradients of the keys of stage 3, results for moved queries
 
-The forward has no gradients, and no stage 3. How thin an end is depends on how long its transfers take against the work; shares around
-that are tried, those of each rank or the same for all who wait for each other, and own work is held back in proportion to what travels at
-the two ends, as much as hides the last transfers, or all but what hides the first. Of all these and of equal stages the fastest is taken,
-with contention and over all ranks together, each beginning when the rest of the layer is done, if it is clearly faster.
+The forward has no gradients, and no stage 3. How thin an end is depends on how long its transfers take against the
+work; shares around that are tried, those of each rank or the same for all who wait for each other, and own work is held
+back in proportion to what travels at the two ends, as much as hides the last transfers, or all but what hides the
+first. Of all these and of equal stages the fastest is taken, with contention and over all ranks together, each
+beginning when the rest of the layer is done, if it is clearly faster.
 
-Not on a single node, whose links are fast, nor where keys are relayed, which takes slots of its own, or kept for the backward, or where
-nothing may be posted two slots ahead.
+Not on a single node, whose links are fast, nor where keys are relayed, which takes slots of its own, or kept for the
+backward, or where nothing may be posted two slots ahead.
 """
 
 from __future__ import annotations
@@ -66,7 +68,8 @@ def under_contention(
     rest_of_layer: Ints,
     may_be_thin: bool = True,
 ) -> Stages:
-    """The stages with thin ends where they may be and are clearly faster, else the equal ones; with their time under contention.
+    """The stages with thin ends where they may be and are clearly faster, else the equal ones;
+    with their time under contention.
 
     ``rest_of_layer`` is what each rank computes before it begins: those with more tokens begin later.
     """

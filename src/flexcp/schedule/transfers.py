@@ -3,15 +3,16 @@
 For each mask and direction this writes the table of transfers. Two ways of travel:
 
 - *needed* (every planner of ours): what a rank's regions read, exact to the token and head, into each node once
-(:mod:`flexcp.schedule.routes`) and in as many stages as pay (:mod:`flexcp.schedule.stages`), forward and backward apart. Moved queries come
-first; gradients of keys go home as soon as the work on those keys is done, results for moved queries after the last. What a single rank
-computed whole travels in the model's dtype, others as partials. Keys travel again in the backward unless a budget lets ranks keep them.
+  (:mod:`flexcp.schedule.routes`) and in as many stages as pay (:mod:`flexcp.schedule.stages`), forward and backward
+  apart. Moved queries come first; gradients of keys go home as soon as the work on those keys is done, results for
+  moved queries after the last. What a single rank computed whole travels in the model's dtype, others as partials. Keys
+  travel again in the backward unless a budget lets ranks keep them.
 - *static*: the traffic users know of rings, head exchanges and gathers, needed or not.
 
 How each stage is executed is chosen behind that (:mod:`flexcp.schedule.execution`).
 
-Backward inputs are the forward's plus do, LSE and delta; every output returns a piece that came in, so a rank reduces in the rows where
-it holds that piece.
+Backward inputs are the forward's plus do, LSE and delta; every output returns a piece that came in, so a rank reduces
+in the rows where it holds that piece.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def make_plan(
 ) -> Plan:
     """The plan of a placement: transfers for every mask, forward and backward.
 
-    ``keep_kv`` is how many bytes of received keys a rank may keep for the backward, all layers together; ``most_ahead`` how many slots
-    ahead a stage may be posted, where messages that wait must not take memory. ``analysis`` is what
+    ``keep_kv`` is how many bytes of received keys a rank may keep for the backward, all layers together; ``most_ahead``
+    how many slots ahead a stage may be posted, where messages that wait must not take memory. ``analysis`` is what
     :func:`flexcp.schedule.analysis.analyse` says of this placement, where traffic is needed and it is at hand.
     """
     how = (shape, cluster, cost)
@@ -109,8 +110,8 @@ def _staged(
 ) -> list[Transfers]:
     """Queries in stage 1, keys in theirs, relays one later; what a slot completed leaves two stages later.
 
-    As queries are there first, the work on a stage's keys is done in its own slot. Kept keys do not travel again: they are there one slot
-    before the forward's, and the work on them is done then, or when the queries are there.
+    As queries are there first, the work on a stage's keys is done in its own slot. Kept keys do not travel again: they
+    are there one slot before the forward's, and the work on them is done then, or when the queries are there.
     """
     q, (first, relays) = needs.q, needs.keys
     keys, stage, piece = cut
@@ -173,7 +174,9 @@ def _transfers_of(
 
 
 class _WholePieces:
-    """Collects pieces of all tokens of an owner as columns of a transfer table; what a rank has, or what is empty, does not move."""
+    """Collects pieces of all tokens of an owner as columns of a transfer table; what a rank has, or what is empty,
+    does not move.
+    """
 
     def __init__(self, tokens: Ints) -> None:
         self.tokens = tokens
@@ -223,10 +226,12 @@ def _gather(groups: Ints, pieces: _WholePieces, shape: Shape, backward: bool) ->
 
 
 def _ring(grids: Ints, pieces: _WholePieces, shape: Shape, backward: bool) -> None:
-    """Heads are exchanged inside each row of a grid, then keys pass round the columns; dkv follows them and ends at home.
+    """Heads are exchanged inside each row of a grid, then keys pass round the columns;
+    dkv follows them and ends at home.
 
-    Keys reach the s-th rank after their home in slot ``s``, one later where heads are exchanged first. That rank adds its dkv to what came
-    and passes the sum on two slots later, so the chain moves one rank a stage and needs no extra accumulator.
+    Keys reach the s-th rank after their home in slot ``s``, one later where heads are exchanged first. That rank adds
+    its dkv to what came and passes the sum on two slots later, so the chain moves one rank a stage and needs no extra
+    accumulator.
     """
     _, positions, split = grids.shape
     exchanged = int(split > 1)

@@ -1,7 +1,7 @@
 """Work: how many pairs each rank computes, those of its own tokens apart from the rest.
 
-Pairs are counted exactly. Every pass over a region also pays for its row tiles: one over the keys at home, and one for each stage or
-hop that brings keys it reads. :mod:`flexcp.schedule.rings` counts what rings pass round.
+Pairs are counted exactly. Every pass over a region also pays for its row tiles: one over the keys at home, and one for
+each stage or hop that brings keys it reads. :mod:`flexcp.schedule.rings` counts what rings pass round.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ Ints = NDArray[np.int64]
 
 
 class Cuts(NamedTuple):
-    """The slices of a mask inside regions: the region of each, the slice in its document's coordinates, where that document begins."""
+    """The slices of a mask inside regions: the region of each, the slice in its document's coordinates,
+    where that document begins.
+    """
 
     region: Ints
     slices: Ints
@@ -38,7 +40,8 @@ def cut_regions(placement: Placement, mask: LayerMask, regions: Regions) -> Cuts
 
 
 class Pairs(NamedTuple):
-    """Pairs of each region, those whose row and key are both kept at its ring position, and how often hops bring it more keys.
+    """Pairs of each region, those whose row and key are both kept at its ring position,
+    and how often hops bring it more keys.
 
     ``at_keys`` are those whose key is kept there but whose row is not, where that is counted.
     """
@@ -50,7 +53,8 @@ class Pairs(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Pairs x query heads of each rank, row tiles included: on keys of its own position, on all others, and one more pass over those.
+    """Pairs x query heads of each rank, row tiles included: on keys of its own position, on all others,
+    and one more pass over those.
 
     ``at_keys`` is the part of the others for which only queries have to come, row tiles left out.
     """
@@ -62,7 +66,9 @@ class Work(NamedTuple):
 
 
 class Homes(NamedTuple):
-    """Where tokens are at home: the position of each rank, and the runs of the stream that each position keeps, position by position."""
+    """Where tokens are at home: the position of each rank, and the runs of the stream
+    that each position keeps, position by position.
+    """
 
     position: Ints
     keeper: Ints
@@ -91,7 +97,9 @@ def count_pairs(placement: Placement, regions: Regions, cuts: Cuts, homes: Homes
 
 
 def _own_area(placement: Placement, regions: Regions, cuts: Cuts, homes: Homes | None) -> tuple[Ints, Ints | None]:
-    """Pairs of each slice whose row and key are both at home; where every rank is a home and not all rows are, also whose key is."""
+    """Pairs of each slice whose row and key are both at home; where every rank is a home and not all rows are,
+    also whose key is.
+    """
     position, keeper, start, stop = homes or homes_of(placement)
     span = placement.stream + 1  # one axis for all positions: those of different ones never meet
     axis_start, axis_stop = keeper * span + start, keeper * span + stop

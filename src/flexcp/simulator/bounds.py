@@ -1,19 +1,21 @@
 """Bounds: what no placement of a batch is faster than, one pass at a time.
 
 - *compute*: the attention of the batch divided perfectly over the ranks, each as fast as it is.
-- *link*: bytes that must move because a document is more work than a unit (a rank, or a node) can do in the time. Let a unit do w pairs
-  (over query heads) of a document of n tokens. For every KV head it needs k keys and r rows with r * k * g >= its pairs there (g query
-  heads to a KV head), so by the inequality of means it reads and returns at least ``2 * sqrt(b * c * w)`` bytes, b being the bytes of a
-  key and c those of a row, both ways. It saves what it keeps itself: with m tokens at most ``m * (b + g * c)`` for each head. Spread over
-  all H KV heads, a unit that keeps ``m* = 2 * sqrt(b * c * w / H) / (b + g * c)`` tokens may need nothing, one with fewer always does;
-  since that need is concave in m, the least total has ``n / m*`` units that need nothing, and all others keep none. So of ``A / w`` units
-  all but ``n / m*`` move ``2 * sqrt(b * c * w)``. All ports of all units together must carry that, ranks through both of their ports, nodes
-  through the network's. More time means more work a unit can do and fewer bytes: the bound is where both meet.
-- *granularity*: the least that a rank with any work does: it starts a kernel, which has a row tile of one head. More of a document has to
-  stay together in no plan: rows, keys and heads can all be divided.
+- *link*: bytes that must move because a document is more work than a unit (a rank, or a node) can do in the time. Let a
+  unit do w pairs (over query heads) of a document of n tokens. For every KV head it needs k keys and r rows with
+  r * k * g >= its pairs there (g query heads to a KV head), so by the inequality of means it reads and returns at least
+  ``2 * sqrt(b * c * w)`` bytes, b being the bytes of a key and c those of a row, both ways. It saves what it keeps
+  itself: with m tokens at most ``m * (b + g * c)`` for each head. Spread over all H KV heads, a unit that keeps
+  ``m* = 2 * sqrt(b * c * w / H) / (b + g * c)`` tokens may need nothing, one with fewer always does; since that need is
+  concave in m, the least total has ``n / m*`` units that need nothing, and all others keep none. So of ``A / w`` units
+  all but ``n / m*`` move ``2 * sqrt(b * c * w)``. All ports of all units together must carry that, ranks through both
+  of their ports, nodes through the network's. More time means more work a unit can do and fewer bytes: the bound is
+  where both meet.
+- *granularity*: the least that a rank with any work does: it starts a kernel, which has a row tile of one head. More of
+  a document has to stay together in no plan: rows, keys and heads can all be divided.
 
-``floor`` is the largest of the three; a plan's *optimality* is its time over that. They leave out that row tiles multiply when documents
-are cut, so 1.0 is out of reach wherever anything is cut.
+``floor`` is the largest of the three; a plan's *optimality* is its time over that. They leave out that row tiles
+multiply when documents are cut, so 1.0 is out of reach wherever anything is cut.
 """
 
 from __future__ import annotations
@@ -64,8 +66,14 @@ def pass_bounds(batch: Batch, mask: int, shape: Shape, cluster: Cluster, cost: C
 
 
 def _link_ns(
-    areas: np.ndarray, lengths: np.ndarray, speed: float, shape: Shape, cluster: Cluster, cost: CostModel, backward: bool
-) -> float:  # fmt: skip
+    areas: np.ndarray,
+    lengths: np.ndarray,
+    speed: float,
+    shape: Shape,
+    cluster: Cluster,
+    cost: CostModel,
+    backward: bool,
+) -> float:
     """The time in which what units cannot do alone has moved, the slower of both levels."""
     each = shape.bytes_per_token_head()[:, 0].astype(float)
     key, row = each[Kind.KV], each[Kind.Q] + each[Kind.O]

@@ -1,7 +1,7 @@
 """Loops of copies: bytes that ranks pack and take in, transfer by transfer; compiled.
 
-``kinds[kind]`` has what a token and head of a kind weigh: WIRE as it travels whole and as it travels in part, SHELF in the accumulator's
-dtype, whether it is a RESULT.
+``kinds[kind]`` has what a token and head of a kind weigh: WIRE as it travels whole and as it travels in part, SHELF in
+the accumulator's dtype, whether it is a RESULT.
 """
 
 from __future__ import annotations
@@ -17,13 +17,23 @@ WIRE, WIRE_IN_PART, SHELF, RESULT, KIND_COLUMNS = range(5)
 
 @compiled
 def sum_copies(
-    stage: Ints, source: Ints, target: Ints, kind: Ints, owner: Ints, start: Ints, stop: Ints, h0: Ints, h1: Ints, partial: Ints,
-    kinds: Ints, sizes: Ints,
-) -> tuple[Ints, Ints, Ints]:  # fmt: skip
+    stage: Ints,
+    source: Ints,
+    target: Ints,
+    kind: Ints,
+    owner: Ints,
+    start: Ints,
+    stop: Ints,
+    h0: Ints,
+    h1: Ints,
+    partial: Ints,
+    kinds: Ints,
+    sizes: Ints,
+) -> tuple[Ints, Ints, Ints]:
     """``[rank, stage]``: bytes read and written to pack and to take in, launches that take in.
 
-    The columns are those of transfers, sorted by stage, then source; ``sizes`` are ranks and stages. Inputs of a stage are laid in one
-    launch, the results of each message in one of their own.
+    The columns are those of transfers, sorted by stage, then source; ``sizes`` are ranks and stages. Inputs of a stage
+    are laid in one launch, the results of each message in one of their own.
     """
     shape = (sizes[0], sizes[1])
     pack, take_in, launches = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape, np.int64)

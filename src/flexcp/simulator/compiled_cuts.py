@@ -1,9 +1,10 @@
 """Loops of slot work: regions cut along what their ranks hold, pair by pair of a query and a key segment; compiled.
 
-``held`` are the segments of one side (queries or keys), by head range, then rank, then place in the stream, where those of one head range
-and rank are apart; ``first[range * ranks + rank]`` is where a rank's begin, ``heads[range]`` the query heads of a range. ``slices`` are of
-regions, in stream coordinates, those of a region side by side; ``regions`` are the rows RANK to LAST_HEAD. Launches of kernels are numbers
-in a table in which each has the first free place from its own one on.
+``held`` are the segments of one side (queries or keys), by head range, then rank, then place in the stream, where those
+of one head range and rank are apart; ``first[range * ranks + rank]`` is where a rank's begin, ``heads[range]`` the
+query heads of a range. ``slices`` are of regions, in stream coordinates, those of a region side by side; ``regions``
+are the rows RANK to LAST_HEAD. Launches of kernels are numbers in a table, each in the first free place from its own
+one on.
 """
 
 from __future__ import annotations
@@ -24,14 +25,22 @@ NOTHING = -1
 
 @compiled
 def sum_parts(
-    index: Ints, slices: Ints, regions: Ints, queries: Ints, first_query: Ints, query_heads: Ints,
-    keys: Ints, first_key: Ints, key_heads: Ints, sizes: Ints,
-) -> tuple[Ints, Ints]:  # fmt: skip
+    index: Ints,
+    slices: Ints,
+    regions: Ints,
+    queries: Ints,
+    first_query: Ints,
+    query_heads: Ints,
+    keys: Ints,
+    first_key: Ints,
+    key_heads: Ints,
+    sizes: Ints,
+) -> tuple[Ints, Ints]:
     """(sums ``[PAIRS to OWN_ROW_TILES, rank, slot]``, kernels ``[rank, slot]``).
 
-    ``sizes`` are ranks, slots, query heads and shelves. Own pairs are those of a rank's own rows and keys, both on shelf 0.
-    A pass over a region in a slot, own work apart, for heads that begin with the same one, has its row tiles once. A kernel
-    takes the rows of one shelf and the keys of one, for the same heads.
+    ``sizes`` are ranks, slots, query heads and shelves. Own pairs are those of a rank's own rows and keys, both on
+    shelf 0. A pass over a region in a slot, own work apart, for heads that begin with the same one, has its row tiles
+    once. A kernel takes the rows of one shelf and the keys of one, for the same heads.
     """
     ranks, slots, heads, shelves = sizes[0], sizes[1], sizes[2], sizes[3]
     found, kernels = np.zeros((SUMS, ranks, slots), np.int64), np.zeros((ranks, slots), np.int64)
@@ -53,16 +62,33 @@ def sum_parts(
                 launched = with_room(launched, 2 * most)
             for s in range(at, end):
                 count = add_slice(
-                    found, kernels, passed, launched, count, region, regions, slices, s, queries, q_begin, q_end,
-                    keys, k_begin, k_end, both[pair, LOW], both[pair, HIGH], shelves,
-                )  # fmt: skip
+                    found,
+                    kernels,
+                    passed,
+                    launched,
+                    count,
+                    region,
+                    regions,
+                    slices,
+                    s,
+                    queries,
+                    q_begin,
+                    q_end,
+                    keys,
+                    k_begin,
+                    k_end,
+                    both[pair, LOW],
+                    both[pair, HIGH],
+                    shelves,
+                )
         at = end
     return found, kernels
 
 
 @compiled_leaf
 def head_ranges(both, regions, region, first_query, query_heads, first_key, key_heads, ranks):
-    """Write the head ranges of queries and of keys that meet in a region, and the heads that all three share; how many there are.
+    """Write the head ranges of queries and of keys that meet in a region, and the heads that all three share;
+    how many there are.
 
     Only ranges of which the region's rank holds anything: there may be many ranges, and few ranks hold more than a few.
     """
@@ -81,10 +107,28 @@ def head_ranges(both, regions, region, first_query, query_heads, first_key, key_
 
 @compiled_leaf
 def add_slice(
-    found, kernels, passed, launched, count, region, regions, slices, s, queries, q_begin, q_end, keys, k_begin, k_end,
-    low, high, shelves,
-):  # fmt: skip
-    """Count slice ``s`` of a region, of the rows and keys that its rank holds of two head ranges: how many kernels were launched."""
+    found,
+    kernels,
+    passed,
+    launched,
+    count,
+    region,
+    regions,
+    slices,
+    s,
+    queries,
+    q_begin,
+    q_end,
+    keys,
+    k_begin,
+    k_end,
+    low,
+    high,
+    shelves,
+):
+    """Count slice ``s`` of a region, of the rows and keys that its rank holds of two head ranges;
+    how many kernels there are then.
+    """
     rank, slots, heads = regions[RANK, region], found.shape[2], passed.shape[2]
     q0, q1, k0, k1, lo, hi = slices[s, 0], slices[s, 1], slices[s, 2], slices[s, 3], slices[s, 4], slices[s, 5]
     i = first_behind(queries, q_begin, q_end, q0)

@@ -1,22 +1,24 @@
 """Loops of the event simulator: slots begin, compute ends, chunks come and go; compiled.
 
-A rank enters slot s when it has computed slot s - 1 and all messages of stage s, those it sends as well as those it receives, have
-arrived: a grouped call is over when all its transfers are. It takes them in, packs and posts the stages that the plan posts there
-(``opens[s]`` to ``opens[s + 1]``; most often stage s + 1), one after the other, and computes. A chunk of a stage may go when both its
-ranks have posted that stage; it goes when the sender's outgoing and the receiver's incoming port of its level are free, the earliest in
-order first, and holds both until it is there. So a port is never idle while something can use it. In line, a sender takes its chunks
-strictly in order, and waits for the receiver of the first.
+A rank enters slot s when it has computed slot s - 1 and all messages of stage s, those it sends as well as those it
+receives, have arrived: a grouped call is over when all its transfers are. It takes them in, packs and posts the stages
+that the plan posts there (``opens[s]`` to ``opens[s + 1]``; most often stage s + 1), one after the other, and computes.
+A chunk of a stage may go when both its ranks have posted that stage; it goes when the sender's outgoing and the
+receiver's incoming port of its level are free, the earliest in order first, and holds both until it is there. So a port
+is never idle while something can use it. In line, a sender takes its chunks strictly in order, and waits for the
+receiver of the first.
 
-While chunks of a rank are under way its compute takes ``pace[SLOW, rank, slot]`` per mille of its time; a chunk that starts while one of
-its ranks computes takes 1000 / ``pace[LINK, rank, slot]`` of its own, the slower one's where both do. Everything is integers, so the same
-plan gives the same times on every machine.
+While chunks of a rank are under way its compute takes ``pace[SLOW, rank, slot]`` per mille of its time; a chunk that
+starts while one of its ranks computes takes 1000 / ``pace[LINK, rank, slot]`` of its own, the slower one's where both
+do. Everything is integers, so the same plan gives the same times on every machine.
 
 An event is one integer: its time, then what happens, then to whom (a rank or a chunk).
 
-State is in tables whose last columns are named below: ``rule`` (what holds for all), ``rank``, ``chunk``, and for each port
-``queue[OUT or IN]``. A rank has a port inside its node and one across nodes, ``ports[level, rank]``; ranks may share one. A port's queue is
-a list of the chunks that have not started, from HEAD on: ``links[OUT or IN, chunk]`` has the chunks BEFORE and AFTER, -1 at the ends. None
-of those from a chunk on is of a stage before its EARLIEST, so a search ends where no rank of the port has posted that.
+State is in tables whose last columns are named below: ``rule`` (what holds for all), ``rank``, ``chunk``, and for each
+port ``queue[OUT or IN]``. A rank has a port inside its node and one across nodes, ``ports[level, rank]``; ranks may
+share one. A port's queue is a list of the chunks that have not started, from HEAD on: ``links[OUT or IN, chunk]`` has
+the chunks BEFORE and AFTER, -1 at the ends. None of those from a chunk on is of a stage before its EARLIEST, so a
+search ends where no rank of the port has posted that.
 """
 
 from __future__ import annotations
@@ -56,8 +58,8 @@ def run_events(
 ) -> tuple[Ints, Ints]:
     """Runs a pass: begin and end of every slot on each rank; BEGIN and END of ``chunk`` are filled in.
 
-    ``start[rank]``, ``work[rank, slot]`` and ``copies[PACK or TAKE_IN, rank, stage]`` are nanoseconds. Ports take chunks in the order of
-    ``chunk``.
+    ``start[rank]``, ``work[rank, slot]`` and ``copies[PACK or TAKE_IN, rank, stage]`` are nanoseconds. Ports take
+    chunks in the order of ``chunk``.
     """
     ranks, slots = work.shape
     begin = np.zeros((ranks, slots), np.int64)
@@ -73,7 +75,8 @@ def run_events(
     queue = np.zeros((2, ports.max() + 1, QUEUE_ROWS), np.int64)
     links = queued(chunk, queue)
     rank[:, READY] = rank[:, FORESEEN] = start
-    # A rank posts and computes once a slot; a chunk arrives once, and changes the pace of two ranks when it starts and when it does.
+    # A rank posts and computes once a slot; a chunk arrives once, and changes the pace of two ranks when it starts and
+    # when it does.
     events = empty_heap(ranks + 2 * ranks * slots + 5 * len(chunk))
     for r in range(ranks):
         push(events, event(start[r], COMPUTED, r))
@@ -144,7 +147,10 @@ def go_on(r, now, rank, begin, end, missing, takes_part, work, copies, rule, pac
 
 @compiled_leaf
 def compute(r, now, rank, pace, events):
-    """Find the end of a rank's compute at today's pace; what was found before is void, but its event serves if it comes no later."""
+    """Find the end of a rank's compute at today's pace.
+
+    What was found before is void, but its event serves if it comes no later.
+    """
     slow = pace[SLOW, r, rank[r, SLOT]] if rank[r, UNDER_WAY] > 0 else 1000
     rank[r, SINCE] = now
     rank[r, READY] = now + (rank[r, LEFT] * slow + 999) // 1000

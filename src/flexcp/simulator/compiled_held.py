@@ -1,7 +1,8 @@
-"""Loops of slot work: the segments that ranks hold of queries or keys, as :mod:`flexcp.simulator.compiled_cuts` reads them; compiled.
+"""Loops of slot work: the segments that ranks hold of queries or keys,
+as :mod:`flexcp.simulator.compiled_cuts` reads them; compiled.
 
-Runs are a placement's in the order of the stream; ``local`` is where each begins among its rank's tokens. Pieces name tokens of their
-owner so, and may take parts of several runs. A *group* is what one rank holds of one range of heads.
+Runs are a placement's in the order of the stream; ``local`` is where each begins among its rank's tokens. Pieces name
+tokens of their owner so, and may take parts of several runs. A *group* is what one rank holds of one range of heads.
 """
 
 from __future__ import annotations
@@ -18,13 +19,24 @@ START, STOP, SLOT, SHELF, SEGMENT_ROWS = range(5)
 
 @compiled
 def lay_segments(
-    run_start: Ints, run_stop: Ints, run_rank: Ints, local: Ints, target: Ints, owner: Ints, start: Ints, stop: Ints, slot: Ints,
-    shelf: Ints, heads: Ints, sizes: Ints,
-) -> tuple[Ints, Ints]:  # fmt: skip
+    run_start: Ints,
+    run_stop: Ints,
+    run_rank: Ints,
+    local: Ints,
+    target: Ints,
+    owner: Ints,
+    start: Ints,
+    stop: Ints,
+    slot: Ints,
+    shelf: Ints,
+    heads: Ints,
+    sizes: Ints,
+) -> tuple[Ints, Ints]:
     """(segments ``[START to SHELF, segment]`` by group and place in the stream, where each group's begin).
 
-    The columns from ``target`` on are pieces, ``heads`` the number of their range. ``sizes`` are ranks, ranges of heads, and which of these
-    a rank's own runs are of, from which slot on; -1 where they are not held by themselves. Those are on shelf 0.
+    The columns from ``target`` on are pieces, ``heads`` the number of their range. ``sizes`` are ranks, ranges of
+    heads, and which of these a rank's own runs are of, from which slot on; -1 where they are not held by themselves.
+    Those are on shelf 0.
     """
     ranks, own_heads, own_slot = sizes[0], sizes[2], sizes[3]
     first_run = firsts(run_rank, ranks)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexcp.arrays.jit import compiled
-from flexcp.simulator.compiled_rings import GROUP, LEADER, NUMBER
+from flexcp.simulator.compiled_ring_runs import GROUP, LEADER, NUMBER
 
 Ints = NDArray[np.int64]
 QUERIES, KEYS = range(2)
@@ -17,13 +17,24 @@ QUERIES, KEYS = range(2)
 
 @compiled
 def find_ring_slots(
-    stage: Ints, target: Ints, owner: Ints, start: Ints, stop: Ints, h0: Ints, h1: Ints, is_keys: Ints,
-    tokens: Ints, seat: Ints, heads: Ints, stages: int,
-) -> tuple[Ints, Ints, bool]:  # fmt: skip
+    stage: Ints,
+    target: Ints,
+    owner: Ints,
+    start: Ints,
+    stop: Ints,
+    h0: Ints,
+    h1: Ints,
+    is_keys: Ints,
+    tokens: Ints,
+    seat: Ints,
+    heads: Ints,
+    stages: int,
+) -> tuple[Ints, Ints, bool]:
     """(``hop[rank, position]``, -1 where no keys come; ``home[rank]``; whether these inputs are a ring's).
 
-    The columns up to ``is_keys`` are inputs. ``heads[QUERIES or KEYS, 0 or 1, rank]`` are the heads that each rank must get, from the
-    others of its position and of its group. What comes together must have one stage; hops are one a stage, behind the position's own.
+    The columns up to ``is_keys`` are inputs. ``heads[QUERIES or KEYS, 0 or 1, rank]`` are the heads that each rank must
+    get, from the others of its position and of its group. What comes together must have one stage; hops are one a
+    stage, behind the position's own.
     """
     ranks = seat.shape[1]
     hop, home = np.full((ranks, seat[NUMBER].max() + 1), -1, np.int64), np.zeros(ranks, np.int64)
@@ -63,8 +74,8 @@ def find_ring_slots(
 def lay_hops(hop: Ints, leader: Ints, of_position: Ints, of_rank: Ints, tiles: Ints, stages: int) -> Ints:
     """``[pairs, row tiles or kernels, rank, slot]`` of what hops bring.
 
-    Pairs are of the rows of a whole position (in its leader's row) and of a rank alone, by the position whose keys come. A
-    kernel takes queries that a rank keeps, another one those it was sent.
+    Pairs are of the rows of a whole position (in its leader's row) and of a rank alone, by the position of the keys.
+    One kernel takes the queries that a rank keeps, another one those it was sent.
     """
     ranks, positions = hop.shape
     found = np.zeros((3, ranks, stages), np.int64)

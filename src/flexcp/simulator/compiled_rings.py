@@ -1,13 +1,14 @@
 """Loops of ring work: what the rows of every rank see of the keys of every ring position; compiled.
 
-A document is a row of runs, each kept by one rank. The runs are swept once for each slice of its mask. Under a slice a run of rows sees
-most runs of keys whole or not at all: whole are those in a range of runs that only moves forward while the sweep does. The sweep therefore
-carries along how many keys of each position lie in that range, and a run of rows adds them all with one product. Only the few runs at the
-range's ends, which the band of the slice cuts, are counted one by one.
+A document is a row of runs, each kept by one rank. The runs are swept once for each slice of its mask. Under a slice a
+run of rows sees most runs of keys whole or not at all: whole are those in a range of runs that only moves forward while
+the sweep does. The sweep therefore carries along how many keys of each position lie in that range, and a run of rows
+adds them all with one product. Only the few runs at the range's ends, which the band of the slice cuts, are counted one
+by one.
 
-``runs`` are the runs in the order of the stream, cut where documents end; ``first_run[document]`` is where a document's begin. A *region*
-is what the ranks of one position keep side by side of one document. ``seat`` says where ranks are: in which group, at which position of its
-ring, as which member of the position.
+``runs`` are the runs in the order of the stream, cut where documents end; ``first_run[document]`` is where a document's
+begin. A *region* is what the ranks of one position keep side by side of one document. ``seat`` says where ranks are: in
+which group, at which position of its ring, as which member of the position.
 """
 
 from __future__ import annotations
@@ -15,143 +16,32 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcp.arrays.compiled_sort import stable_order
 from flexcp.arrays.jit import compiled, compiled_fused, compiled_inline, compiled_leaf
 from flexcp.cost import TILE_ROWS
+from flexcp.simulator.compiled_ring_runs import (
+    BEGIN,
+    END,
+    LEADER,
+    MEMBER,
+    MEMBERS,
+    NUMBER,
+    OWNER,
+    POSITIONS,
+    Q0,
+    Q1,
+    REGION,
+)
 
 Ints = NDArray[np.int64]
 Table = NDArray[np.int32]
 Floats = NDArray[np.float64]
-OWNER, BEGIN, END, REGION, RUN_COLUMNS = range(5)
-PIECE_DOCUMENT = REGION  # while runs are dealt to documents, before there are regions
-POSITION, DOCUMENT, Q0, Q1, REGION_COLUMNS = range(5)
-LENGTH = POSITION  # of the document, where regions are by position
-"""Tables of runs and regions: 32 bits are enough for places in a document."""
-GROUP, NUMBER, MEMBER, POSITIONS, MEMBERS, LEADER, HEADS0, HEADS1, SEAT_ROWS = range(9)
-
-
-@compiled
-def cut_runs(rank: Ints, start: Ints, stop: Ints, starts: Ints, seat: Ints) -> tuple[Table, Ints, Table]:
-    """(runs in the order of the stream, where each document's begin, regions); what lies behind the last document is left out.
-
-    Given rank by rank, runs are first dealt to their documents, then put in order there: most documents are cut like the one before, whose
-    order they then have.
-    """
-    documents, count, d = len(starts) - 1, 0, 0
-    pieces = np.empty((len(rank) + documents, RUN_COLUMNS), np.int32)
-    first = np.zeros(documents + 1, np.int64)
-    for i in range(len(rank)):
-        at, end = start[i], min(stop[i], starts[documents])
-        if at < starts[d]:
-            d = 0  # another rank's runs begin
-        while at < end:
-            while starts[d + 1] <= at:
-                d += 1
-            pieces[count, OWNER], pieces[count, PIECE_DOCUMENT] = rank[i], d
-            pieces[count, BEGIN], pieces[count, END] = at - starts[d], min(end, starts[d + 1]) - starts[d]
-            first[d + 1] += 1
-            count += 1
-            at = starts[d + 1]
-    for d in range(documents):
-        first[d + 1] += first[d]
-    dealt = by_document(pieces, count, first)
-    runs, regions = np.empty((count, RUN_COLUMNS), np.int32), np.empty((count, REGION_COLUMNS), np.int32)
-    order, region = np.zeros(0, np.int64), -1
-    for d in range(documents):
-        low, high = first[d], first[d + 1]
-        last = region
-        region, ascending = lay_runs(runs, regions, region, dealt, d, low, high, order, seat)
-        if not ascending:
-            order = stable_order(dealt[low:high, BEGIN])
-            region, _ = lay_runs(runs, regions, last, dealt, d, low, high, order, seat)
-    return runs, first, regions[: region + 1]
-
-
-@compiled
-def by_document(pieces: Table, count: int, first: Ints) -> Table:
-    """The first ``count`` pieces of runs in the order of their documents, of which d has those from ``first[d]`` on; stable."""
-    found, free = np.empty((count, RUN_COLUMNS), np.int32), first[:-1].copy()
-    for i in range(count):
-        to = free[pieces[i, PIECE_DOCUMENT]]
-        free[pieces[i, PIECE_DOCUMENT]] += 1
-        found[to, OWNER], found[to, PIECE_DOCUMENT] = pieces[i, OWNER], pieces[i, PIECE_DOCUMENT]
-        found[to, BEGIN], found[to, END] = pieces[i, BEGIN], pieces[i, END]
-    return found
-
-
-@compiled_leaf
-def lay_runs(runs, regions, region, dealt, d, low, high, order, seat):
-    """Write the runs ``low..high`` of a document in an order, and its regions behind ``region``: (the last region, whether runs ascend)."""
-    if len(order) != high - low:
-        return region, high == low
-    ascending, position, last = True, -1, -1
-    for i in range(low, high):
-        at = low + order[i - low]
-        owner, begin, end = dealt[at, OWNER], dealt[at, BEGIN], dealt[at, END]
-        ascending &= begin >= last
-        last = begin
-        leader = seat[LEADER, owner]
-        if leader != position:
-            position = leader
-            region += 1
-            regions[region, POSITION], regions[region, DOCUMENT], regions[region, Q0] = leader, d, begin
-        regions[region, Q1] = end
-        runs[i, OWNER], runs[i, BEGIN], runs[i, END], runs[i, REGION] = owner, begin, end, region
-    return region, ascending
-
-
-@compiled
-def is_placed_as_ring(
-    runs: Table, first_run: Ints, regions: Table, seat: Ints, lengths: Ints,
-    rank: Ints, document: Ints, q0: Ints, q1: Ints, k0: Ints, k1: Ints, h0: Ints, h1: Ints,
-) -> bool:  # fmt: skip
-    """Whether documents stay in groups, and every rank computes the regions of its position, in order, with all keys, for its heads.
-
-    The columns from ``rank`` on are the placement's regions, rank by rank. Differences are gathered, not branched
-    at: that is faster.
-    """
-    ranks, differ = seat.shape[1], 0
-    if seat[GROUP].max() > 0:
-        for d in range(len(first_run) - 1):
-            for i in range(first_run[d] + 1, first_run[d + 1]):
-                differ |= seat[GROUP, runs[i, OWNER]] ^ seat[GROUP, runs[i - 1, OWNER]]
-    mine, first = by_position(regions, lengths, ranks)
-    low = 0
-    for r in range(ranks):
-        zero, size = first[seat[LEADER, r]], first[seat[LEADER, r] + 1] - first[seat[LEADER, r]]
-        if low + size > len(rank):
-            return False
-        heads0, heads1 = seat[HEADS0, r], seat[HEADS1, r]
-        for i in range(size):
-            at, of = low + i, zero + i
-            differ |= (mine[of, LENGTH] ^ k1[at]) | (mine[of, DOCUMENT] ^ document[at])
-            differ |= (mine[of, Q0] ^ q0[at]) | (mine[of, Q1] ^ q1[at])
-        for at in range(low, low + size):
-            differ |= (rank[at] ^ r) | k0[at] | (h0[at] ^ heads0) | (h1[at] ^ heads1)
-        low += size
-    return differ == 0 and low == len(rank)
-
-
-@compiled
-def by_position(regions: Table, lengths: Ints, ranks: int) -> tuple[Table, Ints]:
-    """The regions by their position, with their document's length in its place; where those of each position begin."""
-    first = np.zeros(ranks + 1, np.int64)
-    for g in range(len(regions)):
-        first[regions[g, POSITION] + 1] += 1
-    for r in range(ranks):
-        first[r + 1] += first[r]
-    found, free = np.empty((len(regions), REGION_COLUMNS), np.int32), first[:-1].copy()
-    for g in range(len(regions)):
-        to, d = free[regions[g, POSITION]], regions[g, DOCUMENT]
-        free[regions[g, POSITION]] += 1
-        found[to, LENGTH], found[to, DOCUMENT] = lengths[d], d
-        found[to, Q0], found[to, Q1] = regions[g, Q0], regions[g, Q1]
-    return found, first
 
 
 @compiled
 def find_alike(runs: Table, first_run: Ints, which: Ints) -> tuple[Ints, Floats]:
-    """Those of the documents ``which`` whose runs have the owners of the first one's, and how long each of the others' runs are."""
+    """Those of the documents ``which`` whose runs have the owners of the first one's,
+    and how long each of the others' runs are.
+    """
     model = which[0]
     low, count = first_run[model], first_run[model + 1] - first_run[model]
     found, size = np.empty(len(which), np.int64), np.empty((len(which), count), np.float64)
@@ -188,7 +78,8 @@ def row_tiles(runs: Table, first_run: Ints, regions: Table, alike: Ints) -> Ints
 
 @compiled_fused
 def sum_products(sizes: Floats) -> Floats:
-    """The sum over documents of ``sizes[document, i] * sizes[document, j]``, for j up to i; four documents at a time stay in registers.
+    """The sum over documents of ``sizes[document, i] * sizes[document, j]``, for j up to i;
+    four documents at a time stay in registers.
 
     (A library's product would start threads for it, and wait for them where the processor has other work.)
     """
@@ -211,10 +102,12 @@ def sum_products(sizes: Floats) -> Floats:
 def count_rings(
     runs: Table, first_run: Ints, slices: Ints, first_slice: Ints, seat: Ints, crew: Ints, tiles: Ints, which: Ints
 ) -> tuple[Floats, Ints, Ints, Ints, Ints]:
-    """Pairs of each rank's rows with the keys of each position, and of each member of its own; row tiles of regions that have any.
+    """Pairs of each rank's rows with the keys of each position, and of each member of its own;
+    row tiles of regions that have any.
 
-    Row tiles (``tiles[region]``) are of each position (its leader) by the position whose keys are seen, and at home of each rank: of
-    regions with pairs of its own rows and keys, and of regions with others. ``crew[leader]`` are the ranks of a position.
+    Row tiles (``tiles[region]``) are of each position (its leader) by the position whose keys are seen, and at home of
+    each rank: of regions with pairs of its own rows and keys, and of regions with others. ``crew[leader]`` are the
+    ranks of a position.
     """
     ranks = seat.shape[1]
     widest, members = seat[POSITIONS].max(), seat[MEMBERS].max()
@@ -230,7 +123,8 @@ def count_rings(
     # Of a document's regions: whether they see each position, pairs at home, those of each member with itself.
     sees = np.zeros((most, widest), np.uint8)
     at_home, own = np.zeros(most, np.int64), np.zeros((most, members), np.int64)
-    # Keys of each position, and of each member of it, in the range of runs that are seen whole; below 2**30, as documents are.
+    # Keys of each position, and of each member of it, in the range of runs that are seen whole; below 2**30, as
+    # documents are.
     keys, keys_of = np.zeros(widest, np.float64), np.zeros((widest, members), np.int64)
     for d in which:
         low, high = first_run[d], first_run[d + 1]

@@ -1,9 +1,10 @@
 """Copies: what a rank's memory does around its kernels, in nanoseconds of every stage.
 
-Before a stage is posted the rank *packs* what it sends into messages. When the stage has come it *takes in* what it received: inputs are
-laid on their shelves, results that others computed are merged into the rows they belong to, and rooms for results of its own on the new
-shelves are cleared. The rank computes nothing meanwhile, and what it packs leaves only then. So a piece is read and written at both of
-its ends. A rank's own results are cleared before it begins and rounded when it has ended. The price is bytes over the speed of memory:
+Before a stage is posted the rank *packs* what it sends into messages. When the stage has come it *takes in* what it
+received: inputs are laid on their shelves, results that others computed are merged into the rows they belong to, and
+rooms for results of its own on the new shelves are cleared. The rank computes nothing meanwhile, and what it packs
+leaves only then. So a piece is read and written at both of its ends. A rank's own results are cleared before it begins
+and rounded when it has ended. The price is bytes over the speed of memory:
 
     what                        bytes
     ==========================  ==============================================================
@@ -16,9 +17,9 @@ its ends. A rank's own results are cleared before it begins and rounded when it 
     a rank's own results        the same in the first slot; in the last one read so, and written in the model's dtype
     ==========================  ==============================================================
 
-Each launch costs the start of a kernel besides: one packs a stage, one lays its inputs, and one takes in the results of a message,
-because results must be summed in a fixed order. Programs of one stage are an attention kernel and nothing else. What attention itself
-reads and writes is in its price.
+Each launch costs the start of a kernel besides: one packs a stage, one lays its inputs, and one takes in the results of
+a message, because results must be summed in a fixed order. Programs of one stage are an attention kernel and nothing
+else. What attention itself reads and writes is in its price.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ from flexcp.shape import IS_OUTPUT, Kind, Shape
 
 Ints = NDArray[np.int64]
 COPY_PERMILLE = 800
-"""Of a memory's nominal speed. Measured on an H200 (4,800 GB/s): 3,740 to 3,930 GB/s, read and written together, for pieces of
-16,384 tokens packed, laid and added (benchmarks/packing_gpu.py, docs/results/communication.md)."""
+"""Of a memory's nominal speed. Measured on an H200 (4,800 GB/s): 3,740 to 3,930 GB/s, read and written together, for
+pieces of 16,384 tokens packed, laid and added (benchmarks/packing_gpu.py, docs/results/communication.md).
+"""
 
 
 class Copies(NamedTuple):
@@ -48,12 +50,19 @@ class Copies(NamedTuple):
 
 
 def find_copies(
-    plan: Plan, mask: int, backward: bool, mbps: int, launch_ns: int, messages_only: bool = False, inputs: Transfers | None = None
-) -> Copies:  # fmt: skip
-    """The copies of a pass through memory that reads or writes so many megabytes a second, and what starting each takes.
+    plan: Plan,
+    mask: int,
+    backward: bool,
+    mbps: int,
+    launch_ns: int,
+    messages_only: bool = False,
+    inputs: Transfers | None = None,
+) -> Copies:
+    """The copies of a pass through memory that reads or writes so many megabytes a second,
+    and what starting each takes.
 
-    ``messages_only``: nothing but messages is copied, as they travel, in one launch at either end. ``inputs`` are the pass's, where they
-    are at hand.
+    ``messages_only``: nothing but messages is copied, as they travel, in one launch at either end. ``inputs`` are the
+    pass's, where they are at hand.
     """
     from flexcp.simulator.compiled_copies import sum_copies  # compiled: only who simulates loads Numba
 

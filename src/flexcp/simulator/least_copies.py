@@ -1,9 +1,9 @@
 """Least copies: what packing and merging take at least, from the bytes of a prediction and without a plan.
 
-The same prices as :mod:`flexcp.simulator.copies`, where no stage is known yet: an input is read and written at both of its ends, a result
-at its sender's and, added up, once more at its receiver's, as if all results travelled in the accumulator's dtype; a rank's own results are
-cleared, read and rounded. Starting the kernels is left out. Ranks do nothing else meanwhile, so a predicted time and this are closer to
-what events find than the prediction alone.
+The same prices as :mod:`flexcp.simulator.copies`, where no stage is known yet: an input is read and written at both of
+its ends, a result at its sender's and, added up, once more at its receiver's, as if all results travelled in the
+accumulator's dtype; a rank's own results are cleared, read and rounded. Starting the kernels is left out. Ranks do
+nothing else meanwhile, so a predicted time and this are closer to what events find than the prediction alone.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Messages: a program's chunks in the order in which ports take them, and how long each holds its two ports.
 
-What is issued together, and in which order, is the plan's to say (:mod:`flexcp.plan.issue`): whole messages, or chunks in the order of
-their rounds. A chunk takes its bytes at the port's bandwidth, more where others of its call crowd in at its target as the cost model says,
-the first chunk of a message one message's start-up more, and the first chunk of a rank in every further call the start-up of a call.
-*In line* whole messages go out peer by peer in the order of ranks, each waiting for its turn: what a rank does that loops over its peers.
+What is issued together, and in which order, is the plan's to say (:mod:`flexcp.plan.issue`): whole messages, or chunks
+in the order of their rounds. A chunk takes its bytes at the port's bandwidth, more where others of its call crowd in at
+its target as the cost model says, the first chunk of a message one message's start-up more, and the first chunk of a
+rank in every further call the start-up of a call. *In line* whole messages go out peer by peer in the order of ranks,
+each waiting for its turn: what a rank does that loops over its peers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Passes: one mask's program in one direction on all ranks, from when each begins to when each is done, and its timeline.
+"""Passes: one mask's program in one direction on all ranks, from when each begins to when each is done,
+and its timeline.
 
-A :class:`PassModel` is what does not change from layer to layer (work, copies, chunks); :func:`run_pass` puts it on simulated time. A rank
-is *busy* while it copies and computes; the rest of the time between its first slot and its end it *waits*.
+A :class:`PassModel` is what does not change from layer to layer (work, copies, chunks); :func:`run_pass` puts it on
+simulated time. A rank is *busy* while it copies and computes; the rest of the time between its first slot and its end
+it *waits*.
 """
 
 from __future__ import annotations
@@ -32,12 +34,13 @@ ROOMY_BITS = 36
 class Rules:
     """What a simulation assumes beside the plan, which says itself how it is executed (:mod:`flexcp.plan.execution`).
 
-    ``contention``: compute and transfers slow each other as the cost model says. ``ranks_per_nic``: so many neighbours share one network
-    port, which carries as much as all of them together; one of them alone may then use all of it. The others are questions, what if the
-    plan said something else of every stage: so many ``rounds_per_call``, posted so far ``ahead`` (0: transfers and compute take turns); or
-    if each rank sent its messages peer by peer, ``in_line``. ``copy_mbps`` is how fast packing and merging read and write memory, in
-    megabytes a second (None: as fast as copies are on the cluster, 0: nothing is copied). ``copies_messages_only``: of another executor's
-    copies, only those of messages in and out are counted.
+    ``contention``: compute and transfers slow each other as the cost model says. ``ranks_per_nic``: so many neighbours
+    share one network port, which carries as much as all of them together; one of them alone may then use all of it. The
+    others are questions, what if the plan said something else of every stage: so many ``rounds_per_call``, posted so
+    far ``ahead`` (0: transfers and compute take turns); or if each rank sent its messages peer by peer, ``in_line``.
+    ``copy_mbps`` is how fast packing and merging read and write memory, in megabytes a second (None: as fast as copies
+    are on the cluster, 0: nothing is copied). ``copies_messages_only``: of another executor's copies, only those of
+    messages in and out are counted.
     """
 
     contention: bool = True
@@ -73,8 +76,9 @@ class Event(NamedTuple):
 class PassModel:
     """Work and messages of a pass, the same in every layer, and how it is executed.
 
-    ``ns[rank, slot]`` is undisturbed compute under the slot's margin; ``slow[rank, slot]`` how long it takes while the rank's transfers are
-    under way, ``link[rank, slot]`` how fast those are meanwhile, both per mille. ``copies`` are part of the time a slot is busy.
+    ``ns[rank, slot]`` is undisturbed compute under the slot's margin; ``slow[rank, slot]`` how long it takes while the
+    rank's transfers are under way, ``link[rank, slot]`` how fast those are meanwhile, both per mille. ``copies`` are
+    part of the time a slot is busy.
     """
 
     name: str
@@ -93,7 +97,9 @@ class PassModel:
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """A pass that ran: begin and end of every slot ``[rank, slot]``, copies and compute, of every chunk, and when each rank started."""
+    """A pass that ran: begin and end of every slot ``[rank, slot]``, copies and compute, of every chunk,
+    and when each rank started.
+    """
 
     model: PassModel
     start: Ints
@@ -138,8 +144,14 @@ class Pass:
 
 
 def pass_model(
-    plan: Plan, mask: int, backward: bool, cost: CostModel, rules: Rules, ns: Ints | None = None, shared: MaskWork | None = None
-) -> PassModel:  # fmt: skip
+    plan: Plan,
+    mask: int,
+    backward: bool,
+    cost: CostModel,
+    rules: Rules,
+    ns: Ints | None = None,
+    shared: MaskWork | None = None,
+) -> PassModel:
     """Work and messages of a mask's program in one direction; ``ns[rank, slot]`` replaces modelled by measured compute.
 
     ``shared`` is what both directions of the mask count with, where it is at hand.
@@ -174,7 +186,8 @@ def _copies(plan: Plan, mask: int, backward: bool, cost: CostModel, rules: Rules
 def _contention(
     program: Program, chunks: TimedChunks, ranks: int, cost: CostModel, rules: Rules, backward: bool
 ) -> tuple[Ints, Ints, Ints]:
-    """``[rank, slot]``, per mille, under the plan's margins: compute alone; beside transfers, against that; speed of those.
+    """``[rank, slot]``, per mille, under the plan's margins: compute alone; beside transfers, against that;
+    speed of those.
 
     What travels beside a slot is taken to be the stage after it: inside the node if any of it is.
     """
@@ -232,7 +245,8 @@ def run_pass(model: PassModel, start: Ints) -> Pass:
 def _bits_too_long(start: Ints, work: Ints, copies: Ints, chunk_ns: Ints, port: Ints) -> int:
     """By how many bits the times of a pass must be shortened for the clock of events: none, unless it takes minutes.
 
-    What takes longest is estimated by the busiest rank and the busiest port, with room for what they wait and are slowed by.
+    What takes longest is estimated by the busiest rank and the busiest port, with room for what they wait and are
+    slowed by.
     """
     longest = int(start.max()) + int(work.sum(axis=1).max()) + int(copies.sum(axis=2).max())
     if len(chunk_ns):
@@ -241,8 +255,9 @@ def _bits_too_long(start: Ints, work: Ints, copies: Ints, chunk_ns: Ints, port: 
 
 
 def _in_turns(work: Ints, copies: Ints, stage: Ints, how: Execution, pace: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-    """Every slot as three, where some stages are posted beside nothing: one that receives, one that takes in, posts what is ahead and
-    computes, and one that posts the next slot's own stage when all is computed."""
+    """Every slot as three, where some stages are posted beside nothing: one that receives, one that takes in, posts
+    what is ahead and computes, and one that posts the next slot's own stage when all is computed.
+    """
     number = np.arange(len(how))
     apart, copied = (
         np.zeros((work.shape[0], 3 * work.shape[1]), np.int64),

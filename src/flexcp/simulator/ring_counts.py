@@ -1,14 +1,17 @@
 """Ring counts: what the positions of a ring see of each other.
 
-In a ring whole ranks' keys move, position by position, and a rank computes for its heads all rows that its position keeps. So work has no
-more kinds than there are positions: the keys that a hop brings come from one of them. A document over r positions would be cut into r
-squared parts; here its runs are swept once (:mod:`flexcp.simulator.compiled_rings`), which gives the same sums.
+In a ring whole ranks' keys move, position by position, and a rank computes for its heads all rows that its position
+keeps. So work has no more kinds than there are positions: the keys that a hop brings come from one of them. A document
+over r positions would be cut into r squared parts; here its runs are swept once
+(:mod:`flexcp.simulator.compiled_rings`), which gives the same sums.
 
-Most documents are cut alike: their runs have the same owners in the same order and differ in length alone. Under a causal or a full mask
-what run i sees of run j is then the same product of lengths in all of them, so one matrix product counts them together. Which positions
-are seen at all does not depend on the lengths: one of these documents is swept with the row tiles of all.
+Most documents are cut alike: their runs have the same owners in the same order and differ in length alone. Under a
+causal or a full mask what run i sees of run j is then the same product of lengths in all of them, so one matrix product
+counts them together. Which positions are seen at all does not depend on the lengths: one of these documents is swept
+with the row tiles of all.
 
-Counts are exact. Products are taken in floating point, which holds integers up to 2**53; batches with more pairs are not counted here.
+Counts are exact. Products are taken in floating point, which holds integers up to 2**53; batches with more pairs are
+not counted here.
 """
 
 from __future__ import annotations
@@ -31,10 +34,11 @@ EXACT = 1 << 53
 
 
 class Seats(NamedTuple):
-    """Where each rank is: its group, its position in the group's ring, which member of the position; how many there are of both.
+    """Where each rank is: its group, its position in the group's ring, which member of the position;
+    how many there are of both.
 
-    ``leader`` is the first rank of its position; it computes the query heads ``first_head..last_head``. These columns are the rows of the
-    table that :mod:`flexcp.simulator.compiled_rings` reads.
+    ``leader`` is the first rank of its position; it computes the query heads ``first_head..last_head``. These columns
+    are the rows of the table that :mod:`flexcp.simulator.compiled_rings` reads.
     """
 
     group: Ints
@@ -50,9 +54,10 @@ class Seats(NamedTuple):
 class RingCounts(NamedTuple):
     """Pairs of one head and row tiles, of rank by position of its ring or member of its position.
 
-    ``pairs[rank, position]`` are those of the rows that the rank keeps, ``home_pairs[rank, member]`` likewise inside its own position.
-    ``tiles[leader, position]`` are of the regions of a position that see another; ``own_tiles[rank]`` and ``other_tiles[rank]`` at home, of
-    the regions with pairs of the rank's own rows and keys, and of those with any others.
+    ``pairs[rank, position]`` are those of the rows that the rank keeps, ``home_pairs[rank, member]`` likewise inside
+    its own position. ``tiles[leader, position]`` are of the regions of a position that see another; ``own_tiles[rank]``
+    and ``other_tiles[rank]`` at home, of the regions with pairs of the rank's own rows and keys, and of those with any
+    others.
     """
 
     seats: Seats
@@ -65,7 +70,8 @@ class RingCounts(NamedTuple):
 
 def count_ring(plan: Plan, mask: int) -> RingCounts | None:
     """What positions see of each other under a mask; None where the placement is not that of a ring."""
-    from flexcp.simulator import compiled_rings as loops  # compiled: only who simulates loads Numba
+    from flexcp.simulator import compiled_ring_runs as placed  # compiled: only who simulates loads Numba
+    from flexcp.simulator import compiled_rings as loops
 
     placement, batch = plan.placement, plan.batch
     pairs = float(np.square(batch.lengths, dtype=np.float64).sum())
@@ -75,8 +81,8 @@ def count_ring(plan: Plan, mask: int) -> RingCounts | None:
     if seats is None:
         return None
     table, given, layer = np.stack(seats), placement.regions[mask], batch.masks[mask]
-    cut = loops.cut_runs(*_columns(placement.runs), _own(batch.starts), table)
-    if not loops.is_placed_as_ring(*cut, table, _own(batch.lengths), *_columns(given)):
+    cut = placed.cut_runs(*_columns(placement.runs), _own(batch.starts), table)
+    if not placed.is_placed_as_ring(*cut, table, _own(batch.lengths), *_columns(given)):
         return None
     runs, first_run, regions = cut
     which, reaches_ahead = _documents_of_one_kind(layer, batch.lengths, np.diff(first_run))
@@ -88,12 +94,14 @@ def count_ring(plan: Plan, mask: int) -> RingCounts | None:
     if len(sizes):
         low, high = first_run[alike[0]], first_run[alike[0] + 1]
         seen = _seen(loops.sum_products(sizes), sizes.sum(axis=0), reaches_ahead)
-        _add_pairs(pairs, home_pairs, seats, runs[low:high, loops.OWNER], seen)
+        _add_pairs(pairs, home_pairs, seats, runs[low:high, placed.OWNER], seen)
     return RingCounts(seats, pairs.astype(np.int64), home_pairs, *(plan.cost.row_tile_pairs * count for count in tiled))
 
 
 def _documents_of_one_kind(layer: LayerMask, lengths: Ints, runs: Ints) -> tuple[Ints, bool]:
-    """Documents that may be cut alike, with as many runs as most: those under a causal mask, or (then True) those in which all see all."""
+    """Documents that may be cut alike, with as many runs as most: those under a causal mask, or (then True) those in
+    which all see all.
+    """
     one = np.flatnonzero(np.diff(layer.first) == 1)
     slices, n = layer.slices[layer.first[one]], lengths[one]
     whole = (slices[:, Q0] == 0) & (slices[:, Q1] == n) & (slices[:, K0] == 0) & (slices[:, K1] == n)
@@ -148,5 +156,7 @@ def _columns(table: Table) -> list[Ints]:
 
 
 def _own(column: Ints) -> Ints:
-    """A contiguous array that may be written: of what a batch holds some may, some may not, and loops are compiled for either."""
+    """A contiguous array that may be written: of what a batch holds some may, some may not,
+    and loops are compiled for either.
+    """
     return np.array(column, np.int64)

@@ -1,9 +1,10 @@
 """Ring work: the work of every slot of a ring, from what its positions see of each other.
 
-:mod:`flexcp.simulator.ring_counts` counts that once for both directions; transfers say in which slot the keys of a position are there. The
-result is that of :mod:`flexcp.simulator.slot_work`, which cuts every region along what arrives.
+:mod:`flexcp.simulator.ring_counts` counts that once for both directions; transfers say in which slot the keys of a
+position are there. The result is that of :mod:`flexcp.simulator.slot_work`, which cuts every region along what arrives.
 
-A ring is what its tables say, not its strategy's name: where transfers are not those of a ring, there is no answer here.
+A ring is what its tables say, not its strategy's name: where transfers are not those of a ring, there is no answer
+here.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ Ints = NDArray[np.int64]
 
 
 class RingSlots(NamedTuple):
-    """When keys are there: those of each position ``[rank, position]`` (-1: none come), and what the others of the own one keep."""
+    """When keys are there: those of each position ``[rank, position]`` (-1: none come),
+    and what the others of the own one keep.
+    """
 
     hop: Ints
     home: Ints
@@ -32,10 +35,11 @@ class RingSlots(NamedTuple):
 def find_slots(
     plan: Plan, mask: int, backward: bool, seats: Seats, inputs: Transfers | None = None
 ) -> RingSlots | None:
-    """The slots of a ring's keys; None where transfers are not those of a ring. ``inputs`` are the pass's, where they are at hand.
+    """The slots of a ring's keys; None where transfers are not those of a ring. ``inputs`` are the pass's,
+    where they are at hand.
 
-    In a ring every rank gets the queries and keys of the others of its position, all in one slot, then the keys of one more position a
-    slot, all of a rank's tokens at a time.
+    In a ring every rank gets the queries and keys of the others of its position, all in one slot, then the keys of one
+    more position a slot, all of a rank's tokens at a time.
     """
     from flexcp.simulator.compiled_ring_slots import find_ring_slots  # compiled: only who simulates loads Numba
 
@@ -59,7 +63,8 @@ def ring_slot_work(counts: RingCounts, slots: RingSlots, stages: int) -> tuple[I
     heads = (counts.seats.last_head - counts.seats.first_head)[:, None]
     of_position = _sum_by_position(counts.pairs, counts.seats)
     pairs, tiles, kernels = lay_hops(slots.hop, leader, of_position, counts.pairs, counts.tiles, stages)
-    # A kernel takes queries that a rank keeps or those it was sent, and keys of one slot, of which own and sent ones are apart.
+    # A kernel takes queries that a rank keeps or those it was sent, and keys of one slot, of which own and sent ones
+    # are apart.
     # At home: what a rank keeps of rows and keys, then the rest.
     own = counts.home_pairs[np.arange(len(leader)), member]
     rows = counts.home_pairs.sum(axis=1)

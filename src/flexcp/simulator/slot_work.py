@@ -1,8 +1,8 @@
 """Slot work: how long every rank computes in every slot of a program.
 
-In which slot work runs is the executor's rule (:mod:`flexcp.plan.slots`). Pairs are counted exactly, by cutting the regions along what
-arrives in each stage; every pass over a region pays for its row tiles, every slot with work for the start of a kernel
-(:mod:`flexcp.schedule.work` says the same in closed form).
+In which slot work runs is the executor's rule (:mod:`flexcp.plan.slots`). Pairs are counted exactly, by cutting the
+regions along what arrives in each stage; every pass over a region pays for its row tiles, every slot with work for the
+start of a kernel (:mod:`flexcp.schedule.work` says the same in closed form).
 
 That takes as many parts as regions see pieces. A ring has very many of both, and is counted by its rule instead
 (:mod:`flexcp.simulator.ring_work`); the numbers are the same.
@@ -41,10 +41,11 @@ class SlotWork(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """What ranks hold of one side, as :mod:`flexcp.simulator.compiled_cuts` reads it: segments, where each rank's begin, head ranges.
+    """What ranks hold of one side, as :mod:`flexcp.simulator.compiled_cuts` reads it:
+    segments, where each rank's begin, head ranges.
 
-    Segments are stream ranges with the slot from which on they are there and their shelf. Shelf 0 is a rank's own tokens; what arrives
-    together is on one.
+    Segments are stream ranges with the slot from which on they are there and their shelf. Shelf 0 is a rank's own
+    tokens; what arrives together is on one.
     """
 
     segments: Ints
@@ -54,7 +55,9 @@ class _Held(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class MaskWork:
-    """What both directions of a mask count with, found when it is first asked for: its ring, or its regions cut by their slices."""
+    """What both directions of a mask count with, found when it is first asked for:
+    its ring, or its regions cut by their slices.
+    """
 
     plan: Plan
     mask: int
@@ -66,7 +69,9 @@ class MaskWork:
 
     @cached_property
     def cuts(self) -> tuple[Ints, Ints, Ints]:
-        """(region and slice of each non-empty cut, in stream coordinates; the table of regions that compiled loops read)."""
+        """(region and slice of each non-empty cut, in stream coordinates; the table of regions
+        that compiled loops read).
+        """
         placement = self.plan.placement
         regions = placement.regions[self.mask]
         layer = placement.batch.masks[self.mask]
@@ -79,7 +84,9 @@ class MaskWork:
 def slot_work(
     plan: Plan, mask: int, backward: bool, shared: MaskWork | None = None, inputs: Transfers | None = None
 ) -> SlotWork:
-    """The work of a mask's program in one direction; ``shared`` by both and :func:`pass_inputs` where they are at hand."""
+    """The work of a mask's program in one direction; ``shared`` by both and :func:`pass_inputs`
+    where they are at hand.
+    """
     program, placement = plan.programs[mask][backward], plan.placement
     shared = shared or MaskWork(plan, mask)
     slots = find_slots(plan, mask, backward, shared.ring.seats, inputs) if shared.ring else None
@@ -123,7 +130,7 @@ def slot_ns(found: SlotWork, plan: Plan, cost: CostModel, backward: bool) -> Int
     return np.asarray(ns + cost.kernel_ns * found.kernels)
 
 
-# --- exactly -----------------------------------------------------------------------------------------------------------
+# --- exactly ----------------------------------------------------------------------------------------------------------
 
 
 def _held(plan: Plan, program: Program, inputs: Transfers, kind: Kind) -> _Held:

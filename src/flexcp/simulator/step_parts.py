@@ -1,9 +1,11 @@
 """Step parts: what a training step consists of beside attention, and what of it takes how long.
 
-A :class:`Training` travels in a planner's request. So whoever chooses by the time of a step and whoever reports one speak of the same step:
-both ask :mod:`flexcp.simulator.training` about it, and prices in closed form have :func:`beyond_layers_ns` added to them.
+A :class:`Training` travels in a planner's request. So whoever chooses by the time of a step and whoever reports one
+speak of the same step: both ask :mod:`flexcp.simulator.training` about it, and prices in closed form have
+:func:`beyond_layers_ns` added to them.
 
-A collective over all ranks takes its bytes through the slower of the node's network ports together and the rank's own inside port.
+A collective over all ranks takes its bytes through the slower of the node's network ports together and the rank's own
+inside port.
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ WEIGHT_BYTES = 2
 
 @dataclass(frozen=True)
 class Training:
-    """What a step consists of beside attention: the other layers and the vocabulary of ``model``, gradient sync, and ``tp``'s collectives.
+    """What a step consists of beside attention: the other layers and the vocabulary of ``model``, gradient sync,
+    and ``tp``'s collectives.
 
-    ``model`` is as one rank has it, where tensor parallelism over ``tp`` divided it. ``sync`` is ``"fsdp"``, ``"allreduce"`` or ``"none"``;
-    it hides behind ``overlap_permille`` of a layer's time.
+    ``model`` is as one rank has it, where tensor parallelism over ``tp`` divided it. ``sync`` is ``"fsdp"``,
+    ``"allreduce"`` or ``"none"``; it hides behind ``overlap_permille`` of a layer's time.
     """
 
     model: Preset
@@ -63,9 +66,10 @@ def beyond_layers_ns(
 def sync_at_the_ends_ns(cluster: Cluster, cost: CostModel, training: Training) -> int:
     """Sync before the first layer and behind the last, which has nothing to hide behind.
 
-    ``"fsdp"`` gathers the first layer's weights, and those of embedding and head, which belong to no layer, once; their gradients are
-    scattered at the end, as ``fully_shard`` of a model does. ``"allreduce"`` sums the embedding's gradients, the last to be there, at the
-    end; those of the head, the first, hide as far as anything does, where it has a matrix of its own.
+    ``"fsdp"`` gathers the first layer's weights, and those of embedding and head, which belong to no layer, once; their
+    gradients are scattered at the end, as ``fully_shard`` of a model does. ``"allreduce"`` sums the embedding's
+    gradients, the last to be there, at the end; those of the head, the first, hide as far as anything does, where it
+    has a matrix of its own.
     """
     if training.sync == "none":
         return 0
@@ -82,7 +86,8 @@ def tensor_parallel_ns(tokens: Ints, shape: Shape, cluster: Cluster, cost: CostM
     if training.tp == 1:
         return np.zeros_like(tokens)
     row = training.model.model.hidden * shape.element_bytes
-    # Four all-reduces of a token's row, two in each direction; or as many scatters and gathers (Megatron-LM, sequence parallelism).
+    # Four all-reduces of a token's row, two in each direction; or as many scatters and gathers (Megatron-LM, sequence
+    # parallelism).
     size = 4 * 2 * tokens * row * (training.tp - 1) // training.tp
     return cost.link_ns(size, cluster.intra_mbps) + 8 * cluster.latency_ns
 

@@ -1,23 +1,27 @@
 """Simulation of a plan: attention alone, or a whole training step.
 
-*Attention alone* is one forward and one backward pass for each mask, all ranks starting together in each; its time is the slowest rank's,
-summed over the layers of every mask.
+*Attention alone* is one forward and one backward pass for each mask, all ranks starting together in each; its time is
+the slowest rank's, summed over the layers of every mask.
 
-A *step* goes through the layers: attention and the rest of the layer forward, then both backward, the last layer first. Ranks do not wait
-for each other between layers but where messages make them, and where the gradient sync does:
+A *step* goes through the layers: attention and the rest of the layer forward, then both backward, the last layer first.
+Ranks do not wait for each other between layers but where messages make them, and where the gradient sync does:
 
-- ``fsdp``: weights of a layer are gathered before it runs, forward and backward, and its gradients are reduced and scattered. The gather of
-  the next layer is asked for when a rank begins this one and needs all ranks, so no rank is a whole layer ahead.
-- ``allreduce``: gradients of a layer are reduced while earlier layers go backward; nothing waits until the end of the step.
+- ``fsdp``: weights of a layer are gathered before it runs, forward and backward, and its gradients are reduced and
+  scattered. The gather of the next layer is asked for when a rank begins this one and needs all ranks, so no rank is a
+  whole layer ahead.
+- ``allreduce``: gradients of a layer are reduced while earlier layers go backward; nothing waits until the end of the
+  step.
 
-A collective hides behind the layer's compute, as much of it as ``overlap_permille`` says; what is left, and what comes before the first
-layer and behind the last (embedding and head among it), is exposed. What collectives and attention's messages cost each other at the ports
-is left out. Under tensor parallelism the rest of a layer includes that one's collectives inside the node. The vocabulary's projection comes
-last. What a step has of all this is a :class:`~flexcp.simulator.step_parts.Training`.
+A collective hides behind the layer's compute, as much of it as ``overlap_permille`` says; what is left, and what comes
+before the first layer and behind the last (embedding and head among it), is exposed. What collectives and attention's
+messages cost each other at the ports is left out. Under tensor parallelism the rest of a layer includes that one's
+collectives inside the node. The vocabulary's projection comes last. What a step has of all this is a
+:class:`~flexcp.simulator.step_parts.Training`.
 
-Layers under one mask are alike: two are simulated, and in each of the others ranks that reach each other by messages take equally long, as
-long as the last of them took from the second layer to its end, and no less than the busiest works. Every nanosecond of a rank goes into one
-part of its time (attention, waits, other layers, sync), so that the parts of a step add up to it.
+Layers under one mask are alike: two are simulated, and in each of the others ranks that reach each other by messages
+take equally long, as long as the last of them took from the second layer to its end, and no less than the busiest
+works. Every nanosecond of a rank goes into one part of its time (attention, waits, other layers, sync), so that the
+parts of a step add up to it.
 """
 
 from __future__ import annotations
@@ -43,9 +47,11 @@ SIMULATED_LAYERS = 2
 
 @dataclass(frozen=True, eq=False)
 class StepTime:
-    """Nanoseconds of a whole step: all of it, and of the slowest rank its attention, waits for others, other layers and exposed sync.
+    """Nanoseconds of a whole step: all of it, and of the slowest rank its attention, waits for others,
+    other layers and exposed sync.
 
-    The four add up to the step. ``ranks`` are the same four of every rank, ``[part, rank]``; they add up to when that rank is done.
+    The four add up to the step. ``ranks`` are the same four of every rank, ``[part, rank]``; they add up to when that
+    rank is done.
     """
 
     total_ns: int
@@ -100,7 +106,9 @@ class Simulation:
         return self.pass_ns(backward) / self.bounds(backward).floor
 
     def mfu(self, backward: bool | None = None) -> float:
-        """Useful FLOPs of attention (one direction, or both) over what all ranks could do meanwhile at their nominal peak."""
+        """Useful FLOPs of attention (one direction, or both)
+        over what all ranks could do meanwhile at their nominal peak.
+        """
         shape, cluster = self.plan.shape, self.plan.cluster
         ways = (False, True) if backward is None else (backward,)
         flops = 0
@@ -127,7 +135,9 @@ class Simulation:
         )
 
     def events(self) -> list[Event]:
-        """The timeline of one layer: every mask's forward, then every mask's backward behind the slowest rank of what was before."""
+        """The timeline of one layer: every mask's forward, then every mask's backward behind the slowest rank of what
+        was before.
+        """
         found: list[Event] = []
         at = 0
         for backward in (False, True):
@@ -145,7 +155,9 @@ def simulate(
     training: Training | None = None,
     measured: Callable[[int, bool], Ints] | None = None,
 ) -> Simulation:
-    """Run a plan on simulated time; ``measured(mask, backward)`` gives compute ``[rank, slot]`` in nanoseconds in the model's place."""
+    """Run a plan on simulated time; ``measured(mask, backward)`` gives compute ``[rank, slot]``
+    in nanoseconds in the model's place.
+    """
     cost = plan.cost if cost is None else cost
     zero = np.zeros(plan.ranks, np.int64)
     models = [_pass_models(plan, m, cost, rules, measured) for m in range(len(plan.programs))]
@@ -169,7 +181,7 @@ def _pass_models(
     return forward, backward
 
 
-# --- a whole step ------------------------------------------------------------------------------------------------------
+# --- a whole step -----------------------------------------------------------------------------------------------------
 
 
 def _whole_step(plan: Plan, cost: CostModel, models: list[tuple[PassModel, PassModel]], training: Training) -> StepTime:
@@ -221,7 +233,9 @@ def _reached_by_messages(transfers: Transfers, ranks: int) -> Ints:
 
 
 def _layer_ns(groups: Ints, begin: Ints, end: Ints, busy: Ints) -> Ints:
-    """What each rank takes for a layer, once those that exchange messages keep the same pace; from a layer's begin, end and busy time."""
+    """What each rank takes for a layer, once those that exchange messages keep the same pace;
+    from a layer's begin, end and busy time.
+    """
 
     def largest(values: Ints) -> Ints:
         found = np.zeros_like(values)
@@ -232,7 +246,8 @@ def _layer_ns(groups: Ints, begin: Ints, end: Ints, busy: Ints) -> Ints:
 
 
 def _late_weights_ns(plan: Plan, cost: CostModel, training: Training, last_begin: int, ready: Ints) -> Ints:
-    """How long each rank waits for the next layer's weights, which come when the last rank has begun this layer, ``[part, rank]``.
+    """How long each rank waits for the next layer's weights,
+    which come when the last rank has begun this layer, ``[part, rank]``.
 
     Up to the time of the collective itself it is sync, beyond that waiting for the last rank.
     """

@@ -164,6 +164,7 @@ def _read_step(path: Path, step: dict[str, Any]) -> DumpedStep:
         raise ValueError(f"{path}: the plan of step {number} cannot be read: {error}") from None
     if step["hash"] not in (plan.hash, version_1_hash(plan)):  # the second is what a dump of a plan of version 1 has
         raise ValueError(
-            f"{path}: step {number} says its plan is {str(step['hash'])[:12]}, but holds {plan.hash[:12]}; copy the dump again"
+            f"{path}: step {number} says its plan is {str(step['hash'])[:12]}, but holds {plan.hash[:12]}; "
+            "copy the dump again"
         )
     return DumpedStep(number, plan, list(step["passes"]), str(step["error"]))

@@ -1,7 +1,7 @@
 """Finite: whether results are numbers, asked without making the host wait.
 
-One reduction a tensor gives its largest magnitude, which is NaN or infinite exactly when something in it is. On a GPU these few numbers
-are copied to pinned memory behind the work; they are read at a later call, once they are there.
+One reduction a tensor gives its largest magnitude, which is NaN or infinite exactly when something in it is. On a GPU
+these few numbers are copied to pinned memory behind the work; they are read at a later call, once they are there.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Gather on rank 0: what ranks tell rank 0 through the group's store, and how far their clocks are apart. Off the device.
+"""Gather on rank 0: what ranks tell rank 0 through the group's store, and how far their clocks are apart.
+Off the device.
 
-A rank's clock counts from anywhere. Rank 0 answers each rank's questions with its own time; the answer of the shortest round trip is at
-most half of it wrong, and that bound travels with the offset. Clocks of different machines also drift by some microseconds a second, so
-offsets are taken when they are used.
+A rank's clock counts from anywhere. Rank 0 answers each rank's questions with its own time; the answer of the shortest
+round trip is at most half of it wrong, and that bound travels with the offset. Clocks of different machines also drift
+by some microseconds a second, so offsets are taken when they are used.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ QUESTIONS = 5
 def gather_on_rank_0(
     facts: dict[str, Any], group: dist.ProcessGroup, timeout: timedelta
 ) -> list[dict[str, Any]] | None:
-    """On rank 0 the facts of every rank, each with ``offset_ns`` (added to its clock, gives rank 0's) and ``offset_error_ns``.
+    """On rank 0 the facts of every rank, each with ``offset_ns`` (added to its clock, gives rank 0's)
+    and ``offset_error_ns``.
 
     Collective over ``group``; None on other ranks.
     """
@@ -53,7 +55,8 @@ def _gathered(facts: dict[str, Any], group: dist.ProcessGroup, timeout: timedelt
         return found
     except dist.DistStoreError as error:
         raise RuntimeError(
-            f"rank {rank} waited for rank {other} for {timeout.total_seconds():g} s; every rank of the group must call this"
+            f"rank {rank} waited for rank {other} for {timeout.total_seconds():g} s; "
+            "every rank of the group must call this"
         ) from error
 
 

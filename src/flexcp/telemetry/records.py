@@ -1,8 +1,9 @@
-"""Records: what is kept of a step and of each of its passes. A few numbers a slot, and never more than ``PASSES`` passes a step.
+"""Records: what is kept of a step and of each of its passes.
+A few numbers a slot, and never more than ``PASSES`` passes a step.
 
-A pass has a stamp where it begins, three in every slot (transfers in, next transfers posted, work done) and one at its end. So the number
-of stamps says where it is, and the gaps between them say how long it waited, packed and computed. A rank that needs nobody has one slot
-without transfers, and only the first and the last stamp.
+A pass has a stamp where it begins, three in every slot (transfers in, next transfers posted, work done) and one at its
+end. So the number of stamps says where it is, and the gaps between them say how long it waited, packed and computed. A
+rank that needs nobody has one slot without transfers, and only the first and the last stamp.
 """
 
 from __future__ import annotations

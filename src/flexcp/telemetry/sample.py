@@ -1,16 +1,18 @@
 """Sample: a few rows of a result, computed again in float64, while training runs.
 
-Keys stay where they are. The sampled rows' queries and results go to every rank (one sum over ranks); each rank scores them against the
-keys it keeps itself, straight from the mask's slices; the parts meet as LSEs (one gather) and as weighted values (one sum). That
-shares nothing with the plan but who keeps which token, moves a few rows and no keys, and gives every rank the same numbers, so
-that all of them raise or none. Every rank of the step must come here in the same call.
+Keys stay where they are. The sampled rows' queries and results go to every rank (one sum over ranks); each rank scores
+them against the keys it keeps itself, straight from the mask's slices; the parts meet as LSEs (one gather) and as
+weighted values (one sum). That shares nothing with the plan but who keeps which token, moves a few rows and no keys,
+and gives every rank the same numbers, so that all of them raise or none. Every rank of the step must come here in the
+same call.
 
 Legend: N sampled rows, H query heads, G KV heads, M of this rank's keys, D and V the head sizes.
 
-The rule. The error of a row's output is measured against the size of what was summed, ``sum p |v|``, which neither vanishes where values
-cancel nor hides errors where they are small. Allowed is, for float64, 1e-10; for lower precisions twice what the same sum gives
-when done as the reference kernel does (float32, P and result rounded to the dtype), plus one rounding to the dtype, plus sqrt(n) float32
-roundings for a row of n tiles of keys, which kernels add up one after the other. LSEs: the same, against ``max(1, |LSE|)``.
+The rule. The error of a row's output is measured against the size of what was summed, ``sum p |v|``, which neither
+vanishes where values cancel nor hides errors where they are small. Allowed is, for float64, 1e-10; for lower precisions
+twice what the same sum gives when done as the reference kernel does (float32, P and result rounded to the dtype), plus
+one rounding to the dtype, plus sqrt(n) float32 roundings for a row of n tiles of keys, which kernels add up one after
+the other. LSEs: the same, against ``max(1, |LSE|)``.
 """
 
 from __future__ import annotations
@@ -59,8 +61,8 @@ class Row:
 
     def __str__(self) -> str:
         return (
-            f"row {self.row} of document {self.document} (stream token {self.token}, kept by rank {self.rank}), head {self.head}: "
-            f"{self.what} is off by {self.error:.3g} of its size, allowed {self.allowed:.3g}"
+            f"row {self.row} of document {self.document} (stream token {self.token}, kept by rank {self.rank}), head "
+            f"{self.head}: {self.what} is off by {self.error:.3g} of its size, allowed {self.allowed:.3g}"
         )
 
 
@@ -81,7 +83,9 @@ def worst_row(
     lse: Tensor,
     tokens: Ints,
 ) -> Row:
-    """Compute the rows ``tokens`` of the stream again; the one that is furthest off. Collective over the step's group."""
+    """Compute the rows ``tokens`` of the stream again; the one that is furthest off.
+    Collective over the step's group.
+    """
     q, k, v = qkv
     here = step.row_tokens.numpy()
     q_NHD, out_NHV, lse_NH = _everywhere(step, here, tokens, q, out, lse)
@@ -111,7 +115,9 @@ def worst_row(
 
 
 def _everywhere(step: Step, here: Ints, tokens: Ints, *tensors: Tensor) -> list[Tensor]:
-    """The rows ``tokens`` (ascending) of per-token tensors on every rank, in float64: each from the rank that keeps it."""
+    """The rows ``tokens`` (ascending) of per-token tensors on every rank, in float64:
+    each from the rank that keeps it.
+    """
     mine, device = np.flatnonzero(np.isin(here, tokens)), tensors[0].device
     at, to = uploaded(mine, device), uploaded(np.searchsorted(tokens, here[mine]), device)
     flat = [x.detach().flatten(1).double() for x in (t[at] for t in tensors)]

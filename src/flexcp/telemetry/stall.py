@@ -1,8 +1,9 @@
 """Stall: a thread that notices when nothing moves.
 
-On gloo a rank that waits too long raises by itself. On NCCL the host never waits: work is queued, the device hangs, and after its own limit
-NCCL ends the process without a word about stages. This thread looks, several times within the limit, at how far the passes got; when one
-that has begun stays where it is for the whole limit, it says so once, from outside. It only asks, and never touches the passes.
+On gloo a rank that waits too long raises by itself. On NCCL the host never waits: work is queued, the device hangs, and
+after its own limit NCCL ends the process without a word about stages. This thread looks, several times within the
+limit, at how far the passes got; when one that has begun stays where it is for the whole limit, it says so once, from
+outside. It only asks, and never touches the passes.
 """
 
 from __future__ import annotations

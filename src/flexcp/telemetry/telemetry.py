@@ -8,9 +8,9 @@
     telemetry.log(writer)                     # TensorBoard: what is known of finished steps
     telemetry.trace("trace.json", group)      # Perfetto: the last steps of all ranks, written by rank 0
 
-It keeps the last ``keep`` steps, each with its plan and where its passes are. When attention raises, stalls or gives NaN, that goes to a
-file in ``dump_dir`` (see ``dump.py``); without a ``dump_dir`` nothing is ever written. Nothing here makes the host wait for the device
-but ``trace``, and the calls that ``check_every`` picks.
+It keeps the last ``keep`` steps, each with its plan and where its passes are. When attention raises, stalls or gives
+NaN, that goes to a file in ``dump_dir`` (see ``dump.py``); without a ``dump_dir`` nothing is ever written. Nothing here
+makes the host wait for the device but ``trace``, and the calls that ``check_every`` picks.
 """
 
 from __future__ import annotations
@@ -55,10 +55,11 @@ MOST_DUMPS = 4
 class Telemetry:
     """Follows the steps it is bound to.
 
-    ``dump_dir``: where dumps go. ``keep``: how many of the last steps are remembered. ``stall``: seconds without progress after which a
-    dump is written (None: never). ``nan_check``: look for NaN and Inf in every output; found ones are dumped and warned of.
-    ``check_every``: every so many attention calls, ``check_rows`` rows chosen by ``seed`` are computed again densely, and
-    :class:`flexcp.MismatchError` is raised on all ranks when they disagree (0: never). Give every rank the same values.
+    ``dump_dir``: where dumps go. ``keep``: how many of the last steps are remembered. ``stall``: seconds without
+    progress after which a dump is written (None: never). ``nan_check``: look for NaN and Inf in every output; found
+    ones are dumped and warned of. ``check_every``: every so many attention calls, ``check_rows`` rows chosen by
+    ``seed`` are computed again densely, and :class:`flexcp.MismatchError` is raised on all ranks when they disagree (0:
+    never). Give every rank the same values.
     """
 
     def __init__(
@@ -122,8 +123,15 @@ class Telemetry:
         return found
 
     def after_forward(
-        self, step: Step, mask: int, settings: Settings, qkv: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, out: Tensor, lse: Tensor
-    ) -> None:  # fmt: skip
+        self,
+        step: Step,
+        mask: int,
+        settings: Settings,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        sinks: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
         self._forwards += 1
         record = self._record(step)
         if self._finite is not None:
@@ -145,8 +153,8 @@ class Telemetry:
     def log(self, writer: ScalarWriter) -> None:
         """Write the numbers of every step that the device is through with and that was not written before.
 
-        ``writer`` is a ``torch.utils.tensorboard.SummaryWriter``, or anything with its ``add_scalar``. Call it at the end of a training
-        step. It does not wait: on a GPU a step may appear a call later.
+        ``writer`` is a ``torch.utils.tensorboard.SummaryWriter``, or anything with its ``add_scalar``. Call it at the
+        end of a training step. It does not wait: on a GPU a step may appear a call later.
         """
         for step in self.steps:
             if step.number < self._logged:
@@ -159,7 +167,8 @@ class Telemetry:
     def trace(
         self, path: str | Path, group: dist.ProcessGroup | DeviceMesh | None = None, timeout: float = 120.0
     ) -> None:
-        """Write the last steps of all ranks of ``group`` as a Perfetto trace. Every rank calls this; rank 0 writes the file.
+        """Write the last steps of all ranks of ``group`` as a Perfetto trace. Every rank calls this;
+        rank 0 writes the file.
 
         Waits for the device and for the other ranks, up to ``timeout`` seconds.
         """
@@ -216,7 +225,9 @@ class Telemetry:
             error.add_note(f"flexcp wrote {path}; flexcp verify @{path} replays its plans")
 
     def _dumped(self, reason: str, message: str) -> Path | None:
-        """Dump unless there is no folder or there are enough; a dump that fails is a warning, and never hides the cause."""
+        """Dump unless there is no folder or there are enough; a dump that fails is a warning,
+        and never hides the cause.
+        """
         if self.dump_dir is None or len(self.dumps) >= MOST_DUMPS:
             return None
         try:

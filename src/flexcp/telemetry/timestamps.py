@@ -1,7 +1,7 @@
 """Timestamps: a moment of a pass, taken without waiting for anything.
 
-On the CPU a stamp is the host's clock. On a GPU the host only queues work, so a stamp is an event in stream order, and what it says is
-read later, when the device has passed it.
+On the CPU a stamp is the host's clock. On a GPU the host only queues work, so a stamp is an event in stream order, and
+what it says is read later, when the device has passed it.
 """
 
 from __future__ import annotations
@@ -29,17 +29,24 @@ def _event() -> torch.cuda.Event:
 def passed(stamps: list[Stamp]) -> int:
     """How many of these stamps, which are in order, the device has reached. Asks, and does not wait."""
     count = len(stamps)
-    while count and not isinstance(stamps[count - 1], int) and not stamps[count - 1].query():  # type: ignore[union-attr]
+    while count and not _reached(stamps[count - 1]):
         count -= 1
     return count
 
 
+def _reached(stamp: Stamp) -> bool:
+    return isinstance(stamp, int) or stamp.query()
+
+
 def gaps(stamps: list[Stamp]) -> list[int]:
     """Nanoseconds between each stamp and the next; all must have passed."""
-    return [
-        b - a if isinstance(a, int) and isinstance(b, int) else int(a.elapsed_time(b) * 1e6)  # type: ignore[union-attr, arg-type]
-        for a, b in pairwise(stamps)
-    ]
+    return [_gap(a, b) for a, b in pairwise(stamps)]
+
+
+def _gap(a: Stamp, b: Stamp) -> int:
+    if isinstance(a, int) and isinstance(b, int):
+        return b - a
+    return int(a.elapsed_time(b) * 1e6)  # type: ignore[union-attr, arg-type]
 
 
 def host_times(stamps: list[Stamp]) -> list[int]:

@@ -1,8 +1,9 @@
-"""Trace: the passes of all ranks as Chrome trace events, which Perfetto (ui.perfetto.dev) shows with ranks side by side.
+"""Trace: the passes of all ranks as Chrome trace events, which Perfetto (ui.perfetto.dev)
+shows with ranks side by side.
 
-A rank is a process with a track for its slots and one each for computing, waiting, packing, sending and receiving. A send is drawn while
-it is packed and posted; a receive from when it was posted until it was taken in (it arrived somewhere in between); an
-arrow joins the two.
+A rank is a process with a track for its slots and one each for computing, waiting, packing, sending and receiving. A
+send is drawn while it is packed and posted; a receive from when it was posted until it was taken in (it arrived
+somewhere in between); an arrow joins the two.
 """
 
 from __future__ import annotations
@@ -119,7 +120,8 @@ def _message_events(
 ) -> list[Event]:
     events = []
     for stage, (sends, receives) in list(enumerate(step["messages"][p["name"]]))[1:]:
-        # Stage s is packed and posted in slot s - 1, between its second and third stamp, and taken in before slot s's second.
+        # Stage s is packed and posted in slot s - 1, between its second and third stamp, and taken in before slot s's
+        # second.
         packed, posted, taken = at[3 * stage - 2], at[3 * stage - 1], at[3 * stage + 1]
         for peer, count in sends:
             what = args | {"bytes": count, "peer": peer, "stage": stage}
@@ -143,12 +145,17 @@ def _flow(step: dict[str, Any], p: dict[str, Any], stage: int, source: int, targ
 
 def _slice(rank: int, track: str, name: str, begin: float, end: float, args: dict[str, Any]) -> Event:
     return {
-        "ph": "X", "pid": rank, "tid": TRACKS[track], "cat": track, "name": name, "ts": begin, "dur": end - begin, "args": args
-    }  # fmt: skip
+        "ph": "X",
+        "pid": rank,
+        "tid": TRACKS[track],
+        "cat": track,
+        "name": name,
+        "ts": begin,
+        "dur": end - begin,
+        "args": args,
+    }
 
 
 def _arrow(phase: str, rank: int, track: str, at: float, flow: str) -> Event:
-    found = {
-        "ph": phase, "pid": rank, "tid": TRACKS[track], "cat": "message", "name": "message", "ts": at, "id": flow
-    }  # fmt: skip
+    found = {"ph": phase, "pid": rank, "tid": TRACKS[track], "cat": "message", "name": "message", "ts": at, "id": flow}
     return found | ({"bp": "e"} if phase == "f" else {})

@@ -1,7 +1,7 @@
 """The demo: one small GPT, one stream of long-tailed documents, trained on one process and under each strategy.
 
-The single process uses torch's own attention document by document and knows nothing of flexcp, so an equal loss is evidence. All runs see
-the same batches from the same initial weights; gradients are summed over ranks.
+The single process uses torch's own attention document by document and knows nothing of flexcp, so an equal loss is
+evidence. All runs see the same batches from the same initial weights; gradients are summed over ranks.
 """
 
 from __future__ import annotations
@@ -144,7 +144,8 @@ def show(results: list[Result], config: DemoConfig, console: Console) -> None:
     from rich.table import Table
 
     table = Table(
-        title=f"A small GPT, {config.tokens} tokens a step in long-tailed documents, {config.steps} steps, {config.ranks} CPU ranks"
+        title=f"A small GPT, {config.tokens} tokens a step in long-tailed documents, {config.steps} steps, "
+        f"{config.ranks} CPU ranks"
     )
     for column in (
         "run",
@@ -169,8 +170,9 @@ def show(results: list[Result], config: DemoConfig, console: Console) -> None:
         )
     console.print(table)
     console.print(
-        f"Loss error: largest relative difference to one process over the first {CHECKED_STEPS} steps, at most {TOLERANCE:g} allowed. "
-        "Bytes: attention forward and backward, mean over steps. Times are of ranks that share this machine's cores."
+        f"Loss error: largest relative difference to one process over the first {CHECKED_STEPS} steps, at most "
+        f"{TOLERANCE:g} allowed. Bytes: attention forward and backward, mean over steps. Times are of ranks that share "
+        "this machine's cores."
     )
 
 

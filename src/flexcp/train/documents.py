@@ -1,4 +1,5 @@
-"""Documents to train on: lengths of a distribution or of a file with phrases that can be learnt, or a text file's paragraphs as bytes.
+"""Documents to train on: lengths of a distribution or of a file with phrases that can be learnt,
+or a text file's paragraphs as bytes.
 
 Step ``n`` of a run gets the same documents on every rank, whatever ran before it.
 """
@@ -19,10 +20,12 @@ from flexcp.data.lengths import draw_lengths, parse_lengths
 
 @dataclass(frozen=True)
 class Documents:
-    """``source`` is a distribution's name, ``@file`` of lengths or a text file; a step has ``tokens`` tokens, ids below ``vocabulary``.
+    """``source`` is a distribution's name, ``@file`` of lengths or a text file; a step has ``tokens`` tokens,
+    ids below ``vocabulary``.
 
-    ``shrink`` divides the lengths of a distribution made for long contexts, so that its shape fits a small batch. Lengths of a file are
-    taken as they are, one step behind the other and round again; a document that a step ends in goes on in the next as another.
+    ``shrink`` divides the lengths of a distribution made for long contexts, so that its shape fits a small batch.
+    Lengths of a file are taken as they are, one step behind the other and round again; a document that a step ends in
+    goes on in the next as another.
     """
 
     source: str
@@ -67,9 +70,9 @@ class Documents:
             return None
         found = len(np.unique(document))
         return (
-            f"{found} {'document is' if found == 1 else 'documents are'} longer than what is left of a step of {self.tokens} tokens and "
-            f"cut into {found + len(document)} parts, each a document of its own; --tokens of at least the longest, {max(self.lengths)}, "
-            "cuts fewer"
+            f"{found} {'document is' if found == 1 else 'documents are'} longer than what is left of a step of "
+            f"{self.tokens} tokens and cut into {found + len(document)} parts, each a document of its own; --tokens of "
+            f"at least the longest, {max(self.lengths)}, cuts fewer"
         )
 
     def step(self, number: int) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """A small GPT: embeddings, blocks of attention (GQA, RoPE) and a gated feed-forward, a tied head. One page, no options.
 
-Attention is a function the caller passes in: flexcp's on ranks, torch's own on one process. Nothing else in the model knows about
-parallelism: positions come in as an argument and everything besides attention works token by token.
+Attention is a function the caller passes in: flexcp's on ranks, torch's own on one process. Nothing else in the model
+knows about parallelism: positions come in as an argument and everything besides attention works token by token.
 
 Shape letters: T tokens, H query heads, G KV heads, D head size, E embedding size.
 """

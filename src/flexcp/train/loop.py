@@ -1,7 +1,9 @@
-"""The training loop of ``flexcp train``: plan, bind, forward, backward, sum gradients, step; and what each step did, in numbers.
+"""The training loop of ``flexcp train``: plan, bind, forward, backward, sum gradients, step;
+and what each step did, in numbers.
 
-One generator, run by every rank, whether the ranks are CPU processes of our own pool or torchrun's. Gradients are summed over ranks by
-all-reduce: every rank holds the whole model. ``examples/fsdp2_pretrain.py`` shows the same loop with a sharded one.
+One generator, run by every rank, whether the ranks are CPU processes of our own pool or torchrun's. Gradients are
+summed over ranks by all-reduce: every rank holds the whole model. ``examples/fsdp2_pretrain.py`` shows the same loop
+with a sharded one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Model setup: a model to train, its planner and its masks, whatever library the model comes from.
 
-``gpt`` is our small GPT; anything else is a Hugging Face configuration, a file or a folder with ``config.json``, with fresh weights.
+``gpt`` is our small GPT; anything else is a Hugging Face configuration, a file or a folder with ``config.json``, with
+fresh weights.
 """
 
 from __future__ import annotations

@@ -12,7 +12,10 @@ from flexcp.train.loop import StepReport, TrainConfig
 if TYPE_CHECKING:
     from rich.console import Console
 
-HEADER = f"{'step':>5} {'loss':>9} {'docs':>5} {'tokens/s':>9} {'measured':>10} {'predicted':>10} {'bytes':>9}  compute  tokens"
+HEADER = (
+    f"{'step':>5} {'loss':>9} {'docs':>5} {'tokens/s':>9} {'measured':>10} {'predicted':>10} {'bytes':>9}"
+    "  compute  tokens"
+)
 
 
 class Table:
@@ -51,15 +54,16 @@ class Table:
         timed = self.reports[1:] or self.reports
         measured, predicted = (median(getattr(r, n) for r in timed) for n in ("measured_ms", "predicted_ms"))
         return (
-            f"loss {self.reports[0].loss:.4f} -> {self.reports[-1].loss:.4f}; {median(r.tokens_per_second for r in timed):,.0f} tokens/s; "
-            f"{measured:.1f} ms a step measured, {predicted:.1f} ms predicted for {self.config.preset} ({measured / predicted:.2f} x); "
-            f"planning {median(r.planning_ms for r in timed):.1f} ms (medians)"
+            f"loss {self.reports[0].loss:.4f} -> {self.reports[-1].loss:.4f}; "
+            f"{median(r.tokens_per_second for r in timed):,.0f} tokens/s; {measured:.1f} ms a step measured, "
+            f"{predicted:.1f} ms predicted for {self.config.preset} ({measured / predicted:.2f} x); planning "
+            f"{median(r.planning_ms for r in timed):.1f} ms (medians)"
         )
 
 
 def line(r: StepReport) -> str:
     """One step in one line."""
     return (
-        f"{r.step:>5} {r.loss:>9.5f} {r.documents:>5} {r.tokens_per_second:>9,.0f} {r.measured_ms:>7.1f} ms {r.predicted_ms:>7.1f} ms "
-        f"{size(r.bytes):>9}  {r.compute_imbalance:>7.2f} {r.token_imbalance:>7.2f}"
+        f"{r.step:>5} {r.loss:>9.5f} {r.documents:>5} {r.tokens_per_second:>9,.0f} {r.measured_ms:>7.1f} ms "
+        f"{r.predicted_ms:>7.1f} ms {size(r.bytes):>9}  {r.compute_imbalance:>7.2f} {r.token_imbalance:>7.2f}"
     )

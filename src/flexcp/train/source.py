@@ -20,14 +20,17 @@ JSON_LINES = (".jsonl", ".ndjson")
 
 
 def check_model(name: str) -> None:
-    """Raise for a model that cannot be found, or that is too large to be held by every rank. ``gpt`` is a small one of our own."""
+    """Raise for a model that cannot be found, or that is too large to be held by every rank.
+    ``gpt`` is a small one of our own.
+    """
     if name == "gpt":
         return
     if name in PRESETS:
         billions = PRESETS[name].parameters / 1e9
         raise ValueError(
-            f"the preset {name} is too large to train here: every rank holds the whole model of {billions:.1f} billion parameters, its "
-            "gradients and AdamW's moments; give the config.json of a small model, or --heads, --head-dim and --layers for a small GPT"
+            f"the preset {name} is too large to train here: every rank holds the whole model of {billions:.1f} billion "
+            "parameters, its gradients and AdamW's moments; give the config.json of a small model, or --heads, "
+            "--head-dim and --layers for a small GPT"
         )
     if not Path(name).exists():
         find_model(name)  # raises, with the nearest name
@@ -81,12 +84,13 @@ def check_data(source: str) -> None:
         raise ValueError(f"{source} holds no text to train on")
     if path.suffix in JSON_LINES:
         raise ValueError(
-            f"{source} holds JSON lines, and train reads plain text; write the texts into a file, a blank line between two"
+            f"{source} holds JSON lines, and train reads plain text; "
+            "write the texts into a file, a blank line between two"
         )
     if _holds_numbers(path):
         raise ValueError(
-            f"{source} holds numbers: read as a text, its digits would be learnt; write --data @{source} to train on documents of these "
-            "lengths"
+            f"{source} holds numbers: read as a text, its digits would be learnt; write --data @{source} to train on "
+            "documents of these lengths"
         )
 
 

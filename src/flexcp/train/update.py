@@ -1,7 +1,7 @@
 """Update: what a loop does after its forward where every rank holds the whole model and its share of one loss.
 
-Shares are summed over ranks, never averaged, gradients and loss alike. ``group`` is None for a process alone. A sharded model's framework
-sums gradients itself (:func:`flexcp.frameworks.fsdp.sum_gradients`).
+Shares are summed over ranks, never averaged, gradients and loss alike. ``group`` is None for a process alone. A sharded
+model's framework sums gradients itself (:func:`flexcp.frameworks.fsdp.sum_gradients`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ def update(optimizer: torch.optim.Optimizer, loss: Tensor, group: dist.ProcessGr
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None) -> None:
-    """Each parameter's gradient becomes the sum of all ranks'; zero from a rank that did not use it, which must take part all the same."""
+    """Each parameter's gradient becomes the sum of all ranks'; zero from a rank that did not use it, which must take
+    part all the same.
+    """
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

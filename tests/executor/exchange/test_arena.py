@@ -1,8 +1,9 @@
-"""Proves that passes work in the bytes the plan said: one allocation of just that size, touched to its end and nowhere else.
+"""Proves that passes work in the bytes the plan said: one allocation of just that size,
+touched to its end and nowhere else.
 
-What is allocated is seen by a torch dispatch mode around each pass, which knows nothing of plans: every ``empty`` with its bytes, and which
-of these bytes every operation reads or writes. Besides: an arena lies in nobody's way (leases inside leases, errors, other steps,
-recomputation), and what it held before does not matter.
+What is allocated is seen by a torch dispatch mode around each pass, which knows nothing of plans: every ``empty`` with
+its bytes, and which of these bytes every operation reads or writes. Besides: an arena lies in nobody's way (leases
+inside leases, errors, other steps, recomputation), and what it held before does not matter.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ SHAPE = {"heads": 4, "kv_heads": 2, "head_dim": 8, "v_head_dim": 6}
 
 
 class Seen(TorchDispatchMode):
-    """What one pass makes room for, and how far it touches the ``arenas`` of each size: storages that were made as plain bytes."""
+    """What one pass makes room for, and how far it touches the ``arenas`` of each size:
+    storages that were made as plain bytes.
+    """
 
     def __init__(self, arenas: dict[int, Any]) -> None:
         super().__init__()
@@ -102,7 +105,9 @@ def one_layer(step: Step, mask: str | None = None, seed: int = 0, recompute: boo
 def on_passes(
     group: dist.ProcessGroup, plans: list[Plan]
 ) -> list[list[tuple[list[tuple[torch.dtype, int]], dict[int, int]]]]:
-    """For each plan the passes of all its masks, forward then backward: what was made, how far plain bytes were touched."""
+    """For each plan the passes of all its masks, forward then backward:
+    what was made, how far plain bytes were touched.
+    """
     found = []
     for plan in plans:
         step = flexcp.bind(plan, group)
@@ -128,7 +133,9 @@ def on_two_layers(group: dist.ProcessGroup, plans: list[Plan], share: bool, reco
 
 
 def on_strange_memory(group: dist.ProcessGroup, plan: Plan) -> tuple[list[Any], bool]:
-    """Results with new memory; with an arena full of NaNs; while somebody else works in the arena. Was that one left alone?"""
+    """Results with new memory; with an arena full of NaNs; while somebody else works in the arena.
+    Was that one left alone?
+    """
     step = flexcp.bind(plan, group)
     runs = [one_layer(step)]
     with step.arena.lease(step.arena.size, CPU) as memory:
@@ -145,7 +152,7 @@ def _arrays(tensors: list[Tensor]) -> list[Any]:
     return [x.to(torch.float64).numpy() for x in tensors]
 
 
-# --- planned is measured ------------------------------------------------------------------------------------------------
+# --- planned is measured ----------------------------------------------------------------------------------------------
 
 
 def random_plans(ranks: int, count: int) -> list[Plan]:
@@ -201,7 +208,7 @@ def own_results(plan: Plan, rank: int) -> list[int]:
     return [tokens * shape.heads * (shape.v_head_dim * acc + 8), tokens * (shape.heads * shape.head_dim + keys) * acc]
 
 
-# --- in nobody's way ----------------------------------------------------------------------------------------------------
+# --- in nobody's way --------------------------------------------------------------------------------------------------
 
 
 def two_plans(ranks: int) -> list[Plan]:
@@ -230,7 +237,7 @@ def test_what_the_arena_held_does_not_matter_nor_who_holds_it(pool: RankPool, st
             assert all(np.array_equal(x, y) for x, y in zip(first, other, strict=True))
 
 
-# --- the arena alone ----------------------------------------------------------------------------------------------------
+# --- the arena alone --------------------------------------------------------------------------------------------------
 
 
 def test_a_lease_inside_a_lease_and_one_in_another_thread_get_other_bytes() -> None:
@@ -280,7 +287,7 @@ def test_messages_lie_side_by_side_at_whole_lines() -> None:
     assert len(buffers.memory) == 512
 
 
-# --- keys that are kept -------------------------------------------------------------------------------------------------
+# --- keys that are kept -----------------------------------------------------------------------------------------------
 
 
 def keeping_plans(keep: int) -> list[Plan]:
@@ -302,7 +309,9 @@ def keeping_plans(keep: int) -> list[Plan]:
 
 
 def on_kept(group: dist.ProcessGroup, plans: list[tuple[Plan, Plan]], recompute: bool) -> list[dict[str, Any]]:
-    """Both plans of each pair, all masks: results, bytes sent backward, bytes of the saved keys as autograd's hooks see them."""
+    """Both plans of each pair, all masks: results, bytes sent backward,
+    bytes of the saved keys as autograd's hooks see them.
+    """
     found = []
     for pair in plans:
         one: dict[str, Any] = {"results": [], "sent": [], "saved": []}

@@ -1,4 +1,6 @@
-"""Proves collectives: sums, gathers and messages beside attention are right, apart from each other, and end in time when one stays away."""
+"""Proves collectives: sums, gathers and messages beside attention are right, apart from each other, and end in time
+when one stays away.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Proves failures: ranks that die, stand still, fail or make other calls end in an error on every other rank, soon, with who and where.
+"""Proves failures: ranks that die, stand still, fail or make other calls end in an error on every other rank, soon,
+with who and where.
 
-Real processes in groups of their own, which are killed, stopped and led astray at a chosen stage. All groups run side by side, because what
-takes time is waiting for the time limit.
+Real processes in groups of their own, which are killed, stopped and led astray at a chosen stage. All groups run side
+by side, because what takes time is waiting for the time limit.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Group:
         return found
 
 
-# --- what a rank does -----------------------------------------------------------------------------------------------------
+# --- what a rank does -------------------------------------------------------------------------------------------------
 
 
 def sabotaged(wanted: Callable[[HostExchange, int], bool], act: Callable[[], None]) -> type[HostExchange]:
@@ -244,7 +245,9 @@ def rows_of_another_shape(step: Step, rank: int) -> None:
 
 @dataclass(frozen=True)
 class Scenario:
-    """What ranks run, who is to blame, in which stage the first to notice stand, and whether the blamed one reports too."""
+    """What ranks run, who is to blame, in which stage the first to notice stand,
+    and whether the blamed one reports too.
+    """
 
     run: Callable[[Step, int], None]
     blamed: int

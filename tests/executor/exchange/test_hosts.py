@@ -1,4 +1,6 @@
-"""Proves hosts: bind refuses nodes that are no hosts, on all ranks and by name, and lets one machine stand for several nodes."""
+"""Proves hosts: bind refuses nodes that are no hosts, on all ranks and by name,
+and lets one machine stand for several nodes.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def ranks() -> Iterator[RankPool]:
 
 
 def bound(group: dist.ProcessGroup, names: list[str], shapes: list[tuple[int, int]]) -> list[str]:
-    """What binding plans for clusters of these shapes ends in, on hosts of these names; then how often names were looked up."""
+    """What binding plans for clusters of these shapes ends in, on hosts of these names;
+    then how often names were looked up.
+    """
     ends, store = [], group.get_group_store()
     with mock.patch.object(hosts, "this_host", lambda: names[dist.get_rank(group)]):
         for shape in shapes:
@@ -41,10 +45,12 @@ def bound(group: dist.ProcessGroup, names: list[str], shapes: list[tuple[int, in
 def test_nodes_that_are_no_hosts_are_refused_on_all_ranks(ranks: RankPool) -> None:
     answers = ranks.run(bound, ["a", "a", "b", "b"], [(1, 4), (2, 2), (4, 1), (2, 2), (1, 4)])
     refusal = (
-        "ValueError: cluster cpu:1x4 has ranks 0 to 3 on node 0, but rank 0 runs on host a and rank 2 on b; plan for the hosts there are, "
+        "ValueError: cluster cpu:1x4 has ranks 0 to 3 on node 0, but rank 0 runs on host a and rank 2 on b; plan for "
+        "the hosts there are, "
         'cluster("cpu", nodes=2, ranks_per_node=2)'
     )
-    # Of five binds three had hosts to judge: the first and the last, which were refused, and the first of its size that fits.
+    # Of five binds three had hosts to judge: the first and the last, which were refused, and the first of its size that
+    # fits.
     assert answers == [[refusal, "bound", "bound", "bound", refusal, "3"]] * 4
 
 
@@ -74,7 +80,8 @@ def test_the_way_out_is_the_cluster_that_fits_if_there_is_one(names: str, way_ou
 def test_a_host_of_two_nodes_is_found() -> None:
     assert shared_host(flexcp.cluster("h100:2x2"), "aabb") is None
     assert shared_host(flexcp.cluster("h100:2x2"), "aaaa") == (
-        "cluster h100:2x2 has rank 0 on node 0 and rank 2 on node 1, but both run on host a; plan for the hosts there are, "
+        "cluster h100:2x2 has rank 0 on node 0 and rank 2 on node 1, "
+        "but both run on host a; plan for the hosts there are, "
         'cluster("h100", nodes=1, ranks_per_node=4)'
     )
     assert split_node(flexcp.cluster("h100:2x2"), "aaaa") is None

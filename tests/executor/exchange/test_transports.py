@@ -1,6 +1,8 @@
-"""Proves the exchange: whatever is late, results have the same bits; calls of few rounds give the results and bytes of one call.
+"""Proves the exchange: whatever is late, results have the same bits;
+calls of few rounds give the results and bytes of one call.
 
-Ranks dawdle at random before they send, receive, take in and compute, over several strategies and numbers of ranks, six times each.
+Ranks dawdle at random before they send, receive, take in and compute, over several strategies and numbers of ranks, six
+times each.
 """
 
 from __future__ import annotations
@@ -151,7 +153,9 @@ def test_calls_of_few_rounds_give_the_same_results_and_bytes_as_one_call(pool: R
 
 
 def executed_so(plan: Plan, **columns: int) -> Plan:
-    """The plan with these values in every row of execution; two ahead only what its owners send, which nothing holds back."""
+    """The plan with these values in every row of execution; two ahead only what its owners send,
+    which nothing holds back.
+    """
 
     def changed(program: Any) -> Any:
         stages, t = np.arange(program.stages), program.transfers
@@ -183,10 +187,10 @@ def test_however_a_plan_is_executed_results_and_bytes_are_the_same(pool: RankPoo
 
 
 def test_ranks_with_nothing_to_exchange_and_stages_of_some_ranks(pool: RankPool) -> None:
-    lengths, shape = [300, 200, 190], {"heads": 4, "head_dim": 8, "dtype": "float32", "strategy": "blocks"}
+    lengths = [300, 200, 190]
+    shape: dict[str, Any] = {"heads": 4, "head_dim": 8, "dtype": "float32", "strategy": "blocks"}
     one, four = (
-        flexcp.Planner(cluster=flexcp.cluster("cpu", 1, ranks), **shape)(lengths, tokens="priced")  # type: ignore[arg-type]
-        for ranks in (1, 4)
+        flexcp.Planner(cluster=flexcp.cluster("cpu", 1, ranks), **shape)(lengths, tokens="priced") for ranks in (1, 4)
     )
     assert sorted(len(four.peers(rank)) for rank in range(4)) == [0, 1, 1, 2]
     exact = run(flexcp.bind(one))["out"]

@@ -1,4 +1,6 @@
-"""Compiles the CuTe kernels for sm90 without a GPU, for test_kernels_cute in a process of their own; the compiler dumps what it makes."""
+"""Compiles the CuTe kernels for sm90 without a GPU, for test_kernels_cute in a process of their own;
+the compiler dumps what it makes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Compiles the Hopper kernels for sm90 without a GPU, for test_kernels_hopper in a process of their own: one JSON line each.
+"""Compiles the Hopper kernels for sm90 without a GPU, for test_kernels_hopper in a process of their own:
+one JSON line each.
 
 Triton's bindings complain when a process that compiled Gluon code ends; here nobody reads it.
 """

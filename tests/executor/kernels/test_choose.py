@@ -1,4 +1,5 @@
-"""Proves the choice of kernels: what each machine gets, the reason that goes with it, and errors that say what is supported.
+"""Proves the choice of kernels: what each machine gets, the reason that goes with it,
+and errors that say what is supported.
 
 Machines are stood in for: compute capability, Triton's presence and the kernels' own limits are set by the tests.
 """

@@ -1,4 +1,6 @@
-"""Proves that a list called simple is exactly what FlashAttention-4 would compute for its documents and window, and when it is taken."""
+"""Proves that a list called simple is exactly what FlashAttention-4 would compute for its documents and window, and
+when it is taken.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Proves how launches of the Hopper kernel are counted: turns of heads by the L2 and by balance, every block of a list in some program."""
+"""Proves how launches of the Hopper kernel are counted: turns of heads by the L2 and by balance,
+every block of a list in some program.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def even(keys: int, tiles: int = 512) -> hopper_tiles.Ints:
 
 
 def test_heads_take_turns_by_the_l2() -> None:
-    """As many tiles as programs where keys and values of all KV heads are more than 128 MiB: 8 KV heads of 128, over 32,768 keys."""
+    """As many tiles as programs where keys and values of all KV heads are more than 128 MiB:
+    8 KV heads of 128, over 32,768 keys.
+    """
     turns = [tiles_in_turn(even(n), ROW, 8, 8, 132) for n in (16_384, 32_768, 32_769, 65_536)]
     assert turns == [1, 1, 132, 132]
     assert tiles_in_turn(even(65_536), ROW, 1, 1, 132) == 1

@@ -1,4 +1,5 @@
-"""Proves that a compiled kernel is kept on disk and loaded from there, and that no file of another's or of another source is.
+"""Proves that a compiled kernel is kept on disk and loaded from there,
+and that no file of another's or of another source is.
 
 Without the CuTe DSL: its compiler and loader are stood in for by functions that write and read bytes.
 """

@@ -1,7 +1,8 @@
-"""Proves the kernels: cpu and reference against dense float64 attention under torch's autograd, written here on its own.
+"""Proves the kernels: cpu and reference against dense float64 attention under torch's autograd,
+written here on its own.
 
-Outputs, LSE and all gradients, with softcap, grouped heads, a value head of another size, several slices over the same rows, results
-accumulated over calls, rows without keys, and arguments that are views of a larger tensor's heads.
+Outputs, LSE and all gradients, with softcap, grouped heads, a value head of another size, several slices over the same
+rows, results accumulated over calls, rows without keys, and arguments that are views of a larger tensor's heads.
 """
 
 from __future__ import annotations
@@ -161,8 +162,13 @@ def test_a_bad_number_stays_with_those_that_see_it(
     touched_keys = seen[touched_rows].any(0)
     touched_keys[row] |= not query_side
     assert not found["out"][touched_rows].isfinite().all() or where != "v"
-    for name, touched in (("out", touched_rows), ("lse", touched_rows), ("dq", touched_rows), ("dk", touched_keys),
-                          ("dv", touched_keys)):  # fmt: skip
+    for name, touched in (
+        ("out", touched_rows),
+        ("lse", touched_rows),
+        ("dq", touched_rows),
+        ("dk", touched_keys),
+        ("dv", touched_keys),
+    ):
         torch.testing.assert_close(found[name][~touched], clean[name][~touched], rtol=0, atol=1e-13, msg=name)
 
 
@@ -232,8 +238,14 @@ def test_views_of_heads_write_only_their_heads(kernel: str) -> None:
     module.forward(views["q"], views["k"], views["v"], work, p.settings, views["out"], views["lse"])
     delta = (views["do"] * views["out"]).sum(-1) - p.dlse
     module.backward(
-        *(views[n] for n in ("q", "k", "v", "do", "lse")), delta, work, p.settings, views["dq"], views["dk"], views["dv"]
-    )  # fmt: skip
+        *(views[n] for n in ("q", "k", "v", "do", "lse")),
+        delta,
+        work,
+        p.settings,
+        views["dq"],
+        views["dk"],
+        views["dv"],
+    )
     assert_equal(views, p.exact)
     for name, untouched in (("out", 0.0), ("lse", -torch.inf), ("dq", 0.0), ("dk", 0.0), ("dv", 0.0)):
         other = [0, 1, 4, 5] if whole[name].shape[1] == 6 else [0, 2]

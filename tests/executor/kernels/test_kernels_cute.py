@@ -1,4 +1,5 @@
-"""Proves that the CuTe kernels compile for sm90 without a GPU, into products that overlap, and that their items are dealt well.
+"""Proves that the CuTe kernels compile for sm90 without a GPU, into products that overlap,
+and that their items are dealt well.
 
 What they compute is the GPU suite's to prove (benchmarks/gpu.py): the CuTe DSL has no interpreter.
 """

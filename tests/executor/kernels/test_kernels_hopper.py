@@ -1,4 +1,5 @@
-"""Proves that the Hopper kernels compile for sm90 with the Triton at hand, without a GPU, into Hopper's own instructions.
+"""Proves that the Hopper kernels compile for sm90 with the Triton at hand, without a GPU,
+into Hopper's own instructions.
 
 What they compute is the GPU suite's to prove (benchmarks/gpu.py): Gluon has no interpreter.
 """

@@ -1,7 +1,8 @@
-"""Proves the work lists of GPU kernels: replayed by hand, they cover every pair of the slices exactly once and nothing else.
+"""Proves the work lists of GPU kernels: replayed by hand, they cover every pair
+of the slices exactly once and nothing else.
 
-Clear blocks hold no pair that a mask would hide; no row is in two tiles; long tiles come first; splitting keeps the pairs; and what is
-computed for nothing stays small.
+Clear blocks hold no pair that a mask would hide; no row is in two tiles; long tiles come first; splitting keeps the
+pairs; and what is computed for nothing stays small.
 """
 
 from __future__ import annotations

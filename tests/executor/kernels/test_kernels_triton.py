@@ -1,6 +1,7 @@
 """Proves the Triton kernel in Triton's interpreter: every head arrangement, mask and way to call it, by the error rule.
 
-Also what it refuses, and how. bfloat16 is the GPU suite's (benchmarks/gpu.py): the interpreter multiplies its bits as integers.
+Also what it refuses, and how. bfloat16 is the GPU suite's (benchmarks/gpu.py): the interpreter multiplies its bits as
+integers.
 """
 
 from __future__ import annotations

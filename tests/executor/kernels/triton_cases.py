@@ -1,4 +1,5 @@
-"""Cases for the Triton kernel in Triton's interpreter, run by test_kernels_triton in a process of their own: one JSON line each.
+"""Cases for the Triton kernel in Triton's interpreter, run by test_kernels_triton in a process of their own:
+one JSON line each.
 
 The interpreter must be asked for before Triton is imported, and would change what other tests see.
 """
@@ -39,8 +40,8 @@ class Case:
     fresh: bool = False
     deterministic: bool = False  # key tiles are not split
     wide: bool = False  # q, k, v are some heads of wider tensors; the other heads and rows outside the slices hold NaN
-    # Tiles in a turn of a group of heads, and blocks in the shortest part of a tile of keys; with the kernel's own numbers hundreds of
-    # tokens are needed before groups take turns or tiles are split.
+    # Tiles in a turn of a group of heads, and blocks in the shortest part of a tile of keys; with the kernel's own
+    # numbers hundreds of tokens are needed before groups take turns or tiles are split.
     chunk: int = triton_kernel.CHUNK
     shortest: int = triton_kernel.SHORTEST_PART
 
@@ -118,7 +119,7 @@ def _inputs(case: Case, tokens: int) -> list[Tensor]:
     return made
 
 
-def _run(case: Case, inputs: list[Tensor], slices: np.ndarray, kernel=triton_kernel) -> dict[str, Tensor]:  # type: ignore[no-untyped-def]
+def _run(case: Case, inputs: list[Tensor], slices: np.ndarray, kernel: Any = triton_kernel) -> dict[str, Tensor]:
     q, k, v, do = inputs
     precise = torch.float64 if q.dtype == torch.float64 else torch.float32
     settings = Settings(q.shape[2] ** -0.5, case.softcap, case.deterministic, case.margin)

@@ -1,8 +1,9 @@
-"""Proves that a row which a list finishes is written by the last of those that add to it, and that nothing reads or adds to it afterwards.
+"""Proves that a row which a list finishes is written by the last of those that add to it, and that nothing reads or
+adds to it afterwards.
 
-The CPU kernel is made one that begins and finishes rows: what it begins it clears first, what it finishes goes to the rounded output, and
-NaN goes to the sums in its place. Whoever begins a row too late or finishes it too early, twice or never, changes the output; else it is
-the plain kernel's, bit for bit.
+The CPU kernel is made one that begins and finishes rows: what it begins it clears first, what it finishes goes to the
+rounded output, and NaN goes to the sums in its place. Whoever begins a row too late or finishes it too early, twice or
+never, changes the output; else it is the plain kernel's, bit for bit.
 """
 
 from __future__ import annotations
@@ -53,9 +54,15 @@ def finishing() -> Iterator[list[int]]:
         return Listed(slices, begins, finishes)
 
     def forward(
-        q: Tensor, k: Tensor, v: Tensor, work: Listed, settings: Settings, out: Tensor, lse: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        work: Listed,
+        settings: Settings,
+        out: Tensor,
+        lse: Tensor,
         finished_THV: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if finished_THV is None:
             plain(q, k, v, work.slices, settings, out, lse)
             return

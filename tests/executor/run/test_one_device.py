@@ -1,4 +1,6 @@
-"""Proves which memory a kernel is given by local attention: results to write only where every row sees a key and the kernel can write."""
+"""Proves which memory a kernel is given by local attention:
+results to write only where every row sees a key and the kernel can write.
+"""
 
 from __future__ import annotations
 

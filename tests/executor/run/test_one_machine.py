@@ -1,7 +1,9 @@
-"""Proves that plan, executor and simulator are one machine: what a plan says of a stage is what a rank does and what the simulator assumes.
+"""Proves that plan, executor and simulator are one machine:
+what a plan says of a stage is what a rank does and what the simulator assumes.
 
-The table of docs/communication.md, field by field and value by value. A rank's pass runs alone, with an exchange that records what is
-posted and waited for and a kernel that records what it leaves free; the simulator's inputs for the same plan are beside it.
+The table of docs/communication.md, field by field and value by value. A rank's pass runs alone, with an exchange that
+records what is posted and waited for and a kernel that records what it leaves free; the simulator's inputs for the same
+plan are beside it.
 """
 
 from __future__ import annotations
@@ -167,7 +169,8 @@ def test_a_rank_posts_and_leaves_free_what_the_plan_says_and_the_simulator_reads
                 assert model.link[rank, slot] == row.link
                 assert model.slow[rank, slot] == -(-slow * 1000 // alone)
                 assert model.ns[rank, slot] == -(-calm.ns[rank, slot] * alone // 1000)
-        # A chunk never starts before both its ranks have posted its stage: in that slot, or behind the work of the one before.
+        # A chunk never starts before both its ranks have posted its stage: in that slot, or behind the work of the one
+        # before.
         chunks = calm.chunks
         for i in np.flatnonzero(chunks.source == rank):
             stage = int(chunks.stage[i])
@@ -207,7 +210,9 @@ def test_a_stage_is_issued_as_the_plan_says_and_timed_so(rounds: int) -> None:
 
 
 def copied_bytes(plan: Plan, rank: int, backward: bool) -> tuple[list[int], list[int]]:
-    """Bytes that the blocks of a rank's program are read and written with, by stage: packed, and taken in with what is cleared for it."""
+    """Bytes that the blocks of a rank's program are read and written with, by stage:
+    packed, and taken in with what is cleared for it.
+    """
     shape, program = plan.shape, rank_program(plan, rank, 0, backward)
     element, precise = shape.element_bytes, shape.accumulator_bytes
 

@@ -1,8 +1,10 @@
-"""Proves that a dq which lists leave open is closed once, after the last of them, and before anybody else reads it or adds to it.
+"""Proves that a dq which lists leave open is closed once, after the last of them,
+and before anybody else reads it or adds to it.
 
-The CPU kernel is given a ``close_dq``: while dq is open, its columns are reversed and halved, both of which are exact. Whoever reads it too
-early, adds to it in the wrong order, or closes it twice or never, changes the gradient; else it is the plain kernel's, bit for bit. A
-kernel that finishes rows closes dq into another tensor, and leaves NaN where it was open.
+The CPU kernel is given a ``close_dq``: while dq is open, its columns are reversed and halved, both of which are exact.
+Whoever reads it too early, adds to it in the wrong order, or closes it twice or never, changes the gradient; else it is
+the plain kernel's, bit for bit. A kernel that finishes rows closes dq into another tensor, and leaves NaN where it was
+open.
 """
 
 from __future__ import annotations
@@ -38,8 +40,9 @@ def plan_for(ranks: int, strategy: str) -> Plan:
 
 @contextmanager
 def opening(slots: int | None, finishing: bool) -> Iterator[list[str]]:
-    """The CPU kernel leaves dq open, with ``slots`` in no later slot than that, and ``finishing`` closes it where it stays; yields what it
-    is asked to do."""
+    """The CPU kernel leaves dq open, with ``slots`` in no later slot than that, and ``finishing`` closes it where it
+    stays; yields what it is asked to do.
+    """
     plain, touched, calls = cpu.backward, pass_recipe.touched_dq, []
 
     def backward(*arguments: Any) -> None:
@@ -77,7 +80,9 @@ def opening(slots: int | None, finishing: bool) -> Iterator[list[str]]:
 def gradients(
     group: dist.ProcessGroup, plan: Plan, slots: int | None, deterministic: bool, finishing: bool = False
 ) -> dict[str, Any]:
-    """dq, dk, dv of the rank with the plain kernel and with one that leaves dq open, and what the latter was asked to do."""
+    """dq, dk, dv of the rank with the plain kernel and with one that leaves dq open,
+    and what the latter was asked to do.
+    """
     plain = backward_of(flexcp.bind(plan, group), deterministic)
     with opening(slots, finishing) as calls:
         found = backward_of(flexcp.bind(plan, group), deterministic)

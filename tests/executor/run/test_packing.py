@@ -1,7 +1,7 @@
 """Proves that the GPU's row packing does what the plain one does: same messages, same shelves, under every strategy.
 
-Runs the row kernels in Triton's interpreter on the CPU, on real programs: all shelves hold random numbers (some LSEs -inf), every slot is
-packed and its arrivals taken in by both. Skipped where Triton is not installed.
+Runs the row kernels in Triton's interpreter on the CPU, on real programs: all shelves hold random numbers (some LSEs
+-inf), every slot is packed and its arrivals taken in by both. Skipped where Triton is not installed.
 """
 
 from __future__ import annotations
@@ -47,11 +47,13 @@ def random(x, generator):
 def same(a, b):
     for number in a:
         for name in a[number]:
-            torch.testing.assert_close(a[number][name], b[number][name], atol=1e-6, rtol=1e-6, msg=lambda m: f"{number} {name}: {m}")
+            where = f"{number} {name}: "
+            torch.testing.assert_close(a[number][name], b[number][name], atol=1e-6, rtol=1e-6, msg=where.__add__)
 
 launches = []
 for strategy, ranks, backward in json.loads(sys.argv[1]):
-    planner = flexcp.Planner(4, 2, 8, 6, "bfloat16", flexcp.cluster("cpu", 1, ranks), strategy=strategy.replace("scattered", "blocks"))
+    named = strategy.replace("scattered", "blocks")
+    planner = flexcp.Planner(4, 2, 8, 6, "bfloat16", flexcp.cluster("cpu", 1, ranks), strategy=named)
     lengths = [17, 1, 22, 2]
     options = {}
     if strategy == "scattered":
@@ -63,14 +65,19 @@ for strategy, ranks, backward in json.loads(sys.argv[1]):
         program = rank_program(plan, rank, 0, backward)
         packings = [FieldPacking(program, plan.shape, types), RowPacking(program, plan.shape, types)]
         for slot, stage in enumerate(program.slots):
-            shelves = [shelves_of(program, plan.shape, types, backward, torch.Generator().manual_seed(slot)) for _ in packings]
+            shelves = [
+                shelves_of(program, plan.shape, types, backward, torch.Generator().manual_seed(slot)) for _ in packings
+            ]
             leaving, arriving = [], []
             for packing, held in zip(packings, shelves):
                 buffers = Buffers.alone([(m.peer, message_bytes(m, plan.shape)) for m in stage.send], types.device)
                 buffers.memory.zero_()
                 packing.pack(slot, buffers, held)
-                leaving.append([part_view(part, memory, types) for message, (_, memory) in zip(stage.send, buffers.messages)
-                                for part in message_parts(message, plan.shape)])
+                leaving.append([
+                    part_view(part, memory, types)
+                    for message, (_, memory) in zip(stage.send, buffers.messages)
+                    for part in message_parts(message, plan.shape)
+                ])
                 buffers = Buffers.alone([(m.peer, message_bytes(m, plan.shape)) for m in stage.receive], types.device)
                 generator = torch.Generator().manual_seed(100 + slot)
                 for message, (_, memory) in zip(stage.receive, buffers.messages):
@@ -135,7 +142,9 @@ for dtype in (torch.float32, torch.bfloat16):
 
 
 def test_row_packing_equals_plain_packing_and_takes_rows_in_turn(tmp_path: Path) -> None:
-    """One process for all scripts: the interpreter is chosen when Triton is imported, and importing takes longer than the scripts."""
+    """One process for all scripts: the interpreter is chosen when Triton is imported,
+    and importing takes longer than the scripts.
+    """
     (tmp_path / "script.py").write_text(TWICE + DELTA + SCRIPT)
     run = [sys.executable, str(tmp_path / "script.py"), json.dumps(CASES)]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
@@ -147,7 +156,9 @@ def test_row_packing_equals_plain_packing_and_takes_rows_in_turn(tmp_path: Path)
 
 
 def test_outputs_are_merged_by_one_warp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel reads a row's LSEs and then writes them. With more warps a late one read what an early one had written."""
+    """The kernel reads a row's LSEs and then writes them. With more warps a late one read what an early one had
+    written.
+    """
     asked = {}
 
     class Launched:

@@ -1,4 +1,6 @@
-"""What a planner process derives of a plan for a rank is what the rank derives itself, also after its way through a pipe."""
+"""What a planner process derives of a plan for a rank is what the rank derives itself,
+also after its way through a pipe.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Proves accept on real ranks: what is right passes and is in the report, and a wrong version or node map ends before any group is made."""
+"""Proves accept on real ranks: what is right passes and is in the report, and a wrong version or node map ends before
+any group is made.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Proves the checks that need no group: every rank that runs something else, or somewhere else, is named with the way out."""
+"""Proves the checks that need no group: every rank that runs something else, or somewhere else,
+is named with the way out.
+"""
 
 from __future__ import annotations
 

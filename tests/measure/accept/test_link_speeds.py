@@ -1,4 +1,6 @@
-"""Proves link speeds: every pair is measured, and a link, rank or node that is slow is named, whatever share of the links it spoils."""
+"""Proves link speeds: every pair is measured, and a link, rank or node that is slow is named,
+whatever share of the links it spoils.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Proves fits: numbers that made the times come back from them, with errors of what was held out; calibrations survive files."""
+"""Proves fits: numbers that made the times come back from them, with errors of what was held out;
+calibrations survive files.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Proves replay: every rank's kernels run, where the plan has work and nowhere else, and their times take the model's place."""
+"""Proves replay: every rank's kernels run, where the plan has work and nowhere else,
+and their times take the model's place.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Proves the kernel benchmark's workloads: the slices we run and the mask_mod FlexAttention runs hold the same pairs."""
+"""Proves the kernel benchmark's workloads: the slices we run
+and the mask_mod FlexAttention runs hold the same pairs.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Proves blocks: its limits hold by construction, and it moves no more than what it is measured by.
 
-Bytes are recounted token by token from the placement. Bounds on bytes are what the planner reached when this was written, plus a little:
-a change that makes plans dearer must say so here.
+Bytes are recounted token by token from the placement. Bounds on bytes are what the planner reached when this was
+written, plus a little: a change that makes plans dearer must say so here.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def planned(lengths: list[int], mask: flexcp.Mask, nodes: int, equal: bool, tole
 
 
 def forward_bytes(plan: Plan) -> int:
-    """What ranks receive of rows and keys they do not keep, counted token by token; o travels as a part where several compute it."""
+    """What ranks receive of rows and keys they do not keep, counted token by token;
+    o travels as a part where several compute it.
+    """
     placement, shape = plan.placement, plan.shape
     batch, regions, each = placement.batch, placement.regions[0], shape.bytes_per_token_head()
     owner = np.zeros(batch.tokens, np.int64)
@@ -68,7 +70,7 @@ def forward_bytes(plan: Plan) -> int:
     return total
 
 
-# --- bytes ---------------------------------------------------------------------------------------------------------------
+# --- bytes ------------------------------------------------------------------------------------------------------------
 
 MOST_MB = {
     ("lambda", 4, False): 122,
@@ -98,7 +100,7 @@ def test_equal_tokens_cost_little_more() -> None:
     assert equal <= 1.15 * free
 
 
-# --- limits --------------------------------------------------------------------------------------------------------------
+# --- limits -----------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=40, deadline=None)
@@ -122,7 +124,7 @@ def test_limits_hold(lengths: list[int], mask: str, nodes: int, equal: bool, tol
         assert plan.placement.tokens.max() <= max(sum(lengths) * (1 + tolerance) / ranks, -(-sum(lengths) // ranks))
 
 
-# --- steps ---------------------------------------------------------------------------------------------------------------
+# --- steps ------------------------------------------------------------------------------------------------------------
 
 
 def field_of(lengths: list[int], mask: flexcp.Mask, grain: int = 16) -> tuple[Ruler, Reads]:

@@ -1,4 +1,6 @@
-"""Proves that planning many short documents takes work in proportion to their number, counted in pairs that a search tries."""
+"""Proves that planning many short documents takes work in proportion to their number,
+counted in pairs that a search tries.
+"""
 
 from __future__ import annotations
 

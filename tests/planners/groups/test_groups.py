@@ -1,6 +1,7 @@
 """Proves flexible groups: degrees of any size, whole short documents, teams, nodes, settings, and the token cap.
 
-Loops that deal are proved by what they must keep; what plans promise about compute is checked against the placement's rows.
+Loops that deal are proved by what they must keep; what plans promise about compute is checked against the placement's
+rows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Proves ``hypergraph``: its answer keeps both balances and never moves more bytes than ``blocks``, and it refuses what it cannot do."""
+"""Proves ``hypergraph``: its answer keeps both balances and never moves more bytes than ``blocks``,
+and it refuses what it cannot do.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def work(plan: Plan) -> Any:
     return total / np.array(plan.cluster.rank_speeds) * sum(plan.cluster.rank_speeds)
 
 
-# --- the answer ----------------------------------------------------------------------------------------------------------
+# --- the answer -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -168,7 +170,7 @@ def test_one_rank() -> None:
     assert forward_bytes(plan) == 0
 
 
-# --- refusals ------------------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("argument", ["abc", "0", "-3", "1.5", "4,2"])

@@ -1,4 +1,6 @@
-"""Proves the hypergraph and its partitions: nets weigh exactly what the plan moves, and a placement survives the way there and back."""
+"""Proves the hypergraph and its partitions: nets weigh exactly what the plan moves,
+and a placement survives the way there and back.
+"""
 
 from __future__ import annotations
 

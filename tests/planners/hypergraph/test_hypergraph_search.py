@@ -1,4 +1,6 @@
-"""Proves the search over partitions: moves are judged exactly, repair brings ranks back within limits, climbing only saves."""
+"""Proves the search over partitions: moves are judged exactly, repair brings ranks back within limits,
+climbing only saves.
+"""
 
 from __future__ import annotations
 

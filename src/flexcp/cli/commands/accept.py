@@ -61,11 +61,14 @@ def accept(
     write_cost: WriteCost = None,
     as_json: o.Json = False,
 ) -> None:
-    """Check a cluster before the first job: hosts, versions, exactness, links, predicted time. Exit code 1: a check failed.
+    """Check a cluster before the first job: hosts, versions, exactness, links, predicted time. Exit code 1:
+    a check failed.
 
-    Runs under torchrun, on all ranks of the cluster, for 10 minutes at most. Speeds of links in --cost stand in for the preset's.
+    Runs under torchrun, on all ranks of the cluster, for 10 minutes at most. Speeds of links in --cost stand in for the
+    preset's.
 
-    Example: `torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint $HEAD:29500 -m flexcp accept --cluster h100:4x8`
+    Example: `torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint $HEAD:29500 -m flexcp accept
+    --cluster h100:4x8`
     """
     if not timeout > 0:
         raise ValueError(f"--timeout is a number of seconds above 0; got {timeout:g}")
@@ -82,8 +85,14 @@ def accept(
 
 
 def _setting(
-    described: HeadsOptions, cluster: str | None, rehearsal: bool, strategies: str, lengths: str, dtype: str, cost: Path | None
-) -> Setting:  # fmt: skip
+    described: HeadsOptions,
+    cluster: str | None,
+    rehearsal: bool,
+    strategies: str,
+    lengths: str,
+    dtype: str,
+    cost: Path | None,
+) -> Setting:
     described.attention(HEADS["cpu"])  # a mistake ends here, before torch is loaded
     from flexcp.data.lengths import parse_lengths
     from flexcp.planners.strategies import find_strategy
@@ -110,8 +119,8 @@ def _setting(
     found = find_cluster(cluster, None, nodes, of_node, default=default)
     if found.ranks != ranks:
         raise ValueError(
-            f"cluster {found} has {found.ranks} ranks, but {ranks} were started ({each} on this host); change --cluster, or torchrun's "
-            "--nnodes and --nproc-per-node"
+            f"cluster {found} has {found.ranks} ranks, but {ranks} were started ({each} on this host); change "
+            "--cluster, or torchrun's --nnodes and --nproc-per-node"
         )
     shape = replace(described.attention(HEADS[device]), dtype=dtype or ("float32" if device == "cpu" else "bfloat16"))
     documents = documents or parse_lengths(f"web:{TOKENS_PER_RANK[device] * ranks}:0")
@@ -175,8 +184,8 @@ def _store(timeout: float) -> tuple[Store, int, int]:
     except dist.DistError as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise ValueError(
-            f"rank {os.environ['RANK']} found no store at {where} within {timeout:g} s ({' '.join(str(error).split())[:200]}); see that "
-            "all ranks run and reach that address"
+            f"rank {os.environ['RANK']} found no store at {where} within {timeout:g} s "
+            f"({' '.join(str(error).split())[:200]}); see that all ranks run and reach that address"
         ) from None
     return store, rank, ranks
 

@@ -20,13 +20,16 @@ from flexcp.cli.shared.step_options import StepOptions
 if TYPE_CHECKING:
     from flexcp.compare.advice import Advice, Answer
     from flexcp.compare.tree_advice import TreeAdvice
+    from flexcp.masks import Mask
+    from flexcp.models.preset import Preset
     from flexcp.report.sections import Section
 
 Documents = Annotated[
     str,
     typer.Argument(
         metavar="LENGTHS",
-        help="4096,4k,1 or 64x2048 or @file or NAME:TOKENS:SEED; a .jsonl of texts or token ids; hf:NAME, a Hugging Face data set.",
+        help="4096,4k,1 or 64x2048 or @file or NAME:TOKENS:SEED; a .jsonl of texts or token ids; hf:NAME, a Hugging "
+        "Face data set.",
     ),
 ]
 Cap = Annotated[
@@ -78,13 +81,14 @@ def advise(
 ) -> None:
     """Tell what static context parallelism costs on your documents, what flexcp would give, and which lines to change.
 
-    Without a model it is llama3-8b, without a cluster h100:4x8. Gains are over the best static method fixed for the run, documents
-    dealt by tokens, or over what you use --today.
+    Without a model it is llama3-8b, without a cluster h100:4x8. Gains are over the best static method fixed for the
+    run, documents dealt by tokens, or over what you use --today.
 
-    A .jsonl of trees (`parents` and `lengths` in every line) is told what trees save over the same sequences as documents of their own.
+    A .jsonl of trees (`parents` and `lengths` in every line) is told what trees save over the same sequences as
+    documents of their own.
 
-    Everything is simulated, and how far off such simulations were is said beside it; `flexcp compare` says the same of one pass: a
-    batch of the same file, for the same model and cluster.
+    Everything is simulated, and how far off such simulations were is said beside it; `flexcp compare` says the same of
+    one pass: a batch of the same file, for the same model and cluster.
 
     Example: `flexcp advise lengths.txt --model llama3-8b --cluster h100:4x8 --max-tokens-per-rank 32768`
     """
@@ -92,20 +96,12 @@ def advise(
     from flexcp.compare.advice import Question, advise
     from flexcp.compare.tree_advice import advise_trees, read_trees
     from flexcp.data.lengths import batch_tokens
-    from flexcp.masks import parse_mask
-    from flexcp.models.find import find_model
     from flexcp.report.code_lines import FRAMEWORKS, Lines, code_lines
 
     _check(max_tokens_per_rank, tokens_per_step, framework, today)
-    rule = None if mask is None else parse_mask(mask)
-    if isinstance(rule, list):
-        raise ValueError(f"advise takes one mask for all documents, as in causal or window:4096; {mask} gives one each")
+    rule = _one_mask(mask)
     known = o.cost_of(cost)
-    preset = described.whole()
-    if preset is None:
-        if described.told:
-            raise ValueError(f"{described.flags} alone is no model; give --heads, --hidden and --layers, or --model")
-        preset = find_model("llama3-8b")
+    preset = _model(described)
     divided = parallel.divided(known.on(place.found("h100:4x8")), preset.shape, preset)
     assert divided.preset is not None
     preset, where = divided.preset, divided.topology.cluster
@@ -113,16 +109,23 @@ def advise(
     step = beside.training(preset, parallel.tp)
     assert step is not None
     asked = Question(
-        preset, where, rule, known.cost, max_tokens_per_rank, whole, today, parallel.tp, divided.words,
-        sync=step.sync, overlap_permille=step.overlap_permille,
-    )  # fmt: skip
+        preset,
+        where,
+        rule,
+        known.cost,
+        max_tokens_per_rank,
+        whole,
+        today,
+        parallel.tp,
+        divided.words,
+        sync=step.sync,
+        overlap_permille=step.overlap_permille,
+    )
     trees = read_trees(Path(lengths.removeprefix("@")))
     if trees is not None:
         with compiling("planning trees") as progress:
             saved = advise_trees(asked, trees, progress.update)
-        typer.echo(
-            json.dumps(tree_data(saved), indent=2) if as_json else "\n".join(fill(line, 110) for line in saved.words())
-        )
+        typer.echo(json.dumps(tree_data(saved), indent=2) if as_json else tree_text(saved))
         return
     with compiling("reading documents") as progress:
         numbers = document_lengths(lengths, tokenizer, field, progress.update)
@@ -139,6 +142,25 @@ def advise(
         typer.echo(json.dumps(as_data(found, code), indent=2))
         return
     typer.echo(text(found, code))
+
+
+def _one_mask(mask: str | None) -> Mask | None:
+    from flexcp.masks import parse_mask
+
+    rule = None if mask is None else parse_mask(mask)
+    if isinstance(rule, list):
+        raise ValueError(f"advise takes one mask for all documents, as in causal or window:4096; {mask} gives one each")
+    return rule
+
+
+def _model(described: ModelOptions) -> Preset:
+    """The model that is described, or a known one where nothing is said of it."""
+    from flexcp.models.find import find_model
+
+    preset = described.whole()
+    if preset is None and described.told:
+        raise ValueError(f"{described.flags} alone is no model; give --heads, --hidden and --layers, or --model")
+    return find_model("llama3-8b") if preset is None else preset
 
 
 def _check(max_tokens_per_rank: int, tokens_per_step: int | None, framework: str, today: str | None) -> None:
@@ -167,6 +189,11 @@ def text(advice: Advice, code: list[tuple[str, str]]) -> str:
     for title, lines in code:
         parts += [f"Lines for {title}", *(f"    {line}".rstrip() for line in lines.rstrip().split("\n")), ""]
     return "\n".join(parts).rstrip()
+
+
+def tree_text(advice: TreeAdvice) -> str:
+    """Advice about trees for a terminal."""
+    return "\n".join(fill(line, 110) for line in advice.words())
 
 
 def tree_data(advice: TreeAdvice) -> dict[str, Any]:

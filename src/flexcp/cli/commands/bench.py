@@ -1,4 +1,6 @@
-"""``flexcp bench``: ``kernel`` times our GPU kernels beside the machine's others, ``step`` (a file of its own) strategies on ranks."""
+"""``flexcp bench``: ``kernel`` times our GPU kernels beside the machine's others,
+``step`` (a file of its own) strategies on ranks.
+"""
 
 from __future__ import annotations
 

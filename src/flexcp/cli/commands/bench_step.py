@@ -1,4 +1,5 @@
-"""``flexcp bench step``: every strategy measured on real ranks, beside what was predicted and beside code that is not ours.
+"""``flexcp bench step``: every strategy measured on real ranks,
+beside what was predicted and beside code that is not ours.
 
 Under torchrun its ranks are used (NCCL where there are GPUs, else gloo); without, local CPU ranks are started.
 """
@@ -86,9 +87,17 @@ def step(
 
 
 def _task(
-    lengths: list[int], mask: str, ranks: int, ranks_per_node: int, described: HeadsOptions, dtype: str, strategies: str,
-    cost: Path | None, repeats: int, device: str
-) -> BenchTask:  # fmt: skip
+    lengths: list[int],
+    mask: str,
+    ranks: int,
+    ranks_per_node: int,
+    described: HeadsOptions,
+    dtype: str,
+    strategies: str,
+    cost: Path | None,
+    repeats: int,
+    device: str,
+) -> BenchTask:
     from flexcp.clusters import cluster
     from flexcp.compare.compare import without_linear
     from flexcp.masks import Mask, parse_mask
@@ -173,10 +182,11 @@ def table(rows: list[Measured], data: dict[str, Any]) -> str:
     """Rows, the fastest first; what did not run below."""
     shape = data["shape"]
     lines = [
-        f"measured on {data['cluster']} ({data['device']}, torch {data['torch']}): attention of {sum(data['lengths']):,} tokens, "
-        f"{data['mask']}, {shape['heads']} / {shape['kv_heads']} heads of {shape['head_dim']}, {shape['dtype']}; "
-        "milliseconds of the slowest rank",
-        f"{'strategy':<24} {'planning':>9} {'forward':>9} {'step':>9} {'planned + step':>15} {'predicted':>10} {'error':>7} {'MB':>8}",
+        f"measured on {data['cluster']} ({data['device']}, torch {data['torch']}): attention of "
+        f"{sum(data['lengths']):,} tokens, {data['mask']}, {shape['heads']} / {shape['kv_heads']} heads of "
+        f"{shape['head_dim']}, {shape['dtype']}; milliseconds of the slowest rank",
+        f"{'strategy':<24} {'planning':>9} {'forward':>9} {'step':>9} {'planned + step':>15} {'predicted':>10} "
+        f"{'error':>7} {'MB':>8}",
     ]
     ran = sorted((row for row in rows if row.step_ms is not None), key=lambda row: row.step_ms or 0)
     for row in ran:
@@ -185,8 +195,8 @@ def table(rows: list[Measured], data: dict[str, Any]) -> str:
         error = "-" if row.error is None else f"{row.error:+.0%}"
         moved = "-" if row.bytes is None else f"{row.bytes / 1e6:.2f}"
         lines.append(
-            f"{row.name:<24} {row.planning_ms:>9.2f} {row.forward_ms:>9.2f} {row.step_ms:>9.2f} {row.planning_ms + row.step_ms:>15.2f} "
-            f"{predicted:>10} {error:>7} {moved:>8}"
+            f"{row.name:<24} {row.planning_ms:>9.2f} {row.forward_ms:>9.2f} {row.step_ms:>9.2f} "
+            f"{row.planning_ms + row.step_ms:>15.2f} {predicted:>10} {error:>7} {moved:>8}"
         )
     if data["median_error"] is not None:
         lines.append(f"predicted with cost model {data['cost_model']}: median error {data['median_error']:.0%}")

@@ -30,12 +30,14 @@ def calibrate(
     write: Write = None,
     as_json: o.Json = False,
 ) -> None:
-    """Measure attention kernels, the rest of a layer and links on this machine, and fit the cost model; under two minutes.
+    """Measure attention kernels, the rest of a layer and links on this machine, and fit the cost model;
+    under two minutes.
 
-    Every third measurement is held out of the fit, and the errors printed are of those. With torchrun on GPUs the links between its ranks
-    are measured too.
+    Every third measurement is held out of the fit, and the errors printed are of those. With torchrun on GPUs the links
+    between its ranks are measured too.
 
-    Example: `flexcp calibrate --ranks 4 --write here.json && flexcp simulate --lengths 4096,800 --cluster cpu:1x4 --cost here.json`
+    Example: `flexcp calibrate --ranks 4 --write here.json && flexcp simulate --lengths 4096,800 --cluster cpu:1x4
+    --cost here.json`
     """
     shape = described.attention((8, 8, 64))
     import torch
@@ -61,18 +63,20 @@ def text(found: Calibration) -> str:
     """The fit and its errors for people."""
     cost, speeds = found.cost, found.speeds
     lines = [
-        f"{found.machine}: matrix product {speeds['gflops']} GFLOP/s (as bf16 peak), attention at {cost.forward_efficiency / 10:g} % of it "
-        f"forward and {cost.backward_efficiency / 10:g} % backward, the rest of a layer at {cost.linear_efficiency / 10:g} %",
-        f"128 rows cost {cost.row_tile_pairs:,} pairs besides their own, a kernel {cost.kernel_ns / 1000:.1f} us to start, "
-        f"{cost.token_bytes:,} bytes stay of a token in a layer",
+        f"{found.machine}: matrix product {speeds['gflops']} GFLOP/s (as bf16 peak), attention at "
+        f"{cost.forward_efficiency / 10:g} % of it forward and {cost.backward_efficiency / 10:g} % backward, the rest "
+        f"of a layer at {cost.linear_efficiency / 10:g} %",
+        f"128 rows cost {cost.row_tile_pairs:,} pairs besides their own, a kernel {cost.kernel_ns / 1000:.1f} us to "
+        f"start, {cost.token_bytes:,} bytes stay of a token in a layer",
     ]
     if "intra_mbps" in speeds:
         lines.append(
-            f"a link carries {speeds['intra_mbps']:,} MB/s after {speeds['latency_ns'] / 1000:.1f} us, one more message costs "
-            f"{cost.message_ns / 1000:.1f} us"
+            f"a link carries {speeds['intra_mbps']:,} MB/s after {speeds['latency_ns'] / 1000:.1f} us, one more "
+            f"message costs {cost.message_ns / 1000:.1f} us"
         )
     lines += [
-        f"held out, {name}: median error {e.median:.1%}, 90th percentile {e.p90:.1%}, worst {e.worst:.1%} ({e.count} measurements)"
+        f"held out, {name}: median error {e.median:.1%}, 90th percentile {e.p90:.1%}, worst {e.worst:.1%} ({e.count} "
+        "measurements)"
         for name, e in found.held_out.items()
     ]
     return "\n".join(lines)

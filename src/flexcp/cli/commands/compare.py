@@ -27,10 +27,11 @@ def compare(
 ) -> None:
     """Plan one batch with every strategy and simulate each plan: time, waits, bytes, MFU, distance to what is possible.
 
-    Speed-ups are over the best static method of this batch, which a run that keeps one method does not have: once over those that deal
-    documents to groups by tokens (as Megatron, DeepSpeed and torchtitan do), once by load (zigzag@load). All static methods are looked at
-    for that, also those that --strategies leaves out. `flexcp advise` compares with one method fixed for the run. What a strategy
-    refuses is told below the table; where all refuse there is no table, and the exit code is 2.
+    Speed-ups are over the best static method of this batch, which a run that keeps one method does not have: once over
+    those that deal documents to groups by tokens (as Megatron, DeepSpeed and torchtitan do), once by load
+    (zigzag@load). All static methods are looked at for that, also those that --strategies leaves out. `flexcp advise`
+    compares with one method fixed for the run. What a strategy refuses is told below the table; where all refuse there
+    is no table, and the exit code is 2.
 
     Example: `flexcp compare --lengths web:262144:0 --cluster h100:4x8 --model llama3-8b`
     """
@@ -92,8 +93,8 @@ def table(found: Comparison) -> str:
     shown = found.shown
     step = bool(shown) and shown[0].simulation is not None and shown[0].simulation.step is not None
     head = (
-        f"{'strategy':<16} {'ms':>9} {'x static':>9} {'x @load':>8} {'MFU fwd':>8} {'bwd':>6} {'MB/layer':>9} {'balance':>8} "
-        f"{'optimality':>11}"
+        f"{'strategy':<16} {'ms':>9} {'x static':>9} {'x @load':>8} {'MFU fwd':>8} {'bwd':>6} {'MB/layer':>9} "
+        f"{'balance':>8} {'optimality':>11}"
     )
     lines = [head + (f" {'tokens/s':>11}" if step else "")]
     slowest = max((row.ns for row in shown), default=1)
@@ -103,7 +104,8 @@ def table(found: Comparison) -> str:
     if found.ran:
         lines.append(_units(found.ran[0]))
     lines.append(
-        "bars: # attention, . waiting, = other layers and gradient sync. optimality: attention's time over its lower bound."
+        "bars: # attention, . waiting, = other layers and gradient sync. "
+        "optimality: attention's time over its lower bound."
     )
     best, by_load = found.best_static, found.best_static_by_load
     if best is not None:
@@ -130,7 +132,8 @@ def _units(row: Row) -> str:
     layers = sum(mask.layers for mask in masks)
     whole = "attention, forward and backward, of" if row.simulation.step is None else "a whole step of"
     one = "one layer" if len(masks) == 1 else "a layer, on average over all of them"
-    return f"ms: {whole} {layers} {'layer' if layers == 1 else 'layers'}. MB/layer: what ranks send in {one}, forward and backward."
+    each = "layer" if layers == 1 else "layers"
+    return f"ms: {whole} {layers} {each}. MB/layer: what ranks send in {one}, forward and backward."
 
 
 def _line(found: Comparison, row: Row, step: bool) -> str:
@@ -141,7 +144,8 @@ def _line(found: Comparison, row: Row, step: bool) -> str:
     )
     text = (
         f"{row.name:<16} {row.ns / 1e6:>9.3f} {by_tokens:>9} {by_load:>8} {simulation.mfu(False):>8.1%} "
-        f"{simulation.mfu(True):>6.1%} {row.moved_bytes / 1e6:>9.1f} {row.work_imbalance:>8.3f} {simulation.optimality:>11.3f}"
+        f"{simulation.mfu(True):>6.1%} {row.moved_bytes / 1e6:>9.1f} {row.work_imbalance:>8.3f} "
+        f"{simulation.optimality:>11.3f}"
     )
     return text + (f" {simulation.plan.batch.tokens / row.ns * 1e9:>11,.0f}" if step else "")
 

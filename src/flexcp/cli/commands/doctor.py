@@ -17,7 +17,8 @@ NoTest = Annotated[bool, typer.Option("--no-test", help="Only look; run nothing.
 
 
 def doctor(no_test: NoTest = False, as_json: Json = False) -> None:
-    """Look at this machine, try flexcp out on it (20 seconds), and say what to fix. Exit code 1: something stands in the way.
+    """Look at this machine, try flexcp out on it (20 seconds), and say what to fix. Exit code 1:
+    something stands in the way.
 
     Example: `flexcp doctor`
     """

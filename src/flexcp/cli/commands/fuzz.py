@@ -93,8 +93,8 @@ def _write(path: Path | None, found: Found) -> None:
 
 def _now(found: Found) -> str:
     return (
-        f"{found.cases:,} cases in {found.seconds:.0f} s: {found.plans:,} plans, {found.refused:,} refused, {found.on_ranks:,} on real "
-        f"ranks, {len(found.failures)} failed"
+        f"{found.cases:,} cases in {found.seconds:.0f} s: {found.plans:,} plans, {found.refused:,} refused, "
+        f"{found.on_ranks:,} on real ranks, {len(found.failures)} failed"
     )
 
 

@@ -21,7 +21,8 @@ Check = Annotated[bool, typer.Option("--check", help="Execute the plan symbolica
 def show(file: File, check: Check = False, html: Html = None, as_json: Json = False) -> None:
     """Show a saved plan: who keeps and computes what, and what moves.
 
-    A damaged file, or one of an unknown version, is refused with exit code 2; with `--check`, so is a plan that would compute nonsense.
+    A damaged file, or one of an unknown version, is refused with exit code 2; with `--check`, so is a plan that would
+    compute nonsense.
 
     Example: `flexcp plan --lengths 4096,800,1 --ranks 8 --save a.plan && flexcp show a.plan`
     """

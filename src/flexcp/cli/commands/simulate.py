@@ -110,15 +110,16 @@ def text(found: Simulation, name: str) -> str:
     for backward in (False, True):
         b, way = found.bounds(backward), "backward" if backward else "forward"
         lines.append(
-            f"{way:<9} {found.pass_ns(backward) / 1e6:.3f} ms, MFU {found.mfu(backward):.1%}, {found.pass_optimality(backward):.3f} "
-            f"times what is possible (compute {b.compute / 1e6:.3f}, link {b.link / 1e6:.3f}, granularity {b.granularity / 1e6:.3f} ms)"
+            f"{way:<9} {found.pass_ns(backward) / 1e6:.3f} ms, MFU {found.mfu(backward):.1%}, "
+            f"{found.pass_optimality(backward):.3f} times what is possible (compute {b.compute / 1e6:.3f}, link "
+            f"{b.link / 1e6:.3f}, granularity {b.granularity / 1e6:.3f} ms)"
         )
     if found.step is not None:
         step = found.step
         lines.append(
-            f"step      {step.total_ns / 1e6:.3f} ms on the slowest rank: attention {step.attention_ns / 1e6:.3f}, waiting "
-            f"{step.wait_ns / 1e6:.3f}, other layers {step.linear_ns / 1e6:.3f}, exposed gradient sync {step.sync_ns / 1e6:.3f}; "
-            f"{found.plan.batch.tokens / step.total_ns * 1e9:,.0f} tokens/s"
+            f"step      {step.total_ns / 1e6:.3f} ms on the slowest rank: attention {step.attention_ns / 1e6:.3f}, "
+            f"waiting {step.wait_ns / 1e6:.3f}, other layers {step.linear_ns / 1e6:.3f}, exposed gradient sync "
+            f"{step.sync_ns / 1e6:.3f}; {found.plan.batch.tokens / step.total_ns * 1e9:,.0f} tokens/s"
         )
     masks = found.plan.batch.masks
     of = f" of the mask {masks[0].name!r}, the first of {len(masks)}" if len(masks) > 1 else ""

@@ -1,4 +1,6 @@
-"""``flexcp train``: train a model on long-tailed documents or a text file, on CPU ranks of its own or as one of torchrun's."""
+"""``flexcp train``: train a model on long-tailed documents or a text file,
+on CPU ranks of its own or as one of torchrun's.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
 Data = Annotated[
     str,
     typer.Option(
-        help="A text file (blank lines part documents), @file of document lengths, or a length distribution (longtail, web, ...)."
+        help="A text file (blank lines part documents), @file of document lengths, or a length distribution "
+        "(longtail, web, ...)."
     ),
 ]
 Tokens = Annotated[int, typer.Option(parser=o.tokens, metavar="TOKENS", help="Tokens a step.")]
@@ -37,8 +40,9 @@ class TrainModelOptions(ModelOptions):
     model: Annotated[
         str | None,
         typer.Option(
-            help="A Hugging Face config.json or its folder; without, a small GPT (gpt), of the sizes that --heads, --kv-heads, --head-dim, "
-            "--hidden and --layers give. Presets such as llama3-8b are too large: every rank holds the whole model."
+            help="A Hugging Face config.json or its folder; without, a small GPT (gpt), of the sizes that --heads, "
+            "--kv-heads, --head-dim, --hidden and --layers give. Presets such as llama3-8b are too large: "
+            "every rank holds the whole model."
         ),
     ] = None
 
@@ -59,7 +63,8 @@ def train(
 ) -> None:
     """Train, and say of every step: loss, tokens/s, balance, bytes, predicted and measured time.
 
-    Example: `flexcp train --ranks 4 --steps 20`; on GPUs `torchrun --nproc-per-node 8 --no-python flexcp train --model config.json`
+    Example: `flexcp train --ranks 4 --steps 20`; on GPUs `torchrun --nproc-per-node 8 --no-python flexcp train --model
+    config.json`
     """
     from flexcp.clusters import cluster as machine
     from flexcp.planners.strategies import find_strategy
@@ -68,8 +73,8 @@ def train(
     # A mistake ends here in one line: before torch is loaded, and not on every rank.
     if cluster and ":" in cluster:
         raise ValueError(
-            f"--cluster {cluster}: train takes the preset's name alone, --cluster {cluster.partition(':')[0]}, and its ranks from --ranks "
-            "or torchrun"
+            f"--cluster {cluster}: train takes the preset's name alone, --cluster {cluster.partition(':')[0]}, and its "
+            "ranks from --ranks or torchrun"
         )
     machine(cluster or "cpu")
     find_strategy(strategy)

@@ -58,7 +58,8 @@ def verify(
     """Run forward and backward on real processes and compare with dense float64 attention on one.
 
     Example: `flexcp verify --lengths 700,31,1 --ranks 3 --strategy blocks --heads 4 --kv-heads 2`, or
-    `flexcp verify @dumps` for what ranks with `flexcp.Telemetry("dumps")` left behind (only --seed and --kernel count then).
+    `flexcp verify @dumps` for what ranks with `flexcp.Telemetry("dumps")` left behind (only --seed and --kernel count
+    then).
     """
     if bool(dump) == bool(asked.batch.lengths):
         raise ValueError("verify takes either --lengths, for a plan made now, or @DUMP, for those of a dump")
@@ -90,7 +91,9 @@ def verify(
 
 
 def replay_dump(dump: str, seed: int, kernel: str, as_json: bool) -> None:
-    """Replay what ranks dumped, or a case that ``flexcp fuzz`` wrote; exit code 1 when a plan is bad or ranks held different ones."""
+    """Replay what ranks dumped, or a case that ``flexcp fuzz`` wrote;
+    exit code 1 when a plan is bad or ranks held different ones.
+    """
     from flexcp.fuzz.cases import is_case_file
     from flexcp.measure.replay_dumps import replay
 
@@ -154,6 +157,7 @@ def _as_text(found: Replay) -> str:
             worst = max(verdict.errors, key=lambda n: verdict.errors[n] / verdict.allowed[n])
             match = "bytes equal the plan's" if verdict.bytes_match else "BYTES DIFFER from the plan's"
             lines.append(
-                f"  {visible(name)}: worst {worst}, error {verdict.errors[worst]:.2e} (allowed {verdict.allowed[worst]:.2e}), {match}"
+                f"  {visible(name)}: worst {worst}, error {verdict.errors[worst]:.2e} (allowed "
+                f"{verdict.allowed[worst]:.2e}), {match}"
             )
     return "\n".join(lines)

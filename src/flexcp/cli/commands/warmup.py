@@ -15,8 +15,8 @@ from flexcp.cli.shared.progress import compiling
 def warmup(as_json: Json = False) -> None:
     """Compile what planning needs and keep it, so that the first plan of a run takes milliseconds.
 
-    It is kept in NUMBA_CACHE_DIR, beside the package or in the user's cache folder, whichever can be written. These folders
-    hold code: those that other users can write are not used. Exit code 1: it is kept in none.
+    It is kept in NUMBA_CACHE_DIR, beside the package or in the user's cache folder, whichever can be written. These
+    folders hold code: those that other users can write are not used. Exit code 1: it is kept in none.
 
     Example: `flexcp warmup`
     """

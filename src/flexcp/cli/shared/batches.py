@@ -1,7 +1,8 @@
-"""The batch that a command is about. Lengths on the command line are one batch; a file of them is a data set, of which batches are cut.
+"""The batch that a command is about. Lengths on the command line are one batch; a file of them is a data set,
+of which batches are cut.
 
-Batches are cut as ``flexcp advise`` cuts passes, so both look at the same documents; which one was taken is said beside the result. The cap
-on a rank's tokens by which a batch was cut holds for its plans too, told or not.
+Batches are cut as ``flexcp advise`` cuts passes, so both look at the same documents; which one was taken is said beside
+the result. The cap on a rank's tokens by which a batch was cut holds for its plans too, told or not.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
     from flexcp.models.preset import Preset
 
 MASKS = "causal, full, window:W, lambda:S,W, shared-question:N,SHARE, blockwise:B,L, chunked:C, prefix:P, @mask.json"
-"""``flexcp.masks.MASK_SIGNATURES``, written out because help must not load NumPy; tests/masks/test_named.py compares them."""
+"""``flexcp.masks.MASK_SIGNATURES``, written out because help must not load NumPy;
+tests/masks/test_named.py compares them.
+"""
 TOKENS_PER_RANK = 32_768
 """What a rank is taken to hold where no cap is given."""
 
@@ -29,7 +32,9 @@ MaybeMask = Annotated[str | None, typer.Option(help=f"{MASKS}; what the model's 
 
 @dataclass(frozen=True)
 class Taken:
-    """Lengths of one batch, the most tokens a rank may keep of it, and which part of a file it is; no words where it is all there is."""
+    """Lengths of one batch, the most tokens a rank may keep of it, and which part of a file it is;
+    no words where it is all there is.
+    """
 
     lengths: list[int]
     max_tokens_per_rank: int | None
@@ -107,6 +112,6 @@ def _too_long_words(lengths: list[int], ranks: int, cap: int) -> str:
         return ""
     others = f" and {len(longer) - 1:,} more" if len(longer) > 1 else ""
     return (
-        f"document {longer[0]} of the file ({lengths[longer[0]]:,} tokens){others} can run in no batch: {ranks} ranks x {cap:,} tokens "
-        f"keep {ranks * cap:,}"
+        f"document {longer[0]} of the file ({lengths[longer[0]]:,} tokens){others} can run in no batch: {ranks} ranks "
+        f"x {cap:,} tokens keep {ranks * cap:,}"
     )

@@ -1,8 +1,9 @@
-"""Registry of commands, with what every command has: ``--quiet``, groups of options, and mistakes in one line with the nearest name.
+"""Registry of commands, with what every command has: ``--quiet``, groups of options,
+and mistakes in one line with the nearest name.
 
-:class:`Commands` gives each command one more option, so that a new command needs no line for it, and makes options of the groups it takes
-(:mod:`flexcp.cli.shared.option_groups`). :func:`one_line` says what was wrong with the words of a command line the way the library says
-what was wrong with a value.
+:class:`Commands` gives each command one more option, so that a new command needs no line for it, and makes options of
+the groups it takes (:mod:`flexcp.cli.shared.option_groups`). :func:`one_line` says what was wrong with the words of a
+command line the way the library says what was wrong with a value.
 """
 
 from __future__ import annotations

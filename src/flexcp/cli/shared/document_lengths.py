@@ -1,4 +1,6 @@
-"""Document lengths as users have them: the grammar of ``--lengths``, JSON lines of texts or token ids, Hugging Face data sets."""
+"""Document lengths as users have them: the grammar of ``--lengths``, JSON lines of texts or token ids,
+Hugging Face data sets.
+"""
 
 from __future__ import annotations
 

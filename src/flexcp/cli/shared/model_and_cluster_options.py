@@ -76,8 +76,8 @@ class ModelOptions(HeadsOptions):
     model: Annotated[
         str | None,
         typer.Option(
-            help="llama3-8b, llama3-70b, gpt-8b, qwen3-30b-a3b, qwen2.5-vl-7b, or a Hugging Face config.json or its folder; or describe it "
-            "by --heads, --kv-heads, --head-dim, --hidden and --layers."
+            help="llama3-8b, llama3-70b, gpt-8b, qwen3-30b-a3b, qwen2.5-vl-7b, or a Hugging Face config.json or its "
+            "folder; or describe it by --heads, --kv-heads, --head-dim, --hidden and --layers."
         ),
     ] = None
     hidden: Annotated[int | None, typer.Option(help="Width of the model; heads x head-dim by default.")] = None

@@ -6,9 +6,9 @@
 
     def simulate(where: ClusterOptions, strategy: options.Strategy = "auto") -> None: ...
 
-makes a command with ``--cluster``, ``--ranks`` and ``--strategy``. A field may be a group itself; only the names of options count on the
-command line. An option's name, type, help and default are so declared once, whichever commands have it; a group derived from another
-changes one of them.
+makes a command with ``--cluster``, ``--ranks`` and ``--strategy``. A field may be a group itself; only the names of
+options count on the command line. An option's name, type, help and default are so declared once, whichever commands
+have it; a group derived from another changes one of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from typing import Any, dataclass_transform, get_type_hints
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 class OptionGroup:
-    """Options by name. A frozen dataclass to type checkers; making real ones would cost every command a millisecond a group."""
+    """Options by name. A frozen dataclass to type checkers;
+    making real ones would cost every command a millisecond a group.
+    """
 
     def __init__(self, **options: Any) -> None:
         vars(self).update(options)

@@ -1,8 +1,10 @@
-"""Options: the name, type and help of those that several commands have beside different others, and what their words mean.
+"""Options: the name, type and help of those that several commands have beside different others,
+and what their words mean.
 
-Options that always go together are declared in their group, with their defaults: a batch's in :mod:`flexcp.cli.shared.batches`, a model's
-and a cluster's in :mod:`flexcp.cli.shared.model_and_cluster_options`, a plan's in :mod:`flexcp.cli.shared.plan_options`, a simulation's in
-:mod:`flexcp.cli.shared.scenario`. What one command alone has stands beside it.
+Options that always go together are declared in their group, with their defaults: a batch's in
+:mod:`flexcp.cli.shared.batches`, a model's and a cluster's in :mod:`flexcp.cli.shared.model_and_cluster_options`, a
+plan's in :mod:`flexcp.cli.shared.plan_options`, a simulation's in :mod:`flexcp.cli.shared.scenario`. What one command
+alone has stands beside it.
 """
 
 from __future__ import annotations

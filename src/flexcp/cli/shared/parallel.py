@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Divided:
-    """What context parallelism sees, the model as one rank has it (None where only heads are told), and the division in words."""
+    """What context parallelism sees, the model as one rank has it (None where only heads are told),
+    and the division in words.
+    """
 
     topology: Topology
     preset: Preset | None
@@ -42,7 +44,9 @@ class ParallelOptions(OptionGroup):
     ep: Annotated[int, typer.Option(help="Expert parallelism: divides experts' weights; ranks and heads stay.")] = 1
 
     def divided(self, cluster: Cluster, shape: Shape, preset: Preset | None) -> Divided:
-        """The GPUs of ``cluster`` and a model under these parallelisms; only attention's ``shape`` may be known of it."""
+        """The GPUs of ``cluster`` and a model under these parallelisms;
+        only attention's ``shape`` may be known of it.
+        """
         from flexcp.models.topology import topology
 
         found = topology(cluster, shape, None if preset is None else preset.model, tp=self.tp, pp=self.pp)
@@ -52,8 +56,8 @@ class ParallelOptions(OptionGroup):
         if preset is not None and preset.experts > 1 and self.ep > 0 and (gpus % self.ep or preset.experts % self.ep):
             fits = [n for n in range(1, gpus + 1) if gpus % n == 0 and preset.experts % n == 0]
             raise ValueError(
-                f"--ep {self.ep} does not divide both the {preset.experts} experts of {preset.model.name} and the {gpus} GPUs of {cluster} "
-                f"that hold the same layers; use one of {fits}"
+                f"--ep {self.ep} does not divide both the {preset.experts} experts of {preset.model.name} and the "
+                f"{gpus} GPUs of {cluster} that hold the same layers; use one of {fits}"
             )
         part = None if preset is None else self.part(preset)
         return Divided(found, part, self._words(cluster, shape, found))
@@ -71,9 +75,9 @@ class ParallelOptions(OptionGroup):
         ranks, each = found.cluster.ranks, found.cluster.ranks_per_node
         copied = f" (a copy of one of {shape.kv_heads})" if shape.kv_heads < self.tp else ""
         text = (
-            f"{cluster} under {', '.join(f'{name} {value}' for name, value in degrees.items())}: {ranks} context-parallel "
-            f"{'rank' if ranks == 1 else 'ranks'}, {each} a node, each with {found.shape.heads} query and {found.shape.kv_heads} KV "
-            f"heads{copied}"
+            f"{cluster} under {', '.join(f'{name} {value}' for name, value in degrees.items())}: {ranks} "
+            f"context-parallel {'rank' if ranks == 1 else 'ranks'}, {each} a node, each with {found.shape.heads} query "
+            f"and {found.shape.kv_heads} KV heads{copied}"
         )
         if self.pp > 1:
             text += "; times are of one stage, without bubbles"

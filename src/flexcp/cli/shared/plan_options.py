@@ -65,7 +65,9 @@ class PlanOptions(OptionGroup):
     cost: o.CostFile = None
 
     def made_planner(self, default: tuple[int, int, int]) -> Planner:
-        """The planner these options describe; ``default`` are query heads, KV heads and head size where they say nothing."""
+        """The planner these options describe; ``default`` are query heads,
+        KV heads and head size where they say nothing.
+        """
         from flexcp.planner import Planner
 
         measured = o.cost_of(self.cost)
@@ -75,7 +77,9 @@ class PlanOptions(OptionGroup):
         return Planner(cost=measured.cost, training=training, **(divided.topology.arguments | vars(self.planner)))
 
     def taken(self, planner: Planner) -> tuple[Planner, list[int]]:
-        """(The planner with the cap that the batch was cut by, lengths of the batch); which part of a file they are is said."""
+        """(The planner with the cap that the batch was cut by, lengths of the batch);
+        which part of a file they are is said.
+        """
         found = self.batch.announced(planner.cluster.ranks, self.planner.max_tokens_per_rank)
         capped = copy(planner)
         capped.max_tokens_per_rank = found.max_tokens_per_rank

@@ -1,7 +1,7 @@
 """Progress: what takes more than a second says so on stderr, as a spinner.
 
-The first plan on a machine takes half a minute, because loops are compiled; they log about themselves, and the spinner shows it. Whoever
-watches a terminal should see why; a pipe sees nothing, nor does who asked for ``--quiet``.
+The first plan on a machine takes half a minute, because loops are compiled; they log about themselves, and the spinner
+shows it. Whoever watches a terminal should see why; a pipe sees nothing, nor does who asked for ``--quiet``.
 """
 
 from __future__ import annotations

@@ -35,7 +35,9 @@ def report_training(path: Path, steps: Sequence[StepReport], config: TrainConfig
 
 
 def timed_plan(plan: Plan, title: str | None = None, time: PlanTime | None = None) -> Section:
-    """A plan with the simulated timeline of a layer; ``time`` is what the plan took where it was simulated, else that of its layers."""
+    """A plan with the simulated timeline of a layer; ``time`` is what the plan took where it was simulated,
+    else that of its layers.
+    """
     from flexcp.report.layer_timeline import layer_timeline
     from flexcp.report.plan_tables import plan_section
 

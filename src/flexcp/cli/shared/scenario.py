@@ -1,4 +1,6 @@
-"""What ``simulate`` and ``compare`` are asked about: a batch, a model, a cluster and a cost model, from the command line."""
+"""What ``simulate`` and ``compare`` are asked about: a batch, a model, a cluster and a cost model,
+from the command line.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""``--sync`` and ``--overlap``: what a training step has beside its model, as commands that time or plan one are told it."""
+"""``--sync`` and ``--overlap``: what a training step has beside its model,
+as commands that time or plan one are told it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ class StepOptions(OptionGroup):
     overlap: Annotated[float, typer.Option(help="Share of a layer's time behind which gradient sync may hide.")] = 1.0
 
     def training(self, preset: Preset | None, tp: int) -> Training | None:
-        """The step of a model as one rank has it, under tensor parallelism over ``tp``; None where no whole model is told."""
+        """The step of a model as one rank has it, under tensor parallelism over ``tp``;
+        None where no whole model is told.
+        """
         from flexcp.simulator.step_parts import SYNCS, Training
 
         if self.sync not in SYNCS:

@@ -1,1 +1,3 @@
-"""Planning ahead of the training loop: what a planner process is asked for, the processes, and plans shared between ranks."""
+"""Planning ahead of the training loop: what a planner process is asked for, the processes,
+and plans shared between ranks.
+"""

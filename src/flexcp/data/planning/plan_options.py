@@ -1,6 +1,7 @@
 """Plan options: what a user gives the Loader for the planner's calls, checked by name when the Loader is made.
 
-Plans are made later and in other processes, where a wrong name would be an error of the planner's call at the first step.
+Plans are made later and in other processes, where a wrong name would be an error of the planner's call at the first
+step.
 """
 
 from __future__ import annotations
@@ -51,5 +52,6 @@ def check_micro_batches(planner: PlannerLike, options: Mapping[str, Any]) -> Non
     for name in options:
         if name not in known:
             raise ValueError(
-                f"plan_options={{{name!r}: ...}} does not go with micro_batches=True, which takes {', '.join(known)}; drop one of them"
+                f"plan_options={{{name!r}: ...}} does not go with micro_batches=True, which takes {', '.join(known)}; "
+                "drop one of them"
             )

@@ -1,11 +1,12 @@
 """Plan orders: what the loader wants planned for a step, and the parts that come of it.
 
-An order is plain data that travels to a planner process, and fulfilling it is a pure function of the order and the planner. A step has one
-part, or several micro-batches where the order says so. With every plan comes what this rank derives of it (its *recipe*,
-:mod:`flexcp.executor.run.rank_recipe`), so that the training process is left with what needs the device.
+An order is plain data that travels to a planner process, and fulfilling it is a pure function of the order and the
+planner. A step has one part, or several micro-batches where the order says so. With every plan comes what this rank
+derives of it (its *recipe*, :mod:`flexcp.executor.run.rank_recipe`), so that the training process is left with what
+needs the device.
 
-Between processes plans travel as plan files, with their checks and their hash; recipes as :mod:`flexcp.executor.run.recipe_bytes` has
-them. Between ranks only plans travel: each derives its own recipe.
+Between processes plans travel as plan files, with their checks and their hash; recipes as
+:mod:`flexcp.executor.run.recipe_bytes` has them. Between ranks only plans travel: each derives its own recipe.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ class RecipeWish:
 
 @dataclass(frozen=True)
 class PlanOrder:
-    """A step to plan: the planner's arguments, whether it may be cut into micro-batches, and the speeds of ranks in per mille where they
-    are not the planner's own."""
+    """A step to plan: the planner's arguments, whether it may be cut into micro-batches, and the speeds of ranks in per
+    mille where they are not the planner's own.
+    """
 
     lengths: Ints
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -51,7 +53,9 @@ class PlanOrder:
 
 @dataclass(frozen=True)
 class PlannedPart:
-    """A batch of its own: which documents of the step are in it, its plan, and what this rank derives of that where it was wished for."""
+    """A batch of its own: which documents of the step are in it, its plan,
+    and what this rank derives of that where it was wished for.
+    """
 
     documents: list[int]
     plan: Plan

@@ -1,12 +1,14 @@
 """Plan sharing: every step is planned by one rank, and the others read its plan from the group's store.
 
-Rank ``step % ranks`` plans a step, so planning spreads over the cores of all nodes, and a planner that would not find the same answer twice
-is asked once. The training thread waits for every call to the store, which has a time limit: a client that blocks would block whoever else
-uses the store. A rank puts its finished plans there whenever it comes for its next step, and takes out those of others that are ready by
-then, so that its own planner processes derive its part of them ahead; the last reader of a plan deletes it. A plan that fails is shared as
-its error, so that all ranks stop with the cause.
+Rank ``step % ranks`` plans a step, so planning spreads over the cores of all nodes, and a planner that would not find
+the same answer twice is asked once. The training thread waits for every call to the store, which has a time limit: a
+client that blocks would block whoever else uses the store. A rank puts its finished plans there whenever it comes for
+its next step, and takes out those of others that are ready by then, so that its own planner processes derive its part
+of them ahead; the last reader of a plan deletes it. A plan that fails is shared as its error, so that all ranks stop
+with the cause.
 
-Every iteration has its own run number, counted in the store, so what a broken-off one left behind is never mistaken for a plan.
+Every iteration has its own run number, counted in the store, so what a broken-off one left behind is never mistaken for
+a plan.
 """
 
 from __future__ import annotations
@@ -84,12 +86,15 @@ class SharedPlans:
             self.mine[step] = parts
             data = b"=" + shared_bytes(parts)
         begin = time.perf_counter()
-        through_store(self.timeout, lambda: self.store.set(key, data))  # type: ignore[arg-type]  # bytes pass as they are
+        # bytes pass as they are
+        through_store(self.timeout, lambda: self.store.set(key, data))  # type: ignore[arg-type]
         self.unread.add(key)
         self.pool.stats.sharing_s += time.perf_counter() - begin
 
     def _read_ahead(self) -> None:
-        """Hand plans of others that are ready to this rank's planner processes, in the order in which they will be taken."""
+        """Hand plans of others that are ready to this rank's planner processes,
+        in the order in which they will be taken.
+        """
         while self.pool.shared is not None and self.others:
             step = self.others[0]
             if not through_store(self.timeout, partial(self.store.check, [self._key(step)])):
@@ -117,8 +122,8 @@ class SharedPlans:
             self.store.wait([key], self.timeout)
         except dist.DistStoreError as error:
             raise PlanningError(
-                f"rank {step % self.size} did not share the plan of step {step} within {self.timeout.total_seconds():g} s; "
-                "it died or stalled"
+                f"rank {step % self.size} did not share the plan of step {step} within "
+                f"{self.timeout.total_seconds():g} s; it died or stalled"
             ) from error
         self.pool.stats.waited(0.0 if ready else time.perf_counter() - begin)
         return self._fetched(step)

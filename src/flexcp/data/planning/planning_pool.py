@@ -1,14 +1,17 @@
 """Planning pool: plans made ahead of the training loop by other processes.
 
-A :class:`Pool` has a thread per worker process. The thread takes the next job, hands it to its worker and waits for the answer; that is
-all it does, so whatever happens to a worker happens to one thread and one job:
+A :class:`Pool` has a thread per worker process. The thread takes the next job, hands it to its worker and waits for the
+answer; that is all it does, so whatever happens to a worker happens to one thread and one job:
 
-    worker dies        its job is done again by a fresh worker, with a warning; after ``TRIES`` deaths over the same job it is an error
-    planning fails     the worker's message, or traceback where it is no user's mistake, is raised where the training loop takes that plan
+    worker dies        its job is done again by a fresh worker, with a warning; after ``TRIES`` deaths over the same
+                       job it is an error
+    planning fails     the worker's message, or traceback where it is no user's mistake, is raised where the training
+                       loop takes that plan
     worker is stuck    after ``patience`` seconds of waiting the loop warns, ends the worker and plans the step itself
 
-Jobs are pure functions of their arguments, so doing one twice, or elsewhere, gives the same plan. Warnings are given by the thread that
-takes plans. The pool's workers end when it is closed, collected, or when the process ends in whatever way (see ``worker.py``).
+Jobs are pure functions of their arguments, so doing one twice, or elsewhere, gives the same plan. Warnings are given by
+the thread that takes plans. The pool's workers end when it is closed, collected, or when the process ends in whatever
+way (see ``worker.py``).
 """
 
 from __future__ import annotations
@@ -75,7 +78,8 @@ class _Worker:
         try:
             path = json.dumps([os.path.abspath(p) for p in sys.path])
             command = [sys.executable, "-c", START, path, str(theirs.fileno()), str(life_read)]
-            # A session of its own: Ctrl-C in a terminal is for the training process, which then lets go of the lifeline.
+            # A session of its own: Ctrl-C in a terminal is for the training process, which then lets go of the
+            # lifeline.
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(), life_read), start_new_session=True
             )
@@ -96,8 +100,8 @@ class _Worker:
         what, text = self.pipe.recv()
         if what == "broken":
             raise PlanningError(
-                "a planner process cannot load the planner; make it of importable, picklable parts, or plan in the training process with "
-                f"workers=0:\n{text}"
+                "a planner process cannot load the planner; make it of importable, picklable parts, or plan in the "
+                f"training process with workers=0:\n{text}"
             )
 
     def plan(self, job: Job) -> tuple[str, float, Any]:
@@ -118,7 +122,9 @@ class _Worker:
 
 @dataclass(eq=False)
 class _Shared:
-    """What the threads and the pool have in common; it holds no reference to the pool, so that the pool can be collected."""
+    """What the threads and the pool have in common; it holds no reference to the pool,
+    so that the pool can be collected.
+    """
 
     planner: bytes
     stats: Stats
@@ -155,7 +161,9 @@ class Pool:
             self._closing = weakref.finalize(self, _shut, self.shared, self.threads)
 
     def ask(self, key: Hashable, order: PlanOrder | bytes) -> None:
-        """Have this planned; without workers it is planned when it is taken. Bytes are another rank's plans, to derive recipes of."""
+        """Have this planned; without workers it is planned when it is taken. Bytes are another rank's plans,
+        to derive recipes of.
+        """
         job = self.jobs[key] = Job(key, order)
         if self.shared is not None:
             with self.shared.change:
@@ -243,7 +251,8 @@ def _pickled(planner: PlannerLike, wish: RecipeWish | None) -> bytes:
         return pickle.dumps((planner, wish))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(
-            f"this planner cannot be sent to planner processes ({error}); make it of importable, picklable parts, or use workers=0"
+            f"this planner cannot be sent to planner processes ({error}); make it of importable, picklable parts, or "
+            "use workers=0"
         ) from None
 
 

@@ -1,8 +1,9 @@
 """Worker: a process that plans what comes through its pipe, and ends with the process that started it.
 
-It is a fresh interpreter (never a fork: no threads, locks, store clients or CUDA contexts come along) and imports neither torch nor the
-user's script. Plans go back as wire bytes, with what a rank derives of them. A second pipe, of which only the parent holds the writing
-end, is its lifeline: when that closes, however the parent ended, the worker leaves at once, in the middle of a plan too.
+It is a fresh interpreter (never a fork: no threads, locks, store clients or CUDA contexts come along) and imports
+neither torch nor the user's script. Plans go back as wire bytes, with what a rank derives of them. A second pipe, of
+which only the parent holds the writing end, is its lifeline: when that closes, however the parent ended, the worker
+leaves at once, in the middle of a plan too.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ START = (
 
 
 def main(pipe_fd: int, lifeline_fd: int) -> None:
-    """Say ready or broken, then answer every order, or shared plans, with ("parts", seconds, parts) or ("failed", seconds, text)."""
+    """Say ready or broken, then answer every order, or shared plans,
+    with ("parts", seconds, parts) or ("failed", seconds, text).
+    """
     threading.Thread(target=_follow, args=(lifeline_fd,), daemon=True).start()
     pipe = Connection(pipe_fd)
     try:

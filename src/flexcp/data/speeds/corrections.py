@@ -1,8 +1,9 @@
 """Corrections: from which step on the planner takes ranks for how fast. Integers only; no clock, no torch.
 
-A correction is (epoch, step, speeds): from that step of that epoch on, rank r computes at ``speeds[r]`` per mille of the cluster's speed.
-Corrections are numbered by their place in the list. A step's plan depends on the last one that is not after it, and on nothing that was
-measured since, so that a list of them replays a run: the same steps, planned with the same corrections, have the same hashes.
+A correction is (epoch, step, speeds): from that step of that epoch on, rank r computes at ``speeds[r]`` per mille of
+the cluster's speed. Corrections are numbered by their place in the list. A step's plan depends on the last one that is
+not after it, and on nothing that was measured since, so that a list of them replays a run: the same steps, planned with
+the same corrections, have the same hashes.
 
 :func:`agreed_speeds` makes one of what all ranks measured, by the same integer arithmetic on every rank.
 """
@@ -21,7 +22,8 @@ STEP = 10
 LEAST_CHANGE = 30
 """Per mille by which a rank must differ from what it is taken for before there is a new correction."""
 SLOWEST, FASTEST = 100, 10_000
-"""A rank that seems slower or faster than these per mille of the others has something else wrong, which no plan mends."""
+"""A rank that seems slower or faster than these per mille of the others has something else wrong, which no plan mends.
+"""
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,9 @@ def speeds_at(corrections: Sequence[Correction], epoch: int, step: int) -> tuple
 def agreed_speeds(measured: Sequence[tuple[int, int]], taken: Sequence[int]) -> tuple[int, ...] | None:
     """New speeds of all ranks, or None where what they are taken for is near enough.
 
-    ``measured`` is, of each rank, the nanoseconds its work takes by the cost model at nominal speed, and those it took. The cost model's
-    own error is in all ranks alike, so speeds are relative: the rank in the middle gets the middle one of those they are taken for. A rank
-    that did nothing keeps its own.
+    ``measured`` is, of each rank, the nanoseconds its work takes by the cost model at nominal speed, and those it took.
+    The cost model's own error is in all ranks alike, so speeds are relative: the rank in the middle gets the middle one
+    of those they are taken for. A rank that did nothing keeps its own.
     """
     scale = NOMINAL_SPEED * NOMINAL_SPEED
     rates = [max(1, scale * expected // took) if expected and took else 0 for expected, took in measured]

@@ -1,7 +1,8 @@
-"""Follow: every so many steps the ranks of a loader tell each other what they measured, and agree once on how fast each of them is.
+"""Follow: every so many steps the ranks of a loader tell each other what they measured,
+and agree once on how fast each of them is.
 
-Every rank comes to the exchange at the same step, adds the same correction to its list and lets it begin at the first step that none of
-them has asked for yet: after the look-ahead. Nothing else of what was measured reaches a plan.
+Every rank comes to the exchange at the same step, adds the same correction to its list and lets it begin at the first
+step that none of them has asked for yet: after the look-ahead. Nothing else of what was measured reaches a plan.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ class SpeedFollower:
             raise ValueError(f"follow_speeds is a count of steps between two corrections, or 0 for none; got {every!r}")
         if every and not isinstance(telemetry, Telemetry):
             raise ValueError(
-                f"follow_speeds={every} needs telemetry=flexcp.Telemetry(...), which measures; got telemetry={telemetry!r}"
+                f"follow_speeds={every} needs telemetry=flexcp.Telemetry(...), which measures; got "
+                f"telemetry={telemetry!r}"
             )
         self.cluster: Cluster | None = getattr(planner, "cluster", None)
         if every and (self.cluster is None or not hasattr(planner, "with_speeds")):
             raise ValueError(
-                f"follow_speeds={every} needs a planner with a cluster and with_speeds, as flexcp.Planner has; got {planner!r}"
+                f"follow_speeds={every} needs a planner with a cluster and with_speeds, "
+                f"as flexcp.Planner has; got {planner!r}"
             )
         self.every, self.peers = every, peers
         self.corrections: list[Correction] = []
@@ -40,10 +43,11 @@ class SpeedFollower:
         return speeds_at(self.corrections, epoch, step)
 
     def after(self, epoch: int, step: int, unasked: int) -> None:
-        """Agree on a correction if it is time for one: ``step`` was given out and trained, ``unasked`` is the first not yet asked for.
+        """Agree on a correction if it is time for one: ``step`` was given out and trained,
+        ``unasked`` is the first not yet asked for.
 
-        On all ranks at the same step. While a correction waits for its step nothing is agreed on, because all that is measured then is of
-        plans without it.
+        On all ranks at the same step. While a correction waits for its step nothing is agreed on, because all that is
+        measured then is of plans without it.
         """
         if self._measured is None or (step + 1) % self.every or self._pending(epoch, step):
             return

@@ -1,4 +1,6 @@
-"""Measured work: what telemetry knows of how long this rank computed, beside how long it should have at nominal speed."""
+"""Measured work: what telemetry knows of how long this rank computed,
+beside how long it should have at nominal speed.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,9 @@ class MeasuredWork:
         self._next = 0
 
     def since_last(self) -> tuple[int, int]:
-        """Nanoseconds expected and taken in the steps since the last call; of those that the device is through with, which it does not
-        wait for. (0, 0) where there is none."""
+        """Nanoseconds expected and taken in the steps since the last call; of those that the device is through with,
+        which it does not wait for. (0, 0) where there is none.
+        """
         expected = took = 0
         for record in self.telemetry.steps:
             passes = list(record.passes)

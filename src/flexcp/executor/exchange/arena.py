@@ -1,21 +1,22 @@
 """Arena: the one buffer in which a step's passes work, laid out by :mod:`flexcp.plan.memory`.
 
-A pass leases the arena, works in views of it, and gives it back; the next layer, mask or direction takes the same bytes. It is as large as
-the largest of them needs, allocated once, and may be handed from step to step (``bind(..., arena=step.arena)``), growing when a plan needs
-more. What a pass returns to its caller never lies in it.
+A pass leases the arena, works in views of it, and gives it back; the next layer, mask or direction takes the same
+bytes. It is as large as the largest of them needs, allocated once, and may be handed from step to step
+(``bind(..., arena=step.arena)``), growing when a plan needs more. What a pass returns to its caller never lies in it.
 
 Why bytes may be used again, inside a pass and by the next one:
 
-- On a CPU everything is done when the call returns, but for messages. :meth:`Exchange.arrived` waits for what a stage brings, and until
-  what was sent in the stage before has left; only then is anything else laid in those bytes. That is how the layout counts their lives, and
-  ``finish`` waits for the last ones before the pass gives the arena back.
-- On a GPU the same sentences hold in stream order. All copies and kernels of a pass are queued on the current stream; the exchange starts
-  after what is queued there, and ``arrived`` makes the current stream wait for it. So whatever is queued later on that stream finds the
-  bytes free. A lease on another stream first waits, on the device, for the event that the last lease left behind.
-- Two passes never share bytes at one time: a pass that finds the arena taken (another thread, another model with the same arena) works in
-  an allocation of its own.
-- After an error a message may still be on its way into the arena. Its bytes are given up then, not used again: whoever still writes into
-  them holds them alive.
+- On a CPU everything is done when the call returns, but for messages. :meth:`Exchange.arrived` waits for what a stage
+  brings, and until what was sent in the stage before has left; only then is anything else laid in those bytes. That is
+  how the layout counts their lives, and ``finish`` waits for the last ones before the pass gives the arena back.
+- On a GPU the same sentences hold in stream order. All copies and kernels of a pass are queued on the current stream;
+  the exchange starts after what is queued there, and ``arrived`` makes the current stream wait for it. So whatever is
+  queued later on that stream finds the bytes free. A lease on another stream first waits, on the device, for the event
+  that the last lease left behind.
+- Two passes never share bytes at one time: a pass that finds the arena taken (another thread, another model with the
+  same arena) works in an allocation of its own.
+- After an error a message may still be on its way into the arena. Its bytes are given up then, not used again: whoever
+  still writes into them holds them alive.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""Collectives: what the ranks of a group tell each other outside attention, every call with a time limit and the name of its place.
+"""Collectives: what the ranks of a group tell each other outside attention,
+every call with a time limit and the name of its place.
 
-Rows that change ranks (``step.roll``), sums and gathers are exchanges of one stage (:mod:`flexcp.executor.exchange.transports`): they wait,
-fail and explain themselves as attention's do. On the host a sum or a gather is made of messages between pairs too, because those say who is
-missing, and leave no thread of the transport behind that would wait on. On a device they are the group's own collectives, queued like
-any other work; nothing waits on the host there.
+Rows that change ranks (``step.roll``), sums and gathers are exchanges of one stage
+(:mod:`flexcp.executor.exchange.transports`): they wait, fail and explain themselves as attention's do. On the host a
+sum or a gather is made of messages between pairs too, because those say who is missing, and leave no thread of the
+transport behind that would wait on. On a device they are the group's own collectives, queued like any other work;
+nothing waits on the host there.
 
-The n-th call of a place is the same call on all ranks. Places count for themselves: a rank that has nothing to exchange in one may leave
-it out.
+The n-th call of a place is the same call on all ranks. Places count for themselves: a rank that has nothing to exchange
+in one may leave it out.
 """
 
 from __future__ import annotations
@@ -85,7 +87,9 @@ class Collectives:
 
     @contextmanager
     def checking(self, place: str) -> Iterator[None]:
-        """Around what is checked before an exchange: the ranks that wait for this one then learn why it does not come."""
+        """Around what is checked before an exchange: the ranks that wait
+        for this one then learn why it does not come.
+        """
         try:
             yield
         except Exception as error:

@@ -1,9 +1,10 @@
 """Connect: meet every peer of a plan before the first layer does.
 
-On NCCL the first message between two ranks takes 10 to 700 ms, because buffers and sockets are made then. So bind exchanges one byte with
-each peer that this group has not connected yet, a few at a time: peers at a distance of 1 to 8 ranks first, then 9 to 16, and so on.
-Both ends of a pair are at the same distance, so every rank goes through the same turns, and one that has no peer in a turn has nothing to
-do in it. Who is connected already is remembered in the group's store, where a plan's next bind finds it.
+On NCCL the first message between two ranks takes 10 to 700 ms, because buffers and sockets are made then. So bind
+exchanges one byte with each peer that this group has not connected yet, a few at a time: peers at a distance of 1 to 8
+ranks first, then 9 to 16, and so on. Both ends of a pair are at the same distance, so every rank goes through the same
+turns, and one that has no peer in a turn has nothing to do in it. Who is connected already is remembered in the group's
+store, where a plan's next bind finds it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ AT_ONCE = 8
 
 
 def connect(peers: list[int], group: dist.ProcessGroup, device: torch.device, progress: Progress | None = None) -> int:
-    """Exchange a byte with each of these ranks that was not met before; how many that were. Its peers must call this too."""
+    """Exchange a byte with each of these ranks that was not met before; how many that were.
+    Its peers must call this too.
+    """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     store, key = group.get_group_store(), f"flexcp/connected/{rank}"
     met: list[int] = json.loads(store.get(key)) if store.check([key]) else []

@@ -1,11 +1,13 @@
-"""Failure notes: what ranks tell each other through the group's store when something went wrong, always within a time limit.
+"""Failure notes: what ranks tell each other through the group's store when something went wrong,
+always within a time limit.
 
-A rank that fails leaves one note: whom it waited for, if anybody, and what happened. A rank that waits in vain for a peer looks whether the
-peer left a note, then whether the one blamed there did, and so finds the rank where the trouble began. That one left none, because it died
-or stands still, or blames somebody who waits for it, because ranks made different calls.
+A rank that fails leaves one note: whom it waited for, if anybody, and what happened. A rank that waits in vain for a
+peer looks whether the peer left a note, then whether the one blamed there did, and so finds the rank where the trouble
+began. That one left none, because it died or stands still, or blames somebody who waits for it, because ranks made
+different calls.
 
-The store may live in the very process that stands still, and then answers nothing, ever. So every question is asked in a thread that
-may be left behind.
+The store may live in the very process that stands still, and then answers nothing, ever. So every question is asked in
+a thread that may be left behind.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ def grace_of(timeout: timedelta) -> float:
 
 
 def within(seconds: float, function: Callable[[], T]) -> T:
-    """The function's result or exception; TimeoutError when it takes longer than so many seconds, and it is left behind then."""
+    """The function's result or exception; TimeoutError when it takes longer than so many seconds,
+    and it is left behind then.
+    """
     found: list[T] = []
     errors: list[BaseException] = []
 
@@ -62,8 +66,8 @@ def through_store(timeout: timedelta, function: Callable[[], T]) -> T:
         return within(timeout.total_seconds() + 1, function)
     except TimeoutError as error:
         raise RuntimeError(
-            f"the group's store does not answer within {timeout.total_seconds():g} s: the process that keeps it (often rank 0's) "
-            "died or stands still"
+            f"the group's store does not answer within {timeout.total_seconds():g} s: the process that keeps it (often "
+            "rank 0's) died or stands still"
         ) from error
 
 
@@ -104,8 +108,8 @@ class FailureNotes:
                 note = self._read(blamed, max(0.05, deadline - time.monotonic()))
             except (TimeoutError, RuntimeError):
                 said.append(
-                    f"What rank {blamed} says is unknown, because the group's store does not answer: the process that keeps it, often "
-                    "rank 0's, died or stands still"
+                    f"What rank {blamed} says is unknown, because the group's store does not answer: the process that "
+                    "keeps it, often rank 0's, died or stands still"
                 )
                 break
             if note is None:

@@ -1,11 +1,13 @@
 """Hosts: which machine each rank of a group runs on, and whether the nodes that a plan was made for are machines.
 
-A plan takes ranks ``n * node .. n * node + n - 1`` to share a node and its fast links. Where two of them are on different hosts, every
-choice of the planner rests on links that are not there, so such a plan is refused. The opposite, one host that stands for several nodes, is
-how a cluster is rehearsed on one machine, and is fine: :func:`shared_host` finds it for those who want to know.
+A plan takes ranks ``n * node .. n * node + n - 1`` to share a node and its fast links. Where two of them are on
+different hosts, every choice of the planner rests on links that are not there, so such a plan is refused. The opposite,
+one host that stands for several nodes, is how a cluster is rehearsed on one machine, and is fine: :func:`shared_host`
+finds it for those who want to know.
 
-A host is its name (``hostname``). Every rank leaves its own in the group's store at its first bind; who judges reads them once for each
-size of nodes, and that they fit is remembered in the store, so that later binds ask one question of it.
+A host is its name (``hostname``). Every rank leaves its own in the group's store at its first bind; who judges reads
+them once for each size of nodes, and that they fit is remembered in the store, so that later binds ask one question of
+it.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ def leave_host(store: Store, rank: int) -> None:
 
 
 def refused_nodes(store: Store, cluster: Cluster, ranks: int) -> str | None:
-    """Why a cluster's nodes are not the hosts that all ranks left in the store, with the way out; None where they fit."""
+    """Why a cluster's nodes are not the hosts that all ranks left in the store, with the way out;
+    None where they fit.
+    """
     if cluster.ranks_per_node == 1 or cluster.node_spans_hosts:
         return None
     fits = f"flexcp/nodes/{cluster.ranks_per_node}"
@@ -50,8 +54,8 @@ def split_node(cluster: Cluster, hosts: Sequence[str]) -> str | None:
         if host != hosts[first]:
             last = first + cluster.ranks_per_node - 1
             return (
-                f"cluster {cluster} has ranks {first} to {last} on node {cluster.node_of(rank)}, but rank {first} runs on host "
-                f"{hosts[first]} and rank {rank} on {host}; {_way_out(cluster, hosts)}"
+                f"cluster {cluster} has ranks {first} to {last} on node {cluster.node_of(rank)}, but rank {first} runs "
+                f"on host {hosts[first]} and rank {rank} on {host}; {_way_out(cluster, hosts)}"
             )
     return None
 
@@ -63,8 +67,8 @@ def shared_host(cluster: Cluster, hosts: Sequence[str]) -> str | None:
         other = first.setdefault(host, rank)
         if cluster.node_of(other) != cluster.node_of(rank):
             return (
-                f"cluster {cluster} has rank {other} on node {cluster.node_of(other)} and rank {rank} on node {cluster.node_of(rank)}, but "
-                f"both run on host {host}; {_way_out(cluster, hosts)}"
+                f"cluster {cluster} has rank {other} on node {cluster.node_of(other)} and rank {rank} on node "
+                f"{cluster.node_of(rank)}, but both run on host {host}; {_way_out(cluster, hosts)}"
             )
     return None
 

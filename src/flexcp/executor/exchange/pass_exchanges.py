@@ -1,8 +1,8 @@
 """Pass exchanges: those of a step, one for every pass through attention.
 
-A pass is one direction of one layer. Ranks make the same passes in the same order, so the n-th pass of a step is the same on all of them;
-its number travels in the tags of its messages. Ranks of a step that broke off in a pass no longer agree on anything, so it has no next
-one.
+A pass is one direction of one layer. Ranks make the same passes in the same order, so the n-th pass of a step is the
+same on all of them; its number travels in the tags of its messages. Ranks of a step that broke off in a pass no longer
+agree on anything, so it has no next one.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ NOTHING: Mapping[tuple[int, bool], tuple[tuple[Call, ...], ...]] = MappingProxyT
 
 
 class Passes:
-    """Opens the exchange of each pass of one rank; ``step`` is the number of the bind, the same on all ranks, ``calls`` what was derived
-    ahead of this rank's calls by (mask, backward)."""
+    """Opens the exchange of each pass of one rank; ``step`` is the number of the bind, the same on all ranks, ``calls``
+    what was derived ahead of this rank's calls by (mask, backward).
+    """
 
     def __init__(
         self,
@@ -46,9 +47,16 @@ class Passes:
         self._calls = dict(calls) if settings == AS_PLANNED else {}
 
     def open(
-        self, mask: int, backward: bool, device: torch.device, sent: list[int], calls: tuple[tuple[Call, ...], ...] | None = None
-    ) -> Exchange:  # fmt: skip
-        """The exchange of the next pass; ``sent`` counts the bytes to each rank, ``calls`` stand for the plan's own where given."""
+        self,
+        mask: int,
+        backward: bool,
+        device: torch.device,
+        sent: list[int],
+        calls: tuple[tuple[Call, ...], ...] | None = None,
+    ) -> Exchange:
+        """The exchange of the next pass; ``sent`` counts the bytes to each rank,
+        ``calls`` stand for the plan's own where given.
+        """
         wire = self.collectives.wire(sent)
         self.count += 1
         stages = self.calls(mask, backward) if calls is None else calls

@@ -1,11 +1,14 @@
-"""Plan agreement: all ranks of a group hold the same plan, or all of them raise; and what else ranks compare by way of the group's store.
+"""Plan agreement: all ranks of a group hold the same plan, or all of them raise;
+and what else ranks compare by way of the group's store.
 
-Once per bind, through the group's store and off the device. The n-th bind of every rank meets under the same key: the first rank there
-leaves its hash and its versions, later ones compare, a rank that differs says so at once to everybody, and the last one lets all go on.
-Keys are deleted by whoever leaves last. Nothing is remembered in this process; the count of binds lives in the store. A store that no
-longer answers, because the process that keeps it stands still, is an error within the same time limit.
+Once per bind, through the group's store and off the device. The n-th bind of every rank meets under the same key: the
+first rank there leaves its hash and its versions, later ones compare, a rank that differs says so at once to everybody,
+and the last one lets all go on. Keys are deleted by whoever leaves last. Nothing is remembered in this process; the
+count of binds lives in the store. A store that no longer answers, because the process that keeps it stands still, is an
+error within the same time limit.
 
-The last one to come also looks whether the plan's nodes are hosts (:mod:`flexcp.executor.exchange.hosts`), and all raise if they are not.
+The last one to come also looks whether the plan's nodes are hosts (:mod:`flexcp.executor.exchange.hosts`), and all
+raise if they are not.
 """
 
 from __future__ import annotations
@@ -35,16 +38,20 @@ def agree(
     calls: CallSettings = AS_PLANNED,
     cluster: Cluster | None = None,
 ) -> int:
-    """The number of this bind, when every rank of ``group`` called this with the same plan and settings; raises within ``timeout`` else.
+    """The number of this bind, when every rank of ``group`` called this with the same plan and settings;
+    raises within ``timeout`` else.
 
-    A rank that already knows of a ``mistake`` raises it as ValueError, and the others hear of it instead of waiting. ``cluster``, the
-    plan's, is held against the hosts of the ranks; nodes that are not hosts are a ValueError on all ranks.
+    A rank that already knows of a ``mistake`` raises it as ValueError, and the others hear of it instead of waiting.
+    ``cluster``, the plan's, is held against the hosts of the ranks; nodes that are not hosts are a ValueError on all
+    ranks.
     """
     return through_store(timeout, lambda: _meet(digest, group, timeout, mistake, calls, cluster))
 
 
 def said_by_all(name: str, said: str, notes: FailureNotes, timeout: timedelta) -> list[str]:
-    """What every rank says under this ``name``, in rank order; RuntimeError within ``timeout`` when one does not come to say it."""
+    """What every rank says under this ``name``, in rank order;
+    RuntimeError within ``timeout`` when one does not come to say it.
+    """
     return through_store(timeout, lambda: _say(name, said, notes, timeout))
 
 
@@ -59,7 +66,8 @@ def _say(name: str, said: str, notes: FailureNotes, timeout: timedelta) -> list[
     except dist.DistStoreError as error:
         missing = next((rank for rank in range(size) if not store.check([keys[rank]])), 0)
         raise RuntimeError(
-            f"rank {missing} did not say its {name} within {timeout.total_seconds():g} s. {notes.explain(missing, grace)}"
+            f"rank {missing} did not say its {name} within {timeout.total_seconds():g} s. "
+            f"{notes.explain(missing, grace)}"
         ) from error
     found = [store.get(key).decode() for key in keys]
     if store.add(gone, 1) == size:
@@ -101,8 +109,9 @@ def _meet(
         there = [r for r in range(size) if store.add(f"flexcp/binds/{r}", 0) >= number]
         missing = sorted(set(range(size)) - set(there))
         raise RuntimeError(
-            f"only {len(there)} of {size} ranks came to bind number {number} within {timeout.total_seconds():g} s, without "
-            f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}; a rank died, stalled, or skipped this step"
+            f"only {len(there)} of {size} ranks came to bind number {number} within {timeout.total_seconds():g} s, "
+            f"without {'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}; a rank died, stalled, "
+            "or skipped this step"
         ) from error
     verdict = store.get(f"{key}/verdict").decode()
     if verdict.startswith(REFUSED):
@@ -120,15 +129,16 @@ def _disagreement(number: int, rank: int, mine: str, other: str, theirs: str) ->
     theirs, *their_calls, their_version, their_format = theirs.split(" ")
     if (my_version, my_format) != (their_version, their_format):
         return (
-            f"ranks run different flexcp at bind number {number}: rank {rank} has {my_version} with plan format {my_format}, rank {other} "
-            f"has {their_version} with plan format {their_format}; install the same on every host"
+            f"ranks run different flexcp at bind number {number}: rank {rank} has {my_version} with plan format "
+            f"{my_format}, rank {other} has {their_version} with plan format {their_format}; "
+            "install the same on every host"
         )
     if mine == theirs:
         return (
-            f"ranks disagree on the calls of bind number {number}: rank {rank} has rounds_per_call and chunk_bytes {' '.join(my_calls)}, "
-            f"rank {other} has {' '.join(their_calls)}; bind with the same on every rank"
+            f"ranks disagree on the calls of bind number {number}: rank {rank} has rounds_per_call and chunk_bytes "
+            f"{' '.join(my_calls)}, rank {other} has {' '.join(their_calls)}; bind with the same on every rank"
         )
     return (
-        f"ranks disagree on the plan of bind number {number}: rank {rank} has {mine[:12]}, rank {other} has {theirs[:12]}; "
-        "plan from the same lengths, masks and cluster on every rank"
+        f"ranks disagree on the plan of bind number {number}: rank {rank} has {mine[:12]}, rank {other} has "
+        f"{theirs[:12]}; plan from the same lengths, masks and cluster on every rank"
     )

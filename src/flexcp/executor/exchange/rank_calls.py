@@ -1,10 +1,12 @@
-"""Calls of a rank: what one rank posts together, stage by stage, derived from the plan. Integers only; no tensor, no group.
+"""Calls of a rank: what one rank posts together, stage by stage, derived from the plan. Integers only;
+no tensor, no group.
 
-A stage is issued as the plan says (:mod:`flexcp.plan.issue`): in one call of whole messages, where whatever moves in it starts at once and
-the transport shares the links, or in conflict-free rounds, some to a call. Chunks of a message that meet in a call and touch are one part
-again.
+A stage is issued as the plan says (:mod:`flexcp.plan.issue`): in one call of whole messages, where whatever moves in it
+starts at once and the transport shares the links, or in conflict-free rounds, some to a call. Chunks of a message that
+meet in a call and touch are one part again.
 
-Every rank derives its calls from the same table, so what one posts as its n-th call of a stage the other posts as its n-th too.
+Every rank derives its calls from the same table, so what one posts as its n-th call of a stage the other posts as its
+n-th too.
 """
 
 from __future__ import annotations
@@ -40,8 +42,9 @@ class Call:
 
 @dataclass(frozen=True)
 class CallSettings:
-    """What is asked for in the place of the plan's calls: how many rounds make one (None: as the plan says; 0: all that moves in a stage),
-    and the most bytes of a chunk (None: as pays)."""
+    """What is asked for in the place of the plan's calls: how many rounds make one (None: as the plan says; 0: all that
+    moves in a stage), and the most bytes of a chunk (None: as pays).
+    """
 
     rounds_per_call: int | None = None
     chunk_bytes: int | None = None

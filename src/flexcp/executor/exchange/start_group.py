@@ -1,9 +1,10 @@
 """Start group: the process group that flexcp's own commands make, and what to say of one that somebody else made.
 
-Transfers are queued before the work they travel beside, but on a GPU both want multiprocessors, and the device begins what has the higher
-priority first. So the group is asked for a stream of high priority, and for transfers of no more blocks than the largest margin that a
-plan chooses has multiprocessors: attention beside a transfer that takes more than it was left has to wait for it. Both are chosen when a
-group is made and cannot be changed later: whoever makes his own passes ``pg_options=`` himself.
+Transfers are queued before the work they travel beside, but on a GPU both want multiprocessors, and the device begins
+what has the higher priority first. So the group is asked for a stream of high priority, and for transfers of no more
+blocks than the largest margin that a plan chooses has multiprocessors: attention beside a transfer that takes more than
+it was left has to wait for it. Both are chosen when a group is made and cannot be changed later: whoever makes his own
+passes ``pg_options=`` himself.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def start_group(gpu: bool, **options: Any) -> dist.ProcessGroup:
 
 
 def has_high_priority(group: dist.ProcessGroup) -> bool | None:
-    """Whether a group's transfers run on a stream of high priority; None where it has no NCCL, or torch does not say."""
+    """Whether a group's transfers run on a stream of high priority; None where it has no NCCL,
+    or torch does not say.
+    """
     if "nccl" not in str(dist.get_backend_config(group)):
         return None
     options = getattr(group._get_backend(torch.device("cuda")), "options", None)

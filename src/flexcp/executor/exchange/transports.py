@@ -1,25 +1,28 @@
 """Transports: messages between ranks, as bytes. What is in them is :mod:`flexcp.executor.run.packing`'s job.
 
-:class:`Exchange` is what a transport must do; :class:`DeviceExchange` (NCCL) and :class:`HostExchange` (gloo) are the two there are, and
-:func:`transport_for` is the one place that chooses. A new transport is a third class and a line of that function.
+:class:`Exchange` is what a transport must do; :class:`DeviceExchange` (NCCL) and :class:`HostExchange` (gloo) are the
+two there are, and :func:`transport_for` is the one place that chooses. A new transport is a third class and a line of
+that function.
 
-A stage's messages leave in the calls of :mod:`flexcp.executor.exchange.rank_calls`. Receives and sends of a call are posted together and
-never wait for each other, and every rank posts calls in the same order, so no order of arrival can deadlock. Receives come first: on gloo
-two ranks that send to each other get only half of a link otherwise (measured, benchmarks/box.py).
+A stage's messages leave in the calls of :mod:`flexcp.executor.exchange.rank_calls`. Receives and sends of a call are
+posted together and never wait for each other, and every rank posts calls in the same order, so no order of arrival can
+deadlock. Receives come first: on gloo two ranks that send to each other get only half of a link otherwise (measured,
+benchmarks/box.py).
 
-Several stages may be under way at once: a stage is posted as many slots ahead as the plan says, and stages are posted in order. Who asks
-for what arrived in a stage waits for all messages of its own in it, those it sends too: a grouped call of NCCL's is over when all its
-transfers are, and CPU ranks do the same.
+Several stages may be under way at once: a stage is posted as many slots ahead as the plan says, and stages are posted
+in order. Who asks for what arrived in a stage waits for all messages of its own in it, those it sends too: a grouped
+call of NCCL's is over when all its transfers are, and CPU ranks do the same.
 
-On a device (NCCL) the calls of a stage are queued one after the other and nothing waits on the host: a handle's ``wait()`` only orders
-the current stream after the transfer, and memory is kept until then, so the allocator may reuse it in stream order. Who is late is NCCL's
-own watchdog's to say.
+On a device (NCCL) the calls of a stage are queued one after the other and nothing waits on the host: a handle's
+``wait()`` only orders the current stream after the transfer, and memory is kept until then, so the allocator may reuse
+it in stream order. Who is late is NCCL's own watchdog's to say.
 
-On the host (gloo) the transport's own thread moves the bytes of a call while this one computes. Where a stage has several calls, a thread
-of ours waits for each before it posts the next. Every wait has a time limit; one that fails says which rank was waited for and in which
-stage, and asks the others why (:mod:`flexcp.executor.exchange.failure_notes`). A message carries the number of its pass in its tag, so
-ranks that make different calls wait in vain instead of taking each other's bytes: gloo fills a longer receive with a shorter message and
-says nothing.
+On the host (gloo) the transport's own thread moves the bytes of a call while this one computes. Where a stage has
+several calls, a thread of ours waits for each before it posts the next. Every wait has a time limit; one that fails
+says which rank was waited for and in which stage, and asks the others why
+(:mod:`flexcp.executor.exchange.failure_notes`). A message carries the number of its pass in its tag, so ranks that make
+different calls wait in vain instead of taking each other's bytes: gloo fills a longer receive with a shorter message
+and says nothing.
 """
 
 from __future__ import annotations
@@ -91,7 +94,8 @@ class PassLabel:
 
 @dataclass(frozen=True)
 class Wire:
-    """What an exchange talks over: the group (None for one rank), the counter of bytes sent to each rank, patience, notes on failures.
+    """What an exchange talks over: the group (None for one rank), the counter of bytes sent to each rank,
+    patience, notes on failures.
 
     ``failed`` is told the reason when a pass breaks off, for whatever reason: nothing can be exchanged after that.
     """
@@ -104,11 +108,14 @@ class Wire:
 
 
 class Exchange:
-    """The messages of one pass: ``post`` stages in order, then ask for what ``arrived`` in each; ``finish`` at the end. Use as a context
-    manager."""
+    """The messages of one pass: ``post`` stages in order, then ask for what ``arrived`` in each; ``finish`` at the end.
+    Use as a context manager.
+    """
 
     own_collectives: ClassVar[bool]
-    """Whether sums and gathers outside attention are the group's own collectives; else they are made of messages between pairs."""
+    """Whether sums and gathers outside attention are the group's own collectives;
+    else they are made of messages between pairs.
+    """
 
     def __init__(self, wire: Wire, this: Subject, calls: tuple[tuple[Call, ...], ...]) -> None:
         self.wire, self.this, self.calls = wire, this, calls
@@ -119,7 +126,9 @@ class Exchange:
         raise NotImplementedError
 
     def arrived(self, stage: int) -> Buffers | None:
-        """Wait until a stage's messages have come and those of this rank have left; the former, peer by peer (None: never posted)."""
+        """Wait until a stage's messages have come and those of this rank have left;
+        the former, peer by peer (None: never posted).
+        """
         raise NotImplementedError
 
     def finish(self) -> None:
@@ -197,7 +206,9 @@ _Legs = list[tuple[_Leg, dist.Work]]
 
 
 class HostExchange(Exchange):
-    """Calls between CPU ranks, every wait with a time limit. Tests slow it down by overriding ``send`` and ``receive``."""
+    """Calls between CPU ranks, every wait with a time limit.
+    Tests slow it down by overriding ``send`` and ``receive``.
+    """
 
     own_collectives = False
 

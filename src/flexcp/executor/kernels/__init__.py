@@ -1,10 +1,11 @@
 """Kernels: attention of a work list on one device.
 
-Every kernel is a module with the same functions, over *slices* in the rows of its arguments (T tokens, H query heads, G KV heads, D and V
-head sizes; the H / G query heads of a KV head are neighbours):
+Every kernel is a module with the same functions, over *slices* in the rows of its arguments (T tokens, H query heads, G
+KV heads, D and V head sizes; the H / G query heads of a KV head are neighbours):
 
     prepare(slices, heads, kv_heads, head_dim, v_head_dim, device) -> work
-        the slices ``[n, 6]`` as the kernel's own work list, on the device: made once, used by every layer and both directions
+        the slices ``[n, 6]`` as the kernel's own work list, on the device: made once, used by every layer and both
+        directions
     forward(q_THD, k_TGD, v_TGV, work, settings, out_THV, lse_TH)
         adds the slices' attention to a running output and LSE (accumulator dtype; start with zeros and -inf)
     backward(q_THD, k_TGD, v_TGV, do_THV, lse_TH, delta_TH, work, settings, dq_THD, dk_TGD, dv_TGV)
@@ -12,29 +13,32 @@ head sizes; the H / G query heads of a KV head are neighbours):
     supports(device, dtype, head_dim, v_head_dim) -> str | None
         why the kernel cannot run such tensors, naming what it can run; None when it can
 
-Arguments may be views of some heads of larger tensors. A module whose ``FRESH`` is True also takes ``settings.fresh``: ``out`` and ``lse``
-of the forward and ``dq`` of the backward are then empty memory to be written, not added to, and may be in the model's dtype (``lse`` not).
+Arguments may be views of some heads of larger tensors. A module whose ``FRESH`` is True also takes ``settings.fresh``:
+``out`` and ``lse`` of the forward and ``dq`` of the backward are then empty memory to be written, not added to, and may
+be in the model's dtype (``lse`` not).
 
 A module whose ``FINISHES`` is True takes more arguments, for rows that a list is the first or the last to add to:
 
     prepare(..., begins=rows, finishes=rows)
         runs of rows ``[n, 2]``, ascending, that this list begins and finishes
     forward(..., finished_THV=rounded)
-        writes the rows that the list finishes, with all that was added to them before, to ``rounded``, in the model's dtype, and not to
-        ``out``; ``out`` and ``lse`` may hold anything in the rows that it begins. Without it both begin as everywhere else, and rows stay
-        in ``out``
+        writes the rows that the list finishes, with all that was added to them before, to ``rounded``, in the model's
+        dtype, and not to ``out``; ``out`` and ``lse`` may hold anything in the rows that it begins. Without it both
+        begin as everywhere else, and rows stay in ``out``
 
 A module may have a function for a dq that several lists add to one after the other, and nobody else:
 
     close_dq(dq_THD, settings)
-        with ``settings.open_dq`` a backward may leave ``dq`` in an order and scale of its own, which is the same for every list of a model
-        and for views of some heads; this turns it into the gradient, in place, once, before anybody else reads it or adds to it; with
-        ``finished_THD`` (a module whose ``FINISHES`` is True) it writes it there, in the model's dtype
+        with ``settings.open_dq`` a backward may leave ``dq`` in an order and scale of its own, which is the same for
+        every list of a model and for views of some heads; this turns it into the gradient, in place, once, before
+        anybody else reads it or adds to it; with ``finished_THD`` (a module whose ``FINISHES`` is True) it writes it
+        there, in the model's dtype
 
 And one for a list whose rows nobody else adds to, each of which sees a key:
 
     backward_alone(q_THD, k_TGD, v_TGV, lse_TH, back, work, settings) -> dq, dk, dv in the model's dtype
-        from the gradient of the output (:class:`flexcp.executor.kernels.sinks_and_delta.OutputGradient`), delta included
+        from the gradient of the output (:class:`flexcp.executor.kernels.sinks_and_delta.OutputGradient`), delta
+        included
 """
 
 from __future__ import annotations
@@ -78,7 +82,8 @@ class Settings:
     sm_margin: int = 0
     """Multiprocessors left to others (communication kernels) by kernels that would otherwise take all."""
     fresh: bool = False
-    """Results of queries (output, LSE, dq) are empty memory, and the slices touch every row of them. Write, do not add."""
+    """Results of queries (output, LSE, dq) are empty memory, and the slices touch every row of them. Write, do not add.
+    """
     open_dq: bool = False
     """dq may be left to the kernel's ``close_dq`` to finish."""
 

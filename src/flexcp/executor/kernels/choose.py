@@ -1,15 +1,15 @@
 """Choose: which kernel runs, and why. A function one can read, print and override.
 
-    CPU tensors                       cpu      plain torch
-    CUDA, Hopper, where it can        fa4      FlashAttention-4 where it is faster, else cute; if installed (flexcp[fa4])
-                                      cute     CuTe DSL, if installed (flexcp[cute])
-                                      hopper   Gluon, needs nothing but Triton
-    CUDA from Ampere on               triton   head sizes that are multiples of 8 up to 256, and float32
-    any other device                  cpu      plain torch runs anywhere
+    CPU tensors                   cpu      plain torch
+    CUDA, Hopper, where it can    fa4      FlashAttention-4 where it is faster, else cute; if installed (flexcp[fa4])
+                                  cute     CuTe DSL, if installed (flexcp[cute])
+                                  hopper   Gluon, needs nothing but Triton
+    CUDA from Ampere on           triton   head sizes that are multiples of 8 up to 256, and float32
+    any other device              cpu      plain torch runs anywhere
 
-``stock`` and ``reference`` run only when asked for: the first is for GPUs on which torch's own kernels were measured to be faster
-(:func:`flexcp.fastest_kernel` measures), the second for tests. Where the GPU kernels cannot run, this raises and says what they can;
-nothing falls back in silence to something slow.
+``stock`` and ``reference`` run only when asked for: the first is for GPUs on which torch's own kernels were measured to
+be faster (:func:`flexcp.fastest_kernel` measures), the second for tests. Where the GPU kernels cannot run, this raises
+and says what they can; nothing falls back in silence to something slow.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def choose_kernel(
     if no_triton is None:
         return Choice("triton", f"{torch.cuda.get_device_name(device)} runs Triton; not the hopper kernel: {no_hopper}")
     raise NotImplementedError(
-        f"no GPU kernel can run this: {no_triton}. kernel='cpu' runs anything in plain torch on {device}, correct and slow"
+        f"no GPU kernel can run this: {no_triton}. kernel='cpu' runs anything in plain torch on {device}, "
+        "correct and slow"
     )
 
 

@@ -1,9 +1,9 @@
 """The CPU kernel: tiles of rows against exactly the keys they see.
 
-Each slice is cut into tiles of rows; a tile reads only the keys between its first row's first and its last row's last, and masks only
-where the band's edge crosses it. Query heads that share a KV head are stacked into one matrix product. A tile is computed one
-precision above its inputs (float32 in float64): CPU ranks are there to be believed. Plain torch, so it also runs on a GPU, where it
-is correct and slow.
+Each slice is cut into tiles of rows; a tile reads only the keys between its first row's first and its last row's last,
+and masks only where the band's edge crosses it. Query heads that share a KV head are stacked into one matrix product. A
+tile is computed one precision above its inputs (float32 in float64): CPU ranks are there to be believed. Plain torch,
+so it also runs on a GPU, where it is correct and slow.
 """
 
 from __future__ import annotations
@@ -47,9 +47,18 @@ def forward(
 
 
 def backward(
-    q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, do_THV: Tensor, lse_TH: Tensor, delta_TH: Tensor, slices: Ints,
-    settings: Settings, dq_THD: Tensor, dk_TGD: Tensor, dv_TGV: Tensor,
-) -> None:  # fmt: skip
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGV: Tensor,
+    do_THV: Tensor,
+    lse_TH: Tensor,
+    delta_TH: Tensor,
+    slices: Ints,
+    settings: Settings,
+    dq_THD: Tensor,
+    dk_TGD: Tensor,
+    dv_TGV: Tensor,
+) -> None:
     """Add the slices' gradients to ``dq``, ``dk`` and ``dv``."""
     heads, groups, work = q_THD.shape[1], k_TGD.shape[1], _working_dtype(q_THD.dtype)
     for rows, keys, band in _tiles(slices, heads):
@@ -88,7 +97,9 @@ def _tiles(slices: Ints, heads: int) -> Iterator[tuple[slice, slice, tuple[int, 
 def _logits(
     q: Tensor, k: Tensor, band: tuple[int, int] | None, settings: Settings
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Masked logits, the derivative of the softcap, and which pairs are hidden ``[head in group x row, key]``; None for neither."""
+    """Masked logits, the derivative of the softcap, and which pairs are hidden ``[head in group x row, key]``;
+    None for neither.
+    """
     groups, work = k.shape[1], _working_dtype(k.dtype)
     s_GRK = _stacked(q, groups, work) @ _by_group(k, work).transpose(1, 2) * settings.scale
     slope = hidden = None

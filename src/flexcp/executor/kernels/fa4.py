@@ -1,11 +1,12 @@
-"""FlashAttention-4 for lists it is faster on, the CuTe kernel for all others (``flexcp[fa4]``). Same interface as every kernel.
+"""FlashAttention-4 for lists it is faster on, the CuTe kernel for all others (``flexcp[fa4]``).
+Same interface as every kernel.
 
-A list that :mod:`fa4_lists` calls simple is one call of FlashAttention-4. Which kernel runs it is decided when the list is made, for
-each direction, by prices; nothing is timed during training. Everything else is the CuTe kernel's: other lists, results that others add
-to, a softcap, an SM margin, deterministic gradients, the forward under sinks.
+A list that :mod:`fa4_lists` calls simple is one call of FlashAttention-4. Which kernel runs it is decided when the list
+is made, for each direction, by prices; nothing is timed during training. Everything else is the CuTe kernel's: other
+lists, results that others add to, a softcap, an SM margin, deterministic gradients, the forward under sinks.
 
-FlashAttention-4 is a pre-release, and its functions that take and return an LSE are not public. :func:`supports` looks whether they have
-the parameters that are used here, and says so where they do not.
+FlashAttention-4 is a pre-release, and its functions that take and return an LSE are not public. :func:`supports` looks
+whether they have the parameters that are used here, and says so where they do not.
 """
 
 from __future__ import annotations
@@ -104,9 +105,15 @@ def _functions() -> tuple[Any, Any]:
 
 
 def prepare(
-    slices: Ints, heads: int, kv_heads: int, head_dim: int, v_head_dim: int, device: torch.device,
-    begins: Ints = NO_ROWS, finishes: Ints = NO_ROWS,
-) -> Fa4Work:  # fmt: skip
+    slices: Ints,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    v_head_dim: int,
+    device: torch.device,
+    begins: Ints = NO_ROWS,
+    finishes: Ints = NO_ROWS,
+) -> Fa4Work:
     """The work list of ``slices``; reusable by every layer and by forward and backward."""
     reason = supports(device, torch.bfloat16, head_dim, v_head_dim)
     if reason:
@@ -115,11 +122,18 @@ def prepare(
 
 
 def forward(
-    q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, work: Fa4Work, settings: Settings, out_THV: Tensor, lse_TH: Tensor,
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGV: Tensor,
+    work: Fa4Work,
+    settings: Settings,
+    out_THV: Tensor,
+    lse_TH: Tensor,
     finished_THV: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Add the slices' attention to ``out`` and ``lse``, or write what the list finishes to ``finished``; with ``settings.fresh`` write
-    all of it."""
+) -> None:
+    """Add the slices' attention to ``out`` and ``lse``, or write what the list finishes to ``finished``; with
+    ``settings.fresh`` write all of it.
+    """
     call = work.call(q_THD, k_TGD, False, settings) if settings.fresh and out_THV.dtype == q_THD.dtype else None
     if call is None:
         cute_kernel.forward(q_THD, k_TGD, v_TGV, work, settings, out_THV, lse_TH, finished_THV)
@@ -134,8 +148,14 @@ close_dq = cute_kernel.close_dq
 
 
 def backward_alone(
-    q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, lse_TH: Tensor, back: OutputGradient, work: Fa4Work, settings: Settings,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGV: Tensor,
+    lse_TH: Tensor,
+    back: OutputGradient,
+    work: Fa4Work,
+    settings: Settings,
+) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in the model's dtype, of slices that touch every query."""
     call = work.call(q_THD, k_TGD, True, settings)
     if call is None:

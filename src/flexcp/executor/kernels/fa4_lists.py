@@ -1,7 +1,8 @@
-"""Lists for FlashAttention-4: *simple* ones, which it runs in one call, and whether it is the faster kernel for them. Integers only.
+"""Lists for FlashAttention-4: *simple* ones, which it runs in one call,
+and whether it is the faster kernel for them. Integers only.
 
-A list is simple where its slices are whole documents one behind the other, in rows and in keys, all causal, all full, or all under one
-window. What a kernel takes for it is counted in blocks and tiles, at prices fitted to both kernels.
+A list is simple where its slices are whole documents one behind the other, in rows and in keys, all causal, all full,
+or all under one window. What a kernel takes for it is counted in blocks and tiles, at prices fitted to both kernels.
 """
 
 from __future__ import annotations
@@ -20,17 +21,21 @@ BLOCK = 128
 OWN_PRICES = ((1.0, 3.0, 0.0), (1.0, 6.0, 0.0))
 ONE_DOCUMENT_PRICES = ((0.955, 3.0, 0.0), (0.905, 7.1, 2700.0))
 DOCUMENTS_PRICES = ((0.91, 3.95, 0.0), (1.0, 7.4, 2700.0))
-"""Of the CuTe kernel, and of FlashAttention-4 on one document and on several; forward and backward: a block of 128 queries and keys of one
-head, what a tile of 128 queries costs besides, and what a call costs, in blocks of the CuTe kernel. Set by hand so that they
-give the ratios of eight workloads on an H200."""
+"""Of the CuTe kernel, and of FlashAttention-4 on one document and on several; forward and backward: a block of 128
+queries and keys of one head, what a tile of 128 queries costs besides, and what a call costs, in blocks of the CuTe
+kernel. Set by hand so that they give the ratios of eight workloads on an H200.
+"""
 HOST_BLOCKS = (32_000.0, 12_000.0)
-"""What the GPU computes, forward and backward, while the host makes one call of FlashAttention-4: some 400 microseconds on an H200's host,
-where the CuTe kernel's call takes 60. Less work than that would wait for the host."""
+"""What the GPU computes, forward and backward, while the host makes one call of FlashAttention-4: some 400 microseconds
+on an H200's host, where the CuTe kernel's call takes 60. Less work than that would wait for the host.
+"""
 
 
 @dataclass(frozen=True)
 class Form:
-    """A simple list: documents by their borders in rows and keys, and the window they share (None: no limit on that side)."""
+    """A simple list: documents by their borders in rows and keys,
+    and the window they share (None: no limit on that side).
+    """
 
     rows_at: Ints
     keys_at: Ints

@@ -1,7 +1,8 @@
 """Masked product: matrix products over the pairs that a mask lets see each other, and over no others.
 
-A kernel multiplies whole tiles and gives hidden pairs the weight zero. That is right for numbers, but zero times NaN is NaN: one bad row
-of values would reach every row of its tile, also rows that do not see it. The kernels in plain torch multiply by this function instead.
+A kernel multiplies whole tiles and gives hidden pairs the weight zero. That is right for numbers, but zero times NaN is
+NaN: one bad row of values would reach every row of its tile, also rows that do not see it. The kernels in plain torch
+multiply by this function instead.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from torch import Tensor
 
 
 def seen_product(weights: Tensor, hidden: Tensor | None, rows: Tensor) -> Tensor:
-    """``weights @ rows`` where the weights of ``hidden`` pairs are zero, and stay without effect if ``rows`` holds NaN or infinity.
+    """``weights @ rows`` where the weights of ``hidden`` pairs are zero,
+    and stay without effect if ``rows`` holds NaN or infinity.
 
     ``hidden`` is boolean in the shape of the weights, or broadcasts to it; None hides nothing.
     """

@@ -1,7 +1,7 @@
 """The reference kernel: plain torch, dense, one page. Slow, obvious, and what every faster kernel is compared with.
 
-Products accumulate in the accumulator dtype; the probabilities are rounded to the inputs' dtype before they meet the values, as
-low-precision kernels do.
+Products accumulate in the accumulator dtype; the probabilities are rounded to the inputs' dtype before they meet the
+values, as low-precision kernels do.
 """
 
 from __future__ import annotations
@@ -39,9 +39,18 @@ def forward(
 
 
 def backward(
-    q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, do_THV: Tensor, lse_TH: Tensor, delta_TH: Tensor, slices: Ints,
-    settings: Settings, dq_THD: Tensor, dk_TGD: Tensor, dv_TGV: Tensor,
-) -> None:  # fmt: skip
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGV: Tensor,
+    do_THV: Tensor,
+    lse_TH: Tensor,
+    delta_TH: Tensor,
+    slices: Ints,
+    settings: Settings,
+    dq_THD: Tensor,
+    dk_TGD: Tensor,
+    dv_TGV: Tensor,
+) -> None:
     """Add the slices' gradients to ``dq``, ``dk`` and ``dv``."""
     groups, share = k_TGD.shape[1], q_THD.shape[1] // k_TGD.shape[1]
     logits_HQK, slope_HQK, hidden_QK = _logits(q_THD, k_TGD, slices, settings)

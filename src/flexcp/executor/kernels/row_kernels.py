@@ -1,8 +1,8 @@
 """Row kernels: what happens to rows outside of attention on a GPU, in Triton: copies, sums, merges, and delta.
 
-The first three walk a table of runs, one program per run, over tensors taken as flat memory; a launch takes up to ``PAIRS`` pairs of a
-source and a target, and each run names its pair. Tables and addresses are all they take, so no batch compiles anything new. Bytes are
-moved as integer words; reductions are in the target's dtype.
+The first three walk a table of runs, one program per run, over tensors taken as flat memory; a launch takes up to
+``PAIRS`` pairs of a source and a target, and each run names its pair. Tables and addresses are all they take, so no
+batch compiles anything new. Bytes are moved as integer words; reductions are in the target's dtype.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -23,7 +23,9 @@ Pairs = list[tuple[Tensor, Tensor]]
 
 
 def copy_rows(pairs: Pairs, table_7n: Tensor, word: int, longest: int) -> None:
-    """Copy runs of words; the table's columns are pair, from, to, length, rows, step from, step to, ``longest`` the longest row."""
+    """Copy runs of words; the table's columns are pair, from, to, length, rows, step from, step to,
+    ``longest`` the longest row.
+    """
     if table_7n.shape[1]:
         kind, wide = WORDS[word], 2 if word == 16 else 1
         block = _block(longest * wide)
@@ -44,12 +46,14 @@ def merge_rows(
 ) -> None:
     """Outputs of ``width`` numbers a head merged by their LSEs.
 
-    A run is (rows, heads, then first number and step of source, target, source LSE, target LSE); ``heads`` is the most of them.
+    A run is (rows, heads, then first number and step of source, target, source LSE, target LSE); ``heads`` is the most
+    of them.
     """
     if table_10n.shape[1]:
         tile = min(MERGE_HEADS, triton.next_power_of_2(heads))
         tensors = (source, target, source_lse, target_lse)
-        # One warp: every warp of a program would load the few LSEs of a row for itself, and a slow one after a fast one stored the new.
+        # One warp: every warp of a program would load the few LSEs of a row for itself, and a slow one after a fast one
+        # stored the new.
         _merge[(table_10n.shape[1],)](*tensors, table_10n, width, tile, triton.next_power_of_2(width), num_warps=1)
 
 
@@ -60,9 +64,22 @@ def delta_rows(do_THV: Tensor, out_THV: Tensor, dlse_TH: Tensor | None, delta_TH
         do_THV, out_THV = (x if x.stride(2) == 1 else x.contiguous() for x in (do_THV, out_THV))
         dlse = delta_TH if dlse_TH is None else dlse_TH
         _delta[(tokens,)](
-            do_THV, out_THV, dlse, delta_TH, do_THV.stride(0), do_THV.stride(1), out_THV.stride(0), out_THV.stride(1),
-            dlse.stride(0), dlse.stride(1), heads, width, dlse_TH is not None, MERGE_HEADS, triton.next_power_of_2(width),
-        )  # fmt: skip
+            do_THV,
+            out_THV,
+            dlse,
+            delta_TH,
+            do_THV.stride(0),
+            do_THV.stride(1),
+            out_THV.stride(0),
+            out_THV.stride(1),
+            dlse.stride(0),
+            dlse.stride(1),
+            heads,
+            width,
+            dlse_TH is not None,
+            MERGE_HEADS,
+            triton.next_power_of_2(width),
+        )
 
 
 def _block(longest: int) -> int:
@@ -70,16 +87,30 @@ def _block(longest: int) -> int:
 
 
 def _addresses(pairs: Pairs) -> list[int]:
-    """Where the tensors begin, repeated up to ``PAIRS`` pairs. Plain numbers: tensors of every dtype share one compiled kernel."""
+    """Where the tensors begin, repeated up to ``PAIRS`` pairs. Plain numbers:
+    tensors of every dtype share one compiled kernel.
+    """
     found = [x.data_ptr() for pair in pairs for x in pair]
     return found + found[:2] * (PAIRS - len(pairs))
 
 
 @triton.jit(do_not_specialize=["s0", "t0", "s1", "t1", "s2", "t2", "s3", "t3"])
 def _move(
-    s0, t0, s1, t1, s2, t2, s3, t3, table,
-    SOURCE: tl.constexpr, TARGET: tl.constexpr, WIDE: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    s0,
+    t0,
+    s1,
+    t1,
+    s2,
+    t2,
+    s3,
+    t3,
+    table,
+    SOURCE: tl.constexpr,
+    TARGET: tl.constexpr,
+    WIDE: tl.constexpr,
+    ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     run, n = table + tl.program_id(0), tl.num_programs(0)
     pair, rows = tl.load(run), tl.load(run + 4 * n)
     begin, to, count = tl.load(run + n) * WIDE, tl.load(run + 2 * n) * WIDE, tl.load(run + 3 * n) * WIDE
@@ -134,9 +165,22 @@ def _merge(
 
 @triton.jit(do_not_specialize=["heads"])
 def _delta(
-    do, out, dlse, delta, do_row, do_head, out_row, out_head, dlse_row, dlse_head, heads,
-    WIDTH: tl.constexpr, LSE: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    do,
+    out,
+    dlse,
+    delta,
+    do_row,
+    do_head,
+    out_row,
+    out_head,
+    dlse_row,
+    dlse_head,
+    heads,
+    WIDTH: tl.constexpr,
+    LSE: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]
     for first in range(0, heads, HEADS):

@@ -1,7 +1,8 @@
 """Sinks and delta: what attention does to rows before and after its kernels, wherever the kernels ran.
 
-A sink is one more logit per head that takes probability and gives no value. It is added at home, to the finished output and LSE, and its
-gradient follows from the LSE and ``delta = rowsum(do * out) - dlse``, which also holds the gradient of the LSE itself.
+A sink is one more logit per head that takes probability and gives no value. It is added at home, to the finished output
+and LSE, and its gradient follows from the LSE and ``delta = rowsum(do * out) - dlse``, which also holds the gradient of
+the LSE itself.
 """
 
 from __future__ import annotations

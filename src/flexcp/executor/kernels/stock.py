@@ -1,17 +1,18 @@
 """The stock kernel: torch's own FlashAttention for the slices it can express, the Triton kernel for the rest.
 
-Every trimmed slice is a FlashAttention window: with its last row and last key aligned, as ``varlen_attn`` counts, row i sees keys from
-``left`` before to ``right`` after. But one call has one window, and its sequences follow each other in rows *and* in keys. So slices of the
-same window are laid into *calls* in which both ascend; the gaps between them become sequences without keys or without rows. Calls too small
-to pay, and what does not fit into a few of them, are left to the Triton kernel. Results are merged by LSE.
+Every trimmed slice is a FlashAttention window: with its last row and last key aligned, as ``varlen_attn`` counts, row i
+sees keys from ``left`` before to ``right`` after. But one call has one window, and its sequences follow each other in
+rows *and* in keys. So slices of the same window are laid into *calls* in which both ascend; the gaps between them
+become sequences without keys or without rows. Calls too small to pay, and what does not fit into a few of them, are
+left to the Triton kernel. Results are merged by LSE.
 
 FlashAttention is the operator under ``torch.nn.attention.varlen``, whatever torch runs there: FA2, or FA3 and FA4 after
-``torch.nn.attention.activate_flash_attention_impl``. What its interface does not have goes to the Triton kernel whole: a softcap, and a
-deterministic backward. An SM margin has no effect on it.
+``torch.nn.attention.activate_flash_attention_impl``. What its interface does not have goes to the Triton kernel whole:
+a softcap, and a deterministic backward. An SM margin has no effect on it.
 
-The backward takes a foreign LSE, which makes partial attention possible, but computes ``delta`` itself, as rowsum(do * out). It is given
-``out = delta * do / |do|^2``, for which that is delta; a row without ``do`` (only its LSE has a gradient) gets a tiny one. Gradients of a
-call come back rounded to the model's dtype.
+The backward takes a foreign LSE, which makes partial attention possible, but computes ``delta`` itself, as rowsum(do *
+out). It is given ``out = delta * do / |do|^2``, for which that is delta; a row without ``do`` (only its LSE has a
+gradient) gets a tiny one. Gradients of a call come back rounded to the model's dtype.
 """
 
 from __future__ import annotations
@@ -112,9 +113,18 @@ def forward(
 
 
 def backward(
-    q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, do_THV: Tensor, lse_TH: Tensor, delta_TH: Tensor, work: WorkList,
-    settings: Settings, dq_THD: Tensor, dk_TGD: Tensor, dv_TGV: Tensor,
-) -> None:  # fmt: skip
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGV: Tensor,
+    do_THV: Tensor,
+    lse_TH: Tensor,
+    delta_TH: Tensor,
+    work: WorkList,
+    settings: Settings,
+    dq_THD: Tensor,
+    dk_TGD: Tensor,
+    dv_TGV: Tensor,
+) -> None:
     """Add the slices' gradients to ``dq``, ``dk`` and ``dv``."""
     inputs, results = (q_THD, k_TGD, v_TGV, do_THV, lse_TH, delta_TH), (dq_THD, dk_TGD, dv_TGV)
     if settings.softcap is not None or settings.deterministic:
@@ -186,9 +196,20 @@ def _call(window: tuple[int, int], slices: Ints, rows: int, keys: int, device: t
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, scale: float) -> tuple[Tensor, Tensor]:
     """Output ``[T, H, V]`` and LSE ``[H, T]`` of a call."""
     found = torch.ops.aten._flash_attention_forward(
-        q, k, v, call.rows_at, call.keys_at, call.longest_rows, call.longest_keys, 0.0, call.window == (-1, 0), False,
-        scale=scale, window_size_left=call.window[0], window_size_right=call.window[1],
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        call.rows_at,
+        call.keys_at,
+        call.longest_rows,
+        call.longest_keys,
+        0.0,
+        call.window == (-1, 0),
+        False,
+        scale=scale,
+        window_size_left=call.window[0],
+        window_size_right=call.window[1],
+    )
     return found[0], found[1]
 
 
@@ -198,9 +219,23 @@ def attend_backward(
     """dq, dk, dv of a call from the complete LSE."""
     unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        do, q, k, v, out, lse_HT, call.rows_at, call.keys_at, call.longest_rows, call.longest_keys, 0.0,
-        call.window == (-1, 0), *unused, scale=scale, window_size_left=call.window[0], window_size_right=call.window[1],
-    )  # fmt: skip
+        do,
+        q,
+        k,
+        v,
+        out,
+        lse_HT,
+        call.rows_at,
+        call.keys_at,
+        call.longest_rows,
+        call.longest_keys,
+        0.0,
+        call.window == (-1, 0),
+        *unused,
+        scale=scale,
+        window_size_left=call.window[0],
+        window_size_right=call.window[1],
+    )
     return dq, dk, dv
 
 

@@ -1,17 +1,17 @@
 """Tiles: a kernel's work list, made from slices on the host ahead of time. Integers only; no tensor.
 
-A *tile* is a run of rows that one program computes, with all the keys its rows see: no row is in two tiles of a list, so a program owns
-its rows' results (unless long tiles are cut: :func:`split`, :func:`segment_list`). A tile's keys are a run of *entries*, one per slice
-that meets it, each walked in blocks of ``block`` keys from its first key on:
+A *tile* is a run of rows that one program computes, with all the keys its rows see: no row is in two tiles of a list,
+so a program owns its rows' results (unless long tiles are cut: :func:`split`, :func:`segment_list`). A tile's keys are
+a run of *entries*, one per slice that meets it, each walked in blocks of ``block`` keys from its first key on:
 
     k0 ........ full0 ........ full1 ........ k1        rows q0..q1 of the tile see key k when lo <= k - q <= hi
       edge blocks   clear blocks   edge blocks
 
-Clear blocks are seen by every row of the tile and need no mask; edge blocks are cut by the band, by the entry's rows, or by its last
-key. Tiles come longest first, so that a launch does not end with a long one.
+Clear blocks are seen by every row of the tile and need no mask; edge blocks are cut by the band, by the entry's rows,
+or by its last key. Tiles come longest first, so that a launch does not end with a long one.
 
-Rows are cut where a slice begins or ends. Runs of rows shorter than a tile are joined, since a half-empty tile costs as much as a full
-one; the odd rows of a longer run make a tile of their own at the end that sees fewer keys.
+Rows are cut where a slice begins or ends. Runs of rows shorter than a tile are joined, since a half-empty tile costs as
+much as a full one; the odd rows of a longer run make a tile of their own at the end that sees fewer keys.
 
 The list of dk and dv is the same thing seen from the keys: :func:`transposed` slices.
 """
@@ -36,7 +36,9 @@ NO_BORDERS: Ints = np.zeros(0, np.int64)
 
 @dataclass(frozen=True)
 class TileList:
-    """Tiles and their entries as int32 tables, the rows they cover, and how many blocks the kernel will walk, in all and in the longest."""
+    """Tiles and their entries as int32 tables, the rows they cover, and how many blocks the kernel will walk, in all
+    and in the longest.
+    """
 
     tiles: NDArray[np.int32]
     entries: NDArray[np.int32]
@@ -52,9 +54,11 @@ class TileList:
 
 
 def tile_list(slices: Ints, height: int, block: int, odd_clear: bool = True, borders: Ints = NO_BORDERS) -> TileList:
-    """Tiles of at most ``height`` rows over ``slices``, keys in blocks of ``block``; none has rows on both sides of one of ``borders``.
+    """Tiles of at most ``height`` rows over ``slices``, keys in blocks of ``block``;
+    none has rows on both sides of one of ``borders``.
 
-    Without ``odd_clear``, tiles of fewer rows have edge blocks only: for kernels that must mask the rows that are not there.
+    Without ``odd_clear``, tiles of fewer rows have edge blocks only: for kernels that must mask the rows that are not
+    there.
     """
     slices = masks.trim(slices.reshape(-1, 6))
     slices = slices[~masks.is_empty(slices)]
@@ -125,7 +129,9 @@ def _keys_of(slices: Ints, rows: Ints) -> Ints:
 
 
 def _entries(slices: Ints, start: Ints, stop: Ints, block: int, least: int) -> Ints:
-    """The part of each slice in the rows of its tile, as ``ENTRY_COLUMNS``; clear blocks in tiles of ``least`` rows or more."""
+    """The part of each slice in the rows of its tile, as ``ENTRY_COLUMNS``;
+    clear blocks in tiles of ``least`` rows or more.
+    """
     q0, q1 = np.maximum(slices[:, Q0], start), np.minimum(slices[:, Q1], stop)
     lo, hi = slices[:, LO], slices[:, HI]
     k0, k1 = np.maximum(slices[:, K0], q0 + lo), np.minimum(slices[:, K1], q1 + hi)
@@ -141,8 +147,9 @@ def _entries(slices: Ints, start: Ints, stop: Ints, block: int, least: int) -> I
 class SegmentList:
     """A tile list for kernels that walk a tile's blocks in one loop: entries cut into runs of blocks of one kind.
 
-    ``tiles``: first row, last row + 1, first segment, blocks of the tile. ``segments``: first key, blocks, whether they need the mask,
-    lo, hi, end of the slice's keys, q0, q1; one more row of zeros ends the table, so that reading ahead stays inside it.
+    ``tiles``: first row, last row + 1, first segment, blocks of the tile. ``segments``: first key, blocks, whether they
+    need the mask, lo, hi, end of the slice's keys, q0, q1; one more row of zeros ends the table, so that reading ahead
+    stays inside it.
     """
 
     tiles: NDArray[np.int32]
@@ -152,8 +159,9 @@ class SegmentList:
 def segment_list(made: TileList, block: int, longest: int | None = None, descending: bool = False) -> SegmentList:
     """The segments of a tile list whose keys are in blocks of ``block``.
 
-    Tiles of more than ``longest`` blocks become several with the same rows: for kernels that add their results to memory. With
-    ``descending`` a tile's last segment comes first: for kernels that walk from the last block to the first.
+    Tiles of more than ``longest`` blocks become several with the same rows: for kernels that add their results to
+    memory. With ``descending`` a tile's last segment comes first: for kernels that walk from the last block to the
+    first.
     """
     k0, full0, full1, k1, lo, hi, q0, q1 = made.entries.astype(np.int64).T
     starts = np.stack([k0, full0, full1], axis=1)
@@ -188,7 +196,8 @@ def segment_list(made: TileList, block: int, longest: int | None = None, descend
 
 
 def split(made: TileList, block: int, longest: int) -> TileList:
-    """The same blocks in tiles of at most ``longest``: several tiles with the same rows, for kernels that add to memory.
+    """The same blocks in tiles of at most ``longest``: several tiles with the same rows,
+    for kernels that add to memory.
 
     Rows that are in several tiles count several times in ``rows``.
     """

@@ -1,1 +1,3 @@
-"""Losses over ranks: who divides and reduces them, labels that are checked, and the edges and log-probabilities of trees."""
+"""Losses over ranks: who divides and reduces them, labels that are checked,
+and the edges and log-probabilities of trees.
+"""

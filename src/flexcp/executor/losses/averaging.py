@@ -1,20 +1,21 @@
 """Averaging: who averages a step's gradients over its ranks, as far as a step can see.
 
-Every rank holds a share of one loss, so gradients belong summed over the ranks of a step. Data parallel wrappers average them, which is
-right for a loss that was multiplied by the number of ranks (``gradients="averaged"``) and 1/ranks of the gradient for one that was not.
-DistributedDataParallel says which module's forward is running, FSDP2 keeps a state of each module it shards, and attention runs inside
-them, so the mistake can be named.
+Every rank holds a share of one loss, so gradients belong summed over the ranks of a step. Data parallel wrappers
+average them, which is right for a loss that was multiplied by the number of ranks (``gradients="averaged"``) and
+1/ranks of the gradient for one that was not. DistributedDataParallel says which module's forward is running, FSDP2
+keeps a state of each module it shards, and attention runs inside them, so the mistake can be named.
 
-A forward whose gradients stay on their rank (``no_sync``) is not averaged by DDP, and a communication hook of the user's own does what
-its author wants; torch's own hooks average.
+A forward whose gradients stay on their rank (``no_sync``) is not averaged by DDP, and a communication hook of the
+user's own does what its author wants; torch's own hooks average.
 
-FSDP2 reduces gradients as it is set when they are made, and ``sum_gradients`` may be called after the loss was taken. So the backward looks
-once more at the modules that attention ran in.
+FSDP2 reduces gradients as it is set when they are made, and ``sum_gradients`` may be called after the loss was taken.
+So the backward looks once more at the modules that attention ran in.
 
-A cross entropy that a user takes himself, by the usual mean over his rows, weighs every rank alike when gradients are averaged. That is
-the batch's gradient where all ranks hold as many labels, and another one where they do not. So a backward under a wrapper that averages,
-of a step whose ranks hold different numbers of tokens and of whose loss nobody said how it was divided, gets a warning. A loss that was
-divided rightly by hand looks the same, so the warning says what it does not know.
+A cross entropy that a user takes himself, by the usual mean over his rows, weighs every rank alike when gradients are
+averaged. That is the batch's gradient where all ranks hold as many labels, and another one where they do not. So a
+backward under a wrapper that averages, of a step whose ranks hold different numbers of tokens and of whose loss nobody
+said how it was divided, gets a warning. A loss that was divided rightly by hand looks the same, so the warning says
+what it does not know.
 """
 
 from __future__ import annotations
@@ -36,29 +37,37 @@ TORCH_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 
 
 def share_factor(gradients: Gradients, ranks: int) -> int:
-    """What a rank's share of the loss is multiplied by, so that gradients treated as said are those of the whole batch."""
+    """What a rank's share of the loss is multiplied by, so that gradients treated as said are those
+    of the whole batch.
+    """
     if gradients not in ("summed", "averaged"):
         raise ValueError(
-            f"gradients={gradients!r} is neither 'summed' nor 'averaged': say what happens to gradients over the ranks of a batch"
+            f"gradients={gradients!r} is neither 'summed' nor 'averaged': say what happens to gradients over the ranks "
+            "of a batch"
         )
     return ranks if gradients == "averaged" else 1
 
 
 class CountOfAllRanks(int):
-    """A count over all ranks of a batch, such as the loader's ``batch.valid``: a number like any other, but never one rank's own."""
+    """A count over all ranks of a batch, such as the loader's ``batch.valid``:
+    a number like any other, but never one rank's own.
+    """
 
 
 def wrong_count(count: float, rows: int, ranks: int) -> str:
     """What to say of a count that is not this rank's own."""
     return (
-        f"count={count:g} is not what this rank's sum is over: it holds {rows} rows, and step.share itself adds up the counts of all "
-        f"{ranks} ranks. Pass this rank's own, (labels != -100).sum(), or divide by the batch's count yourself: total / batch.valid, times "
-        "the ranks where gradients are averaged, is the same share. Where a row counts more than once, divide total and count by how often"
+        f"count={count:g} is not what this rank's sum is over: it holds {rows} rows, and step.share itself adds up the "
+        f"counts of all {ranks} ranks. Pass this rank's own, (labels != -100).sum(), or divide by the batch's count "
+        "yourself: total / batch.valid, times the ranks where gradients are averaged, is the same share. Where a row "
+        "counts more than once, divide total and count by how often"
     )
 
 
 def running_average(group: dist.ProcessGroup | None) -> str | None:
-    """The name of the wrapper whose forward is running and whose backward averages over ranks of ``group``, if there is one."""
+    """The name of the wrapper whose forward is running and whose backward averages over ranks of ``group``,
+    if there is one.
+    """
     # Names of torch's own: a release without them loses this check, not its attention.
     active = getattr(DistributedDataParallel, "_get_active_ddp_module", None)
     wrapper = None if active is None else active()
@@ -72,7 +81,9 @@ def running_average(group: dist.ProcessGroup | None) -> str | None:
 
 
 def fsdp_reduction(param_groups: Iterable[Any], group: dist.ProcessGroup) -> tuple[str | None, str | None]:
-    """Who averages and who sums the gradients of FSDP2's parameter groups over ranks of ``group``; None where nobody does."""
+    """Who averages and who sums the gradients of FSDP2's parameter groups over ranks of ``group``;
+    None where nobody does.
+    """
     shared = set(dist.get_process_group_ranks(group))
     averaged = summed = None
     for found in param_groups:
@@ -87,7 +98,8 @@ def fsdp_reduction(param_groups: Iterable[Any], group: dist.ProcessGroup) -> tup
 
 def running_fsdp_modules() -> list[FsdpModule]:
     """FSDP2's modules whose forward is running."""
-    # Names of torch's own: a release without them loses this check, not its attention. Modules of which nobody imported FSDP2 have none.
+    # Names of torch's own: a release without them loses this check, not its attention. Modules of which nobody imported
+    # FSDP2 have none.
     known = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", None)
     return [
         m for m in (known or {}).values() if getattr(getattr(m(), "_training_state", None), "name", "") == "FORWARD"
@@ -102,13 +114,16 @@ def reduction_of(modules: Iterable[FsdpModule], group: dist.ProcessGroup | None)
 
 
 def wrong_factor(who: str, gradients: Gradients, ranks: int, late: bool = False) -> str:
-    """What to say of shares that are said to be reduced one way and are reduced the other; ``late``: since the loss was taken."""
+    """What to say of shares that are said to be reduced one way and are reduced the other; ``late``:
+    since the loss was taken.
+    """
     done, off = ("averages", f"1/{ranks} of") if gradients == "summed" else ("sums", f"{ranks} times")
     right = "averaged" if gradients == "summed" else "summed"
     when = "set how FSDP2 reduces before the forward, not between the loss and its backward, and " if late else ""
     return (
-        f"{who} {done} gradients over the {ranks} ranks that share this batch, but each of them holds a share of one loss made for "
-        f"gradients={gradients!r}, so gradients would be {off} the batch's: {when}say gradients={right!r} (in step.loss, step.share, "
+        f"{who} {done} gradients over the {ranks} ranks that share this batch, but each of them holds a share of one "
+        f"loss made for gradients={gradients!r}, so gradients would be {off} the batch's: {when}say "
+        f"gradients={right!r} (in step.loss, step.share, "
         "huggingface.inputs or prepared) and drop any factor of your own"
     )
 
@@ -122,11 +137,14 @@ def uneven(placement: Placement) -> tuple[int, int] | None:
 
 
 def unsaid_loss(who: str, least: int, most: int) -> str:
-    """What to say of a backward of whose loss a step knows nothing, under a wrapper that averages over ranks of different token counts."""
+    """What to say of a backward of whose loss a step knows nothing,
+    under a wrapper that averages over ranks of different token counts.
+    """
     return (
-        f"{who} averages gradients over ranks that hold {least} to {most} tokens of this batch, and nothing says what this rank's loss was "
-        "divided by. If it is the mean over this rank's own rows, the gradient is not the batch's: tokens weigh more where few are. "
-        "If it is this rank's sum / the labels of all ranks x ranks, the gradient is right, and this warning ends where "
-        "step.share(total, count, gradients='averaged') takes the same share from this rank's sum and its own count of labels, or "
-        "step.loss(logits, labels, gradients='averaged') from its logits"
+        f"{who} averages gradients over ranks that hold {least} to {most} tokens of this batch, and nothing says what "
+        "this rank's loss was divided by. If it is the mean over this rank's own rows, the gradient is not the "
+        "batch's: tokens weigh more where few are. If it is this rank's sum / the labels of all ranks x ranks, the "
+        "gradient is right, and this warning ends where step.share(total, count, gradients='averaged') takes the same "
+        "share from this rank's sum and its own count of labels, or step.loss(logits, labels, gradients='averaged') "
+        "from its logits"
     )

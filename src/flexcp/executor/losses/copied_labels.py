@@ -1,12 +1,13 @@
 """Copied labels: labels that are the tokens themselves, which teach a model to repeat what it is given.
 
-``step.loss`` shifts nothing, and no shape shows that labels were not shifted. But a step has seen streams of integers go by: those it was
-asked to shard, and the ids of models whose adapters say so. Labels that equal the model's ids wherever they count are a mistake. Inputs
-that were corrupted on purpose differ from their labels where these count.
+``step.loss`` shifts nothing, and no shape shows that labels were not shifted. But a step has seen streams of integers
+go by: those it was asked to shard, and the ids of models whose adapters say so. Labels that equal the model's ids
+wherever they count are a mistake. Inputs that were corrupted on purpose differ from their labels where these count.
 
-Ids that an adapter or the loader told are known to be ids. Of streams that were only sharded it is guessed: one that was sharded twice
-with the same values was once ids and once labels, unless it holds the successors of another stream, or numbers below 0, which are no
-ids; and one that is all that was ever sharded must have been the model's input, unless this rank could have taken its input otherwise.
+Ids that an adapter or the loader told are known to be ids. Of streams that were only sharded it is guessed: one that
+was sharded twice with the same values was once ids and once labels, unless it holds the successors of another stream,
+or numbers below 0, which are no ids; and one that is all that was ever sharded must have been the model's input, unless
+this rank could have taken its input otherwise.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from flexcp.batch import Batch
 from flexcp.executor.local_rows import next_tokens
 
 WARNING = (
-    "the labels of this loss are the tokens themselves: step.loss shifts nothing, so the model learns to repeat what it is given. Labels "
-    "are each token's successor in its document: take step.labels(tokens), or shard labels that were shifted before"
+    "the labels of this loss are the tokens themselves: step.loss shifts nothing, so the model learns to repeat what "
+    "it is given. Labels are each token's successor in its document: take step.labels(tokens), or shard labels that "
+    "were shifted before"
 )
 NONE = -1
 
@@ -61,7 +63,9 @@ class SeenTokens:
         self._others = True
 
     def copied(self, labels: Tensor, ignore: int, batch: Batch, own_cut: bool) -> bool:
-        """Whether labels are the tokens; ``own_cut`` says that this rank could have cut its input without asking the step."""
+        """Whether labels are the tokens; ``own_cut`` says that this rank could have cut its input without asking the
+        step.
+        """
         ids, sharded, others = self._ids, self._sharded, self._others
         self.done, self._ids, self._sharded = True, None, []
         counted = (labels != ignore).cpu()

@@ -1,14 +1,15 @@
 """Edges: every token of this rank with each of its next tokens, and what a loss over sequences weighs them by.
 
-A token before a branching point has several next tokens, and a token that many sequences share stands for all of them. So losses and
-log-probabilities of trees are over edges: a value for each (token, next token) on the rank that keeps the token, and for each the
-sequences that use it. A sum over independent sequences is a sum over edges, each weighed by the sum of its sequences' weights.
+A token before a branching point has several next tokens, and a token that many sequences share stands for all of them.
+So losses and log-probabilities of trees are over edges: a value for each (token, next token) on the rank that keeps the
+token, and for each the sequences that use it. A sum over independent sequences is a sum over edges, each weighed by the
+sum of its sequences' weights.
 
     edges  = step.edges(tokens)
-    loss   = step.loss(logits, edges)                                             # the mean over all positions of all sequences
+    loss   = step.loss(logits, edges)              # the mean over all positions of all sequences
     loss   = step.loss(logits, edges, weights=edges.weights(advantages, masks, per="sequence"))
-    values = step.log_probs(logits, edges)                                        # a value for each edge
-    edge, sequence, position = edges.pairs()                                      # values[edge] is that of (sequence, position)
+    values = step.log_probs(logits, edges)         # a value for each edge
+    edge, sequence, position = edges.pairs()       # values[edge] is that of (sequence, position)
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ Per = Literal["token", "sequence", "sum"]
 class Edges:
     """This rank's edges, in the order of its rows; make them by ``step.edges``.
 
-    ``rows`` is the local row of the token, ``parents`` and ``children`` are both tokens in the stream, ``labels`` the id of the next token
-    and ``counts`` how many sequences use the edge: 0 where the id is ``ignore``. ``sequences`` is the number of sequences in the batch and
-    ``lengths`` their tokens, in the order of documents and, in a tree, of its ends.
+    ``rows`` is the local row of the token, ``parents`` and ``children`` are both tokens in the stream, ``labels`` the
+    id of the next token and ``counts`` how many sequences use the edge: 0 where the id is ``ignore``. ``sequences`` is
+    the number of sequences in the batch and ``lengths`` their tokens, in the order of documents and, in a tree, of its
+    ends.
     """
 
     rows: Tensor
@@ -74,22 +76,26 @@ class Edges:
         return self.of_batch.documents
 
     def pairs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(edge, sequence, position) for every sequence that uses an edge of this rank; position is that of the next token.
+        """(edge, sequence, position) for every sequence that uses an edge of this rank;
+        position is that of the next token.
 
         All ranks together have every position but the first of every sequence once, where its id is not ``ignore``.
         """
         edge, sequence = self._pairs
-        return tuple(self._there(x) for x in (edge, sequence, self.of_batch.depths[self.here[edge]]))  # type: ignore[return-value]
+        position = self.of_batch.depths[self.here[edge]]
+        return self._there(edge), self._there(sequence), self._there(position)
 
     def weights(
         self, sequences: Sequence[float] | Tensor | None = None, tokens: Sequence[Any] | None = None, per: Per = "token"
     ) -> Tensor:
-        """What each edge weighs in a sum over sequences, float64: the sum of its sequences' weights, divided as ``per`` says.
+        """What each edge weighs in a sum over sequences, float64: the sum of its sequences' weights,
+        divided as ``per`` says.
 
-        ``sequences`` has a weight for each sequence, such as its advantage; ``tokens`` an array for each sequence with a weight for each of
-        its tokens, such as a mask: that of a token weighs its prediction, so the first has no effect. Both are the whole batch's, the same
-        on every rank. A position counts where its id is not ``ignore`` and its token weight is not 0. ``per="token"`` divides by all
-        positions that count, ``"sequence"`` by those of each sequence and by the sequences that have any, ``"sum"`` by nothing.
+        ``sequences`` has a weight for each sequence, such as its advantage; ``tokens`` an array for each sequence with
+        a weight for each of its tokens, such as a mask: that of a token weighs its prediction, so the first has no
+        effect. Both are the whole batch's, the same on every rank. A position counts where its id is not ``ignore`` and
+        its token weight is not 0. ``per="token"`` divides by all positions that count, ``"sequence"`` by those of each
+        sequence and by the sequences that have any, ``"sum"`` by nothing.
         """
         if per not in ("token", "sequence", "sum"):
             raise ValueError(f"per={per!r} is none of 'token', 'sequence' and 'sum': say what the sum is divided by")
@@ -141,13 +147,15 @@ class Edges:
     def _checked_tokens(self, given: Sequence[Any]) -> Floats:
         if len(given) != self.sequences:
             raise ValueError(
-                f"weights of tokens for {len(given)} sequences, but this batch has {self.sequences}; give an array for each"
+                f"weights of tokens for {len(given)} sequences, but this batch has {self.sequences}; "
+                "give an array for each"
             )
         parts = [_numbers(x, f"the weights of sequence {number}") for number, x in enumerate(given)]
         for number, part in enumerate(parts):
             if part.shape != (self.lengths[number],):
                 raise ValueError(
-                    f"sequence {number} has {self.lengths[number]} tokens, but its weights have shape {list(part.shape)}; give one for each"
+                    f"sequence {number} has {self.lengths[number]} tokens, but its weights have shape "
+                    f"{list(part.shape)}; give one for each"
                 )
         return np.concatenate(parts)
 
@@ -193,14 +201,17 @@ def edge_log_probs(logits: Tensor, edges: Edges) -> Tensor:
         at = int(((labels < 0) | (labels >= logits.shape[1])).nonzero()[0])
         raise ValueError(
             f"token {int(edges.children[at])} of the stream has the id {int(labels[at])}, outside of the vocabulary "
-            f"0..{logits.shape[1] - 1}; where it marks tokens without a label make the edges by step.edges(tokens, ignore=...)"
+            f"0..{logits.shape[1] - 1}; where it marks tokens without a label make the edges "
+            "by step.edges(tokens, ignore=...)"
         )
     found = log_probs(logits, edges.rows.to(logits.device), labels)
     return torch.where(counts.to(logits.device), found, 0)
 
 
 def weighed_loss(values: Tensor, edges: Edges, weights: Tensor | None) -> Tensor:
-    """Minus the sum of log-probabilities by weights, those of a mean over positions unless given. What weighs nothing may be infinite."""
+    """Minus the sum of log-probabilities by weights, those of a mean over positions unless given.
+    What weighs nothing may be infinite.
+    """
     if weights is None:
         weights = edges.weights()
     if not isinstance(weights, Tensor) or weights.shape != values.shape:
@@ -212,7 +223,9 @@ def weighed_loss(values: Tensor, edges: Edges, weights: Tensor | None) -> Tensor
 
 
 def check_edge_logits(logits: Tensor, tokens: int, place: str) -> None:
-    """Raise for what is no ``[tokens, vocabulary]`` of logits. A rank without tokens may have the row that models want there."""
+    """Raise for what is no ``[tokens, vocabulary]`` of logits.
+    A rank without tokens may have the row that models want there.
+    """
     if not isinstance(logits, Tensor) or logits.dim() != 2 or not logits.is_floating_point():
         instead = single("logits", logits.shape, tokens) if isinstance(logits, Tensor) and logits.dim() == 3 else None
         way = f"; pass {instead}" if instead else ""
@@ -220,7 +233,8 @@ def check_edge_logits(logits: Tensor, tokens: int, place: str) -> None:
         raise ValueError(f"{place} takes the logits of this rank's rows, ({tokens}, vocabulary); got {got}{way}")
     if len(logits) != tokens and (tokens or len(logits) > 1):
         raise ValueError(
-            f"{place} got logits of {len(logits)} rows, but this rank keeps {tokens} tokens; run the model on step.shard(tokens)"
+            f"{place} got logits of {len(logits)} rows, but this rank keeps {tokens} tokens; run the model on "
+            "step.shard(tokens)"
         )
 
 
@@ -232,7 +246,9 @@ def predictions(sequences: Sequences, row_tokens: Ints) -> int:
 
 
 def gathered(values: Tensor, edges: Edges, placement: Placement, collectives: Collectives) -> list[Tensor]:
-    """For each sequence of the batch a value for each of its tokens, 0 for the first, on every rank, from every rank's edges."""
+    """For each sequence of the batch a value for each of its tokens, 0 for the first, on every rank,
+    from every rank's edges.
+    """
     sequences = edges.of_batch
     owner, row = np.empty(placement.stream, np.int64), np.empty(placement.stream, np.int64)
     for rank in range(placement.ranks):

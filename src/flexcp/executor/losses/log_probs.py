@@ -1,7 +1,7 @@
 """Log-probabilities of next tokens, row by row of the logits, without a second tensor of their size in the forward.
 
-Logits are read in chunks of rows, in float32 at least. What is kept for the backward is a number a row, and the backward makes the
-gradient of the logits alone, chunk by chunk. A row may have any number of next tokens.
+Logits are read in chunks of rows, in float32 at least. What is kept for the backward is a number a row, and the
+backward makes the gradient of the logits alone, chunk by chunk. A row may have any number of next tokens.
 """
 
 from __future__ import annotations

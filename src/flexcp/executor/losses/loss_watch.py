@@ -1,9 +1,10 @@
 """Loss watch: how a step's losses are divided and its gradients reduced, as far as it was said or a call saw it.
 
-Whoever makes a share of the batch's loss says so (:meth:`LossWatch.say`), and what it was made for (:meth:`LossWatch.check_reduction`).
-Attention tells which modules it runs in and when a backward reaches it. From both follow one refusal, of shares made for another
-treatment of gradients than the modules give them, and one warning, of averaged gradients of a loss that nobody spoke for. What modules
-show, and the words of both, are in :mod:`flexcp.executor.losses.averaging`.
+Whoever makes a share of the batch's loss says so (:meth:`LossWatch.say`), and what it was made for
+(:meth:`LossWatch.check_reduction`). Attention tells which modules it runs in and when a backward reaches it. From both
+follow one refusal, of shares made for another treatment of gradients than the modules give them, and one warning, of
+averaged gradients of a loss that nobody spoke for. What modules show, and the words of both, are in
+:mod:`flexcp.executor.losses.averaging`.
 """
 
 from __future__ import annotations
@@ -42,12 +43,16 @@ class LossWatch:
         """Whether the backward that is running began at a loss that was said of the step."""
         self._fsdp_modules: list[FsdpModule] = []
         self._shares_for: Gradients | None = None
-        """The modules of FSDP2 that attention ran in, and what the loss was made for until a backward has looked whether they do it."""
+        """The modules of FSDP2 that attention ran in, and what the loss was made for until a backward has looked
+        whether they do it.
+        """
 
     def say(self, loss: Tensor) -> Tensor:
-        """Note that ``loss``, or a loss of this tensor, is divided and reduced as it should be, once gradients come from it.
+        """Note that ``loss``, or a loss of this tensor, is divided and reduced as it should be,
+        once gradients come from it.
 
-        A loss that is only looked at says nothing of the one that is trained on. What is compiled takes no hook, and is believed at once.
+        A loss that is only looked at says nothing of the one that is trained on. What is compiled takes no hook, and is
+        believed at once.
         """
         if loss.requires_grad and torch.compiler.is_compiling():
             self.said = True
@@ -57,7 +62,8 @@ class LossWatch:
 
     def _enter(self, gradient: Tensor) -> None:
         self.said = self.in_backward = True
-        # A backward that checkpointing runs inside this one is another to autograd, so the end of this one is what counts.
+        # A backward that checkpointing runs inside this one is another to autograd, so the end of this one is what
+        # counts.
         torch.autograd.Variable._execution_engine.queue_callback(self._leave)
 
     def _leave(self) -> None:
@@ -77,10 +83,12 @@ class LossWatch:
         self.averaged_by = self.averaged_by or running_average(self._group)
 
     def note_backward(self) -> None:
-        """Raise where FSDP2 was told after the loss to reduce gradients otherwise than the loss was made for: once a loss.
+        """Raise where FSDP2 was told after the loss to reduce gradients otherwise than the loss was made for:
+        once a loss.
 
-        Warn where gradients are averaged over uneven ranks, and nobody said of this loss how it was divided: once a step. One of several
-        steps of a model (an encoder's) has no loss of its own, so that of another step in the same backward is enough.
+        Warn where gradients are averaged over uneven ranks, and nobody said of this loss how it was divided: once a
+        step. One of several steps of a model (an encoder's) has no loss of its own, so that of another step in the same
+        backward is enough.
         """
         if self._shares_for is not None:
             made_for, self._shares_for = self._shares_for, None

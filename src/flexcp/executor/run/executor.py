@@ -1,13 +1,15 @@
 """The executor: one loop that runs a rank's program, forward or backward.
 
-In slot s: take in what stage s brought (inputs are laid on their shelves, outputs reduced into the rows they belong to, in a fixed
-order), post the stages that the plan posts here (stage s + 1, where it says nothing else), then compute, leaving free the multiprocessors
-that the plan says, and close what the slot's lists were the last to leave open. So transfers are always issued before the work they
-travel beside. The last slot has nothing left to post. Nothing here knows a strategy, and nothing waits for the device: on a GPU the loop
-only queues work, in stream order. What exists only during a pass lies in the arena (:mod:`flexcp.executor.exchange.arena`), at offsets
-known from the plan; a rank's own results, which are returned, do not.
+In slot s: take in what stage s brought (inputs are laid on their shelves, outputs reduced into the rows they belong to,
+in a fixed order), post the stages that the plan posts here (stage s + 1, where it says nothing else), then compute,
+leaving free the multiprocessors that the plan says, and close what the slot's lists were the last to leave open. So
+transfers are always issued before the work they travel beside. The last slot has nothing left to post. Nothing here
+knows a strategy, and nothing waits for the device: on a GPU the loop only queues work, in stream order. What exists
+only during a pass lies in the arena (:mod:`flexcp.executor.exchange.arena`), at offsets known from the plan; a rank's
+own results, which are returned, do not.
 
-A program that is a single launch over a rank's own rows (one rank, or a rank that needs nobody) is :mod:`flexcp.executor.run.one_device`'s.
+A program that is a single launch over a rank's own rows (one rank, or a rank that needs nobody) is
+:mod:`flexcp.executor.run.one_device`'s.
 """
 
 from __future__ import annotations
@@ -56,9 +58,11 @@ class Runtime:
 def run_forward(
     prepared: Prepared, runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, rounded: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's output and LSE (statistics dtype) from its own tokens in stream order, and the keys to keep for the backward, as bytes.
+    """This rank's output and LSE (statistics dtype) from its own tokens in stream order,
+    and the keys to keep for the backward, as bytes.
 
-    The output is in the accumulator dtype, or already in the model's where ``rounded`` allows that and nothing is left to add.
+    The output is in the accumulator dtype, or already in the model's where ``rounded`` allows that and nothing is left
+    to add.
     """
     kept = torch.empty(prepared.program.kept_size, dtype=torch.uint8, device=runtime.types.device)
     with runtime.watched(), runtime.exchange:
@@ -73,9 +77,17 @@ def run_forward(
 
 
 def run_backward(
-    prepared: Prepared, runtime: Runtime, kept: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, back: OutputGradient
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv of this rank's own tokens in stream order, in the accumulator dtype, or in the model's where nothing is left to add.
+    prepared: Prepared,
+    runtime: Runtime,
+    kept: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    back: OutputGradient,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of this rank's own tokens in stream order, in the accumulator dtype, or in the model's where nothing
+    is left to add.
 
     ``kept`` is the forward's.
     """

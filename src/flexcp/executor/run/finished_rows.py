@@ -1,9 +1,10 @@
 """Finished rows: which of a forward's work lists is the first and which the last to add to a rank's own rows.
 
-A list *begins* a row if no earlier list adds to it, and *finishes* it if no later one does, in any of the list's heads. Where lists do so
-with every own row, in every head, and no message adds to them, a kernel that can (:mod:`flexcp.executor.kernels`) writes each row once,
-rounded, where it stays: nothing is cleared before and nothing rounded after. Else, where a part of a row arrives from another rank, or a
-list finishes a row in some of its heads only, outputs are sums from the beginning to the end of the pass.
+A list *begins* a row if no earlier list adds to it, and *finishes* it if no later one does, in any of the list's heads.
+Where lists do so with every own row, in every head, and no message adds to them, a kernel that can
+(:mod:`flexcp.executor.kernels`) writes each row once, rounded, where it stays: nothing is cleared before and nothing
+rounded after. Else, where a part of a row arrives from another rank, or a list finishes a row in some of its heads
+only, outputs are sums from the beginning to the end of the pass.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class OwnRows:
 
 
 def finished_rows(program: RankProgram) -> list[list[OwnRows]] | None:
-    """By slot and list of a forward: the rows that the list begins and finishes. None where lists do not begin and finish every own row."""
+    """By slot and list of a forward: the rows that the list begins and finishes. None where lists do not begin and
+    finish every own row.
+    """
     if any(_adds_to_own(slot) for slot in program.slots):
         return None
     own = program.shelves[QUERIES]
@@ -46,7 +49,8 @@ def finished_rows(program: RankProgram) -> list[list[OwnRows]] | None:
 
 
 def _not_before(lists: list[ShelfWork], borders: list[int], rows: int) -> tuple[list[Ints], bool]:
-    """Of each list the runs of own rows that no list before it adds to in any of its heads; whether that is every row in every head.
+    """Of each list the runs of own rows that no list before it adds to in any of its heads;
+    whether that is every row in every head.
 
     ``borders`` are the heads at which lists of own rows begin or end.
     """

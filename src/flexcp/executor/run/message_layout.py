@@ -1,5 +1,6 @@
-"""Message layout: the tensors of shelves and messages, by the integers that say where they lie (:mod:`flexcp.plan.memory` on a shelf,
-:mod:`flexcp.executor.run.message_parts` in a message)."""
+"""Message layout: the tensors of shelves and messages, by the integers that say where they lie
+(:mod:`flexcp.plan.memory` on a shelf, :mod:`flexcp.executor.run.message_parts` in a message).
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ class Types:
 
 
 def types_of(x: Tensor) -> Types:
-    """The types of a pass over tensors like ``x``. LSE and delta enter every probability, and on a CPU doubles cost nothing."""
+    """The types of a pass over tensors like ``x``. LSE and delta enter every probability,
+    and on a CPU doubles cost nothing.
+    """
     accumulator = accumulator_dtype(x.dtype)
     return Types(x.dtype, accumulator, torch.float64 if x.device.type == "cpu" else accumulator, x.device)
 
@@ -52,8 +55,8 @@ def new_results(
 ) -> dict[str, Tensor]:
     """Room for what is computed on a shelf: out starts at zero with LSE -inf, gradients at zero.
 
-    With ``finished`` there is room for rows of out or dq in the model's dtype too, each of which will be written, and out and LSE may
-    start with anything.
+    With ``finished`` there is room for rows of out or dq in the model's dtype too, each of which will be written, and
+    out and LSE may start with anything.
     """
     found = _laid_out(shelf, backward, True, shape, types, memory)
     for name, x in found.items():
@@ -67,7 +70,9 @@ def new_results(
 def _laid_out(
     shelf: Shelf, backward: bool, results: bool, shape: Shape, types: Types, memory: Tensor | None
 ) -> dict[str, Tensor]:
-    """The tensors of a shelf, side by side as :mod:`flexcp.plan.memory` counts them, or each in an allocation of its own."""
+    """The tensors of a shelf, side by side as :mod:`flexcp.plan.memory` counts them,
+    or each in an allocation of its own.
+    """
     heads = shelf.h1 - shelf.h0
     fields = shelf_fields(shelf.side, backward, results)
     starts = aligned_starts(field_sizes(shelf.side, backward, results, shelf.rows * heads, shape))

@@ -1,7 +1,8 @@
-"""Message parts: where the tensors of a piece lie in a message. Integers only; no tensor, so that planner processes can ask.
+"""Message parts: where the tensors of a piece lie in a message. Integers only;
+no tensor, so that planner processes can ask.
 
-A message is raw bytes without padding: first all fields in the accumulator dtype, then those in the model's, so every field is aligned
-by construction and bytes on the wire are exactly the plan's.
+A message is raw bytes without padding: first all fields in the accumulator dtype, then those in the model's, so every
+field is aligned by construction and bytes on the wire are exactly the plan's.
 """
 
 from __future__ import annotations

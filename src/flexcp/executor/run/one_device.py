@@ -1,7 +1,7 @@
 """One device: attention of one work list over all rows and heads of its arguments, with nothing to exchange.
 
-What a rank does that needs nobody, and what :func:`flexcp.slice_attention` does. Inputs are used where they are; a kernel that can
-writes its results once, in the dtype they stay in.
+What a rank does that needs nobody, and what :func:`flexcp.slice_attention` does. Inputs are used where they are; a
+kernel that can writes its results once, in the dtype they stay in.
 """
 
 from __future__ import annotations
@@ -45,11 +45,20 @@ def local_forward(
 
 
 def local_backward(
-    kernel: Any, work: Any, whole: bool, types: Types, settings: Settings, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
+    kernel: Any,
+    work: Any,
+    whole: bool,
+    types: Types,
+    settings: Settings,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
     back: OutputGradient,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv in the accumulator dtype, or in the model's: dq where every row sees a key (``whole``) and the kernel can, all three
-    where the kernel has a backward of its own for that."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv in the accumulator dtype, or in the model's: dq where every row sees a key (``whole``) and the kernel
+    can, all three where the kernel has a backward of its own for that.
+    """
     if whole and back.out is not None and not settings.deterministic and hasattr(kernel, "backward_alone"):
         found: tuple[Tensor, Tensor, Tensor] = kernel.backward_alone(q, k, v, lse, back, work, settings)
         return found

@@ -1,11 +1,11 @@
 """Packing: blocks between shelves and messages.
 
-A packing is made once for a program and a device, with all index maps already there, and used by every layer. Per stage it fills the
-messages that leave, lays arrived inputs on their shelves and reduces arrived outputs into the rows they belong to, in table order, so the
-same plan gives the same bits.
+A packing is made once for a program and a device, with all index maps already there, and used by every layer. Per stage
+it fills the messages that leave, lays arrived inputs on their shelves and reduces arrived outputs into the rows they
+belong to, in table order, so the same plan gives the same bits.
 
-:class:`FieldPacking` is plain torch, field by field, on any device. :mod:`flexcp.executor.run.row_packing` does the same on a GPU in a few
-launches per stage.
+:class:`FieldPacking` is plain torch, field by field, on any device. :mod:`flexcp.executor.run.row_packing` does the
+same on a GPU in a few launches per stage.
 """
 
 from __future__ import annotations

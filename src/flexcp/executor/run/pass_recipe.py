@@ -1,7 +1,9 @@
-"""Pass recipe: a rank's program for one mask and direction with everything about its execution that the plan alone decides.
+"""Pass recipe: a rank's program for one mask and direction with everything about its execution
+that the plan alone decides.
 
-Integers only; no tensor, so that a planner process can make it (:mod:`flexcp.executor.run.rank_recipe`) and the training process is left
-with what needs the device: a kernel's work lists and the upload of index maps (:mod:`flexcp.executor.run.prepared`).
+Integers only; no tensor, so that a planner process can make it (:mod:`flexcp.executor.run.rank_recipe`) and the
+training process is left with what needs the device: a kernel's work lists and the upload of index maps
+(:mod:`flexcp.executor.run.prepared`).
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class LaunchRecipe:
-    """A launch: its heads on the shelf of its queries, its groups on that of its keys, and whether its slices touch every query row.
+    """A launch: its heads on the shelf of its queries, its groups on that of its keys,
+    and whether its slices touch every query row.
 
     Launches of one ``list_key`` have the same slices, so that forward and backward share a kernel's work list.
     """
@@ -40,9 +43,11 @@ class LaunchRecipe:
 
 @dataclass(frozen=True)
 class PassRecipe:
-    """By slot: launches, shelves to open; by stage (peer, bytes) of the messages that leave and arrive. ``untouched_dq`` is the slot up to
-    which the dq of a query shelf may be open, ``finished_rows`` says of a forward which rows its launches begin and finish. What packs
-    messages, by fields or by rows, is there where it was asked for."""
+    """By slot: launches, shelves to open; by stage (peer, bytes) of the messages that leave and arrive.
+    ``untouched_dq`` is the slot up to which the dq of a query shelf may be open, ``finished_rows`` says of a forward
+    which rows its launches begin and finish. What packs messages, by fields or by rows, is there where it was asked
+    for.
+    """
 
     program: RankProgram
     backward: bool

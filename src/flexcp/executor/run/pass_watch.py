@@ -1,7 +1,8 @@
 """Pass watch: what a pass tells whoever follows it.
 
-A pass calls ``mark`` at fixed places: where it starts, then in every slot once the stage's transfers are in, once the next stage's are
-packed and posted, and once the slot's work is queued, and at its end. A mark must not wait for the device.
+A pass calls ``mark`` at fixed places: where it starts, then in every slot once the stage's transfers are in, once the
+next stage's are packed and posted, and once the slot's work is queued, and at its end. A mark must not wait for the
+device.
 """
 
 from __future__ import annotations

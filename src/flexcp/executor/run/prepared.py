@@ -1,11 +1,14 @@
-"""Prepared: a rank's program made ready for a kernel and a device, by its recipe (:mod:`flexcp.executor.run.pass_recipe`).
+"""Prepared: a rank's program made ready for a kernel and a device, by its recipe
+(:mod:`flexcp.executor.run.pass_recipe`).
 
-Work lists and index maps depend on the plan alone, so they are made once, at the first layer, and kept with the step: the loop itself
-copies nothing to the device and never makes the host wait. Forward and backward share a work list where their slices are the same.
+Work lists and index maps depend on the plan alone, so they are made once, at the first layer, and kept with the step:
+the loop itself copies nothing to the device and never makes the host wait. Forward and backward share a work list where
+their slices are the same.
 
-Where a kernel can leave dq open (:mod:`flexcp.executor.kernels`), the lists of a shelf do so up to the first slot in which the rank's
-messages read that dq or add to it; lists from then on add to the gradient itself. Where it can write rows that a list is the last to
-add to, lists of a forward say which rows those are, and which they are the first to add to (:mod:`flexcp.executor.run.finished_rows`).
+Where a kernel can leave dq open (:mod:`flexcp.executor.kernels`), the lists of a shelf do so up to the first slot in
+which the rank's messages read that dq or add to it; lists from then on add to the gradient itself. Where it can write
+rows that a list is the last to add to, lists of a forward say which rows those are, and which they are the first to add
+to (:mod:`flexcp.executor.run.finished_rows`).
 """
 
 from __future__ import annotations
@@ -27,8 +30,9 @@ WorkLists = dict[tuple[object, ...], Any]
 
 @dataclass(frozen=True)
 class PreparedWork:
-    """A launch: where its tensors lie, the kernel's work list, whether its slices touch every row of the query shelf, and whether the
-    shelf's dq may be open while it runs."""
+    """A launch: where its tensors lie, the kernel's work list, whether its slices touch every row of the query shelf,
+    and whether the shelf's dq may be open while it runs.
+    """
 
     work: ShelfWork
     heads: slice
@@ -40,10 +44,12 @@ class PreparedWork:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A program, by slot: work, shelves to open; by stage (peer, bytes) of the messages that leave and arrive; and its packing.
+    """A program, by slot: work, shelves to open; by stage (peer, bytes) of the messages that leave and arrive;
+    and its packing.
 
-    ``closes`` are the shelves whose dq the lists of a slot are the last to leave open: it is closed after them. ``finishes`` says that own
-    rows (of the output or, of a backward, of dq) can be written where they stay by whoever adds to them last.
+    ``closes`` are the shelves whose dq the lists of a slot are the last to leave open: it is closed after them.
+    ``finishes`` says that own rows (of the output or, of a backward, of dq) can be written where they stay by whoever
+    adds to them last.
     """
 
     program: RankProgram
@@ -107,9 +113,15 @@ def packs_by_rows(device_type: str) -> bool:
 
 
 def _prepared(
-    launch: LaunchRecipe, open_dq: bool, own: OwnRows | None, shape: Shape, name: str, kernel: Any, types: Types,
+    launch: LaunchRecipe,
+    open_dq: bool,
+    own: OwnRows | None,
+    shape: Shape,
+    name: str,
+    kernel: Any,
+    types: Types,
     lists: WorkLists,
-) -> PreparedWork:  # fmt: skip
+) -> PreparedWork:
     rows = {} if own is None else {"begins": own.begins, "finishes": own.finishes}
     key = (name, types.device, *launch.list_key, *(runs.tobytes() for runs in rows.values()))
     if key not in lists:

@@ -1,12 +1,13 @@
-"""Rank program: what one rank does for one mask in one direction, derived from the plan. Integers only; no tensor, no group.
+"""Rank program: what one rank does for one mask in one direction, derived from the plan. Integers only;
+no tensor, no group.
 
-A rank holds tokens on *shelves*. Shelf 0 of each side (queries, keys) is its own tokens in stream order with all heads. Every stage,
-side and head range in which pieces arrive makes another shelf, its tokens in stream order too, so that tokens that came from several
-ranks or pieces lie side by side and work is in few, large slices.
+A rank holds tokens on *shelves*. Shelf 0 of each side (queries, keys) is its own tokens in stream order with all heads.
+Every stage, side and head range in which pieces arrive makes another shelf, its tokens in stream order too, so that
+tokens that came from several ranks or pieces lie side by side and work is in few, large slices.
 
-Work of a region is cut by shelves and runs in the slot that :mod:`flexcp.plan.slots` says; where the plan holds a share of the work on own
-rows and own keys, that share is cut off at a whole tile. Results accumulate in the rows of the shelf that holds their queries (o, dq) or
-keys (dkv), and leave from there.
+Work of a region is cut by shelves and runs in the slot that :mod:`flexcp.plan.slots` says; where the plan holds a share
+of the work on own rows and own keys, that share is cut off at a whole tile. Results accumulate in the rows of the shelf
+that holds their queries (o, dq) or keys (dkv), and leave from there.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ TILE_ROWS = 128
 
 @dataclass(frozen=True)
 class Shelf:
-    """Tokens in one buffer: which side, how many rows, which heads (query or KV heads by side), filled before which slot."""
+    """Tokens in one buffer: which side, how many rows, which heads (query or KV heads by side),
+    filled before which slot.
+    """
 
     side: int
     rows: int
@@ -92,8 +95,9 @@ class Slot:
 
 @dataclass(frozen=True)
 class RankProgram:
-    """Shelves and slots of one rank, where in its arena things lie, and how its stages are executed: which of them every slot posts,
-    before it waits and behind that, and how many multiprocessors its work leaves free."""
+    """Shelves and slots of one rank, where in its arena things lie, and how its stages are executed: which of them
+    every slot posts, before it waits and behind that, and how many multiprocessors its work leaves free.
+    """
 
     shelves: tuple[Shelf, ...]
     slots: tuple[Slot, ...]
@@ -101,7 +105,8 @@ class RankProgram:
     posts: tuple[tuple[list[int], list[int]], ...]
     margins: tuple[int, ...]
     kept: dict[int, int]
-    """Shelves whose keys the backward finds as the forward left them, and where each begins in the memory that is kept."""
+    """Shelves whose keys the backward finds as the forward left them, and where each begins in the memory that is kept.
+    """
     kept_size: int
 
 
@@ -199,7 +204,8 @@ class _Builder:
             piece = (kind, owner, start, stop, h0, h1)
             side = QUERIES if kind in QUERY_SIDED else KEYS
             home = (side, slice(start, stop))
-            # A rank reaches its own tokens at home, others' where they arrived; assembled own tokens are in both places.
+            # A rank reaches its own tokens at home, others' where they arrived; assembled own tokens are in both
+            # places.
             away = self._spot(*piece)
             if source == target:
                 here, there = (away, home) if kind in OUTPUTS else (home, away)

@@ -1,9 +1,10 @@
-"""Rank recipe: everything of a plan that one rank needs to run it, derived ahead. Integers only; no tensor, no group, no torch.
+"""Rank recipe: everything of a plan that one rank needs to run it, derived ahead. Integers only;
+no tensor, no group, no torch.
 
-A rank derives its programs, calls, memory and rows from the plan, some milliseconds to a tenth of a second of work where there are many
-ranks. It depends on nothing but the plan and the rank, so a planner process does it right after planning
-(:mod:`flexcp.data.planning.worker`) and the training process binds a step that finds it done. A step without a recipe derives the same
-things on first use.
+A rank derives its programs, calls, memory and rows from the plan, some milliseconds to a tenth of a second of work
+where there are many ranks. It depends on nothing but the plan and the rank, so a planner process does it right after
+planning (:mod:`flexcp.data.planning.worker`) and the training process binds a step that finds it done. A step without a
+recipe derives the same things on first use.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Rank rows: which tokens of the stream are on a rank, in which order, and where they stand in their documents. Integers; no tensor.
+"""Rank rows: which tokens of the stream are on a rank, in which order,
+and where they stand in their documents. Integers; no tensor.
 
-``local_stream`` is the coordinate every per-token tensor of a rank hangs on: computed from the plan alone, for any rank, so that each side
-of a move knows what the other sends without asking.
+``local_stream`` is the coordinate every per-token tensor of a rank hangs on: computed from the plan alone, for any
+rank, so that each side of a move knows what the other sends without asking.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class RankRows:
-    """Of each local row the stream token (-1 for a pad) and the position in its document (0 for a pad); and local rows in stream order,
-    None when they already are."""
+    """Of each local row the stream token (-1 for a pad) and the position in its document (0 for a pad); and local rows
+    in stream order, None when they already are.
+    """
 
     tokens: Ints
     positions: Ints | None

@@ -1,8 +1,8 @@
 """A rank recipe as bytes between a planner process and the training process that started it, and back.
 
-A pickle in which every array stands as a number, beside a table of the different arrays: forward and backward, sender and receiver share
-most of theirs. All arrays together are one column of differences, deflated, because index maps ascend one by one. Inflating runs beside
-the training thread: it holds no lock of the interpreter.
+A pickle in which every array stands as a number, beside a table of the different arrays: forward and backward, sender
+and receiver share most of theirs. All arrays together are one column of differences, deflated, because index maps
+ascend one by one. Inflating runs beside the training thread: it holds no lock of the interpreter.
 
 Only for the pipe to a process of one's own: unlike a plan's file, reading this believes what it reads.
 """

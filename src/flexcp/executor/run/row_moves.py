@@ -1,9 +1,10 @@
-"""Row moves: what :class:`flexcp.executor.run.row_packing.RowPacking` launches, as tables of integers, made ahead of it; no tensor.
+"""Row moves: what :class:`flexcp.executor.run.row_packing.RowPacking` launches, as tables of integers,
+made ahead of it; no tensor.
 
-The heads of a row lie side by side on a shelf and in a message, so every block is a list of *runs*: so many rows of so many numbers, at a
-step, between a pair of tensors. All messages of a stage are one allocation, so a few pairs (a field of a shelf and the messages) hold all
-that is to be moved for all peers, and one launch moves it, however many blocks there are. Outputs are reduced message by message, which
-keeps their order fixed.
+The heads of a row lie side by side on a shelf and in a message, so every block is a list of *runs*: so many rows of so
+many numbers, at a step, between a pair of tensors. All messages of a stage are one allocation, so a few pairs (a field
+of a shelf and the messages) hold all that is to be moved for all peers, and one launch moves it, however many blocks
+there are. Outputs are reduced message by message, which keeps their order fixed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ RUN_ROWS = 16
 
 @dataclass(frozen=True)
 class Place:
-    """Rows of a field, on a shelf or in the stage's messages (shelf None): row r begins at number ``start + r * step``."""
+    """Rows of a field, on a shelf or in the stage's messages (shelf None):
+    row r begins at number ``start + r * step``.
+    """
 
     shelf: int | None
     name: str
@@ -43,7 +46,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Move:
-    """Rows of ``length`` numbers from one place to another: copied, added, or merged by their LSEs (one for each of ``heads``)."""
+    """Rows of ``length`` numbers from one place to another:
+    copied, added, or merged by their LSEs (one for each of ``heads``).
+    """
 
     what: str
     source: Place
@@ -189,7 +194,9 @@ class _Builder:
 
 
 def _stretches(source: Rows, target: Rows, most: int) -> tuple[Ints, Ints, Ints]:
-    """(first row here, first row there, rows) of stretches in which both ascend one by one, of at most ``most`` rows."""
+    """(first row here, first row there, rows) of stretches in which both ascend one by one,
+    of at most ``most`` rows.
+    """
     if isinstance(source, slice) and isinstance(target, slice):
         first = np.array([[source.start], [target.start]])
         count = np.array([source.stop - source.start])

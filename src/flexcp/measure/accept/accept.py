@@ -1,12 +1,15 @@
 """Accept: what flexcp takes for granted of a cluster, checked on all its ranks in the order in which it can go wrong.
 
-1. *Versions* and *hosts*, from the ranks' cards, without a group. What fails here would spoil the rest, which is then not run.
+1. *Versions* and *hosts*, from the ranks' cards, without a group. What fails here would spoil the rest, which is then
+   not run.
 2. *Exactness*: small plans of several strategies against dense attention on one rank, over the backend of real steps.
 3. *Links* inside nodes and across them, pair by pair.
-4. *Predicted time*: a cost model is fitted to kernels and links as measured here, then every strategy is planned, predicted and timed. On
-   GPUs the median error is judged; CPU ranks and those of a rehearsal share what they run on, so their times are only shown.
+4. *Predicted time*: a cost model is fitted to kernels and links as measured here, then every strategy is planned,
+   predicted and timed. On GPUs the median error is judged; CPU ranks and those of a rehearsal share what they run on,
+   so their times are only shown.
 
-:func:`accept` is collective. What it finds grows in an :class:`Acceptance`, so that a run which ends early still has a report.
+:func:`accept` is collective. What it finds grows in an :class:`Acceptance`, so that a run which ends early still has a
+report.
 """
 
 from __future__ import annotations
@@ -116,7 +119,8 @@ class Acceptance:
 
 
 def accept(found: Acceptance, start: Callable[[], dist.ProcessGroup], begin: Begin = lambda _: None) -> bool:
-    """Collective over all ranks, whose cards ``found`` holds: whether everything passed, on all of them; what was found, on rank 0.
+    """Collective over all ranks, whose cards ``found`` holds: whether everything passed, on all of them; what was
+    found, on rank 0.
 
     ``start`` makes the group, where the checks before it passed; ``begin`` is told each step.
     """
@@ -162,8 +166,8 @@ def _exactness(group: dist.ProcessGroup, setting: Setting, begin: Begin) -> Chec
             continue
         worst = max(worst, *verdict.errors.values())
         failures += [
-            f"{name}: {what} is off by {error:.1e}, where {verdict.allowed[what]:.1e} is allowed; run flexcp doctor on these hosts, and "
-            "check their GPUs"
+            f"{name}: {what} is off by {error:.1e}, where {verdict.allowed[what]:.1e} is allowed; run flexcp doctor on "
+            "these hosts, and check their GPUs"
             for what, error in verdict.errors.items()
             if not error <= verdict.allowed[what]
         ]
@@ -237,7 +241,7 @@ def _predictions(group: dist.ProcessGroup, found: Acceptance, begin: Begin) -> C
     if setting.rehearsal or setting.device == "cpu":
         return Check("predicted time", f"{words}, not judged: ranks share what they run on")
     wrong = (
-        f"predicted times are off by {error:.0%} (median), more than {MOST_ERROR:.0%}; see that nothing else runs on these hosts, then run "
-        "again, and let the file of this run say which strategies are off"
+        f"predicted times are off by {error:.0%} (median), more than {MOST_ERROR:.0%}; see that nothing else runs on "
+        "these hosts, then run again, and let the file of this run say which strategies are off"
     )
     return Check("predicted time", words, (wrong,) if error > MOST_ERROR else ())

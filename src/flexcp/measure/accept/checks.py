@@ -1,6 +1,7 @@
 """Checks: what was looked at, what was found, and a line for each thing that is wrong, with its value and the way out.
 
-Here are those that need only the ranks' cards: that all run the same versions, and that the cluster's nodes are the hosts.
+Here are those that need only the ranks' cards: that all run the same versions, and that the cluster's nodes are the
+hosts.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ VERSIONS = ("flexcp", "source", "python", "torch", "nccl", "device")
 
 @dataclass(frozen=True)
 class Check:
-    """What was found, in a few words; ``failures`` says what is wrong, a line for each; ``missing`` why it could not be looked at."""
+    """What was found, in a few words; ``failures`` says what is wrong, a line for each;
+    ``missing`` why it could not be looked at.
+    """
 
     name: str
     value: str
@@ -74,8 +77,8 @@ def _shared_gpu(cards: Sequence[RankCard]) -> str | None:
         other = first.setdefault((card.host, card.gpu_id), card)
         if other is not card:
             return (
-                f"ranks {other.rank} and {card.rank} share a GPU of host {card.host} ({card.gpu}); start no more ranks on a host than it "
-                "has GPUs (--nproc-per-node), or rehearse with --rehearsal"
+                f"ranks {other.rank} and {card.rank} share a GPU of host {card.host} ({card.gpu}); start no more ranks "
+                "on a host than it has GPUs (--nproc-per-node), or rehearse with --rehearsal"
             )
     return None
 
@@ -96,6 +99,7 @@ def _difference(field: str, value: str, usual: str, several: bool) -> str:
     if field == "source":
         return f"{run} other code of the same flexcp version ({value}, others {usual}); install the same on every host"
     if field == "device":
-        return f"{compute} on {value}, others on {usual}; run on hosts of one kind, and look at nvidia-smi where a GPU is not seen"
+        way = "run on hosts of one kind, and look at nvidia-smi where a GPU is not seen"
+        return f"{compute} on {value}, others on {usual}; {way}"
     name = {"python": "Python", "nccl": "NCCL"}.get(field, field)
     return f"{run} {name} {value or 'of no version'}, others {usual or 'of no version'}; install the same on every host"

@@ -1,13 +1,15 @@
-"""Link speeds: what every link that a plan may use carries, inside nodes and across them, and whether that is what it should.
+"""Link speeds: what every link that a plan may use carries, inside nodes and across them,
+and whether that is what it should.
 
-Ranks exchange in pairs, all pairs of a level at the same time and both ways, as a plan's transfers do, so links that ranks share are
-measured shared. Inside a node every rank meets every other (a tournament, in rounds); across nodes it meets the rank of its own place in
-other nodes. Of many, the first :data:`MOST_ROUNDS` rounds are taken, in which every rank still takes part. Messages grow until one takes
-:data:`LONG_NS`. A pair's time is its slower end's in its fastest repeat.
+Ranks exchange in pairs, all pairs of a level at the same time and both ways, as a plan's transfers do, so links that
+ranks share are measured shared. Inside a node every rank meets every other (a tournament, in rounds); across nodes it
+meets the rank of its own place in other nodes. Of many, the first :data:`MOST_ROUNDS` rounds are taken, in which every
+rank still takes part. Messages grow until one takes :data:`LONG_NS`. A pair's time is its slower end's in its fastest
+repeat.
 
-A level's usual speed is the median over ranks of each one's fastest link: one slow host has slow links with all others, which are most of
-them where hosts are few. A link is too slow below half of the usual speed, or below half of what the cluster says of its level. In a
-rehearsal only the first rule counts.
+A level's usual speed is the median over ranks of each one's fastest link: one slow host has slow links with all others,
+which are most of them where hosts are few. A link is too slow below half of the usual speed, or below half of what the
+cluster says of its level. In a rehearsal only the first rule counts.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ class PairLink:
 
     @property
     def mbps(self) -> float:
-        """Megabytes a second, each way: what the largest message has more than the smallest, over the time that takes."""
+        """Megabytes a second, each way: what the largest message has more than the smallest,
+        over the time that takes.
+        """
         more = max(1.0, self.ns[-1] - self.ns[0])
         return 1000 * (SIZES[len(self.ns) - 1] - SIZES[0]) / more
 
@@ -78,7 +82,9 @@ def measure_level(group: dist.ProcessGroup, cluster: Cluster, across: bool, devi
 
 
 def link_times_of(group: dist.ProcessGroup, links: Sequence[PairLink], device: str) -> LinkTimes:
-    """Collective: the links as calibration takes them, with what one more message costs: the smallest to several ranks at once."""
+    """Collective: the links as calibration takes them, with what one more message costs:
+    the smallest to several ranks at once.
+    """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     distances = range(1, min(ranks, MOST_ROUNDS + 1))
     peers = [((rank + d) % ranks, (rank - d) % ranks) for d in distances]
@@ -132,9 +138,9 @@ def links_check(links: Sequence[PairLink], cluster: Cluster, cards: Sequence[Ran
         words.append(f"{usual:,.0f} MB/s {level_words(across)}")
         if not rehearsal and usual < LEAST_SHARE * stated:
             failures.append(
-                f"links {level_words(across)} carry {usual:,.0f} MB/s ({len(level)} pairs of ranks), less than half of the "
-                f"{stated:,} of cluster {cluster}; see that the fast network is used (NCCL_DEBUG=INFO says which), or plan with what there "
-                "is: --write-cost FILE keeps it for cost="
+                f"links {level_words(across)} carry {usual:,.0f} MB/s ({len(level)} pairs of ranks), less than half of "
+                f"the {stated:,} of cluster {cluster}; see that the fast network is used (NCCL_DEBUG=INFO says which), "
+                "or plan with what there is: --write-cost FILE keeps it for cost="
             )
             continue
         least = LEAST_SHARE * (usual if rehearsal else max(usual, stated))
@@ -161,14 +167,16 @@ def _slow_lines(
             host = cards[place * cluster.ranks_per_node if across else place].host
             who = f"node {place} (host {host})" if across else f"rank {place} on host {host}"
             lines.append(
-                f"all {len(own)} links of {who} {level_words(across)} are slow: {mbps:,.0f} MB/s, usual are {usual:,.0f}; look at its "
-                f"{'network card, cable and switch port' if across else 'GPU and its links (nvidia-smi nvlink -s)'}, or leave that host out"
+                f"all {len(own)} links of {who} {level_words(across)} are slow: {mbps:,.0f} MB/s, usual are "
+                f"{usual:,.0f}; look at its "
+                f"{'network card, cable and switch port' if across else 'GPU and its links (nvidia-smi nvlink -s)'}, "
+                "or leave that host out"
             )
             rest = [link for link in rest if link not in own]
     for link in rest[:MOST_NAMED]:
         lines.append(
-            f"the link {level_words(across)} of {cards[link.a].name} and {cards[link.b].name} carries {link.mbps:,.0f} MB/s, usual are "
-            f"{usual:,.0f}; look at what lies between them"
+            f"the link {level_words(across)} of {cards[link.a].name} and {cards[link.b].name} carries {link.mbps:,.0f} "
+            f"MB/s, usual are {usual:,.0f}; look at what lies between them"
         )
     if len(rest) > MOST_NAMED:
         others = sorted({rank for link in rest[MOST_NAMED:] for rank in (link.a, link.b)})

@@ -1,7 +1,8 @@
 """Rank cards: what each rank says of itself, gathered through the store before any group is made.
 
-Where a rank runs, on which device, and the versions of everything that plans and results depend on. No collective is needed for it, so it
-also works where the ranks could not make a group, and a rank that never comes is known by its number.
+Where a rank runs, on which device, and the versions of everything that plans and results depend on. No collective is
+needed for it, so it also works where the ranks could not make a group, and a rank that never comes is known by its
+number.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ MOST_NAMED = 8
 
 @dataclass(frozen=True)
 class RankCard:
-    """A rank: its host, its process, what it computes on, and the versions it runs. ``source`` is a hash of flexcp's own code."""
+    """A rank: its host, its process, what it computes on, and the versions it runs.
+    ``source`` is a hash of flexcp's own code.
+    """
 
     rank: int
     host: str

@@ -1,9 +1,9 @@
 """Watch: whatever goes wrong on some rank ends on all of them, soon, in one line that names the rank.
 
-Every rank says in the store which step it is in. A thread looks at the clock, at a signal to stop (torchrun sends one when another rank of
-the host died), and once a second whether another rank has said that something is wrong. When one of these happens, or the work raises, the
-rank leaves a word and waits a moment for those of the others. Who left none died or stands still; else it is the rank whose trouble came
-first. The lowest rank that can speak tells, and all leave.
+Every rank says in the store which step it is in. A thread looks at the clock, at a signal to stop (torchrun sends one
+when another rank of the host died), and once a second whether another rank has said that something is wrong. When one
+of these happens, or the work raises, the rank leaves a word and waits a moment for those of the others. Who left none
+died or stands still; else it is the rank whose trouble came first. The lowest rank that can speak tells, and all leave.
 
 The thread has a connection to the store of its own, because the work may be waiting on the other one.
 """
@@ -35,7 +35,9 @@ GRACE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Word:
-    """What a rank says at its end: the number and name of its step, what happened, and whether it was an error of its own."""
+    """What a rank says at its end: the number and name of its step, what happened,
+    and whether it was an error of its own.
+    """
 
     number: int
     step: str
@@ -44,7 +46,9 @@ class Word:
 
 
 class Watch:
-    """Watches this rank's steps. Use as a context manager around them; ``tell`` is called on one rank, ``leave`` on all."""
+    """Watches this rank's steps. Use as a context manager around them; ``tell`` is called on one rank,
+    ``leave`` on all.
+    """
 
     def __init__(
         self,
@@ -79,7 +83,8 @@ class Watch:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            # A signal is only heard by Python between two of its own instructions, and the work may be waiting inside a library.
+            # A signal is only heard by Python between two of its own instructions, and the work may be waiting inside a
+            # library.
             self._writes.setblocking(False)
             signal.signal(signal.SIGTERM, lambda *_: None)
             signal.set_wakeup_fd(self._writes.fileno())
@@ -125,8 +130,8 @@ class Watch:
             line, teller = within(4 * GRACE_SECONDS, lambda: self._agreed(Word(self._number, self._step, what, own)))
         except (TimeoutError, RuntimeError):
             line, teller = (
-                f"the store does not answer in step {self._step!r} (rank {self.rank} {what}): the process that keeps it, torchrun's on the "
-                "first host, died or stands still; see that host's log",
+                f"the store does not answer in step {self._step!r} (rank {self.rank} {what}): the process that keeps "
+                "it, torchrun's on the first host, died or stands still; see that host's log",
                 True,
             )
         if teller:
@@ -180,13 +185,13 @@ def blame(
         who, one = _who(silent, names), len(silent) == 1
         if silent[0] not in places:
             return (
-                f"{who} of {ranks} did not come; see that torchrun runs on every host with the same --nnodes, --nproc-per-node and "
-                "--rdzv-endpoint"
+                f"{who} of {ranks} did not come; see that torchrun runs on every host with the same --nnodes, "
+                "--nproc-per-node and --rdzv-endpoint"
             )
         hosts = "that host" if one else "those hosts"
         return (
-            f"{who} died or {'stands' if one else 'stand'} still in step {places[silent[0]][1]!r}; look at the log, dmesg and nvidia-smi "
-            f"of {hosts}, or run without {hosts}"
+            f"{who} died or {'stands' if one else 'stand'} still in step {places[silent[0]][1]!r}; look at the log, "
+            f"dmesg and nvidia-smi of {hosts}, or run without {hosts}"
         )
     word, who = words[first], _who([first], names)
     if word.own:
@@ -195,10 +200,11 @@ def blame(
     behind = [rank for rank, word in words.items() if word.number < latest]
     if behind:
         return (
-            f"{_who(behind, names)} did not get beyond step {words[behind[0]].step!r} in {seconds:g} s; look at that host, or give more "
-            "time with --timeout"
+            f"{_who(behind, names)} did not get beyond step {words[behind[0]].step!r} in {seconds:g} s; look at that "
+            "host, or give more time with --timeout"
         )
-    return f"{who} {word.what} in step {word.step!r}, with all ranks in it; give more time than {seconds:g} s with --timeout"
+    way = f"give more time than {seconds:g} s with --timeout"
+    return f"{who} {word.what} in step {word.step!r}, with all ranks in it; {way}"
 
 
 def _who(ranks: list[int], names: Mapping[int, str]) -> str:

@@ -1,10 +1,11 @@
 """Calibrate: measure this machine and fit a cost model to it, in under two minutes (an H200: 62 s).
 
-Kernels, the rest of a layer and links are measured apart (:mod:`calibrate_kernels`, :mod:`calibrate_layers`, :mod:`calibrate_links`) and
-fitted (:mod:`fit`); every third measurement is held out and tells the error. The peak that efficiencies refer to is a large matrix
-product, measured in the same run. On CPU ranks all ranks measure at the same time, because that is how they will run; compute and
-transfers are then assumed not to slow each other further. On a GPU their slowdown is measured beside a copy (:mod:`kernel_margin`), where
-Triton is there; and where the Hopper kernel runs, prices of its tiles are fitted too (:mod:`calibrate_tiles`).
+Kernels, the rest of a layer and links are measured apart (:mod:`calibrate_kernels`, :mod:`calibrate_layers`,
+:mod:`calibrate_links`) and fitted (:mod:`fit`); every third measurement is held out and tells the error. The peak that
+efficiencies refer to is a large matrix product, measured in the same run. On CPU ranks all ranks measure at the same
+time, because that is how they will run; compute and transfers are then assumed not to slow each other further. On a GPU
+their slowdown is measured beside a copy (:mod:`kernel_margin`), where Triton is there; and where the Hopper kernel
+runs, prices of its tiles are fitted too (:mod:`calibrate_tiles`).
 """
 
 from __future__ import annotations
@@ -147,11 +148,12 @@ def _gpu_contention() -> dict[str, tuple[Contention, ...]]:
 
 
 def contention_rows(table: list[dict[str, Any]]) -> tuple[Contention, ...]:
-    """The rows of a cost model from those of :func:`flexcp.measure.kernels.margin.margin_table` for one kind of transfer.
+    """The rows of a cost model from those of :func:`flexcp.measure.kernels.margin.margin_table`
+    for one kind of transfer.
 
-    How slow attention is beside a transfer follows from one that it outlasts: what it took longer than alone is what it lost meanwhile. A
-    margin never makes attention faster, nor a transfer slower: where noise says so, alone counts as 1, beside a copy as no less than
-    alone, and speeds of transfers as their mean.
+    How slow attention is beside a transfer follows from one that it outlasts: what it took longer than alone is what it
+    lost meanwhile. A margin never makes attention faster, nor a transfer slower: where noise says so, alone counts as
+    1, beside a copy as no less than alone, and speeds of transfers as their mean.
     """
     measured = {(row["way"], row["margin"]): row for row in table}
     found = []
@@ -167,7 +169,8 @@ def contention_rows(table: list[dict[str, Any]]) -> tuple[Contention, ...]:
 def rising(values: Sequence[int]) -> list[int]:
     """The nearest values that never fall, nor rise by less than ``NOISE``: runs that would are their mean.
 
-    More multiprocessors left do not make a transfer slower, and a plan should not leave more of them for a gain that is noise.
+    More multiprocessors left do not make a transfer slower, and a plan should not leave more of them for a gain that is
+    noise.
     """
     runs: list[list[int]] = []
     for value in values:

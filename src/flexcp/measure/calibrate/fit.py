@@ -1,10 +1,12 @@
 """Fits: the cost model's numbers from measured times, and how wrong they are on times they did not see.
 
-Relative errors are what counts, so every fit divides by what was measured. Attention takes ``a * (pairs + c * row tiles) * heads + k``
-nanoseconds, with an own ``a`` for each direction, one ``c`` (in pairs) and one ``k`` (the start of a kernel) for both: for a given c that
-is linear, and c is searched on a grid. A time on a link is its latency and its bytes at a bandwidth.
+Relative errors are what counts, so every fit divides by what was measured. Attention takes
+``a * (pairs + c * row tiles) * heads + k`` nanoseconds, with an own ``a`` for each direction, one ``c`` (in pairs) and
+one ``k`` (the start of a kernel) for both: for a given c that is linear, and c is searched on a grid. A time on a link
+is its latency and its bytes at a bandwidth.
 
-Every third sample of the sorted list is *held out*: it takes no part in the fit, and errors are those on the held-out ones.
+Every third sample of the sorted list is *held out*: it takes no part in the fit, and errors are those on the held-out
+ones.
 """
 
 from __future__ import annotations
@@ -59,8 +61,9 @@ def split(samples: Sequence[T]) -> tuple[list[T], list[T]]:
 def fit_kernels(samples: Sequence[Sample], launch: bool = True) -> KernelFit:
     """The fit with the least mean square of relative errors; without ``launch`` kernels start for free.
 
-    Where no launch that costs something leaves pairs a positive time (a busy machine can measure less work as slower), kernels start
-    for free too: samples that fit nothing then show in the errors of those held out, which a calibration states.
+    Where no launch that costs something leaves pairs a positive time (a busy machine can measure less work as slower),
+    kernels start for free too: samples that fit nothing then show in the errors of those held out, which a calibration
+    states.
     """
     if not {s.backward for s in samples} == {False, True} or len(samples) < 4:
         raise ValueError(f"a fit needs at least 4 samples with both directions; got {len(samples)}")

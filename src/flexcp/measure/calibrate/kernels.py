@@ -1,7 +1,9 @@
-"""Kernel times for calibration: a spread of masks and sizes, both directions, with the kernel that would be chosen on the device.
+"""Kernel times for calibration: a spread of masks and sizes, both directions,
+with the kernel that would be chosen on the device.
 
-On CPU ranks the function runs on all ranks of a group at once: ranks that share cores are timed as they will run. On a GPU times are
-between two events, with enough queued before them that the host is ahead: a launch takes it 100 to 200 us, longer than small kernels run.
+On CPU ranks the function runs on all ranks of a group at once: ranks that share cores are timed as they will run. On a
+GPU times are between two events, with enough queued before them that the host is ahead: a launch takes it 100 to 200
+us, longer than small kernels run.
 """
 
 from __future__ import annotations
@@ -92,12 +94,16 @@ def _calls(work: Workload, task: KernelTask) -> Iterator[Callable[[], Any]]:
 
 
 def _repeats(tokens: int, task: KernelTask) -> int:
-    """How often a kernel is timed. The longest on CPUs, which take seconds, once: calibration is to last two minutes at most."""
+    """How often a kernel is timed. The longest on CPUs, which take seconds, once:
+    calibration is to last two minutes at most.
+    """
     return 1 if task.device == "cpu" and tokens >= LONG else task.repeats
 
 
 def _timed(call: Callable[[], Any], repeats: int, device: str, group: dist.ProcessGroup | None) -> float:
-    """Nanoseconds of a call: the median of a few, after one to warm up; or of a single one. All ranks start together."""
+    """Nanoseconds of a call: the median of a few, after one to warm up; or of a single one.
+    All ranks start together.
+    """
     if repeats > 1:
         call()
     samples = []

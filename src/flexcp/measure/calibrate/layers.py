@@ -1,4 +1,6 @@
-"""What surrounds attention, for calibration: matrix products of a layer's rest, and what autograd keeps of it for each token."""
+"""What surrounds attention, for calibration: matrix products of a layer's rest,
+and what autograd keeps of it for each token.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from flexcp.shape import Shape
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Tokens and nanoseconds of the rest of a layer, both ways; bytes a token leaves for the backward, attention's own included."""
+    """Tokens and nanoseconds of the rest of a layer, both ways; bytes a token leaves for the backward,
+    attention's own included.
+    """
 
     tokens: tuple[int, ...]
     ns: tuple[float, ...]

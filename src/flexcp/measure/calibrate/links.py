@@ -1,7 +1,8 @@
-"""Link times for calibration: messages of growing size between neighbours, both ways at once, as the executor posts them.
+"""Link times for calibration: messages of growing size between neighbours, both ways at once,
+as the executor posts them.
 
-Every rank sends to the next and receives from the one before, so that all ports are busy. One message to each of several peers tells what
-one more message costs. The same calls run on gloo and, on GPUs, on NCCL (there unrun).
+Every rank sends to the next and receives from the one before, so that all ports are busy. One message to each of
+several peers tells what one more message costs. The same calls run on gloo and, on GPUs, on NCCL (there unrun).
 """
 
 from __future__ import annotations
@@ -48,10 +49,11 @@ def _exchange_ns(group: dist.ProcessGroup, peers: list[tuple[int, int]], size: i
 def exchange_samples(
     group: dist.ProcessGroup, peers: list[tuple[int, int]], size: int, device: str, repeats: int
 ) -> list[float]:
-    """Collective: nanoseconds this rank took to send ``size`` bytes to the first of each pair and to receive as many from the second.
+    """Collective: nanoseconds this rank took to send ``size`` bytes to the first of each pair and
+    to receive as many from the second.
 
-    All ranks begin together, one repeat after the other; the first, in which connections are made, is not among them. A rank without peers
-    only begins.
+    All ranks begin together, one repeat after the other; the first, in which connections are made, is not among them. A
+    rank without peers only begins.
     """
     out = torch.zeros(size, dtype=torch.uint8, device=device)
     into = [torch.empty_like(out) for _ in peers]

@@ -1,9 +1,10 @@
 """Replay: every rank's real kernels of a plan, one after the other on one device, put into simulated communication.
 
-What a slot of a rank computes is launched as the executor would (the same work lists over shelves of the same sizes, filled with random
-numbers) and timed alone; then :func:`flexcp.simulator.training.simulate` runs the plan with these times in the place of modelled ones. So
-a plan for 64 ranks can be judged on one GPU by kernels that really ran, which the planner's choice did not know. Packing and reductions
-are simulated, and what transfers cost compute is the cost model's. Runs on a CPU too.
+What a slot of a rank computes is launched as the executor would (the same work lists over shelves of the same sizes,
+filled with random numbers) and timed alone; then :func:`flexcp.simulator.training.simulate` runs the plan with these
+times in the place of modelled ones. So a plan for 64 ranks can be judged on one GPU by kernels that really ran, which
+the planner's choice did not know. Packing and reductions are simulated, and what transfers cost compute is the cost
+model's. Runs on a CPU too.
 """
 
 from __future__ import annotations
@@ -102,9 +103,14 @@ def _shelves(program: RankProgram, shape: Shape, device: torch.device) -> dict[i
 
 
 def _call(
-    launch: LaunchRecipe, own: OwnRows | None, shape: Shape, shelves: dict[int, Fields], module: Any, backward: bool,
+    launch: LaunchRecipe,
+    own: OwnRows | None,
+    shape: Shape,
+    shelves: dict[int, Fields],
+    module: Any,
+    backward: bool,
     device: torch.device,
-) -> Callable[[], Any]:  # fmt: skip
+) -> Callable[[], Any]:
     """One launch, ready to go."""
     work, heads, groups = launch.work, launch.heads, launch.groups
     counts = (heads.stop - heads.start, groups.stop - groups.start)
@@ -123,7 +129,9 @@ def _call(
 def _timed(
     slots: list[list[Callable[[], Any]]], new: Sequence[Tensor], repeats: int, device: str
 ) -> NDArray[np.float64]:
-    """Nanoseconds of each slot, the median of passes after a first one; the tensors of ``new`` begin a pass with -inf."""
+    """Nanoseconds of each slot, the median of passes after a first one;
+    the tensors of ``new`` begin a pass with -inf.
+    """
     samples = []
     for _ in range(repeats + 1):
         for x in new:

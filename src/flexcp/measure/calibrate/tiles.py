@@ -1,8 +1,9 @@
 """Prices of tiles for calibration, where the Hopper kernel runs: fitted to single calls and to slots of real plans.
 
-Single calls are the workloads of :mod:`calibrate_kernels`, with all heads and with one KV head's. Slots of real plans bring what those
-lack: many short lists one after the other, and rows that have results already. Every third single call, sorted by time, and whole plans of
-other strategies and lengths are held out; errors are those on what was held out, of plans a rank's slots together.
+Single calls are the workloads of :mod:`calibrate_kernels`, with all heads and with one KV head's. Slots of real plans
+bring what those lack: many short lists one after the other, and rows that have results already. Every third single
+call, sorted by time, and whole plans of other strategies and lengths are held out; errors are those on what was held
+out, of plans a rank's slots together.
 """
 
 from __future__ import annotations
@@ -29,9 +30,13 @@ from flexcp.shape import Shape
 
 FITTED = (("web", 8, "zigzag"), ("web", 8, "blocks"))
 HELD_OUT = (
-    ("web", 8, "groups"), ("web", 8, "allgather"), ("libra256k", 8, "auto"), ("libra256k", 8, "blocks"), ("longtail", 4, "zigzag"),
+    ("web", 8, "groups"),
+    ("web", 8, "allgather"),
+    ("libra256k", 8, "auto"),
+    ("libra256k", 8, "blocks"),
+    ("longtail", 4, "zigzag"),
     ("longtail", 4, "ulysses"),
-)  # fmt: skip
+)
 """(lengths, ranks, strategy)."""
 TOKENS_PER_RANK = 8192
 
@@ -64,7 +69,9 @@ def one_kv_head(shape: Shape) -> Shape:
 
 
 def measure_plans(task: KernelTask) -> list[PlanSlots]:
-    """Every rank's slots of the plans, one after the other on this GPU; what a strategy refuses with these heads is left out."""
+    """Every rank's slots of the plans, one after the other on this GPU;
+    what a strategy refuses with these heads is left out.
+    """
     found = []
     for name in (*FITTED, *HELD_OUT):
         try:

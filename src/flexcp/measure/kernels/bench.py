@@ -1,12 +1,13 @@
 """The kernel benchmark: ours beside every baseline the machine has, on one GPU, in one run.
 
-Contenders of a workload are timed in turns, round after round, so that the chip's clock and temperature are the same for all; the number
-is the median over rounds of the mean of a few launches between two events. Only useful work counts: 4 x pairs x heads x head size
-forward, 2.5 times that backward. Beside it stands the percentage of the rate of a large matrix product, measured in the same run.
+Contenders of a workload are timed in turns, round after round, so that the chip's clock and temperature are the same
+for all; the number is the median over rounds of the mean of a few launches between two events. Only useful work counts:
+4 x pairs x heads x head size forward, 2.5 times that backward. Beside it stands the percentage of the rate of a large
+matrix product, measured in the same run.
 
-Ours are the bare kernels (``cute``, ``hopper``, ``triton``) and the whole call (``op``: :func:`flexcp.slice_attention`, with everything
-around the kernel). The kernels are first compared with float64 on rows and keys drawn at
-random, for every result. Baselines are not checked.
+Ours are the bare kernels (``cute``, ``hopper``, ``triton``) and the whole call (``op``: :func:`flexcp.slice_attention`,
+with everything around the kernel). The kernels are first compared with float64 on rows and keys drawn at random, for
+every result. Baselines are not checked.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class Heads:
 
 @dataclass
 class Result:
-    """One contender on one workload: milliseconds and TFLOP/s each way, errors by result (ours), or why there is none."""
+    """One contender on one workload: milliseconds and TFLOP/s each way, errors by result (ours),
+    or why there is none.
+    """
 
     contender: str
     workload: str
@@ -104,8 +107,8 @@ def bench(
 def timed(calls: dict[str, Callable[[], Any]], rounds: int, span_ms: float = 40.0) -> dict[str, float]:
     """Milliseconds of each call: in turns, ``rounds`` times, each turn as many launches as fill ``span_ms``.
 
-    A chip lowers its clock under heavy work, and who follows a light contender would find it high for some time: so a call runs for three
-    spans before it is timed.
+    A chip lowers its clock under heavy work, and who follows a light contender would find it high for some time: so a
+    call runs for three spans before it is timed.
     """
     samples: dict[str, list[float]] = {name: [] for name in calls}
     counts: dict[str, int] = {}
@@ -114,7 +117,8 @@ def timed(calls: dict[str, Callable[[], Any]], rounds: int, span_ms: float = 40.
         counts[name] = max(1, round(span_ms / max(1e-3, _milliseconds(call, 2))))
     names = list(calls)
     for number in range(rounds):
-        # Another one first in every round, and in every other round the other way round, so that no pair stays neighbours in one order.
+        # Another one first in every round, and in every other round the other way round, so that no pair stays
+        # neighbours in one order.
         first = number % len(names)
         turn = names[first:] + names[:first]
         for name in turn if number % 2 == 0 else turn[::-1]:
@@ -210,7 +214,11 @@ def _op_calls(work: Workload, x: _Tensors) -> Calls:
     """The whole differentiable call, with everything around the kernels that the baselines' own calls do too."""
     slices = packed_slices(work.lengths, work.mask)
     q, k, v = (t.detach().clone().requires_grad_() for t in (x.q, x.k, x.v))
-    return _autograd_calls(lambda: slice_attention(q, k, v, slices), (q, k, v), x.do)  # type: ignore[arg-type, return-value]
+
+    def forward() -> Tensor:
+        return slice_attention(q, k, v, slices)  # type: ignore[return-value]
+
+    return _autograd_calls(forward, (q, k, v), x.do)
 
 
 def _leaves(x: _Tensors) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -340,7 +348,9 @@ def sample_errors(name: str, work: Workload, heads: Heads, device: torch.device,
 
 
 def _seen(slices: Any, at: Any, tokens: int, by_row: bool) -> Tensor:
-    """Whether each of the rows ``at`` sees each key (``[rows, keys]``), or each of the keys ``at`` is seen (``[rows, keys]``)."""
+    """Whether each of the rows ``at`` sees each key (``[rows, keys]``),
+    or each of the keys ``at`` is seen (``[rows, keys]``).
+    """
     other = np.arange(tokens)
     q, k = (at[:, None], other[None, :]) if by_row else (other[:, None], at[None, :])
     out = np.zeros(np.broadcast_shapes(q.shape, k.shape), bool)
@@ -350,7 +360,9 @@ def _seen(slices: Any, at: Any, tokens: int, by_row: bool) -> Tensor:
 
 
 def table(results: list[Result], product: float) -> str:
-    """The results as a Markdown table: TFLOP/s (percent of the matrix product's) forward / backward, and the op's over the best other's."""
+    """The results as a Markdown table: TFLOP/s (percent of the matrix product's) forward / backward,
+    and the op's over the best other's.
+    """
     columns = [c for c in (*OURS, *BASELINES) if any(r.contender == c and r.forward for r in results)]
     lines = ["| tokens | work | " + " | ".join(columns) + " | op / best other |", "| --- " * (3 + len(columns)) + "|"]
     rows: dict[tuple[int, str], dict[str, Result]] = {}

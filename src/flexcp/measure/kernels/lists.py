@@ -24,8 +24,10 @@ SIZE = 128
 
 @dataclass(frozen=True)
 class Listed:
-    """A work list of a plan: its slices, the rows of its shelves, which heads of which query shelf it is of, whether that shelf's dq may be
-    open while it runs, and the runs of rows that it begins and finishes, where the rank's lists do so with all of its own."""
+    """A work list of a plan: its slices, the rows of its shelves, which heads of which query shelf it is of, whether
+    that shelf's dq may be open while it runs, and the runs of rows that it begins and finishes, where the rank's lists
+    do so with all of its own.
+    """
 
     slices: Any
     rows: int
@@ -67,10 +69,11 @@ def program_lists(program: RankProgram, backward: bool) -> list[list[Listed]]:
 
 
 class RankLists:
-    """Lists of one rank and direction with tensors of their sizes, ready to run one after the other as the executor runs them.
+    """Lists of one rank and direction with tensors of their sizes,
+    ready to run one after the other as the executor runs them.
 
-    Lists of a query shelf add to the same results, which begin with LSEs of -inf or are begun and finished by lists, or to a dq of zeros
-    that is closed at the end where a list leaves it open.
+    Lists of a query shelf add to the same results, which begin with LSEs of -inf or are begun and finished by lists, or
+    to a dq of zeros that is closed at the end where a list leaves it open.
     """
 
     def __init__(self, kernel: str, lists: list[Listed], backward: bool) -> None:
@@ -136,7 +139,8 @@ class RankLists:
 def work_rate(
     kernel: str, lists: list[Listed], backward: bool, dense: Callable[[], Any], rounds: int = 3
 ) -> tuple[float, float, float]:
-    """Of a rank's work lists one after the other: useful TFLOP/s, useful share of what tiles compute, and milliseconds of ``dense``.
+    """Of a rank's work lists one after the other: useful TFLOP/s, useful share of what tiles compute,
+    and milliseconds of ``dense``.
 
     ``dense`` takes turns with them, so that both meet the same clock.
     """

@@ -1,10 +1,10 @@
 """What attention and a transfer cost each other on one GPU.
 
-A transfer looks to the chip like a copy by a fixed number of blocks of 512 threads that stay until it is done. It is started first, on a
-stream of high priority, as the executor does with real ones; attention follows and takes every multiprocessor or leaves a margin. Two
-kinds: *inside* a node, 16 blocks, what NCCL starts for peers on NVLink, and *across* nodes, 4 blocks, what it starts for peers behind a
-network card. Measured of each: attention alone, beside a copy that outlasts it and beside one that it outlasts, and that copy alone and
-beside attention.
+A transfer looks to the chip like a copy by a fixed number of blocks of 512 threads that stay until it is done. It is
+started first, on a stream of high priority, as the executor does with real ones; attention follows and takes every
+multiprocessor or leaves a margin. Two kinds: *inside* a node, 16 blocks, what NCCL starts for peers on NVLink, and
+*across* nodes, 4 blocks, what it starts for peers behind a network card. Measured of each: attention alone, beside a
+copy that outlasts it and beside one that it outlasts, and that copy alone and beside attention.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ CHANNELS = {"inside": 16, "across": 4}
 """Blocks of a copy, by where its peer is."""
 BYTES = 1 << 26
 ROWS, KEYS = 8192, 5000
-"""Attention that is measured: all of so many rows over so many keys, as large as a slot of a plan with 8,192 tokens a rank."""
+"""Attention that is measured: all of so many rows over so many keys,
+as large as a slot of a plan with 8,192 tokens a rank.
+"""
 HEAD_START = 10_000
 """Cycles by which a copy begins before attention."""
 OUTLASTS, FITS = 1.5, 0.4
@@ -69,7 +71,8 @@ def margin_table(
             copy = partial(copy_by_blocks, source, target, channels)
             (whole, _), (_, once) = in_turns([(attentions[0][way], None), (None, partial(copy, 1))], beside)
             longer, shorter = (partial(copy, max(1, round(share * whole / once))) for share in (OUTLASTS, FITS))
-            # All margins in one run of turns: how fast the chip clocks differs more from minute to minute than what is measured here.
+            # All margins in one run of turns: how fast the chip clocks differs more from minute to minute than what is
+            # measured here.
             calls = [attentions[margin][way] for margin in margins]
             pairs = [(call, other) for call in calls for other in (None, longer, shorter)]
             (_, copy_alone), *times = in_turns([(None, shorter), *pairs], beside)
@@ -77,14 +80,23 @@ def margin_table(
                 (alone, _), (slowed, _), (delayed, copied) = times[at : at + 3]
                 found.append(
                     {
-                        "kernel": kernel, "way": way, "where": where, "margin": margin, "channels": channels,
-                        "rows": rows, "keys": keys,
-                        "attention alone ms": alone, "attention with copy ms": slowed, "slowdown": slowed / alone,
+                        "kernel": kernel,
+                        "way": way,
+                        "where": where,
+                        "margin": margin,
+                        "channels": channels,
+                        "rows": rows,
+                        "keys": keys,
+                        "attention alone ms": alone,
+                        "attention with copy ms": slowed,
+                        "slowdown": slowed / alone,
                         "attention with short copy ms": delayed,
-                        "copy alone ms": copy_alone, "copy with attention ms": copied, "link": copy_alone / copied,
+                        "copy alone ms": copy_alone,
+                        "copy with attention ms": copied,
+                        "link": copy_alone / copied,
                         "copy GB/s alone": 2 * BYTES / once / 1e6,
                     }
-                )  # fmt: skip
+                )
     return found
 
 
@@ -133,10 +145,11 @@ def timed_together(
 def in_turns(
     pairs: Sequence[Pair], beside: torch.cuda.Stream, rounds: int = 9, warm_s: float = 0.12
 ) -> list[tuple[float, float]]:
-    """Median milliseconds of attention and of the copy for each of several pairs of them, either of which may be missing.
+    """Median milliseconds of attention and of the copy for each of several pairs of them,
+    either of which may be missing.
 
-    The pairs are timed in turns, after all of them ran for a while: a chip that has just done lighter work clocks higher for a tenth of
-    a second, and what was timed then would not compare with the others.
+    The pairs are timed in turns, after all of them ran for a while: a chip that has just done lighter work clocks
+    higher for a tenth of a second, and what was timed then would not compare with the others.
     """
     begin = time.perf_counter()
     while time.perf_counter() - begin < warm_s:

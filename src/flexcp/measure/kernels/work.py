@@ -1,4 +1,6 @@
-"""Workloads of the kernel benchmark: a mask over one stream of tokens, as slices for us and as a ``mask_mod`` for FlexAttention."""
+"""Workloads of the kernel benchmark: a mask over one stream of tokens,
+as slices for us and as a ``mask_mod`` for FlexAttention.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ WINDOW, SINK, BLOCK, LOCAL, ANSWERS, QUESTION = 4096, 64, 256, 2, 4, 0.2
 
 NAMES = ("causal", "full", "window", "lambda", "question", "blockwise", "docs16", "docs64")
 TREES = ("tree-rollouts16", "tree-rollouts64", "tree-pair", "tree-agent")
-"""A prompt of a quarter of the tokens with 16, of a half with 64 rollouts, a prompt with two answers, and a run that branches at turns."""
+"""A prompt of a quarter of the tokens with 16, of a half with 64 rollouts, a prompt with two answers,
+and a run that branches at turns.
+"""
 
 
 @dataclass(frozen=True)

@@ -1,30 +1,34 @@
 """auto: the fastest of many placements, by the event simulator.
 
 Three prices of a candidate, each dearer to find and closer to the truth: what it takes *at least* (sums alone,
-:mod:`flexcp.planners.auto.candidates`), what the *closed form* predicts of its placement (:mod:`flexcp.planners.price`), and what its plan
-takes *by events* (:mod:`flexcp.simulator`). The search is best first: of all candidates the one whose closest known price
-is least is looked at next, placed or simulated, until nothing that is left can be faster than the fastest simulated one. That one is taken.
-A candidate may have several placements, as ``groups`` has for each of its settings: each is priced and simulated by itself.
+:mod:`flexcp.planners.auto.candidates`), what the *closed form* predicts of its placement
+(:mod:`flexcp.planners.price`), and what its plan takes *by events* (:mod:`flexcp.simulator`). The search is best first:
+of all candidates the one whose closest known price is least is looked at next, placed or simulated, until nothing that
+is left can be faster than the fastest simulated one. That one is taken. A candidate may have several placements, as
+``groups`` has for each of its settings: each is priced and simulated by itself.
 
-- **Events decide.** The closed form proposes: ``MOST_SIMULATED`` candidates at most are scheduled and simulated, always among them the
-  best static one by tokens and the best by load, if they are predicted to be anywhere near the fastest.
-- **What is simulated** is the step that the request describes (:class:`~flexcp.simulator.step_parts.Training`), which is what ``compare``
-  reports: all layers forward and backward, vocabulary, gradient sync, collectives of tensor parallelism. Of a request that describes none
-  it is the layers alone; where nothing but attention costs time, its passes one by one. Times are integers of nanoseconds from integers,
-  so all machines choose the same; of equal ones the first of the list wins, a static one.
-- **Stages.** In what stages a pass is cut best (:mod:`flexcp.schedule.thin_ends`) the closed form says; of the fastest plan events say
-  it again, for the forward and the backward apart.
-- **What is left out.** A candidate is passed over when its price is not under the fastest simulated time: prices are optimistic, the
-  closed form with the least copies too. It is left out for a static method of so many regions that
+- **Events decide.** The closed form proposes: ``MOST_SIMULATED`` candidates at most are scheduled and simulated, always
+  among them the best static one by tokens and the best by load, if they are predicted to be anywhere near the fastest.
+- **What is simulated** is the step that the request describes (:class:`~flexcp.simulator.step_parts.Training`), which
+  is what ``compare`` reports: all layers forward and backward, vocabulary, gradient sync, collectives of tensor
+  parallelism. Of a request that describes none it is the layers alone; where nothing but attention costs time, its
+  passes one by one. Times are integers of nanoseconds from integers, so all machines choose the same; of equal ones the
+  first of the list wins, a static one.
+- **Stages.** In what stages a pass is cut best (:mod:`flexcp.schedule.thin_ends`) the closed form says; of the fastest
+  plan events say it again, for the forward and the backward apart.
+- **What is left out.** A candidate is passed over when its price is not under the fastest simulated time: prices are
+  optimistic, the closed form with the least copies too. It is left out for a static method of so many regions that
   events are found sooner.
-- **Many documents.** Everything takes time in proportion to documents. With more than ``MANY_DOCUMENTS``, most of which are short and
-  easily dealt, a candidate is looked at only when its price promises a gain of more than 1 / ``WORTH_TRYING``.
-- **No clock.** ``effort`` is how many candidates may be placed: 2 is ``blocks`` and the most promising static one, the default adds
-  ``groups`` and the static ones that can still matter, ``HIGH_EFFORT`` adds ``hypergraph`` where Mt-KaHyPar is installed. Below it a
-  static method of more than ``LARGE`` transfers is passed over: its schedule alone would take longer than all others.
+- **Many documents.** Everything takes time in proportion to documents. With more than ``MANY_DOCUMENTS``, most of which
+  are short and easily dealt, a candidate is looked at only when its price promises a gain of more than 1 /
+  ``WORTH_TRYING``.
+- **No clock.** ``effort`` is how many candidates may be placed: 2 is ``blocks`` and the most promising static one, the
+  default adds ``groups`` and the static ones that can still matter, ``HIGH_EFFORT`` adds ``hypergraph`` where
+  Mt-KaHyPar is installed. Below it a static method of more than ``LARGE`` transfers is passed over: its schedule alone
+  would take longer than all others.
 
-Where the user gave tolerances or a cap on memory or peers, a candidate that breaks one is no candidate; while all break one, more are tried
-than the effort says.
+Where the user gave tolerances or a cap on memory or peers, a candidate that breaks one is no candidate; while all break
+one, more are tried than the effort says.
 """
 
 from __future__ import annotations
@@ -48,7 +52,9 @@ from flexcp.simulator.training import simulate, simulated_step
 DEFAULT_EFFORT = 16
 MOST_SIMULATED = 5
 MANY_REGIONS = 150_000
-"""Regions of a static method beyond which the closed form, which counts them all, takes longer than the events, which know rings."""
+"""Regions of a static method beyond which the closed form, which counts them all, takes longer than the events,
+which know rings.
+"""
 LARGE = 400_000
 """Transfers of a static method's backward beyond which it is not scheduled below high effort."""
 MANY_DOCUMENTS = 65_536
@@ -67,7 +73,9 @@ def auto(request: Request) -> Placement:
 
 
 def auto_plan(request: Request) -> Plan:
-    """The plan of the least simulated step time, which is made on the way; its placement's note says why it was taken."""
+    """The plan of the least simulated step time, which is made on the way;
+    its placement's note says why it was taken.
+    """
     if request.argument:
         raise ValueError(f"auto takes no degree; got 'auto:{request.argument}'")
     effort = DEFAULT_EFFORT if request.effort is None else request.effort
@@ -84,7 +92,9 @@ def auto_plan(request: Request) -> Plan:
 
 @dataclass(frozen=True, eq=False)
 class _Placed:
-    """A candidate that was placed: the closed form's time, or its bound's where it has too many regions, and what a schedule can use."""
+    """A candidate that was placed: the closed form's time, or its bound's where it has too many regions,
+    and what a schedule can use.
+    """
 
     candidate: Candidate
     placement: Placement
@@ -207,7 +217,9 @@ class _Search:
         self.best = min(self.simulated, key=lambda found: (found.ns, found.order))
 
     def try_other_stages(self) -> None:
-        """The fastest plan with a pass cut into stages the other way, first the forward and then the backward, where that is faster."""
+        """The fastest plan with a pass cut into stages the other way, first the forward and then the backward,
+        where that is faster.
+        """
         for backward in (False, True):
             best = self.best
             assert best is not None
@@ -224,7 +236,9 @@ class _Search:
         return ns // self.request.batch.layers > LONGEST_NS
 
     def _pass_over(self, price: int, item: Candidate | _Placed) -> None:
-        """Keep the least price of what is not simulated, for each way of dealing documents and for all others; prices come in order."""
+        """Keep the least price of what is not simulated, for each way of dealing documents and for all others;
+        prices come in order.
+        """
         candidate = item if isinstance(item, Candidate) else item.candidate
         self.passed_over.setdefault(candidate.dealing, price)
 
@@ -255,7 +269,9 @@ class _Search:
         return f"{best.name}{f' ({own})' if own else ''}: {time}; {why} ({self._step_words()})"
 
     def _step_words(self) -> str:
-        """What the times are of: whoever reads another time of the same plan must be told what the two have in common."""
+        """What the times are of: whoever reads another time
+        of the same plan must be told what the two have in common.
+        """
         layers, training = self.request.batch.layers, self.request.training
         of = f"times of {layers} layer{'s' if layers > 1 else ''}"
         if training is None:
@@ -268,7 +284,8 @@ class _Search:
 def step_ns(plan: Plan, training: Training | None = None) -> int:
     """Simulated nanoseconds of a step; of its layers alone where no training says what else it has.
 
-    Where the cost model's layers have no rest either, attention alone is asked about: each pass by itself, all ranks starting together.
+    Where the cost model's layers have no rest either, attention alone is asked about: each pass by itself, all ranks
+    starting together.
     """
     if training is None and plan.cost.pairs_per_token(plan.shape) <= NO_REST:
         return simulate(plan).attention_ns

@@ -1,10 +1,11 @@
 """Candidates: the strategies that ``auto`` may take for a request, each with a time that it cannot be faster than.
 
-- The static methods, every kind in a few degrees, with documents dealt by tokens and, where a degree makes several groups, by load. What
-  each takes at least is arithmetic on sums over all documents; a closer bound deals the documents, and is found when it is asked for
-  (:mod:`flexcp.planners.static.bounds`).
-- The dynamic planners. Another one, or one more argument of one, is a row of :func:`_dynamic`. None of them comes closer to perfectly
-  divided compute than 1 / ``NEARLY_PERFECT``, so where a static method is that fast already, none is asked.
+- The static methods, every kind in a few degrees, with documents dealt by tokens and, where a degree makes several
+  groups, by load. What each takes at least is arithmetic on sums over all documents; a closer bound deals the
+  documents, and is found when it is asked for (:mod:`flexcp.planners.static.bounds`).
+- The dynamic planners. Another one, or one more argument of one, is a row of :func:`_dynamic`. None of them comes
+  closer to perfectly divided compute than 1 / ``NEARLY_PERFECT``, so where a static method is that fast already, none
+  is asked.
 
 With a fixed layout only methods that span all ranks can run: ``blocks`` and the static ones without a degree.
 """
@@ -31,14 +32,17 @@ PlaceMany = Callable[[Request], list[Placement]]
 LEAST_EFFORT = 2
 HIGH_EFFORT = 64
 TOLERANT = ("blocks", "hypergraph")
-"""Planners that keep tolerances. The others balance by their own rule: they are asked without tolerances, and judged by them."""
+"""Planners that keep tolerances. The others balance by their own rule: they are asked without tolerances,
+and judged by them.
+"""
 NEARLY_PERFECT = 128
 """How close to perfectly divided compute a dynamic planner is believed to come: within one part of so many."""
 
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A strategy with its argument; ``least_ns`` is what it takes at least, ``closer_ns()`` a dearer bound where there is one.
+    """A strategy with its argument; ``least_ns`` is what it takes at least,
+    ``closer_ns()`` a dearer bound where there is one.
 
     ``regions`` and ``transfers`` are about how many its plan has, 0 for unknown.
     """

@@ -1,15 +1,16 @@
 """blocks: short and long documents packed together, moving only what is needed.
 
-Rows with all their keys are packed (:mod:`flexcp.planners.blocks.pack`) first over nodes, held close to their mean, then over the
-ranks of each node. Inside a node there is a choice of *teams* of G ranks, G a divisor of the KV heads: a team takes items as one
-bin, and splits those too large for one of its ranks by heads. A split item's keys reach the team once, and its rows may be kept by
-any of the team, which levels tokens for free. Each node takes the team size that moves the fewest bytes, counted exactly.
+Rows with all their keys are packed (:mod:`flexcp.planners.blocks.pack`) first over nodes, held close to their mean,
+then over the ranks of each node. Inside a node there is a choice of *teams* of G ranks, G a divisor of the KV heads: a
+team takes items as one bin, and splits those too large for one of its ranks by heads. A split item's keys reach the
+team once, and its rows may be kept by any of the team, which levels tokens for free. Each node takes the team size that
+moves the fewest bytes, counted exactly.
 
 Tolerances hold by construction: what packing leaves over a limit is levelled row by row, work and tokens apart. Without
-tolerances attention and tokens are balanced too, each as closely as costs few bytes: ranks that share documents wait for each other's keys
-and gradients in every layer, so what a rank saves in attention cannot make up for what it has more of in the rest (predicted, balancing
-the sum of both takes up to 1.5 times as long). ``tokens="priced"`` balances that sum. Equal tokens are packed with a little room;
-then rows move on, with their work, until counts are even.
+tolerances attention and tokens are balanced too, each as closely as costs few bytes: ranks that share documents wait
+for each other's keys and gradients in every layer, so what a rank saves in attention cannot make up for what it has
+more of in the rest (predicted, balancing the sum of both takes up to 1.5 times as long). ``tokens="priced"`` balances
+that sum. Equal tokens are packed with a little room; then rows move on, with their work, until counts are even.
 
 With a fixed layout the tokens stay put and only work moves.
 """
@@ -52,7 +53,9 @@ DEFAULT_TOLERANCE = 0.02
 DEFAULT_TOKEN_TOLERANCE = 0.01
 NODE_TOLERANCES = (0.008, 0.02)
 RETRIED_NODES = range(3, 7)
-"""Numbers of nodes for which a second tolerance is tried unless told: with two it saves 1 % (web packs), with many it takes too long."""
+"""Numbers of nodes for which a second tolerance is tried unless told: with two it saves 1 % (web packs),
+with many it takes too long.
+"""
 SLACK_USED = 0.8
 EQUAL_ROOM = 100
 """With equal tokens, packing may leave a rank this fraction (1/100) of its rows too many."""
@@ -180,7 +183,9 @@ def _row_bytes(request: Request) -> int:
 
 
 def _team_sizes(request: Request) -> list[int]:
-    """Teams that both the KV heads and a node's ranks divide into; heads are split evenly, which suits equal ranks and keys by heads."""
+    """Teams that both the KV heads and a node's ranks divide into;
+    heads are split evenly, which suits equal ranks and keys by heads.
+    """
     if len(set(request.cluster.rank_speeds)) > 1 or request.shape.latent is not None:
         return [1]
     largest = math.gcd(request.shape.kv_heads, request.cluster.ranks_per_node)

@@ -1,9 +1,10 @@
 """Loops of climbing: rows change bins where that saves keys, compiled.
 
-After packing, bins of a document's rows are often interleaved: two bins read the same keys, where either could have read them for both. For
-each item this tries the bins that have rows of its document: all of the item, or as much of either end as fits, moves there; or all
-of it, or an end, changes places with an item or an end of one there. The best of these is taken if it saves keys and takes no
-bin over a limit (or, if it is over already, further over). Sweeps over all items go on until none finds anything.
+After packing, bins of a document's rows are often interleaved: two bins read the same keys, where either could have
+read them for both. For each item this tries the bins that have rows of its document: all of the item, or as much of
+either end as fits, moves there; or all of it, or an end, changes places with an item or an end of one there. The best
+of these is taken if it saves keys and takes no bin over a limit (or, if it is over already, further over). Sweeps over
+all items go on until none finds anything.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ WHOLE_FOR_WHOLE, WHOLE_FOR_TAIL, WHOLE_FOR_HEAD, TAIL_FOR_WHOLE, HEAD_FOR_WHOLE 
 
 
 class Search(NamedTuple):
-    """What a sweep works on. The items of bin b are the list from ``lists[0, b]`` on, ``lists[1, i]`` is the one after i, -1 the end.
+    """What a sweep works on. The items of bin b are the list from ``lists[0, b]`` on, ``lists[1, i]`` is the one after
+    i, -1 the end.
 
     ``seen[b]`` is the last item that bin b was looked at for, ``changed[b]`` the last sweep that moved rows of bin b.
     """
@@ -59,7 +61,8 @@ class Search(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Rows ``lo..hi`` of an item go to bin ``to``, for rows ``back_lo..back_hi`` of the item ``back`` there, or for nothing (-1).
+    """Rows ``lo..hi`` of an item go to bin ``to``, for rows ``back_lo..back_hi`` of the item ``back`` there,
+    or for nothing (-1).
 
     ``change`` is by how much the keys change that the two bins fetch.
     """
@@ -74,7 +77,9 @@ class Move(NamedTuple):
 
 
 class Leaving(NamedTuple):
-    """Keys that an item's bin fetches of its document, and how that changes when the item, a little of its tail or of its head leaves."""
+    """Keys that an item's bin fetches of its document, and how that changes when the item,
+    a little of its tail or of its head leaves.
+    """
 
     here: int
     whole: int
@@ -83,8 +88,9 @@ class Leaving(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """An item beside another bin: keys that its own bin and the other fetch of its document, and how these change when the item, a little
-    of its tail or of its head goes there, whatever the limits."""
+    """An item beside another bin: keys that its own bin and the other fetch of its document, and how these change when
+    the item, a little of its tail or of its head goes there, whatever the limits.
+    """
 
     number: int
     item: Item
@@ -161,9 +167,11 @@ def joined(items, n, documents):
 
 @compiled
 def climb(items, n, bins, ruler, cap_load, cap_rows, reads, sweeps):
-    """Move or exchange rows between bins that share a document while that saves keys and no limit is passed; (item count, pairs tried).
+    """Move or exchange rows between bins that share a document while that saves keys and no limit is passed;
+    (item count, pairs tried).
 
-    For each item: all of it, or as much of either end as fits, to another bin; or all of it, or an end, against an item or an end there.
+    For each item: all of it, or as much of either end as fits, to another bin; or all of it, or an end, against an item
+    or an end there.
     """
     held, changed, tried = filled(items, n, cap_load, cap_rows), np.zeros(bins, np.int64), 0
     for sweep in range(sweeps):
@@ -221,7 +229,9 @@ def better(best, move):
 
 @compiled_inline
 def best_move(search, i, sweep):
-    """The move of item ``i`` that saves most, to bin -1 where none saves anything; and how many items were tried against it."""
+    """The move of item ``i`` that saves most, to bin -1 where none saves anything;
+    and how many items were tried against it.
+    """
     items, chain, seen, changed = search.table.items, search.table.chain, search.seen, search.changed
     item, tried = item_at(items, i), 0
     best, leaving = Move(0, -1, 0, 0, -1, 0, 0), Leaving(-1, 0, 0, 0)
@@ -300,7 +310,9 @@ def end_that_fits(search, visit, end, room_load, room_rows):
 
 @compiled_inline
 def best_exchange(search, visit, j, best):
-    """The better of ``best`` and the best exchange of an item, or one of its ends, against item ``j`` of the other bin or an end of it."""
+    """The better of ``best`` and the best exchange of an item, or one of its ends, against item ``j`` of the other bin
+    or an end of it.
+    """
     item, other = visit.item, item_at(search.table.items, j)
     for kind in range(5):
         # Rows for those of another document are worth it only where they save keys by themselves.
@@ -323,7 +335,9 @@ def best_exchange(search, visit, j, best):
 
 @compiled_inline
 def exchanged_rows(search, item, other, kind):
-    """First and last row that an item gives, and of ``other`` that it gets; either are none where there is no such exchange."""
+    """First and last row that an item gives, and of ``other`` that it gets;
+    either are none where there is no such exchange.
+    """
     if kind == WHOLE_FOR_WHOLE:
         return item.lo, item.hi, other.lo, other.hi
     if kind <= WHOLE_FOR_HEAD:
@@ -335,7 +349,9 @@ def exchanged_rows(search, item, other, kind):
 
 @compiled_inline
 def least_end(search, given, taken, end):
-    """The fewest rows at an end of ``given`` with which its bin makes room for all of ``taken``; none where all of them are too few."""
+    """The fewest rows at an end of ``given`` with which its bin makes room for all of ``taken``;
+    none where all of them are too few.
+    """
     bins, ruler, grain, b = search.bins, search.ruler, search.ruler.grain, given.bin
     # A bin that is over a limit already may stay where it is.
     load = bins.load[b] + taken.load - max(bins.cap_load[b], bins.load[b])
@@ -351,7 +367,9 @@ def least_end(search, given, taken, end):
 
 @compiled_inline
 def within_limits(bins, giver, taker, load, rows):
-    """Whether ``load`` and ``rows`` (either may be negative) go from one bin to another without a bin that gets some passing its limit."""
+    """Whether ``load`` and ``rows`` (either may be negative)
+    go from one bin to another without a bin that gets some passing its limit.
+    """
     if load > 0 and bins.load[taker] + load > bins.cap_load[taker]:
         return False
     if load < 0 and bins.load[giver] - load > bins.cap_load[giver]:
@@ -363,7 +381,9 @@ def within_limits(bins, giver, taker, load, rows):
 
 @compiled_inline
 def exchange_change(table, visit, other, move, kind, best):
-    """How an exchange changes the keys that both bins fetch; anything of at least ``best``, or 0, where it saves less than that."""
+    """How an exchange changes the keys that both bins fetch; anything of at least ``best``, or 0,
+    where it saves less than that.
+    """
     item, home, to = visit.item, visit.item.bin, visit.to
     stay_lo, stay_hi = (item.lo, move.lo) if move.lo > item.lo else (move.hi, item.hi)
     left_lo, left_hi = (other.lo, move.back_lo) if move.back_lo > other.lo else (move.back_hi, other.hi)

@@ -1,9 +1,9 @@
 """Loops of even rows: every rank ends up with exactly the rows it should keep, and computes what it keeps, compiled.
 
-Packing leaves counts a little off. A rank with too many rows passes some on to one with too few: the first or last rows of an item, to
-a rank that has rows of the same document, where a shifted cut costs almost nothing. Often the two share none: then the rows of one
-cut push those of the next, along the cheapest path. Moving rows without their work (:mod:`flexcp.planners.blocks.row_limits`) is always
-possible and costs q and o; a path that costs more is not taken.
+Packing leaves counts a little off. A rank with too many rows passes some on to one with too few: the first or last rows
+of an item, to a rank that has rows of the same document, where a shifted cut costs almost nothing. Often the two share
+none: then the rows of one cut push those of the next, along the cheapest path. Moving rows without their work
+(:mod:`flexcp.planners.blocks.row_limits`) is always possible and costs q and o; a path that costs more is not taken.
 
 A team with split rows is one *unit* here: who of the team keeps them is free.
 """
@@ -34,8 +34,9 @@ from flexcp.planners.blocks.compiled_shared import (
 
 
 class Units(NamedTuple):
-    """Units, by their first rank: ``of[rank]`` is a rank's, ``team`` how many ranks a unit has, ``excess`` how many rows too many it keeps,
-    and ``room`` how much more load it may take."""
+    """Units, by their first rank: ``of[rank]`` is a rank's, ``team`` how many ranks a unit has, ``excess`` how many
+    rows too many it keeps, and ``room`` how much more load it may take.
+    """
 
     of: Any
     team: Any
@@ -44,7 +45,9 @@ class Units(NamedTuple):
 
 
 class Passing(NamedTuple):
-    """What rows are passed on in: the items (bins are units), those of unit u as a list from ``lists[0, u]`` on, and what rows weigh."""
+    """What rows are passed on in: the items (bins are units), those of unit u as a list from ``lists[0, u]`` on,
+    and what rows weigh.
+    """
 
     table: Table
     lists: Any
@@ -53,9 +56,10 @@ class Passing(NamedTuple):
 
 
 class Ways(NamedTuple):
-    """The cheapest ways from one unit to each: their cost in keys, the unit ``before``, its item ``via`` that gives, whether it gives its
-    last rows (``tail``) and the load of these (``carried``); ``done``: no cheaper one is left. ``near`` is the last end of an item that a
-    unit was reached with."""
+    """The cheapest ways from one unit to each: their cost in keys, the unit ``before``, its item ``via`` that gives,
+    whether it gives its last rows (``tail``) and the load of these (``carried``); ``done``: no cheaper one is left.
+    ``near`` is the last end of an item that a unit was reached with.
+    """
 
     cost: Any
     before: Any
@@ -68,7 +72,9 @@ class Ways(NamedTuple):
 
 @compiled
 def even_rows(work, targets, limit, ruler, kv, row, reads):
-    """``work`` with rows passed on until units keep their ranks' ``targets`` (or that gets too dear), loads within ``limit``."""
+    """``work`` with rows passed on until units keep their ranks' ``targets`` (or that gets too dear),
+    loads within ``limit``.
+    """
     ranks = len(targets)
     units, fixed = make_units(work, targets)
     items = np.zeros((3 * len(work) + 8 * ranks + 64, 5), np.int64)
@@ -138,7 +144,9 @@ def write_units(items, work, fixed, units, limit, ruler):
 
 @compiled_inline
 def pass_rows(passing, n, donor, taker, ways, rows):
-    """Pass ``rows`` rows on from unit to unit; the item count. From the far end, so that what arrives is not what leaves."""
+    """Pass ``rows`` rows on from unit to unit; the item count.
+    From the far end, so that what arrives is not what leaves.
+    """
     table, units = passing.table, passing.units
     units.excess[donor] -= rows
     units.excess[taker] += rows
@@ -187,7 +195,9 @@ def path(passing, donor, rows, kv, row):
 
 @compiled_leaf
 def cheapest_taker(passing, ways, donor, rows, limit):
-    """Find the ways from ``donor``, the cheapest first, up to a unit that lacks rows; that unit, or -1 where all cost ``limit`` or more."""
+    """Find the ways from ``donor``, the cheapest first, up to a unit that lacks rows;
+    that unit, or -1 where all cost ``limit`` or more.
+    """
     ways.cost[donor] = 0
     while True:
         giver = -1

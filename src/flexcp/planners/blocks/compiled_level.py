@@ -33,8 +33,8 @@ def exact_before(d, row, price, layers, sfirst, slices, shift):
 def level(work, n, limit, nodes, price, layers, sfirst, slices, shift):
     """Move rows from ranks over ``limit`` to ranks under it, same node first, until none is over by more than a row.
 
-    ``work`` rows are (first rank, team size, document, first row, last row); a team's rows load each of its ranks with their
-    share. What moves becomes a whole item of the rank that takes it. Returns the row count.
+    ``work`` rows are (first rank, team size, document, first row, last row); a team's rows load each of its ranks with
+    their share. What moves becomes a whole item of the rank that takes it. Returns the row count.
     """
     ranks = len(limit)
     total = np.zeros(ranks, np.int64)
@@ -96,7 +96,9 @@ def level(work, n, limit, nodes, price, layers, sfirst, slices, shift):
 
 @compiled
 def loads_before(lengths, first, grain, price, layers, sfirst, slices):
-    """Load of each document before every ``grain``-th row and its end, from :func:`exact_before`'s closed form summed over cells."""
+    """Load of each document before every ``grain``-th row and its end,
+    from :func:`exact_before`'s closed form summed over cells.
+    """
     before = np.zeros(first[-1], np.int64)
     for d in range(len(lengths)):
         base = first[d]
@@ -119,10 +121,12 @@ def loads_before(lengths, first, grain, price, layers, sfirst, slices):
 
 @compiled
 def level_rows(kept, n, room, nodes):
-    """Move tokens from ranks that lack ``room`` to ranks that have some, longest range first, same node first; returns the row count.
+    """Move tokens from ranks that lack ``room`` to ranks that have some, longest range first, same node first;
+    returns the row count.
 
-    ``kept`` rows are (rank, first token, last token), by first tokens, with room for two more rows a rank. A whole range that moves
-    changes its rank, a part of one becomes a row of its own. Who takes never gives, so a rank's ranges are put in order once.
+    ``kept`` rows are (rank, first token, last token), by first tokens, with room for two more rows a rank. A whole
+    range that moves changes its rank, a part of one becomes a row of its own. Who takes never gives, so a rank's ranges
+    are put in order once.
     """
     ranks = len(room)
     longest, begin = 1, np.zeros(ranks + 1, np.int64)

@@ -1,7 +1,7 @@
 """Loops of a node: its items to ranks, alone or in teams, and what that moves, compiled.
 
-A *work* table has the columns (first rank, team size, document, first row, last row): a team of one computes whole items, a larger one
-splits them by heads. A *kept* table has the columns (rank, document, first row, last row).
+A *work* table has the columns (first rank, team size, document, first row, last row): a team of one computes whole
+items, a larger one splits them by heads. A *kept* table has the columns (rank, document, first row, last row).
 """
 
 from __future__ import annotations
@@ -26,15 +26,18 @@ from flexcp.planners.blocks.compiled_shared import (
 )
 
 PACKED_AGAIN = 1 << 18
-"""Items that a team packs in all before it splits no more of them: with many documents each packing takes long, and there are as many."""
+"""Items that a team packs in all before it splits no more of them: with many documents each packing takes long, and
+there are as many.
+"""
 
 
 @compiled
 def node(items, ruler, cap_load, cap_rows, aim, reads, weight, moves, fills, aims, enough, sweeps, team, kv, row):
-    """Items over teams of ``team`` ranks, then inside each team; (work, kept, bytes received, worst violation in millionths, pairs tried).
+    """Items over teams of ``team`` ranks, then inside each team;
+    (work, kept, bytes received, worst violation in millionths, pairs tried).
 
-    Inside a team, items are split by heads or packed over its ranks; where that leaves a rank over its limit, another item is split and the
-    others are packed again. All of it packs in one place, as packing is large.
+    Inside a team, items are split by heads or packed over its ranks; where that leaves a rank over its limit, another
+    item is split and the others are packed again. All of it packs in one place, as packing is large.
     """
     size, teams = len(cap_load), len(cap_load) // team
     mine, parted, costly = items, np.zeros(len(items), np.bool_), np.zeros(len(items), np.bool_)
@@ -138,7 +141,9 @@ def too_large(items, aim):
 
 @compiled
 def dear_to_fetch(items, team, reads, kv, row):
-    """Which items' keys cost more than splitting them, which exchanges q, o and kv of the rows that other ranks of the team keep."""
+    """Which items' keys cost more than splitting them, which exchanges q,
+    o and kv of the rows that other ranks of the team keep.
+    """
     costly = np.zeros(len(items), np.bool_)
     alone, spans = np.zeros((1, 2), np.int64), np.zeros((most_spans(reads), 2), np.int64)
     for i in range(len(items)):
@@ -196,8 +201,9 @@ def part_another(items, parted, rest, cap_load):
 
 @compiled
 def kept_rows(work, ranks, targets):
-    """Who keeps the rows of ``work``: whole items stay with their work, a team's split rows are dealt so that each rank of it keeps
-    its target, where there are targets and they can be met, and else so that counts end up level."""
+    """Who keeps the rows of ``work``: whole items stay with their work, a team's split rows are dealt so that each rank
+    of it keeps its target, where there are targets and they can be met, and else so that counts end up level.
+    """
     kept = np.zeros((2 * len(work) + 2 * ranks, 4), np.int64)
     counts, n = np.zeros(ranks, np.int64), 0
     for i in range(len(work)):

@@ -1,4 +1,6 @@
-"""Loops of packing: peel, deal, and all steps in a row, compiled. ``pack.py`` says what the steps mean; this file is how they run fast."""
+"""Loops of packing: peel, deal, and all steps in a row, compiled. ``pack.py`` says what the steps mean; this file is
+how they run fast.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ from flexcp.planners.blocks.compiled_shared import (
 
 @compiled_leaf
 def snapped(cut, lo, hi, slices, s0, s1):
-    """A cut moved to where a slice begins a little later, if one does: rows before it are then of no use to rows behind it."""
+    """A cut moved to where a slice begins a little later, if one does:
+    rows before it are then of no use to rows behind it.
+    """
     reach = cut + (hi - cut) // 4
     best = cut
     for s in range(s0, s1):
@@ -39,8 +43,9 @@ def snapped(cut, lo, hi, slices, s0, s1):
 def peel(items, n, bins, ruler, aim_load, cap_rows, reads, fill):
     """Open bins for the tails of items that exceed one; returns the item count.
 
-    A tail bin is filled up to its share of rows with the lightest whole items, then with the first rows of the item itself:
-    dense late rows and light early ones together meet both limits, and the early rows are keys the tail needs anyway.
+    A tail bin is filled up to its share of rows with the lightest whole items, then with the first rows of the item
+    itself: dense late rows and light early ones together meet both limits, and the early rows are keys the tail needs
+    anyway.
     """
     grain = ruler.grain
     opened, lightest = 0, 0

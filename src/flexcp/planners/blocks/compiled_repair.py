@@ -1,8 +1,9 @@
 """Loops of repairing: rows leave the bin that is furthest over its limits, compiled.
 
-For every item of the worst bin and every other bin this tries to move the item, or an end of it: enough to clear what the worst bin has too
-much of (load or rows), or what fits into the other. Only where no such move lowers the violation of the two bins, items are exchanged
-one for one. What counts is the violation, weighed, plus the keys that bins fetch. It ends when no bin is over a limit or nothing helps.
+For every item of the worst bin and every other bin this tries to move the item, or an end of it: enough to clear what
+the worst bin has too much of (load or rows), or what fits into the other. Only where no such move lowers the violation
+of the two bins, items are exchanged one for one. What counts is the violation, weighed, plus the keys that bins fetch.
+It ends when no bin is over a limit or nothing helps.
 """
 
 from __future__ import annotations
@@ -41,15 +42,17 @@ from flexcp.planners.blocks.compiled_shared import (
 WHOLE, TAIL_BY_LOAD, HEAD_BY_LOAD, TAIL_BY_ROWS, HEAD_BY_ROWS, PARTS = range(6)
 """Parts of an item that may leave: all of it, or an end of so much load, or of so many rows."""
 FIRST, LAST, LEAVES, ALONE, KNOWN = range(5)
-"""What is known of a part: its rows, how its bin's keys change without it, and the keys of a bin with no other rows of the document."""
+"""What is known of a part: its rows, how its bin's keys change without it,
+and the keys of a bin with no other rows of the document.
+"""
 
 
 class Search(NamedTuple):
     """What repairing works on. Only the items ``tried`` are moved; ``over[b]`` is the violation of bin b.
 
-    Of the item at hand: ``holds[b]`` is its index where bin b has rows of its document, ``known[part]`` are the columns FIRST to ALONE. Of
-    exchanges: ``arrives[b]`` is how the keys of bin b change when the item comes, ``swaps[j]`` how keys change when item j leaves its bin
-    for the worst one; HUGE where it is not known yet.
+    Of the item at hand: ``holds[b]`` is its index where bin b has rows of its document, ``known[part]`` are the columns
+    FIRST to ALONE. Of exchanges: ``arrives[b]`` is how the keys of bin b change when the item comes, ``swaps[j]`` how
+    keys change when item j leaves its bin for the worst one; HUGE where it is not known yet.
     """
 
     table: Table
@@ -67,7 +70,9 @@ class Search(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Rows ``lo..hi`` of an item go to bin ``to``, for all of the item ``back`` or for nothing (-1); the lowest score is the best."""
+    """Rows ``lo..hi`` of an item go to bin ``to``, for all of the item ``back`` or for nothing (-1);
+    the lowest score is the best.
+    """
 
     score: int
     item: int
@@ -79,7 +84,9 @@ class Move(NamedTuple):
 
 @compiled
 def repair(items, n, bins, ruler, cap_load, cap_rows, mean_load, mean_rows, reads, weight, moves):
-    """Move, cut and swap items out of the worst bin while that lowers violation x weight + keys fetched; (item count, pairs tried)."""
+    """Move, cut and swap items out of the worst bin while that lowers violation x weight + keys fetched;
+    (item count, pairs tried).
+    """
     table, held = with_chains(items, n, reads), filled(items, n, cap_load, cap_rows)
     tried, count = tried_items(items, n, table.chain, bins)
     over, holds, arrives = np.zeros(bins, np.int64), np.zeros(bins, np.int64), np.zeros(bins, np.int64)
@@ -90,7 +97,9 @@ def repair(items, n, bins, ruler, cap_load, cap_rows, mean_load, mean_rows, read
 
 @compiled_leaf
 def moved_out(search, n, count, moves):
-    """Up to ``moves`` moves out of the bin that is then the worst, with ``count`` items that may move; (item count, pairs tried)."""
+    """Up to ``moves`` moves out of the bin that is then the worst, with ``count`` items that may move;
+    (item count, pairs tried).
+    """
     steps = 0
     for _ in range(moves):
         worst = worst_bin(search)
@@ -109,7 +118,9 @@ def moved_out(search, n, count, moves):
 
 @compiled_inline
 def violation(search, b, load, rows):
-    """How far bin ``b`` is over its limits with so much more load and rows: millionths of the mean, linear plus ten times quadratic."""
+    """How far bin ``b`` is over its limits with so much more load and rows:
+    millionths of the mean, linear plus ten times quadratic.
+    """
     bins, found = search.bins, 0
     excess_load, excess_rows = bins.load[b] + load - bins.cap_load[b], bins.rows[b] + rows - bins.cap_rows[b]
     if excess_load > 0:  # rarely: divisions are dear
@@ -140,7 +151,9 @@ def better(best, move):
 
 @compiled_inline
 def best_move(search, worst, count):
-    """The best move of an item of the worst bin, or a part of one, to another bin; and how many pairs of item and bin were tried."""
+    """The best move of an item of the worst bin, or a part of one, to another bin;
+    and how many pairs of item and bin were tried.
+    """
     items, holds, known = search.table.items, search.holds, search.known
     best, steps = Move(HUGE, -1, -1, 0, 0, -1), 0
     for b in range(len(holds)):
@@ -172,7 +185,9 @@ def note_holders(search, i):
 
 @compiled_inline
 def best_move_to(search, i, here, to, best):
-    """The better of ``best`` and the best move of item ``i`` to bin ``to``; its own bin fetches ``here`` keys of its document."""
+    """The better of ``best`` and the best move of item ``i`` to bin ``to``;
+    its own bin fetches ``here`` keys of its document.
+    """
     table, known, item = search.table, search.known, item_at(search.table.items, i)
     before, there = search.over[item.bin] + search.over[to], -1
     for part in range(PARTS):
@@ -199,7 +214,9 @@ def best_move_to(search, i, here, to, best):
 
 @compiled_inline
 def rows_of_part(search, item, to, part):
-    """First and last row of a part of an item of the worst bin: enough to clear the excess, or what fits into bin ``to``; maybe empty."""
+    """First and last row of a part of an item of the worst bin: enough to clear the excess,
+    or what fits into bin ``to``; maybe empty.
+    """
     bins, ruler, grain, worst = search.bins, search.ruler, search.ruler.grain, item.bin
     if part == WHOLE:
         return item.lo, item.hi

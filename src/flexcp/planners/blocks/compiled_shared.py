@@ -1,10 +1,11 @@
 """Loops: what the compiled loops of packing share: loads of rows, items, and the keys that rows read.
 
-Everything is 64-bit integers: the same result on every machine. Items are rows of one array with the columns ``DOC LO HI LOAD BIN``.
+Everything is 64-bit integers: the same result on every machine. Items are rows of one array with the columns
+``DOC LO HI LOAD BIN``.
 
-Compiling them must not take long. So loops go over elements, as operations on whole arrays bring Numba's wording of their errors along; and
-sorting is our own (:mod:`flexcp.arrays.compiled_sort`). A loop has all that it calls compiled into it once more: the large ones are called
-from few.
+Compiling them must not take long. So loops go over elements, as operations on whole arrays bring Numba's wording of
+their errors along; and sorting is our own (:mod:`flexcp.arrays.compiled_sort`). A loop has all that it calls compiled
+into it once more: the large ones are called from few.
 """
 
 from __future__ import annotations
@@ -19,13 +20,17 @@ DOC, LO, HI, LOAD, BIN = range(5)
 MILLION = 1_000_000
 HUGE = 1 << 62
 TRIED_ITEMS = 4096
-"""Of more items than this, only some are tried one by one, so that searching takes time in proportion to documents, not to their square."""
+"""Of more items than this, only some are tried one by one, so that searching takes time in proportion to documents,
+not to their square.
+"""
 HEAVY_PART = 256
 """An item of so small a part of a bin, or a larger one, is tried all the same."""
 
 
 class Ruler(NamedTuple):
-    """Loads of rows: ``before[first[d] + i]`` is the load of document d's rows before ``min(i * grain, lengths[d])``."""
+    """Loads of rows: ``before[first[d] + i]`` is the load of document d's rows
+    before ``min(i * grain, lengths[d])``.
+    """
 
     before: Any
     first: Any
@@ -34,12 +39,13 @@ class Ruler(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """What rows read: document d's slices are ``slices[first[d] : first[d + 1]]``. Its thin rows, which are in none of them, cost
-    every bin with rows of it ``thin[d]`` keys.
+    """What rows read: document d's slices are ``slices[first[d] : first[d + 1]]``. Its thin rows, which are in none of
+    them, cost every bin with rows of it ``thin[d]`` keys.
 
-    Where ``nested[d]`` is not 0, the document is a tree: its slices' keys are its rows from one slice to the next, each seen by itself and
-    all behind it as far as the slice goes. ``around[s]`` is the slice around it, counted from the document's first, -1 for none, and
-    ``nested[d]`` how many lie around each other at most."""
+    Where ``nested[d]`` is not 0, the document is a tree: its slices' keys are its rows from one slice to the next, each
+    seen by itself and all behind it as far as the slice goes. ``around[s]`` is the slice around it, counted from the
+    document's first, -1 for none, and ``nested[d]`` how many lie around each other at most.
+    """
 
     slices: Any
     first: Any
@@ -59,8 +65,9 @@ class Item(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Items, and what counting the keys that their bins fetch takes: their chains (:func:`chains`), what rows read, and room for ranges of
-    rows and spans of keys."""
+    """Items, and what counting the keys that their bins fetch takes: their chains (:func:`chains`), what rows read, and
+    room for ranges of rows and spans of keys.
+    """
 
     items: Any
     chain: Any
@@ -96,7 +103,9 @@ def write_item(items, i, d, lo, hi, load, b):
 
 @compiled_leaf
 def most_spans(reads):
-    """The most spans of keys that a range of rows reads, at least 1: one of each slice, or in a nested document itself and those around."""
+    """The most spans of keys that a range of rows reads, at least 1:
+    one of each slice, or in a nested document itself and those around.
+    """
     most = 1
     for d in range(len(reads.thin)):
         spans = reads.nested[d] + 1 if reads.nested[d] else reads.first[d + 1] - reads.first[d]
@@ -238,8 +247,10 @@ def chains(items, n, documents):
 
 @compiled
 def tried_items(items, n, chain, bins):
-    """Which items a search may move, in an array with room for all there will be, and how many: all of a few. Of many, those of cut
-    documents, the heavy ones, and of the light whole ones, which are many and much alike, every so many-th."""
+    """Which items a search may move, in an array with room for all there will be, and how many: all of a few. Of many,
+    those of cut documents, the heavy ones, and of the light whole ones, which are many and much alike, every so
+    many-th.
+    """
     found, count = np.empty(len(items), np.int64), 0
     load, rows = 0, 0
     for i in range(n):
@@ -285,7 +296,9 @@ def pass_on(bins, giver, taker, load, rows):
 
 @compiled_leaf
 def bin_cost(table, b, d, skip, x0, x1, y0, y1):
-    """Keys bin ``b`` fetches for document ``d`` without item ``skip`` and with the rows x0..x1 and y0..y1 (when not empty)."""
+    """Keys bin ``b`` fetches for document ``d`` without item ``skip`` and with the rows x0..x1
+    and y0..y1 (when not empty).
+    """
     items, chain, ranges = table.items, table.chain, table.ranges
     count = 0
     i = chain[0, d]

@@ -2,19 +2,23 @@
 
 An *item* is a range of a document's rows with all their keys, so whoever takes it computes final outputs. Four steps:
 
-- *peel*: while the largest item exceeds a bin, open a bin for its last rows and fill the bin's tokens with light items. What remains of a
-  causal document is just a shorter document that needs nothing from outside, and a cut at row x costs exactly x keys, so cuts are few.
+- *peel*: while the largest item exceeds a bin, open a bin for its last rows and fill the bin's tokens with light items.
+  What remains of a causal document is just a shorter document that needs nothing from outside, and a cut at row x costs
+  exactly x keys, so cuts are few.
 - *deal*: the rest, largest first, whole into the bin that is then fullest least in the worse of its two limits.
 - *repair*: move, cut or swap items out of the worst bin while violation, weighed against the keys it fetches, falls
   (:mod:`flexcp.planners.blocks.compiled_repair`).
-- *climb*: move or exchange rows between bins that share a document while that saves keys (:mod:`flexcp.planners.blocks.compiled_climb`).
+- *climb*: move or exchange rows between bins that share a document while that saves keys
+  (:mod:`flexcp.planners.blocks.compiled_climb`).
 
-*Thin rows.* A few rows that see a whole document (causal blockwise's last block) would make their rank fetch all keys. Instead
-every owner of keys computes those rows against its own keys. So the load of a row is its own attention, unless it is thin, plus
-what thin rows do with its key: the thin slices, transposed. And a bin with any row of such a document pays for a part of its thin rows.
+*Thin rows.* A few rows that see a whole document (causal blockwise's last block) would make their rank fetch all keys.
+Instead every owner of keys computes those rows against its own keys. So the load of a row is its own attention, unless
+it is thin, plus what thin rows do with its key: the thin slices, transposed. And a bin with any row of such a document
+pays for a part of its thin rows.
 
-*Many documents.* Every step takes time in proportion to documents. Repairing and climbing would try pairs of them: of more than a few
-thousand items they try those of cut documents, the heavy ones, and a sample of the light whole ones, which are much alike.
+*Many documents.* Every step takes time in proportion to documents. Repairing and climbing would try pairs of them: of
+more than a few thousand items they try those of cut documents, the heavy ones, and a sample of the light whole ones,
+which are much alike.
 
 Loads are exact integers, scaled down (by a power of two) until their products fit 64 bits.
 """
@@ -40,7 +44,9 @@ REPAIR_MOVES = 64
 VARIANTS = np.array([True, True, False, True, False]), np.array([0, 100, 0, -200, 100])
 """Variants of packing: whether tails' tokens are filled, per cent of the slack above the aim that peeled bins use."""
 VARIANTS_OF_AIMS = np.array([True]), np.array([0])
-"""Where row limits are only aimed for, the first variant is nearly as good as the best of all (web, libra256k, longalign: within 2 %)."""
+"""Where row limits are only aimed for, the first variant is nearly as good as the best of all (web, libra256k,
+longalign: within 2 %).
+"""
 VARIANTS_WITHOUT_ROW_LIMIT = np.array([False, False]), np.array([0, 100])
 UNLIMITED = 1 << 36
 """More rows than any bin can hold; its products with a million and with the ranks of a node fit 64 bits."""
@@ -56,8 +62,9 @@ VIOLATION_WEIGHT = 8
 class RowLoads:
     """What a batch's rows cost, ready for the compiled loops.
 
-    ``prefix[first[d] + i]`` is the load of document d before row ``i * grain``; ``slices`` are what rows read (of the mask with the most
-    work, thin rows left out), with those of document d at ``slice_first[d]``; ``thin[m][d]`` is the row at which mask m's thin rows begin.
+    ``prefix[first[d] + i]`` is the load of document d before row ``i * grain``; ``slices`` are what rows read (of the
+    mask with the most work, thin rows left out), with those of document d at ``slice_first[d]``; ``thin[m][d]`` is the
+    row at which mask m's thin rows begin.
     """
 
     batch: Batch
@@ -71,14 +78,18 @@ class RowLoads:
     """What the thin rows of each document (of that mask) cost every rank with rows of it, as keys."""
     row_price: int
     area_slices: Ints
-    """Slices whose rows add up to a row's load besides its price: what it reads, and transposed what thin rows read of it."""
+    """Slices whose rows add up to a row's load besides its price:
+    what it reads, and transposed what thin rows read of it.
+    """
     area_layers: Ints
     area_first: Ints
     shift: int
     around: Ints
     """The slice of ``slices`` around each, counted from its document's first."""
     nested: Ints
-    """How many slices of each document lie around each other at most, 0 where it is no tree (:class:`compiled_shared.Reads`)."""
+    """How many slices of each document lie around each other at most,
+    0 where it is no tree (:class:`compiled_shared.Reads`).
+    """
 
     @property
     def ruler(self) -> Any:
@@ -95,7 +106,9 @@ class RowLoads:
         return Reads(self.slices, self.slice_first, self.thin_keys, self.around, self.nested)
 
     def of_documents(self, documents: Ints) -> tuple[Any, Any]:
-        """Ruler and reads of some documents only, numbered anew: the loops go over all documents they are given, many times."""
+        """Ruler and reads of some documents only, numbered anew: the loops go over all documents they are given,
+        many times.
+        """
         from flexcp.planners.blocks.compiled_shared import Reads, Ruler
 
         counts = self.slice_first[documents + 1] - self.slice_first[documents]
@@ -169,8 +182,9 @@ def make_row_loads(batch: Batch, grain: int, price: int, thin_price: int | None)
 
 
 def _tree_levels(mask: LayerMask, slices: Ints, lengths: Ints) -> Ints:
-    """How many slices lie around each other at most in each document that is a tree: every row sees itself, all before it in its slice,
-    and all keys of the slices around that. 0 for any other."""
+    """How many slices lie around each other at most in each document that is a tree: every row sees itself, all before
+    it in its slice, and all keys of the slices around that. 0 for any other.
+    """
     found = np.zeros(len(lengths), np.int64)
     nested = np.flatnonzero(np.diff(mask.first) >= FEW)
     nested = nested[mask.nesting.around[mask.first[nested]] != NOT_NESTED]
@@ -217,7 +231,9 @@ class BinLimits:
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Items in bins: columns of ``[items, 3]`` (document, first, last row), their bins; keys fetched; worst violation; pairs tried."""
+    """Items in bins: columns of ``[items, 3]`` (document, first, last row), their bins; keys fetched;
+    worst violation; pairs tried.
+    """
 
     items: Ints
     bins: Ints
@@ -236,8 +252,9 @@ def pack(loads: RowLoads, items: Ints, limits: BinLimits) -> Packed:
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """A node's items on its ranks, in the columns of :mod:`flexcp.planners.blocks.compiled_node`; bytes received; worst violation;
-    pairs tried."""
+    """A node's items on its ranks, in the columns of :mod:`flexcp.planners.blocks.compiled_node`; bytes received;
+    worst violation; pairs tried.
+    """
 
     work: Ints
     kept: Ints

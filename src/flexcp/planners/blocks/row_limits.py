@@ -1,10 +1,11 @@
 """Row limits: made to hold by construction, at the price of moving rows.
 
-For equal tokens rows first move with their work (:mod:`flexcp.planners.blocks.compiled_even`), which is cheap, as far as loads allow.
+For equal tokens rows first move with their work (:mod:`flexcp.planners.blocks.compiled_even`), which is cheap, as far
+as loads allow.
 
-What packing leaves over a limit is moved here, exactly: work from ranks with too much to ranks with room (the tokens stay), and
-tokens from ranks that keep too many to ranks with room (the work stays). Both go on until no rank is over by more than one row,
-same node first.
+What packing leaves over a limit is moved here, exactly: work from ranks with too much to ranks with room (the tokens
+stay), and tokens from ranks that keep too many to ranks with room (the work stays). Both go on until no rank is over by
+more than one row, same node first.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ Ints = NDArray[np.int64]
 
 
 def level_work(loads: RowLoads, work: Ints, limit: Ints, nodes: Ints) -> Ints:
-    """Rows ``[n, 5]`` (first rank, team size, document, first, last) moved until every rank's load is within ``limit``."""
+    """Rows ``[n, 5]`` (first rank, team size, document, first, last)
+    moved until every rank's load is within ``limit``.
+    """
     from flexcp.planners.blocks import compiled_level
 
     table = np.concatenate([work, np.zeros((4 * len(limit) + 64, 5), np.int64)])

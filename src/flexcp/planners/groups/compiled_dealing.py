@@ -1,7 +1,8 @@
 """Loops of dealing: documents, or parts of them, to bins of equal rank (nodes, the teams of a node), compiled.
 
-An *item* is a row of a table with the columns below: what a document has between ``LO`` and ``HI`` of its tokens, as if all tokens were
-alike (:mod:`flexcp.planners.groups.rows` says which rows that are). ``SHARED`` is 1 where other items have the rest of the document.
+An *item* is a row of a table with the columns below: what a document has between ``LO`` and ``HI`` of its tokens, as if
+all tokens were alike (:mod:`flexcp.planners.groups.rows` says which rows that are). ``SHARED`` is 1 where other items
+have the rest of the document.
 
 A bin's ``pace`` is its speed over the mean bin's in 1/1024. All numbers are integers: the same result on every machine.
 """
@@ -23,15 +24,18 @@ HUGE = 1 << 62
 
 @compiled
 def deal(items, pace, slack, poured, room):
-    """The items with their bins, some of them cut, so that no bin is later than 1/``slack`` over the mean, or than must be.
+    """The items with their bins, some of them cut, so that no bin is later than 1/``slack`` over the mean,
+    or than must be.
 
-    ``room`` is how many tokens a bin should keep at most, 0 for any: nothing whole is put where there is none, as long as others have some.
+    ``room`` is how many tokens a bin should keep at most, 0 for any: nothing whole is put where there is none, as long
+    as others have some.
 
-    An item that no bin can take is *long*. Long items have a group of bins each, as many as they need, and are cut in equal parts over it;
-    where there are not enough bins for that the limit rises until there are, or with ``poured`` they are laid end to end over all bins, so
-    that neighbours share one. All others stay whole: the heaviest first to the group that is then ready first, and inside a group so that
-    attention and tokens are both even, because bins that share a document wait for each other in every layer. Last, borders are cut: the
-    latest bin gives part of an item to the earliest, until all are within the limit.
+    An item that no bin can take is *long*. Long items have a group of bins each, as many as they need, and are cut in
+    equal parts over it; where there are not enough bins for that the limit rises until there are, or with ``poured``
+    they are laid end to end over all bins, so that neighbours share one. All others stay whole: the heaviest first to
+    the group that is then ready first, and inside a group so that attention and tokens are both even, because bins that
+    share a document wait for each other in every layer. Last, borders are cut: the latest bin gives part of an item to
+    the earliest, until all are within the limit.
     """
     bins = len(pace)
     total = 0
@@ -129,7 +133,9 @@ def write_part(found, at, item, first, last, b):
 
 @compiled
 def in_groups(items, order, limit, pace, group, found):
-    """Every long item in equal parts over a group of bins of its own; ``group`` becomes the first bin of each bin's group."""
+    """Every long item in equal parts over a group of bins of its own;
+    ``group`` becomes the first bin of each bin's group.
+    """
     used, begin = 0, 0
     for i in order:
         if items[i, LOAD] <= limit:
@@ -197,7 +203,8 @@ def inside_groups(found, start, used, group, pace):
 
 @compiled
 def spread_evenly(items, mine, pace, held, tokens):
-    """The bin of each of the items ``mine``: largest first to the one that then has least, of what it has more of, attention or tokens.
+    """The bin of each of the items ``mine``: largest first to the one that then has least,
+    of what it has more of, attention or tokens.
 
     ``held`` is attention that bins have already; ``tokens`` what all tokens are, if more than these.
     """

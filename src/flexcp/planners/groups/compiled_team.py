@@ -1,7 +1,8 @@
 """Loops of a team: which of its items stay whole on one rank and which are split by heads over all of it, compiled.
 
-What is split gives every rank the same attention, whoever keeps the rows, and its rows can level tokens; but its queries, keys and results
-are exchanged. So as few items are split as make the team even: those of which others have a part, then the heaviest ones.
+What is split gives every rank the same attention, whoever keeps the rows, and its rows can level tokens; but its
+queries, keys and results are exchanged. So as few items are split as make the team even: those of which others have a
+part, then the heaviest ones.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ MOST_TRIED = 24
 def split_by_heads(items, pace, linear, exchange, slack):
     """The rank of each item in its team, or the team's size where it is split.
 
-    ``linear`` is what a token costs besides attention and ``exchange`` what a split token costs, both in the unit of loads; half of an
-    exchange is taken to be hidden.
+    ``linear`` is what a token costs besides attention and ``exchange`` what a split token costs, both in the unit of
+    loads; half of an exchange is taken to be hidden.
     """
     size, n = len(pace), len(items)
     keys, tokens = np.empty(n, np.int64), 0

@@ -1,31 +1,38 @@
-"""groups: every document on as few ranks as it needs: one rank, a team that splits its heads, or several that share its rows.
+"""groups: every document on as few ranks as it needs: one rank, a team that splits its heads,
+or several that share its rows.
 
-Flexible groups (FCP's second system, DHP in its first version) taken further: a document that needs no cut stays whole on one rank, groups
-have any integer size, and inside a node a document may be split by heads instead of rows, which moves less where there are KV heads enough.
+Flexible groups (FCP's second system, DHP in its first version) taken further: a document that needs no cut stays whole
+on one rank, groups have any integer size, and inside a node a document may be split by heads instead of rows, which
+moves less where there are KV heads enough.
 
 *How.* From the largest units down to ranks, each step a compiled loop:
 
-1. Nodes (:func:`~flexcp.planners.groups.compiled_dealing.deal`). A document that is more than a node can do in time has a group of nodes,
-   the fewest that can, and is cut by rows in equal parts over it. All others stay whole, heaviest first to the group that is then ready
-   first. What is left uneven is levelled by cutting borders: the latest node gives part of a short document to the earliest. So only what
-   must cross nodes does.
+1. Nodes (:func:`~flexcp.planners.groups.compiled_dealing.deal`). A document that is more than a node can do in time has
+   a group of nodes, the fewest that can, and is cut by rows in equal parts over it. All others stay whole, heaviest
+   first to the group that is then ready first. What is left uneven is levelled by cutting borders: the latest node
+   gives part of a short document to the earliest. So only what must cross nodes does.
 2. Teams of a node, by the same loop: a document on one team, or by rows over several.
-3. Ranks of a team (:func:`~flexcp.planners.groups.compiled_team.split_by_heads`). Documents stay whole on one rank, except for those that
-   are cut above and for the heaviest ones, as many as it takes until attention is even: these are split by heads over the whole team, and
-   any of its ranks may keep their rows. In teams of one rank, step 2 has already found the rank.
+3. Ranks of a team (:func:`~flexcp.planners.groups.compiled_team.split_by_heads`). Documents stay whole on one rank,
+   except for those that are cut above and for the heaviest ones, as many as it takes until attention is even: these are
+   split by heads over the whole team, and any of its ranks may keep their rows. In teams of one rank, step 2 has
+   already found the rank.
 
-Groups are level by *load*, attention and the rest of the layer together. Ranks inside a group are level in attention and in tokens, because
-they wait for each other's keys in every layer: one that has less attention cannot make up for more tokens.
+Groups are level by *load*, attention and the rest of the layer together. Ranks inside a group are level in attention
+and in tokens, because they wait for each other's keys in every layer: one that has less attention cannot make up for
+more tokens.
 
-*Settings.* ``groups:team=8+slack=12+long=poured``: the ranks of a team; how many per cent a unit may be over the mean before documents are
-cut for it (less cutting is faster where links are slow); and what happens where the groups of long documents together need more units than
-there are. ``whole`` lets each have fewer and takes longer, ``poured`` lays them end to end, so that neighbours share a unit. With
-``split=all`` a team splits every document, which moves more and leaves all its ranks with the same work. Settings that are not given are
-searched, but for the last: the one with the least predicted time, copies included, is taken (:mod:`flexcp.planners.price`),
-teams of one rank only where keys have too few heads for larger ones, because the prediction flatters what moves by rows. Which settings are
-fastest events tell better: ``auto`` asks for :func:`all_groupings` of each of :func:`team_sizes`. A placement takes a few milliseconds.
+*Settings.* ``groups:team=8+slack=12+long=poured``: the ranks of a team; how many per cent a unit may be over the mean
+before documents are cut for it (less cutting is faster where links are slow); and what happens where the groups of long
+documents together need more units than there are. ``whole`` lets each have fewer and takes longer, ``poured`` lays them
+end to end, so that neighbours share a unit. With ``split=all`` a team splits every document, which moves more and
+leaves all its ranks with the same work. Settings that are not given are searched, but for the last: the one with the
+least predicted time, copies included, is taken (:mod:`flexcp.planners.price`), teams of one rank only where keys have
+too few heads for larger ones, because the prediction flatters what moves by rows. Which settings are fastest events
+tell better: ``auto`` asks for :func:`all_groupings` of each of :func:`team_sizes`. A placement takes a few
+milliseconds.
 
-The token cap is never broken, and with equal tokens pads cost at most 1/64 of the step: :mod:`flexcp.planners.groups.rows`.
+The token cap is never broken, and with equal tokens pads cost at most 1/64 of the step:
+:mod:`flexcp.planners.groups.rows`.
 """
 
 from __future__ import annotations
@@ -65,7 +72,9 @@ class Settings:
 
 
 def groups(request: Request) -> Placement:
-    """Place a batch in flexible groups; settings that the request does not give are those of the least predicted time."""
+    """Place a batch in flexible groups; settings that the request does not give are those
+    of the least predicted time.
+    """
     found = all_groupings(request)
     return found[0] if len(found) == 1 else min(found, key=lambda placement: price_ns(request, placement))
 
@@ -92,7 +101,7 @@ def _same(a: Pieces, b: Pieces) -> bool:
     return len(a) == len(b) and all(np.array_equal(getattr(a, n), getattr(b, n)) for n in a.names())
 
 
-# --- settings ----------------------------------------------------------------------------------------------------------
+# --- settings ---------------------------------------------------------------------------------------------------------
 
 
 def _settings(request: Request) -> list[Settings]:
@@ -113,8 +122,8 @@ def _given(request: Request) -> dict[str, str]:
         name, _, value = part.partition("=")
         if name not in Settings.__dataclass_fields__:
             raise ValueError(
-                f"groups takes {', '.join(Settings.__dataclass_fields__)}, {example}, and finds the sizes of groups itself; "
-                f"got 'groups:{request.argument}'"
+                f"groups takes {', '.join(Settings.__dataclass_fields__)}, {example}, and finds the sizes of groups "
+                f"itself; got 'groups:{request.argument}'"
             )
         if name in WORDS and value not in WORDS[name]:
             raise ValueError(f"{name} is {' or '.join(WORDS[name])}, {example}; got 'groups:{request.argument}'")
@@ -123,8 +132,8 @@ def _given(request: Request) -> dict[str, str]:
         found[name] = value
     if "team" in found and int(found["team"]) not in _possible_teams(request):
         raise Refused(
-            f"teams of {found['team']} do not suit {request.shape.heads} query heads, {request.shape.kv_heads} KV heads and nodes of "
-            f"{request.cluster.ranks_per_node} ranks; sizes that do: {_possible_teams(request)}"
+            f"teams of {found['team']} do not suit {request.shape.heads} query heads, {request.shape.kv_heads} KV "
+            f"heads and nodes of {request.cluster.ranks_per_node} ranks; sizes that do: {_possible_teams(request)}"
         )
     return found
 
@@ -143,10 +152,11 @@ def _divides_heads(shape: Shape, team: int) -> bool:
 
 
 def team_sizes(request: Request) -> list[int]:
-    """Sizes worth trying: the largest for which every rank has KV heads of its own, and unless that is a node, one rank and the largest.
+    """Sizes worth trying: the largest for which every rank has KV heads of its own, and unless that is a node,
+    one rank and the largest.
 
-    A rank of a larger team moves less, as long as nobody else needs its KV heads. Where speeds differ one rank is tried too: heads cannot
-    be shared by speed, rows can.
+    A rank of a larger team moves less, as long as nobody else needs its KV heads. Where speeds differ one rank is tried
+    too: heads cannot be shared by speed, rows can.
     """
     possible, cluster = _possible_teams(request), request.cluster
     own_keys = max(u for u in possible if request.shape.kv_heads % u == 0)
@@ -155,7 +165,7 @@ def team_sizes(request: Request) -> list[int]:
     return sorted({1, own_keys, possible[-1]})
 
 
-# --- the search --------------------------------------------------------------------------------------------------------
+# --- the search -------------------------------------------------------------------------------------------------------
 
 
 def _pieces(request: Request, priced: PricedDocuments, settings: Settings) -> Pieces:

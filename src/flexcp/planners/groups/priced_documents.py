@@ -23,8 +23,8 @@ LARGEST_LOAD = 1 << 49
 
 @dataclass(frozen=True, eq=False)
 class PricedDocuments:
-    """Attention and load (attention and the rest of all layers) of every document; a token's ``linear`` price, and what a row costs besides
-    its area; ``exchange[u]`` is a token whose heads are split over ``u`` ranks, for each of them.
+    """Attention and load (attention and the rest of all layers) of every document; a token's ``linear`` price, and what
+    a row costs besides its area; ``exchange[u]`` is a token whose heads are split over ``u`` ranks, for each of them.
     """
 
     attention: Ints
@@ -55,7 +55,8 @@ def price_documents(request: Request, teams: list[int]) -> PricedDocuments:
 
 
 def _exchange(request: Request, team: int) -> int:
-    """Pairs in whose time a rank of a team receives its heads of a token from another, forward and backward, and returns results.
+    """Pairs in whose time a rank of a team receives its heads of a token from another, forward and backward,
+    and returns results.
 
     Half of what travels is taken to be hidden; what a rank copies around it never is.
     """
@@ -67,7 +68,8 @@ def _exchange(request: Request, team: int) -> int:
     queries, keys = -(-shape.heads // team), -(-shape.kv_heads // team)
     inputs = queries * int(2 * wire[Kind.Q] + wire[Kind.DO]) + 2 * keys * int(wire[Kind.KV])
     results, summed = (queries * int(e[Kind.O] + e[Kind.DQ]) + keys * int(e[Kind.DKV]) for e in (wire, precise))
-    # Inputs are read and written at both ends; results are cleared, packed, and read twice and written where they are merged.
+    # Inputs are read and written at both ends; results are cleared, packed, and read twice and written where they are
+    # merged.
     copied = 4 * inputs + 2 * results + 4 * summed
     # A million tokens, of which a rank keeps its part.
     travelling, copying = (size * MILLION * (team - 1) // team for size in (inputs + results, copied))

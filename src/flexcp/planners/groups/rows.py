@@ -1,13 +1,15 @@
-"""Rows of pieces: which rows of its documents a rank or a team works on, who keeps them, and the placement that follows.
+"""Rows of pieces: which rows of its documents a rank or a team works on, who keeps them,
+and the placement that follows.
 
-A *piece* is a document's tokens between ``lo`` and ``hi`` for the ``size`` ranks from ``first`` on, as if every token were the same. Which
-rows stand for them is chosen for each cut document: the first of three ways that gives every piece its share of the load. Consecutive rows
-read the fewest keys; a zig-zag pairs light rows with heavy ones; and where neither is even, rows are counted by load instead of by tokens.
+A *piece* is a document's tokens between ``lo`` and ``hi`` for the ``size`` ranks from ``first`` on, as if every token
+were the same. Which rows stand for them is chosen for each cut document: the first of three ways that gives every piece
+its share of the load. Consecutive rows read the fewest keys; a zig-zag pairs light rows with heavy ones; and where
+neither is even, rows are counted by load instead of by tokens.
 
-A rank keeps the rows it works on alone. The rows of a team are kept by all of it: each rank in the proportion that levels tokens, or evenly
-where tokens cost less than their exchange. Where a rank then keeps more than it may, its last rows are kept by others, of its own node
-first. If there are teams, work stays where it was and queries and results travel; else the work goes with the rows, so that only keys do.
-So every limit is met that can be.
+A rank keeps the rows it works on alone. The rows of a team are kept by all of it: each rank in the proportion that
+levels tokens, or evenly where tokens cost less than their exchange. Where a rank then keeps more than it may, its last
+rows are kept by others, of its own node first. If there are teams, work stays where it was and queries and results
+travel; else the work goes with the rows, so that only keys do. So every limit is met that can be.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ def place_pieces(request: Request, priced: PricedDocuments, pieces: Pieces) -> P
     return Placement(batch, ranks, pads, runs, (regions,) * len(batch.masks))
 
 
-# --- which rows --------------------------------------------------------------------------------------------------------
+# --- which rows -------------------------------------------------------------------------------------------------------
 
 
 def _rows(batch: Batch, priced: PricedDocuments, pieces: Pieces) -> Ranges:
@@ -140,7 +142,7 @@ def _uneven(batch: Batch, priced: PricedDocuments, pieces: Pieces, first: Ints, 
     return np.repeat(np.logical_or.reduceat(over, starts), count)
 
 
-# --- who keeps them ----------------------------------------------------------------------------------------------------
+# --- who keeps them ---------------------------------------------------------------------------------------------------
 
 
 def _kept(request: Request, priced: PricedDocuments, pieces: Pieces, ranges: Ranges) -> tuple[Ints, Ints, Ints]:

@@ -1,22 +1,23 @@
 """hypergraph: DCP's placement by hypergraph partitioning, with both balances kept, started from what ``blocks`` finds.
 
 Four files: the hypergraph of a batch (:mod:`~flexcp.planners.hypergraph.model`), partitions of it
-(:mod:`~flexcp.planners.hypergraph.partition`), our search over partitions (:mod:`~flexcp.planners.hypergraph.search`) and Mt-KaHyPar's
-V-cycles (:mod:`~flexcp.planners.hypergraph.mt_kahypar`). This one is the strategy: rounds, each from the best placement so far (the first
-goes straight to the second step):
+(:mod:`~flexcp.planners.hypergraph.partition`), our search over partitions (:mod:`~flexcp.planners.hypergraph.search`)
+and Mt-KaHyPar's V-cycles (:mod:`~flexcp.planners.hypergraph.mt_kahypar`). This one is the strategy: rounds, each from
+the best placement so far (the first goes straight to the second step):
 
 1. Mt-KaHyPar improves the partition by a V-cycle over nodes, then by one over the ranks of each node.
 2. *repair* brings every rank back within its compute and its tokens. Where bundles are too large, blocks are cut finer.
 3. *climb* saves bytes within both limits, until nothing is left to save.
 
-A placement is taken when it moves fewer bytes, is no further over a limit than ``blocks``'s own and needs no more time on the links,
-forward and backward together. So the answer never moves more bytes than ``blocks`` at the same tolerances.
+A placement is taken when it moves fewer bytes, is no further over a limit than ``blocks``'s own and needs no more time
+on the links, forward and backward together. So the answer never moves more bytes than ``blocks`` at the same
+tolerances.
 
-Tolerances are 0.1 each unless given. ``hypergraph:1024`` sets the tokens of a block; without it a batch has about 128 blocks. Effort
-counts rounds.
+Tolerances are 0.1 each unless given. ``hypergraph:1024`` sets the tokens of a block; without it a batch has about 128
+blocks. Effort counts rounds.
 
-No clock is read, and Mt-KaHyPar is seeded. But it is compiled C++ with floating point inside, and cannot promise the same plan on every
-machine: such a plan is planned once and shared.
+No clock is read, and Mt-KaHyPar is seeded. But it is compiled C++ with floating point inside, and cannot promise the
+same plan on every machine: such a plan is planned once and shared.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def _round(request: Request, best: _Candidate, size: int | None, limits: RankLim
     return None
 
 
-# --- limits and candidates -----------------------------------------------------------------------------------------------
+# --- limits and candidates --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,17 +1,19 @@
 """The hypergraph of a batch: token blocks and tiles as vertices, what moves as nets.
 
-Documents are cut into token blocks, attention into tiles (mask, query block, key block, head group). Blocks and tiles are vertices. A
-*net* joins a block with the tiles that read the same tokens of it, and weighs what those tokens cost to move. So the sum of
-``weight x (ranks spanned - 1)`` is the forward volume:
+Documents are cut into token blocks, attention into tiles (mask, query block, key block, head group). Blocks and tiles
+are vertices. A *net* joins a block with the tiles that read the same tokens of it, and weighs what those tokens cost to
+move. So the sum of ``weight x (ranks spanned - 1)`` is the forward volume:
 
 - keys: one net with their block, ``kv`` bytes;
-- rows: one net with their block, ``q + o`` bytes, and one of the tiles alone, for what a partial output costs more than a final one (once
-  too few where the block's home computes none of it; our own search counts that too).
+- rows: one net with their block, ``q + o`` bytes, and one of the tiles alone, for what a partial output costs more than
+  a final one (once too few where the block's home computes none of it; our own search counts that too).
 
-A block that some tiles read only in part (a window's edge, a sink) has a net for each set of tiles: volumes are exact to the token.
+A block that some tiles read only in part (a window's edge, a sink) has a net for each set of tiles: volumes are exact
+to the token.
 
-Blocks end where the placement we start from cuts, and elsewhere on a grid; tiles have its head groups. So that placement *is* a partition
-of the hypergraph, with exactly its bytes and balance, and nothing is lost before the search begins.
+Blocks end where the placement we start from cuts, and elsewhere on a grid; tiles have its head groups. So that
+placement *is* a partition of the hypergraph, with exactly its bytes and balance, and nothing is lost before the search
+begins.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ ROWS, KEYS = (Kind.Q, Kind.O), (Kind.KV,)
 BACKWARD = {ROWS: (Kind.Q, Kind.DO, Kind.DQ), KEYS: (Kind.KV, Kind.DKV)}
 """What moves in the backward for what moves in the forward."""
 MOST_TILES = 1 << 24
-"""Tiles of a batch, empty ones included. Each takes some hundred bytes while they are made: an estimate, not measured."""
+"""Tiles of a batch, empty ones included. Each takes some hundred bytes while they are made: an estimate, not measured.
+"""
 NO_CUTS = np.zeros(0, np.int64)
 
 
@@ -55,7 +58,8 @@ class Blocks(Table):
 class Tiles(Table):
     """Tiles with a non-empty mask.
 
-    ``rows`` and ``keys`` are blocks, ``strip`` numbers a mask's query block and head group, ``load`` is pairs x query heads x layers.
+    ``rows`` and ``keys`` are blocks, ``strip`` numbers a mask's query block and head group, ``load`` is pairs x query
+    heads x layers.
     """
 
     mask: Ints
@@ -71,8 +75,8 @@ class Tiles(Table):
 class Nets(Table):
     """Tokens of a block that the same tiles read.
 
-    ``price`` is what they cost each rank that reads them away from home, ``extra`` what that costs more when several ranks read them;
-    ``back_price`` and ``back_extra`` are the same in the backward.
+    ``price`` is what they cost each rank that reads them away from home, ``extra`` what that costs more when several
+    ranks read them; ``back_price`` and ``back_extra`` are the same in the backward.
     """
 
     block: Ints
@@ -127,8 +131,9 @@ def _refuse_small_blocks(batch: Batch, grid: Blocks, groups: _HeadGroups) -> Non
         size = batch.tokens // len(grid)
         least = size * (math.isqrt(tiles // MOST_TILES) + 1)
         raise Refused(
-            f"blocks of {size} tokens make {tiles} tiles of rows, keys and heads in documents of up to {int(batch.lengths.max())} tokens, "
-            f"more than {MOST_TILES}; take blocks of {least} tokens, the number after the strategy's colon"
+            f"blocks of {size} tokens make {tiles} tiles of rows, keys and heads in documents of up to "
+            f"{int(batch.lengths.max())} tokens, more than {MOST_TILES}; take blocks of {least} tokens, the number "
+            "after the strategy's colon"
         )
 
 
@@ -142,7 +147,9 @@ def _default_borders(placement: Placement, cuts: Ints) -> Ints:
 
 
 def _borders(placement: Placement, size: int, cuts: Ints) -> Ints:
-    """Stream positions of block borders: documents, the placement's cuts and others, and a grid where those leave room."""
+    """Stream positions of block borders: documents, the placement's cuts and others,
+    and a grid where those leave room.
+    """
     batch = placement.batch
     found = [batch.starts, placement.runs.start, placement.runs.stop, cuts]
     for regions in placement.regions:
@@ -209,8 +216,8 @@ def _mask_tiling(request: Request, grid: Blocks, groups: _HeadGroups, number: in
 def _same_readers(block: Ints, tile: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
     """Tokens of a block that the same tiles read: (block, tokens) of each such set, and its members (set, tile).
 
-    ``block`` is each tile's; the rest lists what tiles read of it. Reads cut a block into intervals, and intervals with the same tiles
-    are one set; tiles are compared by sums of random labels.
+    ``block`` is each tile's; the rest lists what tiles read of it. Reads cut a block into intervals, and intervals with
+    the same tiles are one set; tiles are compared by sums of random labels.
     """
     tile, start, stop = united(tile, start, stop)
     wide = int(stop.max(initial=0)) + 1

@@ -1,7 +1,7 @@
 """Mt-KaHyPar's part: V-cycles that improve a partition over nodes, then over the ranks of each node.
 
-The partitioner knows one weight for a vertex: a share of tokens plus a share of compute, mixed differently from round to round. It runs a
-deterministic preset on one thread with a seed (its others do not repeat themselves).
+The partitioner knows one weight for a vertex: a share of tokens plus a share of compute, mixed differently from round
+to round. It runs a deterministic preset on one thread with a seed (its others do not repeat themselves).
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def improve(search: Search, seed: int) -> None:
 def _vcycle(search: Search, part_of: Ints, seed: int) -> tuple[Ints, Ints]:
     """The parts of blocks and tiles after Mt-KaHyPar has improved those they are in; -1 for what is in none.
 
-    ``part_of`` is the part of each rank. Tokens that may not move are one vertex per part, so heavy that no part can hold two.
+    ``part_of`` is the part of each rank. Tokens that may not move are one vertex per part, so heavy that no part can
+    hold two.
     """
     p, t = search.partition, search.partition.tiling
     parts, count = int(part_of.max()) + 1, len(t.blocks)
@@ -142,7 +143,9 @@ def net_lists(t: Tiling, vertex: Ints, parts: int) -> tuple[list[list[int]], lis
 
 
 def _settle(search: Search, owner: Ints, worker: Ints) -> None:
-    """Give what changed its node a rank there: strips one that has most of what they read, blocks one that reads most of them."""
+    """Give what changed its node a rank there: strips one that has most of what they read,
+    blocks one that reads most of them.
+    """
     p, t, nodes = search.partition, search.partition.tiling, search.limits.nodes
     changed = worker != nodes[p.worker]
     if changed.any():

@@ -1,6 +1,8 @@
-"""Partitions of a hypergraph: who keeps each block and computes each tile. Made from a placement, and turned back into one.
+"""Partitions of a hypergraph: who keeps each block and computes each tile.
+Made from a placement, and turned back into one.
 
-What a partition moves and how its ranks are loaded follow from a few sums per net and rank, which also make moves cheap to judge.
+What a partition moves and how its ranks are loaded follow from a few sums per net and rank, which also make moves cheap
+to judge.
 """
 
 from __future__ import annotations
@@ -24,9 +26,11 @@ Ints = NDArray[np.int64]
 
 
 class Partition:
-    """Who keeps each block (``owner``) and computes each tile (``worker``), with the sums that make moves cheap to judge.
+    """Who keeps each block (``owner``) and computes each tile (``worker``),
+    with the sums that make moves cheap to judge.
 
-    ``counts[net, rank]`` is how many of the net's tiles the rank computes, ``reads`` whether any, ``readers[net]`` by how many ranks.
+    ``counts[net, rank]`` is how many of the net's tiles the rank computes, ``reads`` whether any, ``readers[net]`` by
+    how many ranks.
     """
 
     def __init__(self, tiling: Tiling, placement: Placement) -> None:
@@ -94,7 +98,7 @@ def _workers(tiling: Tiling, placement: Placement) -> Ints:
     return worker
 
 
-# --- back to a placement -------------------------------------------------------------------------------------------------
+# --- back to a placement ----------------------------------------------------------------------------------------------
 
 
 def placement_of(request: Request, before: Placement, partition: Partition) -> Placement:
@@ -112,8 +116,8 @@ def placement_of(request: Request, before: Placement, partition: Partition) -> P
 def _regions(partition: Partition, number: int) -> Regions:
     """Tiles of one mask joined along keys, then rows, then heads.
 
-    Between neighbouring tiles of a strip there is nothing to compute, so a region reaches to the next one's keys, and the outer ones of a
-    strip to the document's ends.
+    Between neighbouring tiles of a strip there is nothing to compute, so a region reaches to the next one's keys, and
+    the outer ones of a strip to the document's ends.
     """
     t, mine = partition.tiling, partition.tiling.tiles.mask == number
     tiles, rank = t.tiles.take(mine), partition.worker[mine]

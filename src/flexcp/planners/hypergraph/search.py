@@ -1,7 +1,8 @@
 """Search over partitions: bundles of work and tokens that move between ranks, judged by the exact bytes they add.
 
-- *repair*: while a rank is over its compute or its tokens, the bundle (a tile, a strip of tiles, a block, blocks with their work) that
-  takes most violation away for its bytes moves elsewhere. Where bundles are too large, ``cuts`` says where blocks should be finer.
+- *repair*: while a rank is over its compute or its tokens, the bundle (a tile, a strip of tiles, a block, blocks with
+  their work) that takes most violation away for its bytes moves elsewhere. Where bundles are too large, ``cuts`` says
+  where blocks should be finer.
 - *climb*: bundles that save bytes and fit both limits move, or two of them change places, until none is left.
 """
 
@@ -46,9 +47,9 @@ class RankLimits:
 class Bundles:
     """What may move together: tiles of one rank, blocks it keeps, or both.
 
-    Bundle i leaves rank ``source[i]`` with its ``load[i]`` and ``tokens[i]``. Its blocks and tiles are those whose label is
-    ``name[i]``; what is in no bundle has label -1. Its nets are ``net[first[i]:first[i + 1]]``, with ``count`` of its tiles in each (none
-    where only a block's move matters).
+    Bundle i leaves rank ``source[i]`` with its ``load[i]`` and ``tokens[i]``. Its blocks and tiles are those whose
+    label is ``name[i]``; what is in no bundle has label -1. Its nets are ``net[first[i]:first[i + 1]]``, with ``count``
+    of its tiles in each (none where only a block's move matters).
     """
 
     block_label: Ints
@@ -102,7 +103,9 @@ class Search:
         return False
 
     def _relief(self, bundles: Bundles, rank: int, now: Ints, weight: int) -> tuple[int, Bundles, int]:
-        """(score, bundle, target) of the best move off ``rank``: bytes added, and violation taken away by its weight."""
+        """(score, bundle, target) of the best move off ``rank``:
+        bytes added, and violation taken away by its weight.
+        """
         p, most_load, most_tokens = self.partition, self.limits.loads, self.limits.tokens
         left = self._violation(
             p.loads[rank] - bundles.load, p.tokens[rank] - bundles.tokens, most_load[rank], most_tokens[rank]
@@ -120,13 +123,17 @@ class Search:
         return int(score[at, target]), chosen.take(np.array([at])), target
 
     def _violation(self, load: Ints, tokens: Ints, most_load: Ints, most_tokens: Ints) -> Ints:
-        """How far loads and tokens are over, in millionths of the mean (up to eight means), linear plus ten times quadratic."""
+        """How far loads and tokens are over, in millionths of the mean (up to eight means),
+        linear plus ten times quadratic.
+        """
         x = _millionths(load - most_load, self.mean_load)
         y = _millionths(tokens - most_tokens, self.mean_tokens)
         return np.asarray(x + x * x // 100_000 + y + y * y // 100_000)
 
     def cuts(self) -> Ints:
-        """Where blocks of ranks that are still over would be cut, so that there are bundles of the size of the excess."""
+        """Where blocks of ranks that are still over would be cut,
+        so that there are bundles of the size of the excess.
+        """
         p, t, found = self.partition, self.partition.tiling, [NO_CUTS]
         size = t.blocks.stop - t.blocks.start
         for rank in range(t.ranks):
@@ -170,7 +177,8 @@ class Search:
     def _exchange(self) -> bool:
         """Exchange bundles of two ranks where that saves bytes and both still fit; whether any were.
 
-        Pairs are found by what either move alone would change, and judged by what both do. Columns and single tiles are left out.
+        Pairs are found by what either move alone would change, and judged by what both do. Columns and single tiles are
+        left out.
         """
         kinds = list(self._kinds(None))[:-2]
         change = np.concatenate([self._changes(bundles) for bundles in kinds])

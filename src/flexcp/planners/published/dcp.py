@@ -1,22 +1,24 @@
-"""dcp: DCP's placement (arXiv 2510.10620, SOSP'25), a hypergraph of token blocks and computation blocks, cut from nothing.
+"""dcp: DCP's placement (arXiv 2510.10620, SOSP'25), a hypergraph of token blocks and computation blocks,
+cut from nothing.
 
 The paper's steps, and where each is:
 
-1. *Blocks*: `dcp:1024` cuts documents into blocks of so many tokens (without it a batch has about 128 blocks). The queries, keys and
-   outputs of a token block live together; a computation block is a (query block, key block, KV head with its queries), as fine as DCP's.
-2. *Hypergraph* (:mod:`flexcp.planners.hypergraph.model`, the one that our `hypergraph` refines): vertices are token blocks and computation
-   blocks, a net joins the block of queries, keys or outputs with all that touch it and weighs its bytes, so that the sum of weight x (parts
-   spanned - 1) is the forward volume.
-3. *Partition* over nodes, tolerance 0.4, then inside each node over its ranks, tolerance 0.1, by Mt-KaHyPar with no start. A block that
-   another node keeps is a vertex without weight where its readers are divided, as in DCP's code. The paper asks for both tokens and work
-   within the tolerance, but Mt-KaHyPar has one weight for a vertex. DCP's code lets tokens outweigh all work, and work is then up to nine
-   times the mean on ragged lengths. Here both are tried, tokens over work and equal shares of either, and the partition is taken whose
-   rank furthest over a mean is least so.
+1. *Blocks*: `dcp:1024` cuts documents into blocks of so many tokens (without it a batch has about 128 blocks). The
+   queries, keys and outputs of a token block live together; a computation block is a (query block, key block, KV head
+   with its queries), as fine as DCP's.
+2. *Hypergraph* (:mod:`flexcp.planners.hypergraph.model`, the one that our `hypergraph` refines): vertices are token
+   blocks and computation blocks, a net joins the block of queries, keys or outputs with all that touch it and weighs
+   its bytes, so that the sum of weight x (parts spanned - 1) is the forward volume.
+3. *Partition* over nodes, tolerance 0.4, then inside each node over its ranks, tolerance 0.1, by Mt-KaHyPar with no
+   start. A block that another node keeps is a vertex without weight where its readers are divided, as in DCP's code.
+   The paper asks for both tokens and work within the tolerance, but Mt-KaHyPar has one weight for a vertex. DCP's code
+   lets tokens outweigh all work, and work is then up to nine times the mean on ragged lengths. Here both are tried,
+   tokens over work and equal shares of either, and the partition is taken whose rank furthest over a mean is least so.
 4. *Divisions* by its greedy rule (:mod:`~flexcp.planners.published.dcp_divisions`).
 5. *Two levels*: what several ranks of a node need crosses to it once and is passed on inside.
 
-Partitioning is seeded and runs on one thread with a deterministic preset, but it is compiled C++ with floating point inside: plans are made
-once and shared. Seconds, and the package of `hypergraph`.
+Partitioning is seeded and runs on one thread with a deterministic preset, but it is compiled C++ with floating point
+inside: plans are made once and shared. Seconds, and the package of `hypergraph`.
 """
 
 from __future__ import annotations
@@ -92,7 +94,9 @@ def _on_one_rank(request: Request) -> Placement:
 
 
 def _divided(tiling: Tiling, mine: NDArray[np.bool_], parts: int, tolerance: float, share: int) -> Ints:
-    """The part of each vertex among those of ``mine``, 0 elsewhere; blocks that ``mine`` only reads take part without a weight."""
+    """The part of each vertex among those of ``mine``, 0 elsewhere;
+    blocks that ``mine`` only reads take part without a weight.
+    """
     found = np.zeros(len(mine), np.int64)
     count = len(tiling.blocks)
     taking_part = mine.copy()

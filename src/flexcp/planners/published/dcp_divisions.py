@@ -1,9 +1,11 @@
-"""dcp's divisions: in which of four the keys of each token block travel to each rank, by the greedy rule of DCP (arXiv 2510.10620).
+"""dcp's divisions: in which of four the keys of each token block travel to each rank,
+by the greedy rule of DCP (arXiv 2510.10620).
 
-The first division is local work. Then, division by division, the rank with the least work ready takes the key block that makes most of its
-work ready, while what ranks send to other nodes stays within an even part of all they send there; the last takes what is left. Inside a
-node nothing is limited, so on one node a single division holds all. DCP's rule takes computation blocks with all their inputs; moved
-queries come before the first division here, so a key block stands for all computation blocks of a rank that wait for it.
+The first division is local work. Then, division by division, the rank with the least work ready takes the key block
+that makes most of its work ready, while what ranks send to other nodes stays within an even part of all they send
+there; the last takes what is left. Inside a node nothing is limited, so on one node a single division holds all. DCP's
+rule takes computation blocks with all their inputs; moved queries come before the first division here, so a key block
+stands for all computation blocks of a rank that wait for it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ DIVISIONS = 4
 
 
 def divisions_of(partition: Partition, ranks_per_node: int) -> Divisions:
-    """The division of each rank's missing key blocks, greedily: whoever has the least ready takes what makes most ready and fits."""
+    """The division of each rank's missing key blocks, greedily:
+    whoever has the least ready takes what makes most ready and fits.
+    """
     tiling, ranks, count = partition.tiling, partition.tiling.ranks, len(partition.owner)
     owner, tokens = partition.owner.tolist(), (tiling.blocks.stop - tiling.blocks.start).tolist()
     ready_by = sums(partition.worker * count + tiling.tiles.keys, tiling.tiles.load, ranks * count).reshape(

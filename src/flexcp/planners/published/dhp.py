@@ -1,21 +1,25 @@
 """dhp: flexible groups of DHP (arXiv 2602.21788), a degree of its own, any integer, for every group of documents.
 
-The paper's problem: split N ranks into disjoint groups and give every sequence a group, so that the slowest group is fastest and no group
-needs more memory than its ranks have. It is solved in its two stages, with its cost model:
+The paper's problem: split N ranks into disjoint groups and give every sequence a group, so that the slowest group is
+fastest and no group needs more memory than its ranks have. It is solved in its two stages, with its cost model:
 
-1. *Packing* (memory-aware, best-fit decreasing): documents in the order of their memory into atomic groups. One that fits no group opens
-   its own with as many ranks as it needs at least, ``ceil(memory / E)``; the room it leaves is filled by shorter ones, best fit first.
-2. *Degrees* (two-dimensional dynamic program): over the groups and the ranks given away so far, ``best[i][n]`` is the least time of the
-   slowest of the first i groups on at most n ranks, the minimum over degrees d of ``max(best[i - 1][n - d], T_i(d))``.
+1. *Packing* (memory-aware, best-fit decreasing): documents in the order of their memory into atomic groups. One that
+   fits no group opens its own with as many ranks as it needs at least, ``ceil(memory / E)``; the room it leaves is
+   filled by shorter ones, best fit first.
+2. *Degrees* (two-dimensional dynamic program): over the groups and the ranks given away so far, ``best[i][n]`` is the
+   least time of the slowest of the first i groups on at most n ranks, the minimum over degrees d of
+   ``max(best[i - 1][n - d], T_i(d))``.
 
-A group's time is ``computation + communication - min(attention, communication)``: what attention hides is not paid twice. Computation is
-``a1 x pairs + a2 x tokens`` over d, plus a start (pairs of the mask itself, so ``eta`` of a vision span is in them), communication
-``a3 x tokens`` over the bandwidth of the group, plus a start; the coefficients are the cost model's, forward and backward together. A
-group inside a node has the node's bandwidth. Alone, a rank communicates nothing.
+A group's time is ``computation + communication - min(attention, communication)``: what attention hides is not paid
+twice. Computation is ``a1 x pairs + a2 x tokens`` over d, plus a start (pairs of the mask itself, so ``eta`` of a
+vision span is in them), communication ``a3 x tokens`` over the bandwidth of the group, plus a start; the coefficients
+are the cost model's, forward and backward together. A group inside a node has the node's bandwidth. Alone, a rank
+communicates nothing.
 
-Memory is tokens: `dhp:8192` says how many a rank holds. Else it is ``max_tokens_per_rank``, or, without a cap, what is fastest by this cost
-model from the least with which groups fit the ranks up to three times the mean. Groups are rings of neighbours, the largest first, so that
-few of them cross nodes. Its pool of communicators has no counterpart, because a group here is a part of the plan.
+Memory is tokens: `dhp:8192` says how many a rank holds. Else it is ``max_tokens_per_rank``, or, without a cap, what is
+fastest by this cost model from the least with which groups fit the ranks up to three times the mean. Groups are rings
+of neighbours, the largest first, so that few of them cross nodes. Its pool of communicators has no counterpart, because
+a group here is a part of the plan.
 """
 
 from __future__ import annotations
@@ -60,7 +64,9 @@ def dhp(request: Request) -> Placement:
 
 
 def predicted_ns(request: Request) -> int:
-    """What its cost model says of the slowest group in the layers of a step, with the groups and degrees of :func:`dhp`."""
+    """What its cost model says of the slowest group in the layers of a step,
+    with the groups and degrees of :func:`dhp`.
+    """
     return _fastest(request)[0]
 
 
@@ -97,7 +103,7 @@ def _solved(request: Request, budget: int) -> tuple[int, list[list[int]], list[i
     return int(times[np.arange(len(groups)), np.array(degrees) - 1].max()), groups, degrees
 
 
-# --- degrees --------------------------------------------------------------------------------------------------------------
+# --- degrees ----------------------------------------------------------------------------------------------------------
 
 
 def least_slowest(times: Ints, least: list[int], ranks: int) -> list[int]:

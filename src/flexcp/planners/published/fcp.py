@@ -2,20 +2,23 @@
 
 The paper's steps, and where each is:
 
-1. *Blocks*: `fcp:4096` cuts documents into blocks of at most so many tokens (4,096 unless given), as few as hold it and all alike. A block
-   is a zig-zag pair, the i-th part of the document and the i-th from its end, so that causal blocks of a document have equal work.
-   Documents that are no longer than a block are packed into the fewest blocks, best fit first.
-2. *Bin-packing* by two criteria, longest processing time first: blocks in the order of the larger of their shares of tokens and of work,
-   each to the rank whose larger share stays smallest, among those that keep room: ``DELTA`` over the mean of tokens, or
-   ``max_tokens_per_rank``. Where none has room, the emptiest takes it.
-3. *Rounds*: transfers as a bipartite graph of senders and receivers in as many conflict-free rounds as its largest degree
-   (:mod:`flexcp.plan.rounds`, for every plan).
+1. *Blocks*: `fcp:4096` cuts documents into blocks of at most so many tokens (4,096 unless given), as few as hold it and
+   all alike. A block is a zig-zag pair, the i-th part of the document and the i-th from its end, so that causal blocks
+   of a document have equal work. Documents that are no longer than a block are packed into the fewest blocks, best fit
+   first.
+2. *Bin-packing* by two criteria, longest processing time first: blocks in the order of the larger of their shares of
+   tokens and of work, each to the rank whose larger share stays smallest, among those that keep room: ``DELTA`` over
+   the mean of tokens, or ``max_tokens_per_rank``. Where none has room, the emptiest takes it.
+3. *Rounds*: transfers as a bipartite graph of senders and receivers in as many conflict-free rounds as its largest
+   degree (:mod:`flexcp.plan.rounds`, for every plan).
 4. *Coalescing*: 16 rounds to a call, which this strategy asks for.
 5. *Pipeline*: pull, compute and push overlap, in stages (:mod:`flexcp.schedule.stages`) instead of block by block.
-6. *Reshuffle* at the door of attention: with a fixed layout tokens stay where the rest of the model has them, and the rows of a block go to
-   its rank and back. Keys come straight from who keeps them, without a stop at their block's rank.
+6. *Reshuffle* at the door of attention: with a fixed layout tokens stay where the rest of the model has them, and the
+   rows of a block go to its rank and back. Keys come straight from who keeps them, without a stop at their block's
+   rank.
 
-It knows no nodes: nothing is relayed. Masks other than causal have their exact areas, though pairs are then no longer equal.
+It knows no nodes: nothing is relayed. Masks other than causal have their exact areas, though pairs are then no longer
+equal.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """hdp: ByteScale's hybrid data parallelism, long documents over just enough ranks and short ones whole.
 
-`hdp:b`: b tokens a rank, the mean unless given. A document longer than b goes zig-zag over just enough neighbouring ranks, then short ones
-whole to the rank that is ready first; time is area plus the linear price of tokens. Only keys of cut documents move.
+`hdp:b`: b tokens a rank, the mean unless given. A document longer than b goes zig-zag over just enough neighbouring
+ranks, then short ones whole to the rank that is ready first; time is area plus the linear price of tokens. Only keys of
+cut documents move.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def _enough(request: Request, document: int, budget: int) -> int:
     degree = -(-length // budget)
     if degree > request.ranks:
         raise Refused(
-            f"document {document} has {length} tokens, more than {request.ranks} ranks of hdp:{budget}; raise the budget, "
-            "or drop it for the mean"
+            f"document {document} has {length} tokens, more than {request.ranks} ranks of hdp:{budget}; raise the "
+            "budget, or drop it for the mean"
         )
     return degree
 

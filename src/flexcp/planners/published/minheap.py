@@ -1,9 +1,9 @@
 """minheap: how MagiAttention deals chunks to ranks, its dispatch solver's default ("min-heap").
 
-`minheap:c` deals chunks of c tokens, 1,024 unless given. Longest processing time by area among the ranks that still have room; counts
-differ by one chunk at most (MagiAttention pads the stream so that they do not). Chunks may span documents. Keys come straight from their
-owners. With `minheap:c,relay` keys that several ranks of a node read cross to it once and are passed on inside, as by MagiAttention's
-native group collectives (from version 1.1 on).
+`minheap:c` deals chunks of c tokens, 1,024 unless given. Longest processing time by area among the ranks that still
+have room; counts differ by one chunk at most (MagiAttention pads the stream so that they do not). Chunks may span
+documents. Keys come straight from their owners. With `minheap:c,relay` keys that several ranks of a node read cross to
+it once and are passed on inside, as by MagiAttention's native group collectives (from version 1.1 on).
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def minheap(request: Request) -> Placement:
     number, comma, word = request.argument.partition(",")
     if comma and word != RELAY:
         raise ValueError(
-            f"after a chunk's tokens minheap takes only {RELAY!r}, as in minheap:1024,{RELAY}; got 'minheap:{request.argument}'"
+            f"after a chunk's tokens minheap takes only {RELAY!r}, as in minheap:1024,{RELAY}; got "
+            f"'minheap:{request.argument}'"
         )
     chunk = whole_number(number, "minheap", "tokens in a chunk", 512) or CHUNK
     refuse_tiny_parts(request, "minheap", chunk)

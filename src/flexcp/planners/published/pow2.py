@@ -1,10 +1,11 @@
 """pow2: Megatron-Core's dynamic context parallelism, groups of a power of two of ranks.
 
-`pow2:b`: a document of n tokens needs the smallest power of two d with n / d <= b; b is the mean of tokens a rank unless given. Longest
-first: a new group of that size while ranks are free, then the group of that size with the least sum of n^2 / d, then of any larger size
-(Megatron would leave those documents to the next micro-batch). Ranks left empty double the most loaded of the smallest groups. Groups
-are laid out largest first, so each starts at a multiple of its size. With ranks that are no power of two the largest group is the
-largest power of two below, and smaller ones fill the rest.
+`pow2:b`: a document of n tokens needs the smallest power of two d with n / d <= b; b is the mean of tokens a rank
+unless given. Longest first: a new group of that size while ranks are free, then the group of that size with the least
+sum of n^2 / d, then of any larger size (Megatron would leave those documents to the next micro-batch). Ranks left empty
+double the most loaded of the smallest groups. Groups are laid out largest first, so each starts at a multiple of its
+size. With ranks that are no power of two the largest group is the largest power of two below, and smaller ones fill the
+rest.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def _degrees(request: Request) -> list[int]:
         degree = 1 << (-(-length // (budget or mean_tokens(request))) - 1).bit_length()
         if degree > largest and budget is not None:
             raise Refused(
-                f"document {document} has {length} tokens, more than the largest group of {largest} ranks holds with pow2:{budget}; "
-                "raise the budget, or drop it for the mean"
+                f"document {document} has {length} tokens, more than the largest group of {largest} ranks holds with "
+                f"pow2:{budget}; raise the budget, or drop it for the mean"
             )
         found.append(min(degree, largest))
     return found

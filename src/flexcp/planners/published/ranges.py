@@ -24,7 +24,9 @@ Ranges = tuple[Ints, Ints, Ints]
 """Parallel columns: rank, start and stop on the stream."""
 NEVER = np.iinfo(np.int64).max
 MOST_MEETINGS = 1 << 25
-"""Pairs of parts of one document on one rank, all ranks together: a schedule counts them one by one, and each takes memory."""
+"""Pairs of parts of one document on one rank, all ranks together: a schedule counts them one by one,
+and each takes memory.
+"""
 
 
 def whole_number(text: str, name: str, what: str, example: int) -> int | None:
@@ -47,8 +49,8 @@ def refuse_tiny_parts(request: Request, name: str, size: int) -> None:
     if parts * parts // request.ranks > MOST_MEETINGS:
         least = -(-longest // math.isqrt(MOST_MEETINGS * request.ranks))
         raise Refused(
-            f"{name} would cut a document of {longest} tokens into {parts} parts of {size}; take at least {least} tokens, as in "
-            f"{name}:{least}"
+            f"{name} would cut a document of {longest} tokens into {parts} parts of {size}; take at least {least} "
+            f"tokens, as in {name}:{least}"
         )
 
 
@@ -79,7 +81,9 @@ def zigzag(start: Ints, length: Ints, ranks: Ints) -> Ranges:
 
 
 def best_fit(lengths: Ints, size: int) -> tuple[list[list[int]], list[int]]:
-    """Best fit in decreasing order: (sequences, number of boxes) of each group; one longer than a box has as many as it needs."""
+    """Best fit in decreasing order: (sequences, number of boxes) of each group;
+    one longer than a box has as many as it needs.
+    """
     groups: list[list[int]] = []
     least: list[int] = []
     room = np.zeros(len(lengths), np.int64)
@@ -146,7 +150,9 @@ def ring_groups(sizes: list[int]) -> Traffic:
 
 
 def in_rings(request: Request, name: str, sizes: list[int], dealt: list[list[int]], note: str = "") -> Placement:
-    """Each group's documents zig-zag over its ranks, neighbours from rank 0 on in the order of the groups; keys pass round."""
+    """Each group's documents zig-zag over its ranks, neighbours from rank 0 on in the order of the groups;
+    keys pass round.
+    """
     batch, ranges, first = request.batch, [], 0
     for size, documents in zip(sizes, dealt, strict=True):
         members, mine = np.arange(first, first + size, dtype=np.int64), np.array(sorted(documents), np.int64)

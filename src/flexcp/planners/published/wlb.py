@@ -1,7 +1,8 @@
 """wlb: WLB-LLM's choice between per-document and per-sequence sharding.
 
-Which of the two has the faster slowest rank, where every fragment of a document on a rank costs one empty tile of the kernel besides its
-area. All keys go to all ranks. Its delay of outlier documents changes which documents are in a step, and is not here.
+Which of the two has the faster slowest rank, where every fragment of a document on a rank costs one empty tile of the
+kernel besides its area. All keys go to all ranks. Its delay of outlier documents changes which documents are in a step,
+and is not here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Static methods that auto looks at, and what each is predicted to take at least.
 
-Placing a static method over many ranks is most of auto's work, and most methods cannot win. A bound is arithmetic on sums: a method's
-compute divided evenly inside its groups, and its own traffic hidden behind that compute as well as can be.
+Placing a static method over many ranks is most of auto's work, and most methods cannot win. A bound is arithmetic on
+sums: a method's compute divided evenly inside its groups, and its own traffic hidden behind that compute as well as can
+be.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ Ints = NDArray[np.int64]
 Place = Callable[[Request], Placement]
 
 
-# --- the static methods of a request ------------------------------------------------------------------------------------
+# --- the static methods of a request ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class StaticMethod:
     """A static strategy with its degree: groups of ``positions`` x ``split`` ranks (ring positions, head groups).
 
-    ``parts`` is how many ranges of rows each document is cut into; 1 where documents are packed first, or lie where they lie. ``dealing``
-    is how documents go to groups: by tokens, or where it says so by load.
+    ``parts`` is how many ranges of rows each document is cut into; 1 where documents are packed first, or lie where
+    they lie. ``dealing`` is how documents go to groups: by tokens, or where it says so by load.
     """
 
     strategy: str
@@ -136,15 +137,16 @@ def _splits_heads(shape: Shape, split: int) -> bool:
     return shape.heads % split == 0 and (shape.kv_heads % split == 0 or split % shape.kv_heads == 0)
 
 
-# --- bounds ------------------------------------------------------------------------------------------------------------
+# --- bounds -----------------------------------------------------------------------------------------------------------
 
 
 class StaticBounds:
     """Nanoseconds that static methods are predicted to take at least.
 
-    The slowest rank takes no less than the average rank of any group, whose tokens and work are its group's, evenly shared. ``loose`` looks
-    at two groups: an average one, and one that has nothing but the heaviest document. ``close`` deals the documents as the method would.
-    Groups of all methods are rows of one table, so the arithmetic is done once.
+    The slowest rank takes no less than the average rank of any group, whose tokens and work are its group's, evenly
+    shared. ``loose`` looks at two groups: an average one, and one that has nothing but the heaviest document. ``close``
+    deals the documents as the method would. Groups of all methods are rows of one table, so the arithmetic is done
+    once.
     """
 
     def __init__(self, request: Request) -> None:
@@ -178,7 +180,8 @@ class StaticBounds:
             tokens = sums(group, batch.lengths, count)
             work = [sums(group, w, count) for w in self._work(method)]
             if self.request.layout is None and method.strategy in ("ring", "allgather"):
-                # Where rows are cut into consecutive parts, some ranks have more than their share: as if all had what one of them has.
+                # Where rows are cut into consecutive parts, some ranks have more than their share: as if all had what
+                # one of them has.
                 most = self._work_of_last_parts if method.strategy == "ring" else self._work_of_busiest_parts
                 tokens = np.concatenate([tokens, tokens])
                 more = most(group, method.degree)
@@ -199,7 +202,8 @@ class StaticBounds:
             lengths = self.request.batch.lengths
             # A document of fewer tokens than parts has one for each, but for the two in the middle.
             least = np.maximum(-(-lengths // TILE_ROWS), np.minimum(lengths - 1, parts))
-            # A part of a document that sees all before it is passed over for its own keys and for those of each position before it.
+            # A part of a document that sees all before it is passed over for its own keys and for those of each
+            # position before it.
             passes = int((1 + np.minimum(np.arange(parts), positions - 1)).sum())
             rows = lengths // (parts + 1)
             tiles_of_part, tiles_of_middle = -(-rows // TILE_ROWS), -(-2 * rows // TILE_ROWS)
@@ -211,7 +215,9 @@ class StaticBounds:
         return self._works[parts, positions]
 
     def _work_of_last_parts(self, group: Ints, positions: int) -> list[Ints]:
-        """For each mask, pairs of each group's last ring position, row tiles included: the busiest one under a causal mask."""
+        """For each mask, pairs of each group's last ring position, row tiles included:
+        the busiest one under a causal mask.
+        """
         lengths = self.request.batch.lengths
         first = lengths * (positions - 1) // positions
         found = []
@@ -222,7 +228,9 @@ class StaticBounds:
         return found
 
     def _work_of_busiest_parts(self, group: Ints, parts: int) -> list[Ints]:
-        """For each mask, pairs of each group's part with the most over all layers, when its documents are packed and cut evenly."""
+        """For each mask, pairs of each group's part with the most over all layers,
+        when its documents are packed and cut evenly.
+        """
         lengths, count = self.request.batch.lengths, self.request.ranks // parts
         order = np.argsort(group, kind="stable")
         starts = offsets(lengths[order])

@@ -1,10 +1,12 @@
 """Dealing: which group of a static method gets which documents, where its degree makes several groups.
 
-- *By tokens*, as Megatron-Core, DeepSpeed and torchtitan fill data-parallel ranks: longest first to the group with the fewest tokens.
-- *By load* (``ulysses:8@load``), as WLB-LLM and trainers of reinforcement learning do: most expensive first to the group with the least
-  attention and other layers together. Groups then keep different numbers of tokens, as far as ``max_tokens_per_rank`` has room. Attention
-  is priced as kernels are: by pairs, and for every tile of 128 rows that a document has or is cut into, most of what short ones cost. What
-  moves is not in the price, so where traffic is what takes the time, dealing by load can be the slower of the two.
+- *By tokens*, as Megatron-Core, DeepSpeed and torchtitan fill data-parallel ranks: longest first to the group with the
+  fewest tokens.
+- *By load* (``ulysses:8@load``), as WLB-LLM and trainers of reinforcement learning do: most expensive first to the
+  group with the least attention and other layers together. Groups then keep different numbers of tokens, as far as
+  ``max_tokens_per_rank`` has room. Attention is priced as kernels are: by pairs, and for every tile of 128 rows that a
+  document has or is cut into, most of what short ones cost. What moves is not in the price, so where traffic is what
+  takes the time, dealing by load can be the slower of the two.
 
 Each group's documents are in stream order.
 """
@@ -56,7 +58,9 @@ def deal(lengths: Ints, groups: int) -> list[Ints]:
 
 
 def _deal_by_load(loads: Ints, tokens: Ints, groups: int, room: int | None) -> list[Ints]:
-    """Documents to groups: the largest load first to the least loaded that has room for its tokens, or where none has to the emptiest."""
+    """Documents to groups: the largest load first to the least loaded that has room for its tokens,
+    or where none has to the emptiest.
+    """
     # A group in the heap is one integer, its load x groups + its number: there may be a million documents.
     heap, kept = list(range(groups)), [0] * groups
     most = int(tokens.sum()) if room is None else room

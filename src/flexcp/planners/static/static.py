@@ -1,17 +1,18 @@
 """The static methods, as users know them, with their own traffic.
 
-| strategy      | tokens                                             | work                  | traffic                            |
-| ------------- | -------------------------------------------------- | --------------------- | ---------------------------------- |
-| `dp`          | documents whole, longest first to the least loaded | where the rows are    | none                               |
-| `ring:d`      | every document in d consecutive parts              | where the rows are    | all keys of the group round a ring |
-| `zigzag:d`    | 2d parts, rank i keeps i and 2d-1-i                | where the rows are    | the same                           |
-| `allgather:d` | the packed stream in d parts                       | where the rows are    | all keys to all                    |
-| `ulysses:d`   | the packed stream in d parts                       | a head group per rank | q, k, v, o exchanged               |
-| `usp:u,r`     | zig-zag over r ring positions, each in u parts     | both                  | heads exchanged, then keys round   |
+| strategy      | tokens                                         | work                  | traffic                     |
+| ------------- | ---------------------------------------------- | --------------------- | --------------------------- |
+| `dp`          | documents whole, longest to the least loaded   | where the rows are    | none                        |
+| `ring:d`      | every document in d consecutive parts          | where the rows are    | a group's keys round a ring |
+| `zigzag:d`    | 2d parts, rank i keeps i and 2d-1-i            | where the rows are    | the same                    |
+| `allgather:d` | the packed stream in d parts                   | where the rows are    | all keys to all             |
+| `ulysses:d`   | the packed stream in d parts                   | a head group per rank | q, k, v, o exchanged        |
+| `usp:u,r`     | zig-zag over r ring positions, each in u parts | both                  | heads exchanged, keys round |
 
-Without a number the group is all ranks. With one, ranks form groups of that size in order (so inside nodes where it divides
-them) and documents are dealt to groups by tokens, or by load where ``@load`` is said (:mod:`flexcp.planners.static.dealing`). Any length,
-no padding. With a fixed layout the tokens stay where they are, and a strategy is its work and traffic only.
+Without a number the group is all ranks. With one, ranks form groups of that size in order (so inside nodes where it
+divides them) and documents are dealt to groups by tokens, or by load where ``@load`` is said
+(:mod:`flexcp.planners.static.dealing`). Any length, no padding. With a fixed layout the tokens stay where they are, and
+a strategy is its work and traffic only.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def usp(request: Request) -> Placement:
     return _placed(request, grids, "ring", _zigzag)
 
 
-# --- how a group's documents are cut into ring positions ---------------------------------------------------------------
+# --- how a group's documents are cut into ring positions --------------------------------------------------------------
 
 
 def _whole(start: Ints, length: Ints, positions: int) -> list[Ranges]:
@@ -137,13 +138,15 @@ def _evenly(ranges: Ranges, parts: int) -> list[Ranges]:
     return found
 
 
-# --- groups, tokens, regions --------------------------------------------------------------------------------------------
+# --- groups, tokens, regions ------------------------------------------------------------------------------------------
 
 Cutter = Callable[[Ints, Ints, int], list[Ranges]]
 
 
 def _placed(request: Request, grids: list[Grid], traffic: str, cutter: Cutter) -> Placement:
-    """Tokens of each group cut by ``cutter`` over its rows and evenly inside a row; rows computed in their row of the grid."""
+    """Tokens of each group cut by ``cutter`` over its rows and evenly inside a row;
+    rows computed in their row of the grid.
+    """
     refuse_tolerances(request)
     batch = request.batch
     if request.layout is not None:

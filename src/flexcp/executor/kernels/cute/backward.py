@@ -1,21 +1,21 @@
 """The backward kernel in the CuTe DSL for Hopper (sm90): dq, dk and dv in one pass, five products a block.
 
-A persistent program for each multiprocessor takes tiles of 128 keys in the order of :mod:`cute_items` and walks the blocks of 64 packed
-queries that see them, from the last to the first. One warp loads by the copy engine, another adds dq to memory by the copy engine's
-reduction. Two warp groups compute, each with 64 of the keys as rows of its products:
+A persistent program for each multiprocessor takes tiles of 128 keys in the order of :mod:`cute_items` and walks the
+blocks of 64 packed queries that see them, from the last to the first. One warp loads by the copy engine, another adds
+dq to memory by the copy engine's reduction. Two warp groups compute, each with 64 of the keys as rows of its products:
 
     S = K Q'    dP = V dO'    P = exp(S - LSE)    dS = P (dP - delta)    dV += P dO    dK += dS Q      (keys are rows)
-    dQ = dS' K                each group the half of the columns, over all keys: the groups exchange dS through shared memory
+    dQ = dS' K      each group the half of the columns, over all keys: the groups exchange dS through shared memory
 
-dV's product is issued before dP is waited for, so that the exponentials run beside dP's product and dS beside dV's; blocks with a mask
-have no registers for that. dk and dv of a tile stay in registers until its end (:mod:`results` says how results leave). Nothing here
-is added in a fixed order. More in flight than this does not fit into the registers: with the next block's logits issued early the compiler
-serialises all products.
+dV's product is issued before dP is waited for, so that the exponentials run beside dP's product and dS beside dV's;
+blocks with a mask have no registers for that. dk and dv of a tile stay in registers until its end (:mod:`results` says
+how results leave). Nothing here is added in a fixed order. More in flight than this does not fit into the registers:
+with the next block's logits issued early the compiler serialises all products.
 
-Blocks come in segments (see :mod:`tiles`), with and without a mask, and each kind has a loop of its own: a branch between the products and
-the wait for them would make the compiler wait at the branch. A mask is a word of bits for each of a thread's two keys, and P and dS are
-zeroed by it when they are rounded, two numbers at a time. What lies past the end of a slice or a tile may be anything, and is zeroed in
-the buffers.
+Blocks come in segments (see :mod:`tiles`), with and without a mask, and each kind has a loop of its own: a branch
+between the products and the wait for them would make the compiler wait at the branch. A mask is a word of bits for each
+of a thread's two keys, and P and dS are zeroed by it when they are rounded, two numbers at a time. What lies past the
+end of a slice or a tile may be anything, and is zeroed in the buffers.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -71,7 +71,8 @@ K_MODE, MN_MODE = OperandMajorMode.K, OperandMajorMode.MN
 
 
 class Backward:
-    """The kernel of a model: ``share`` query heads for each KV head, ``pack`` of them in a block; sizes and strides come with the call.
+    """The kernel of a model: ``share`` query heads for each KV head, ``pack`` of them in a block; sizes and strides
+    come with the call.
 
     ``order`` is that of the dq which is added to: "rows", "open" or "alone" (:mod:`results`).
     """
@@ -83,16 +84,49 @@ class Backward:
 
     @cute.jit
     def __call__(
-        self, q: cute.Pointer, k: cute.Pointer, v: cute.Pointer, do: cute.Pointer, statistics: cute.Pointer,
-        dq: cute.Pointer, dk: cute.Pointer, dv: cute.Pointer, tiles: cute.Pointer, segments: cute.Pointer,
-        items: cute.Pointer, rows: Int32, keys: Int32, heads: Int32, kv_heads: Int32,
-        q_row: Int64, q_head: Int64, k_row: Int64, k_head: Int64, v_row: Int64, v_head: Int64, do_row: Int64,
-        do_head: Int64, dq_row: Int64, dq_head: Int64, dk_row: Int64, dk_head: Int64, dv_row: Int64, dv_head: Int64,
-        scale: Float32, softcap: Float32, whole_tiles: Int32, programs: Int32, stream: cuda.CUstream,
-    ):  # fmt: skip
-        """Launch. Strides of rows and heads are in elements, multiples of 16 bytes. ``statistics`` are packed LSEs (base 2) and deltas.
+        self,
+        q: cute.Pointer,
+        k: cute.Pointer,
+        v: cute.Pointer,
+        do: cute.Pointer,
+        statistics: cute.Pointer,
+        dq: cute.Pointer,
+        dk: cute.Pointer,
+        dv: cute.Pointer,
+        tiles: cute.Pointer,
+        segments: cute.Pointer,
+        items: cute.Pointer,
+        rows: Int32,
+        keys: Int32,
+        heads: Int32,
+        kv_heads: Int32,
+        q_row: Int64,
+        q_head: Int64,
+        k_row: Int64,
+        k_head: Int64,
+        v_row: Int64,
+        v_head: Int64,
+        do_row: Int64,
+        do_head: Int64,
+        dq_row: Int64,
+        dq_head: Int64,
+        dk_row: Int64,
+        dk_head: Int64,
+        dv_row: Int64,
+        dv_head: Int64,
+        scale: Float32,
+        softcap: Float32,
+        whole_tiles: Int32,
+        programs: Int32,
+        stream: cuda.CUstream,
+    ):
+        """Launch. Strides of rows and heads are in elements, multiples of 16 bytes. ``statistics`` are packed LSEs
+        (base 2) and deltas.
 
         With ``whole_tiles`` dk and dv are written, in the dtype of the keys; else they are float32 and added to.
+
+        In one piece: most of it is names, a line each; between those it takes and those it hands on it describes every
+        tensor once.
         """
         D, V, P, S = self.D, self.V, self.pack, self.stages
         q_row, q_head, k_row, k_head, v_row, v_head, do_row, do_head = [
@@ -121,28 +155,90 @@ class Backward:
         v_atom, mV = cpasync.make_tiled_tma_atom(load, mV, cute.select(sV, mode=[0, 1]), (HALF, V), 1)
         mQ, mdO = (packed_heads_view(x, P) for x in (mQ, mdO))
         self.kernel(
-            mQ, mK, mV, mdO, mdQ, q_atom, k_atom, v_atom, do_atom, dq_atom, sQ, sK, sV, sdO, sdS, sdQ,
+            mQ,
+            mK,
+            mV,
+            mdO,
+            mdQ,
+            q_atom,
+            k_atom,
+            v_atom,
+            do_atom,
+            dq_atom,
+            sQ,
+            sK,
+            sV,
+            sdO,
+            sdS,
+            sdQ,
             tiled_product(self.dtype, M, K_MODE, K_MODE),
             tiled_product(self.dtype, V, K_MODE, MN_MODE, from_registers=True),
             tiled_product(self.dtype, D, K_MODE, MN_MODE, from_registers=True),
             tiled_product(self.dtype, D // 2, MN_MODE, MN_MODE),
-            statistics, dq, dk, dv, tiles, segments, items, rows, heads, kv_heads,
-            dk_row, dk_head, dv_row, dv_head, scale, softcap, whole_tiles,
-        ).launch(grid=(programs, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
+            statistics,
+            dq,
+            dk,
+            dv,
+            tiles,
+            segments,
+            items,
+            rows,
+            heads,
+            kv_heads,
+            dk_row,
+            dk_head,
+            dv_row,
+            dv_head,
+            scale,
+            softcap,
+            whole_tiles,
+        ).launch(grid=(programs, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)
 
     @cute.kernel
     def kernel(
-        self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mdO: cute.Tensor, mdQ: cute.Tensor | None,
-        q_atom: cute.CopyAtom, k_atom: cute.CopyAtom, v_atom: cute.CopyAtom, do_atom: cute.CopyAtom,
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mdO: cute.Tensor,
+        mdQ: cute.Tensor | None,
+        q_atom: cute.CopyAtom,
+        k_atom: cute.CopyAtom,
+        v_atom: cute.CopyAtom,
+        do_atom: cute.CopyAtom,
         dq_atom: cute.CopyAtom | None,
-        sQ_layout: cute.ComposedLayout, sK_layout: cute.ComposedLayout, sV_layout: cute.ComposedLayout,
-        sdO_layout: cute.ComposedLayout, sdS_layout: cute.ComposedLayout, sdQ_layout: cute.ComposedLayout,
-        mma_S: cute.TiledMma, mma_dV: cute.TiledMma, mma_dK: cute.TiledMma, mma_dQ: cute.TiledMma,
-        statistics: cute.Pointer, dq: cute.Pointer, dk: cute.Pointer, dv: cute.Pointer, tiles: cute.Pointer,
-        segments: cute.Pointer, items: cute.Pointer, rows: Int32, heads: Int32, kv_heads: Int32,
-        dk_row: Int64, dk_head: Int64, dv_row: Int64, dv_head: Int64, scale: Float32, softcap: Float32,
+        sQ_layout: cute.ComposedLayout,
+        sK_layout: cute.ComposedLayout,
+        sV_layout: cute.ComposedLayout,
+        sdO_layout: cute.ComposedLayout,
+        sdS_layout: cute.ComposedLayout,
+        sdQ_layout: cute.ComposedLayout,
+        mma_S: cute.TiledMma,
+        mma_dV: cute.TiledMma,
+        mma_dK: cute.TiledMma,
+        mma_dQ: cute.TiledMma,
+        statistics: cute.Pointer,
+        dq: cute.Pointer,
+        dk: cute.Pointer,
+        dv: cute.Pointer,
+        tiles: cute.Pointer,
+        segments: cute.Pointer,
+        items: cute.Pointer,
+        rows: Int32,
+        heads: Int32,
+        kv_heads: Int32,
+        dk_row: Int64,
+        dk_head: Int64,
+        dv_row: Int64,
+        dv_head: Int64,
+        scale: Float32,
+        softcap: Float32,
         whole_tiles: Int32,
-    ):  # fmt: skip
+    ):
+        """Share the buffers out, and send every warp to its work.
+
+        In one piece: most of it is names, a line each, that ``load``, ``store`` and ``compute`` are called with.
+        """
         S = self.stages
         smem = cutlass.memory.SmemAllocator()
         bars = smem.allocate_array(cutlass.Int64, num_elems=2 + 4 * S)
@@ -170,25 +266,52 @@ class Backward:
             if warp_id == 0:
                 atoms = (q_atom, k_atom, v_atom, do_atom)
                 self.load(
-                    (mQ, mK, mV, mdO), atoms, (sQ, sK, sV, sdO), sStat, rings, statistics, rows, heads,
-                    mT, mG, mI, kv_heads,
-                )  # fmt: skip
+                    (mQ, mK, mV, mdO),
+                    atoms,
+                    (sQ, sK, sV, sdO),
+                    sStat,
+                    rings,
+                    statistics,
+                    rows,
+                    heads,
+                    mT,
+                    mG,
+                    mI,
+                    kv_heads,
+                )
             if warp_id == 1:
                 self.store(mdQ, dq_atom, sdQ, dq, dq_memory, rows, mT, mG, mI, kv_heads)
         else:
             cute.arch.setmaxregister_increase(COMPUTE_REGISTERS)
             strides = (dk_row, dk_head, dv_row, dv_head)
             self.compute(
-                (mma_S, mma_dV, mma_dK, mma_dQ), sQ, sK, sV, sdO, sdS, dq_memory, sStat, rings, dk, dv, strides,
-                mT, mG, mI, kv_heads, scale, softcap, whole_tiles,
-            )  # fmt: skip
+                (mma_S, mma_dV, mma_dK, mma_dQ),
+                sQ,
+                sK,
+                sV,
+                sdO,
+                sdS,
+                dq_memory,
+                sStat,
+                rings,
+                dk,
+                dv,
+                strides,
+                mT,
+                mG,
+                mI,
+                kv_heads,
+                scale,
+                softcap,
+                whole_tiles,
+            )
 
     @cute.jit
     def load(self, tensors, atoms, buffers, sStat, rings, statistics, rows, heads, mT, mG, mI, groups):
         """Bring what the tiles of this program need, as buffers become free.
 
-        In one piece: it must go over tiles, chunks of heads and blocks of queries in the order of ``compute``, as ``store`` does; the two
-        are written as the same nest of loops, so that this can be seen.
+        In one piece: it must go over tiles, chunks of heads and blocks of queries in the order of ``compute``, as
+        ``store`` does; the two are written as the same nest of loops, so that this can be seen.
         """
         D, V, P = self.D, self.V, self.pack
         mQ, mK, mV, mdO = tensors
@@ -247,8 +370,8 @@ class Backward:
     def store(self, mdQ, dq_atom, sdQ, dq, dq_memory, rows, mT, mG, mI, groups):
         """Add each block's dq to memory, one half of the columns after the other.
 
-        In one piece: it must go over tiles, chunks of heads and blocks of queries in the order of ``compute``, as ``load`` does; the two
-        are written as the same nest of loops, so that this can be seen.
+        In one piece: it must go over tiles, chunks of heads and blocks of queries in the order of ``compute``, as
+        ``load`` does; the two are written as the same nest of loops, so that this can be seen.
         """
         D, P = self.D, self.pack
         chunks = self.share // P
@@ -274,9 +397,12 @@ class Backward:
                         else:
                             at = cute.domain_offset(((0, query), 0), mdQ[None, None, number])
                             here, there = cpasync.tma_partition(
-                                dq_atom, 0, cute.make_layout(1), cute.group_modes(sdQ[None, None, w], 0, 2),
+                                dq_atom,
+                                0,
+                                cute.make_layout(1),
+                                cute.group_modes(sdQ[None, None, w], 0, 2),
                                 cute.group_modes(cute.local_tile(at, (M, D // 2), (0, w)), 0, 2),
-                            )  # fmt: skip
+                            )
                             cute.arch.barrier(barrier_id=DQ_FULL + w, number_of_threads=160)
                             cute.copy(dq_atom, here, there)
                         cute.arch.cp_async_bulk_commit_group()
@@ -297,13 +423,32 @@ class Backward:
 
     @cute.jit
     def compute(
-        self, mmas, sQ, sK, sV, sdO, sdS, dq_memory, sStat, rings, dk, dv, strides, mT, mG, mI, groups, scale, softcap,
+        self,
+        mmas,
+        sQ,
+        sK,
+        sV,
+        sdO,
+        sdS,
+        dq_memory,
+        sStat,
+        rings,
+        dk,
+        dv,
+        strides,
+        mT,
+        mG,
+        mI,
+        groups,
+        scale,
+        softcap,
         whole_tiles,
-    ):  # fmt: skip
+    ):
         """One warp group's keys of every tile of this program.
 
-        In one piece: accumulators and the places in the rings live in registers across tiles, chunks of heads and blocks of queries, so an
-        inner loop by itself would take and return them all. What one block does is taken out (``block``).
+        In one piece: accumulators and the places in the rings live in registers across tiles, chunks of heads and
+        blocks of queries, so an inner loop by itself would take and return them all. What one block does is taken out
+        (``block``).
         """
         D, V, P = self.D, self.V, self.pack
         mma_S = mmas[0]
@@ -469,7 +614,9 @@ class Backward:
 
     @cute.jit
     def seen(self, mG, segment, query, column0, key):
-        """Which queries this thread's two keys see, as bits: a bit for each query of the block, counted from this thread's first one."""
+        """Which queries this thread's two keys see, as bits: a bit for each query of the block,
+        counted from this thread's first one.
+        """
         lo, hi, end, q0, q1 = mG[segment, 3], mG[segment, 4], mG[segment, 5], mG[segment, 6], mG[segment, 7]
         origin = query + (column0 // self.pack if const_expr(self.pack < 8) else 0)
         words = const_expr(2 if self.pack == 1 else 1)
@@ -485,7 +632,9 @@ class Backward:
 
     @cute.jit
     def keep(self, operand, seen):
-        """0 where a key does not see a query, in pairs of rounded numbers: whatever stood there is gone, be it an infinity or a NaN."""
+        """0 where a key does not see a query, in pairs of rounded numbers: whatever stood there is gone, be it an
+        infinity or a NaN.
+        """
         P, pairs = self.pack, cute.recast_tensor(operand, Int32)
         for i in cutlass.range_constexpr(cute.size(pairs)):
             r, at = i % 2, i // 2 * 8 // P

@@ -1,19 +1,22 @@
 """The forward kernel in the CuTe DSL for Hopper (sm90).
 
-A persistent program for each multiprocessor takes tiles of 128 packed query rows from a table of records (:mod:`items`); whoever walks it
-reads the next record while it works on this one, since nothing hides a read between two tiles. One warp loads: the
-queries of a tile, then its keys and values block by block, by the copy engine into rings of buffers. Two warp groups compute 64 rows each.
+A persistent program for each multiprocessor takes tiles of 128 packed query rows from a table of records
+(:mod:`items`); whoever walks it reads the next record while it works on this one, since nothing hides a read between
+two tiles. One warp loads: the queries of a tile, then its keys and values block by block, by the copy engine into rings
+of buffers. Two warp groups compute 64 rows each.
 
-A warp group issues the logits of block j + 1 and the values of block j together, and computes the softmax of j + 1 while the tensor cores
-are busy with the values; the two groups take turns in issuing, so that one's softmax falls on the other's products.
+A warp group issues the logits of block j + 1 and the values of block j together, and computes the softmax of j + 1
+while the tensor cores are busy with the values; the two groups take turns in issuing, so that one's softmax falls on
+the other's products.
 
-Blocks come in segments (see :mod:`tiles`), with and without a mask, and each kind has a loop of its own: a branch between the products and
-the wait for them would make the compiler wait at the branch. Keys past a slice's end may hold anything: their logits are masked, and their
-values are zeroed in the buffer.
+Blocks come in segments (see :mod:`tiles`), with and without a mask, and each kind has a loop of its own: a branch
+between the products and the wait for them would make the compiler wait at the branch. Keys past a slice's end may hold
+anything: their logits are masked, and their values are zeroed in the buffer.
 
-Where results are added to, those that are there are read at a tile's end, into the registers of its last logits, and merged by their LSEs
-(:mod:`merging`). A tile may be a part of one, which then waits until the part before has added (:mod:`levelled`). Of several lists that add
-to a row, the last may write it where it stays, rounded: tiles say so in their records.
+Where results are added to, those that are there are read at a tile's end, into the registers of its last logits, and
+merged by their LSEs (:mod:`merging`). A tile may be a part of one, which then waits until the part before has added
+(:mod:`levelled`). Of several lists that add to a row, the last may write it where it stays, rounded: tiles say so in
+their records.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -72,7 +75,9 @@ K, MN = OperandMajorMode.K, OperandMajorMode.MN
 
 
 class Forward:
-    """The kernel of a model: ``share`` query heads for each KV head, ``pack`` of them in a tile; sizes and strides come with the call."""
+    """The kernel of a model: ``share`` query heads for each KV head, ``pack`` of them in a tile;
+    sizes and strides come with the call.
+    """
 
     def __init__(self, dtype, out_dtype, share, pack, head_dim, v_head_dim, block, stages, softcap, fresh, finishes):
         self.dtype, self.out_dtype, self.share, self.pack = dtype, out_dtype, share, pack
@@ -82,13 +87,37 @@ class Forward:
 
     @cute.jit
     def __call__(
-        self, q: cute.Pointer, k: cute.Pointer, v: cute.Pointer, out: cute.Pointer, lse: cute.Pointer, finished: cute.Pointer,
-        records: cute.Pointer, segments: cute.Pointer, counters: cute.Pointer,
-        rows: Int32, keys: Int32, heads: Int32, kv_heads: Int32,
-        q_row: Int64, q_head: Int64, k_row: Int64, k_head: Int64, v_row: Int64, v_head: Int64,
-        o_row: Int64, o_head: Int64, l_row: Int64, l_head: Int64, f_row: Int64, f_head: Int64,
-        scale: Float32, softcap: Float32, programs: Int32, stream: cuda.CUstream,
-    ):  # fmt: skip
+        self,
+        q: cute.Pointer,
+        k: cute.Pointer,
+        v: cute.Pointer,
+        out: cute.Pointer,
+        lse: cute.Pointer,
+        finished: cute.Pointer,
+        records: cute.Pointer,
+        segments: cute.Pointer,
+        counters: cute.Pointer,
+        rows: Int32,
+        keys: Int32,
+        heads: Int32,
+        kv_heads: Int32,
+        q_row: Int64,
+        q_head: Int64,
+        k_row: Int64,
+        k_head: Int64,
+        v_row: Int64,
+        v_head: Int64,
+        o_row: Int64,
+        o_head: Int64,
+        l_row: Int64,
+        l_head: Int64,
+        f_row: Int64,
+        f_head: Int64,
+        scale: Float32,
+        softcap: Float32,
+        programs: Int32,
+        stream: cuda.CUstream,
+    ):
         """Launch. Strides of rows and heads are in elements; those of q, k and v are multiples of 16 bytes.
 
         ``finished`` is where rounded results of a kernel that ``finishes`` go: any pointer for others.
@@ -107,20 +136,64 @@ class Forward:
         k_atom, mK = cpasync.make_tiled_tma_atom(load, mK, cute.select(sK, mode=[0, 1]), (N, D), 1)
         v_atom, mV = cpasync.make_tiled_tma_atom(load, mV, cute.select(sV, mode=[0, 1]), (N, V), 1)
         self.kernel(
-            packed_heads_view(mQ, P), mK, mV, q_atom, k_atom, v_atom, sQ, sK, sV, sO,
-            tiled_product(self.dtype, N, K, K), tiled_product(self.dtype, V, K, MN, from_registers=True),
-            out, lse, finished, records, segments, counters, o_row, o_head, l_row, l_head, f_row, f_head, scale, softcap,
-        ).launch(grid=(programs, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
+            packed_heads_view(mQ, P),
+            mK,
+            mV,
+            q_atom,
+            k_atom,
+            v_atom,
+            sQ,
+            sK,
+            sV,
+            sO,
+            tiled_product(self.dtype, N, K, K),
+            tiled_product(self.dtype, V, K, MN, from_registers=True),
+            out,
+            lse,
+            finished,
+            records,
+            segments,
+            counters,
+            o_row,
+            o_head,
+            l_row,
+            l_head,
+            f_row,
+            f_head,
+            scale,
+            softcap,
+        ).launch(grid=(programs, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)
 
     @cute.kernel
     def kernel(
-        self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, q_atom: cute.CopyAtom, k_atom: cute.CopyAtom,
-        v_atom: cute.CopyAtom, sQ_layout: cute.ComposedLayout, sK_layout: cute.ComposedLayout,
-        sV_layout: cute.ComposedLayout, sO_layout: cute.ComposedLayout, mma_S: cute.TiledMma, mma_O: cute.TiledMma,
-        out: cute.Pointer, lse: cute.Pointer, finished: cute.Pointer, records: cute.Pointer, segments: cute.Pointer,
-        counters: cute.Pointer, o_row: Int64, o_head: Int64, l_row: Int64, l_head: Int64, f_row: Int64, f_head: Int64,
-        scale: Float32, softcap: Float32,
-    ):  # fmt: skip
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        q_atom: cute.CopyAtom,
+        k_atom: cute.CopyAtom,
+        v_atom: cute.CopyAtom,
+        sQ_layout: cute.ComposedLayout,
+        sK_layout: cute.ComposedLayout,
+        sV_layout: cute.ComposedLayout,
+        sO_layout: cute.ComposedLayout,
+        mma_S: cute.TiledMma,
+        mma_O: cute.TiledMma,
+        out: cute.Pointer,
+        lse: cute.Pointer,
+        finished: cute.Pointer,
+        records: cute.Pointer,
+        segments: cute.Pointer,
+        counters: cute.Pointer,
+        o_row: Int64,
+        o_head: Int64,
+        l_row: Int64,
+        l_head: Int64,
+        f_row: Int64,
+        f_head: Int64,
+        scale: Float32,
+        softcap: Float32,
+    ):
         S = self.stages
         smem = cutlass.memory.SmemAllocator()
         bars = smem.allocate_array(cutlass.Int64, num_elems=2 * TILES + 4 * S)
@@ -233,8 +306,9 @@ class Forward:
     def compute(self, mma_S, mma_O, sQ, sK, sV, sO, out, lse, strides, rounded, rings, tables, scale, softcap):
         """One warp group's rows of every tile of this program.
 
-        In one piece: accumulators, running maxima and the places in the rings live in registers from the first block of keys to the last,
-        and each part of the loop changes most of them, so a part by itself would take and return them all.
+        In one piece: accumulators, running maxima and the places in the rings live in registers from the first block of
+        keys to the last, and each part of the loop changes most of them, so a part by itself would take and return them
+        all.
         """
         records, segments, counters = tables
         V, N, P = self.V, self.N, self.pack
@@ -397,7 +471,9 @@ class Forward:
 
     @cute.jit
     def clean(self, sV, v_full, stage, phase, valid, thread, wg):
-        """Zero a block's values past the end of its slice, if it reaches past it. Both groups do: they write the same."""
+        """Zero a block's values past the end of its slice, if it reaches past it. Both groups do:
+        they write the same.
+        """
         if valid < self.N:
             cute.arch.mbarrier_wait(v_full + stage, phase)
             zero_from(sV[None, None, stage], valid, thread)
@@ -425,7 +501,9 @@ class Forward:
 
     @cute.jit
     def softmax(self, s, top, total, factors):
-        """Logits become probabilities, base 2; returns what older results are worth. Sums stay with their threads until the end."""
+        """Logits become probabilities, base 2; returns what older results are worth.
+        Sums stay with their threads until the end.
+        """
         scale_log2, inner = factors
         rows = by_rows(s)
         decay = cute.make_rmem_tensor(2, Float32)

@@ -1,8 +1,9 @@
 """Items: which program of a launch computes which tile for which heads, and in which order. Integers only; no tensor.
 
-A launch is one persistent program for each multiprocessor. An *item* is a tile with one group of heads, ``tile * groups + group``. Items
-come in an order that suits the L2, and are dealt in rounds of one item a program: in each round the longest item goes to the program with
-the least work so far. So programs end together, and what they compute at the same time lies together.
+A launch is one persistent program for each multiprocessor. An *item* is a tile with one group of heads,
+``tile * groups + group``. Items come in an order that suits the L2, and are dealt in rounds of one item a program: in
+each round the longest item goes to the program with the least work so far. So programs end together, and what they
+compute at the same time lies together.
 
 A kernel reads *records*: of every item all that is needed to begin with it, so that one read does.
 """
@@ -20,7 +21,8 @@ RECORD = 12
 TILE_PRICE = 3
 """What beginning and ending a tile costs, in blocks."""
 ADDED_KEY_PRICE = 5e-4
-"""What adding up and rounding the gradients of one key of one head costs, in blocks, by a count of the bytes that move."""
+"""What adding up and rounding the gradients of one key of one head costs, in blocks, by a count of the bytes that move.
+"""
 
 
 def in_turns(tiles: int, groups: int, turn: int) -> Ints:
@@ -45,7 +47,9 @@ def longest_program(table: NDArray[np.int32], blocks: Ints, groups: int) -> int:
 
 
 def dealt(items: Ints, blocks: Ints, groups: int, programs: int) -> NDArray[np.int32]:
-    """``[rounds + 1, programs]`` items, -1 where a program has none and in the last row. ``blocks`` are those of each tile."""
+    """``[rounds + 1, programs]`` items, -1 where a program has none and in the last row.
+    ``blocks`` are those of each tile.
+    """
     price = blocks[items // groups] + TILE_PRICE
     rounds = -(-len(items) // programs)
     table = np.full((rounds + 1, programs), -1, np.int32)
@@ -76,9 +80,11 @@ def records(
     begins: Ints | None = None,
     finishes: Ints | None = None,
 ) -> NDArray[np.int32]:
-    """``[rounds + 1, programs, 12]``: of every item first row (-1: no item), last row + 1, first segment, blocks, then the first segment's
-    first key, blocks and mask, the group of heads, of ``parts`` (:mod:`levelled`) counter and place, 1 where the item is the last to add to
-    rows that this list ``finishes``, and 1 where it is the first to add to rows that it ``begins``."""
+    """``[rounds + 1, programs, 12]``: of every item first row (-1: no item), last row + 1, first segment, blocks, then
+    the first segment's first key, blocks and mask, the group of heads, of ``parts`` (:mod:`levelled`) counter and
+    place, 1 where the item is the last to add to rows that this list ``finishes``, and 1 where it is the first to add
+    to rows that it ``begins``.
+    """
     tile = np.maximum(items, 0) // groups
     found = np.full((*items.shape, RECORD), -1, np.int32)
     found[..., :4] = made.tiles[tile]

@@ -1,9 +1,11 @@
-"""Kept: functions of the CuTe DSL that were compiled once, on disk, so that every further process loads them in milliseconds.
+"""Kept: functions of the CuTe DSL that were compiled once, on disk,
+so that every further process loads them in milliseconds.
 
-Compiling the functions of a model takes 20 to 30 seconds in every rank that does it. What came out is an object file: host code that
-launches, with the machine code of the kernel inside. It is kept where compiled loops are (:mod:`flexcp.arrays.jit`), in a folder named by
-a digest of the kernels' sources, the DSL's version and the chip, under the same rules: all of a file or nothing, and none that
-another user could have written. Whatever goes wrong with a file is logged, and the function is compiled in this process.
+Compiling the functions of a model takes 20 to 30 seconds in every rank that does it. What came out is an object file:
+host code that launches, with the machine code of the kernel inside. It is kept where compiled loops are
+(:mod:`flexcp.arrays.jit`), in a folder named by a digest of the kernels' sources, the DSL's version and the chip, under
+the same rules: all of a file or nothing, and none that another user could have written. Whatever goes wrong with a file
+is logged, and the function is compiled in this process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""The CuTe kernel: head size 128 in bf16 or fp16 on sm90, in NVIDIA's CuTe DSL (``flexcp[cute]``). Same interface as every kernel.
+"""The CuTe kernel: head size 128 in bf16 or fp16 on sm90, in NVIDIA's CuTe DSL (``flexcp[cute]``).
+Same interface as every kernel.
 
-A function is compiled once for a model (dtype, heads that share a KV head, softcap), which takes some seconds, and kept on disk
-(:mod:`flexcp.executor.kernels.cute.kept`). It gets addresses, sizes and strides as numbers, so no batch compiles anything, and a launch
-costs the host some ten microseconds. ``deterministic`` gradients are the hopper kernel's: here dq is added to memory in any order.
+A function is compiled once for a model (dtype, heads that share a KV head, softcap), which takes some seconds, and kept
+on disk (:mod:`flexcp.executor.kernels.cute.kept`). It gets addresses, sizes and strides as numbers, so no batch
+compiles anything, and a launch costs the host some ten microseconds. ``deterministic`` gradients are the hopper
+kernel's: here dq is added to memory in any order.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ TYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16, torch
 LONGEST_PART = 1024
 """Blocks of a part of a tile of keys, where programs add to dq in step."""
 PARTS, SHORTEST_PART = 2, 64
-"""Of tiles of keys that are levelled afterwards: about how many a multiprocessor gets, and the blocks of a part at least."""
+"""Of tiles of keys that are levelled afterwards: about how many a multiprocessor gets,
+and the blocks of a part at least.
+"""
 
 useful_share = hopper_kernel.useful_share
 
@@ -66,8 +70,8 @@ def supports(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim
 class CuteWork(HopperWork):
     """A work list whose items are dealt to programs.
 
-    Tiles of keys are walked from their last queries to their first: under a causal mask all of them end with the same queries. To the rows
-    of ``begins`` and ``finishes`` (runs, ``[n, 2]``, ascending) no earlier and no later list adds.
+    Tiles of keys are walked from their last queries to their first: under a causal mask all of them end with the same
+    queries. To the rows of ``begins`` and ``finishes`` (runs, ``[n, 2]``, ascending) no earlier and no later list adds.
     """
 
     def __init__(self, *arguments: Any, begins: Ints, finishes: Ints) -> None:
@@ -76,7 +80,9 @@ class CuteWork(HopperWork):
 
     @cached_property
     def forward_segments(self) -> Segments:
-        """Tiles of packed query rows, each with rows that the list begins or with others, and that it finishes or with others."""
+        """Tiles of packed query rows, each with rows that the list begins or with others,
+        and that it finishes or with others.
+        """
         borders = np.unique(np.concatenate([self.begins, self.finishes]))
         return Segments.of(query_tiles(self.slices, self.share, borders), BLOCK, self.device)
 
@@ -96,8 +102,8 @@ class CuteWork(HopperWork):
     def own_segments(self, programs: int) -> tuple[Segments, bool]:
         """Tiles of keys for a backward whose results nobody else adds to, and whether they are whole.
 
-        Parts of a tile are added up in float32 and then rounded. So tiles are whole unless splitting them saves the busiest program more
-        than that costs, or dq is to be added up in step.
+        Parts of a tile are added up in float32 and then rounded. So tiles are whole unless splitting them saves the
+        busiest program more than that costs, or dq is to be added up in step.
         """
         if programs not in self._own:
             made, parts = self.whole_segments, self.descending_segments
@@ -133,10 +139,11 @@ class CuteWork(HopperWork):
         return rows * self.heads * self.head_dim * 4 > BEYOND_L2
 
     def backward_tables(self, programs: int) -> tuple[int, list[Tensor]]:
-        """Of a backward that adds to its results, on up to ``programs`` programs: how many it has, and tiles, segments and items.
+        """Of a backward that adds to its results, on up to ``programs`` programs: how many it has, and tiles,
+        segments and items.
 
-        Made once for each number of programs: launches must not make the host wait. Tiles are cut until programs end together, but not
-        where dq is added up in step.
+        Made once for each number of programs: launches must not make the host wait. Tiles are cut until programs end
+        together, but not where dq is added up in step.
         """
         if programs not in self._backward_tables:
             used = min(programs, self.descending_segments.count * self.kv_heads)
@@ -164,7 +171,9 @@ class CuteWork(HopperWork):
         return {}
 
     def items(self, made: Segments, programs: int) -> Tensor:
-        """Which program of a backward computes what. Dealt once for each number of programs: launches must not make the host wait."""
+        """Which program of a backward computes what. Dealt once for each number of programs:
+        launches must not make the host wait.
+        """
         key = (id(made), programs)
         if key not in self._items:
             table = dealt(self._backward_order(made), made.blocks, self.kv_heads, programs)
@@ -178,8 +187,8 @@ class CuteWork(HopperWork):
     def forward_tables(self, programs: int, fresh: bool) -> tuple[int, list[Tensor]]:
         """Of a forward on up to ``programs`` programs: how many it has, and records, segments and counters.
 
-        Made once for each number of programs: launches must not make the host wait. Tiles are cut for balance where results are added to;
-        where they are written, there is nothing to add parts to.
+        Made once for each number of programs: launches must not make the host wait. Tiles are cut for balance where
+        results are added to; where they are written, there is nothing to add parts to.
         """
         key = (programs, fresh)
         if key not in self._forward_tables:
@@ -211,9 +220,15 @@ class CuteWork(HopperWork):
 
 
 def prepare(
-    slices: Ints, heads: int, kv_heads: int, head_dim: int, v_head_dim: int, device: torch.device,
-    begins: Ints = NO_ROWS, finishes: Ints = NO_ROWS,
-) -> CuteWork:  # fmt: skip
+    slices: Ints,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    v_head_dim: int,
+    device: torch.device,
+    begins: Ints = NO_ROWS,
+    finishes: Ints = NO_ROWS,
+) -> CuteWork:
     """The work list of ``slices``; reusable by every layer and by forward and backward."""
     reason = supports(device, torch.bfloat16, head_dim, v_head_dim)
     if reason:
@@ -222,11 +237,18 @@ def prepare(
 
 
 def forward(
-    q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, work: CuteWork, settings: Settings, out_THV: Tensor, lse_TH: Tensor,
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGV: Tensor,
+    work: CuteWork,
+    settings: Settings,
+    out_THV: Tensor,
+    lse_TH: Tensor,
     finished_THV: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Add the slices' attention to ``out`` and ``lse``, or write what the list finishes to ``finished``; with ``settings.fresh`` write
-    all of it."""
+) -> None:
+    """Add the slices' attention to ``out`` and ``lse``, or write what the list finishes to ``finished``; with
+    ``settings.fresh`` write all of it.
+    """
     made = work.forward_segments
     if not made.count:
         return
@@ -236,17 +258,34 @@ def forward(
     programs, tables = work.forward_tables(programs_of(FAR, settings, work), settings.fresh)
     model = (q.dtype, out_THV.dtype, work.share, work.pack, settings.softcap is not None)
     compiled_forward(*model, settings.fresh, finishes)(
-        *_addresses(q, k, v, out_THV, lse_TH, rounded, *tables), len(q), len(k), work.heads, work.kv_heads,
-        *_strides(q, k, v, out_THV, lse_TH, rounded), *_numbers(settings), programs, _stream(q.device),
-    )  # fmt: skip
+        *_addresses(q, k, v, out_THV, lse_TH, rounded, *tables),
+        len(q),
+        len(k),
+        work.heads,
+        work.kv_heads,
+        *_strides(q, k, v, out_THV, lse_TH, rounded),
+        *_numbers(settings),
+        programs,
+        _stream(q.device),
+    )
 
 
 def backward(
-    q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, do_THV: Tensor, lse_TH: Tensor, delta_TH: Tensor, work: CuteWork,
-    settings: Settings, dq_THD: Tensor, dk_TGD: Tensor, dv_TGV: Tensor,
-) -> None:  # fmt: skip
-    """Add the slices' gradients to ``dq``, ``dk`` and ``dv``. With ``settings.fresh`` dq is written; with ``settings.open_dq`` it is left
-    open."""
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGV: Tensor,
+    do_THV: Tensor,
+    lse_TH: Tensor,
+    delta_TH: Tensor,
+    work: CuteWork,
+    settings: Settings,
+    dq_THD: Tensor,
+    dk_TGD: Tensor,
+    dv_TGV: Tensor,
+) -> None:
+    """Add the slices' gradients to ``dq``, ``dk`` and ``dv``. With ``settings.fresh`` dq is written; with
+    ``settings.open_dq`` it is left open.
+    """
     if not work.forward_segments.count:
         return
     if settings.deterministic:
@@ -260,9 +299,17 @@ def backward(
     statistics = pack_statistics(lse_TH, delta_TH, work.pack, base_of(q.dtype))
     sums = torch.zeros(dq_THD.shape, dtype=torch.float32, device=q.device) if settings.fresh else dq_THD
     run(
-        *_addresses(q, k, v, do, statistics, sums, dk_TGD, dv_TGV, *tables), len(q), len(k), work.heads, work.kv_heads,
-        *_strides(q, k, v, do, sums, dk_TGD, dv_TGV), *_numbers(settings), 0, programs, _stream(q.device),
-    )  # fmt: skip
+        *_addresses(q, k, v, do, statistics, sums, dk_TGD, dv_TGV, *tables),
+        len(q),
+        len(k),
+        work.heads,
+        work.kv_heads,
+        *_strides(q, k, v, do, sums, dk_TGD, dv_TGV),
+        *_numbers(settings),
+        0,
+        programs,
+        _stream(q.device),
+    )
     if settings.fresh:
         _close(sums, dq_THD, settings)
 
@@ -281,8 +328,14 @@ def _close(open_THD: Tensor, dq_THD: Tensor, settings: Settings) -> None:
 
 
 def backward_alone(
-    q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, lse_TH: Tensor, back: OutputGradient, work: CuteWork, settings: Settings,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGV: Tensor,
+    lse_TH: Tensor,
+    back: OutputGradient,
+    work: CuteWork,
+    settings: Settings,
+) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in the model's dtype, of slices that touch every query: three launches and nothing else."""
     assert back.out is not None
     q, k, v, do, out = _fitting(work, (q_THD, k_TGD, v_TGV, back.do, back.out), (lse_TH,))
@@ -303,9 +356,17 @@ def backward_alone(
     run = compiled_backward(q.dtype, work.share, pack, settings.softcap is not None, "alone")
     tables = (made.tiles, made.segments, work.items(made, programs))
     run(
-        *_addresses(q, k, v, do, statistics, sums, dk, dv, *tables), rows, len(k), heads, work.kv_heads,
-        *_strides(q, k, v, do, dq, dk, dv), *_numbers(settings), int(whole), programs, stream,
-    )  # fmt: skip
+        *_addresses(q, k, v, do, statistics, sums, dk, dv, *tables),
+        rows,
+        len(k),
+        heads,
+        work.kv_heads,
+        *_strides(q, k, v, do, dq, dk, dv),
+        *_numbers(settings),
+        int(whole),
+        programs,
+        stream,
+    )
     compiled_after(q.dtype, pack)(*_addresses(sums, dq), rows, heads, *_strides(dq), settings.scale, stream)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
@@ -367,7 +428,8 @@ def _compiled(kernel: Any, pointers: list[Any], numbers: list[Any], *key: Any) -
 def _fitting(work: CuteWork, inputs: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The inputs, copied where the copy engine's loads do not fit them; raises for what this work list cannot run.
 
-    Layouts that were found to fit are remembered with the list: looking again would take the host longer than the launch.
+    Layouts that were found to fit are remembered with the list: looking again would take the host longer than the
+    launch.
     """
     layout = tuple((x.device, x.dtype, x.shape[1:], x.stride(), x.data_ptr() % ALIGNMENT) for x in (*inputs, *others))
     if layout in work.fitting:

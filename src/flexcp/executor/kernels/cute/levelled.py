@@ -1,17 +1,18 @@
 """Levelling: long tiles cut in two or more, so that all programs of a launch end together. Integers only; no tensor.
 
-Dealing whole tiles leaves the busiest program some percent behind the mean, since a tile is long beside what a program has to do. Here the
-busiest programs (*givers*) give the first blocks of a tile to programs with the least work (*receivers*). The parts of a tile are
-ordinary tiles with the same rows that add to the same results. In a backward they do so in any order. In a forward they do so one after
-the other: part n waits, with its own blocks done, until part n - 1 has added, which a counter in memory says.
+Dealing whole tiles leaves the busiest program some percent behind the mean, since a tile is long beside what a program
+has to do. Here the busiest programs (*givers*) give the first blocks of a tile to programs with the least work
+(*receivers*). The parts of a tile are ordinary tiles with the same rows that add to the same results. In a backward
+they do so in any order. In a forward they do so one after the other: part n waits, with its own blocks done, until part
+n - 1 has added, which a counter in memory says.
 
-Parts come last in their programs. What goes before stays as it was dealt, in step with the other programs: those that walk the same keys
-at the same time share them through the L2.
+Parts come last in their programs. What goes before stays as it was dealt, in step with the other programs: those that
+walk the same keys at the same time share them through the L2.
 
-Nobody waits long, and never for ever. A receiver is filled by parts of several tiles, of which only the last one waits: where a tile is cut
-over several receivers, the part in the receiver that was filled last has the lowest number, since other parts may follow it. Receivers come
-first among the programs, the one that was filled last before the others, so a part waits only for programs with lower numbers, which the
-device starts first.
+Nobody waits long, and never for ever. A receiver is filled by parts of several tiles, of which only the last one waits:
+where a tile is cut over several receivers, the part in the receiver that was filled last has the lowest number, since
+other parts may follow it. Receivers come first among the programs, the one that was filled last before the others, so a
+part waits only for programs with lower numbers, which the device starts first.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Given:
 class LevelledList:
     """The tables of a launch whose programs end together.
 
-    ``parts`` has a row for every tile: its counter (-1: the tile is whole), and twice its number among the parts, plus 1 for the last.
+    ``parts`` has a row for every tile: its counter (-1: the tile is whole), and twice its number among the parts, plus
+    1 for the last.
     """
 
     made: SegmentList
@@ -58,7 +60,8 @@ class LevelledList:
 def levelled(
     made: SegmentList, items: Table, groups: int, programs: int, block: int, descending: bool = False
 ) -> LevelledList:
-    """``items`` (dealt, ``[rounds + 1, programs used]``) over up to ``programs`` programs, with tiles cut where that is worth it.
+    """``items`` (dealt, ``[rounds + 1, programs used]``) over up to ``programs`` programs,
+    with tiles cut where that is worth it.
 
     Of tiles that are walked ``descending``, from each segment's last block to its first, the first blocks are the last.
     """
@@ -99,7 +102,9 @@ def _give(work: Ints, cut: list[tuple[int, int]]) -> list[Given]:
 
 
 def _give_down_to(limit: int, order: list[int], work: list[int], cut: list[tuple[int, int]]) -> list[Given] | None:
-    """The same for one limit; None where not everything above it finds a place. Programs come by their work, the least busy first."""
+    """The same for one limit; None where not everything above it finds a place. Programs come by their work,
+    the least busy first.
+    """
     receiver, room = -1, 0
     found = []
     for giver in range(len(order) - 1, -1, -1):

@@ -1,7 +1,8 @@
-"""How the CuTe forward adds a tile to results that are there: by their LSEs, and, of a part of a tile, when its turn has come.
+"""How the CuTe forward adds a tile to results that are there: by their LSEs, and, of a part of a tile,
+when its turn has come.
 
-Parts of a tile (:mod:`levelled`) add to the same rows one after the other. A counter in memory for each warp group of such a tile says how
-many have; the last part leaves it as it was before the launch.
+Parts of a tile (:mod:`levelled`) add to the same rows one after the other. A counter in memory for each warp group of
+such a tile says how many have; the last part leaves it as it was before the launch.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -44,7 +45,9 @@ def read_results(out, o_at, column0, there, width: cutlass.Constexpr[int], resul
 
 @cute.jit
 def weigh(whole, top, there, share, old_share, r: cutlass.Constexpr[int]):
-    """What new and old results of a row are worth: the old ones 2 ** there beside the new 2 ** top * whole. Returns the sum of both."""
+    """What new and old results of a row are worth: the old ones 2 ** there beside the new 2 ** top * whole.
+    Returns the sum of both.
+    """
     both = cute.arch.fmax(top[r], there[r])
     base = Float32(0.0) if both == -Float32.inf else both
     share[r] = cute.math.exp2(top[r] - base, fastmath=True)

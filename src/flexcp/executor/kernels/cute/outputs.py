@@ -25,8 +25,9 @@ def write_sums(acc, out, o_at, row0, row1, m, column0, pack: cutlass.Constexpr[i
 
 @cute.jit
 def write_rounded(mma_O, acc, sO, rounded, thread, wg, row0, row1, group, barrier, pack: cutlass.Constexpr[int]):
-    """Results in the model's dtype, through shared memory: 16 bytes a thread, so that whole lines are written. ``barrier`` is the warp
-    group's own."""
+    """Results in the model's dtype, through shared memory: 16 bytes a thread, so that whole lines are written.
+    ``barrier`` is the warp group's own.
+    """
     out, o_row, o_head = rounded
     dtype = sO.element_type
     results = cute.make_rmem_tensor(acc.shape, dtype)

@@ -1,7 +1,8 @@
 """Parts that the CuTe kernels share: tiles in shared memory, products, and the registers of a product.
 
-A warp group of 128 threads computes products of 64 rows. Of the result, thread t holds two rows, ``16 * (t // 32) + t % 32 // 4`` and the
-one eight below, and of each of them two neighbours out of every eight columns, from ``2 * (t % 4)`` on.
+A warp group of 128 threads computes products of 64 rows. Of the result, thread t holds two rows,
+``16 * (t // 32) + t % 32 // 4`` and the one eight below, and of each of them two neighbours out of every eight columns,
+from ``2 * (t % 4)`` on.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -28,7 +29,9 @@ FAR = 1 << 30  # the length of tables whose length nobody needs, and a column th
 
 
 def shared_layout(dtype, rows, width, stages):
-    """``[rows, width, stages]`` in shared memory, rows of ``width`` numbers, as the copy engine and the tensor cores want them."""
+    """``[rows, width, stages]`` in shared memory, rows of ``width`` numbers,
+    as the copy engine and the tensor cores want them.
+    """
     atom = sm90.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, width)
     return cute.tile_to_shape(warpgroup.make_smem_layout_atom(atom, dtype), (rows, width, stages), order=(0, 1, 2))
 
@@ -39,7 +42,9 @@ def shared_tensor(smem, dtype, layout):
 
 
 def packed_heads_view(tensor, pack):
-    """``((heads, rows), width)`` as ``((pack, rows), width, heads / pack)``: a row of a tile is a token and one of ``pack`` heads."""
+    """``((heads, rows), width)`` as ``((pack, rows), width, heads / pack)``:
+    a row of a tile is a token and one of ``pack`` heads.
+    """
     (heads, rows), width = tensor.shape
     stride = (tensor.stride[0], tensor.stride[1], tensor.stride[0][0] * pack)
     return cute.make_tensor(tensor.iterator, cute.make_layout(((pack, rows), width, heads // pack), stride=stride))
@@ -72,7 +77,9 @@ def as_operand(accumulator):
 
 
 def tiled_product(dtype, columns, a_mode, b_mode, from_registers=False):
-    """Products of 64 rows and so many columns by one warp group; the left operand comes from shared memory or registers."""
+    """Products of 64 rows and so many columns by one warp group;
+    the left operand comes from shared memory or registers.
+    """
     source = warpgroup.OperandSource.RMEM if from_registers else warpgroup.OperandSource.SMEM
     return sm90.make_trivial_tiled_mma(
         dtype, dtype, a_mode, b_mode, Float32, atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, columns), a_source=source
@@ -81,7 +88,9 @@ def tiled_product(dtype, columns, a_mode, b_mode, from_registers=False):
 
 @cute.jit
 def product(tiled_mma, accumulator, pairs, fresh: cutlass.Constexpr[bool]):
-    """Issue the product of each of the ``pairs`` of operands, added to ``accumulator`` or, ``fresh``, written to it first."""
+    """Issue the product of each of the ``pairs`` of operands, added to ``accumulator`` or, ``fresh``,
+    written to it first.
+    """
     warpgroup.fence()
     atom = cute.make_mma_atom(tiled_mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, not fresh)
@@ -104,7 +113,9 @@ def rounded_pair(low, high, dtype, *, loc=None, ip=None):
 
 @cute.jit
 def round_to(source, target):
-    """float32 registers rounded to 16-bit ones, here: a plain conversion would be moved to where the result is used, after other work."""
+    """float32 registers rounded to 16-bit ones, here: a plain conversion would be moved to
+    where the result is used, after other work.
+    """
     words = cute.recast_tensor(target, Int32)
     for i in cutlass.range_constexpr(cute.size(words)):
         words[i] = rounded_pair(source[2 * i], source[2 * i + 1], target.element_type)
@@ -169,7 +180,9 @@ def read_record(records, turn, record):
 
 
 def record_fields(record):
-    """First row (-1: no more), last row + 1, first segment, blocks, its first key, blocks and mask, group, counter, place, last, first."""
+    """First row (-1: no more), last row + 1, first segment, blocks, its first key, blocks and mask, group,
+    counter, place, last, first.
+    """
     return [record[i] for i in range(12)]
 
 

@@ -1,14 +1,16 @@
 """How the fused backward's results leave its registers, in the CuTe DSL.
 
-dq of a block is added to memory by the copy engine, from a buffer in shared memory that a warp group fills, in one of three orders:
+dq of a block is added to memory by the copy engine, from a buffer in shared memory that a warp group fills, in one of
+three orders:
 
     rows   a tensor of the caller's that others add to as well
-    open   such a tensor while nobody but these kernels adds to it: rows and heads are in place, the columns of a row in the order of the
-           registers (:mod:`rows`), which costs half of the stores, no conflicts between threads that store together, and no scaling
+    open   such a tensor while nobody but these kernels adds to it: rows and heads are in place, the columns of a row in
+           the order of the registers (:mod:`rows`), which costs half of the stores, no conflicts between threads that
+           store together, and no scaling
     alone  sums of this launch's own, also in the order of the registers, that a copy without rows is added to
 
-dk and dv of a tile are added to the caller's float32 tensors, four neighbours in a request, since long tiles are split over programs, or
-written once, rounded, where none is.
+dk and dv of a tile are added to the caller's float32 tensors, four neighbours in a request, since long tiles are split
+over programs, or written once, rounded, where none is.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -54,7 +56,9 @@ def open_addresses(dq_memory, wg, row, lane, width):
 
 @cute.jit
 def save_open(dq_at, acc_dQ, width: cutlass.Constexpr[int]):
-    """This thread's numbers of a block's dq into the buffer of a tensor whose columns are in the order of the registers."""
+    """This thread's numbers of a block's dq into the buffer of a tensor whose columns are in the order
+    of the registers.
+    """
     rows = by_rows(acc_dQ)
     for r in cutlass.range_constexpr(2):
         for g in cutlass.range_constexpr(width // 16):
@@ -115,8 +119,8 @@ def add_four(target, numbers, *, loc=None, ip=None):
 def add_rows(out, accumulator, key, key1, group, row_stride, head_stride, column0, factor):
     """Add this thread's rows of dk or dv to float32 memory: a tile's parts may be several programs.
 
-    Neighbouring threads exchange pairs, so that each has four neighbours: the even one those of columns 0 to 7 of every sixteen, the odd
-    one those of columns 8 to 15.
+    Neighbouring threads exchange pairs, so that each has four neighbours: the even one those of columns 0 to 7 of every
+    sixteen, the odd one those of columns 8 to 15.
     """
     rows = by_rows(accumulator)
     odd = column0 % 4 != 0

@@ -1,18 +1,19 @@
 """What stands before and after the fused backward, in the CuTe DSL.
 
-Where dq belongs to one launch alone, the backward adds it up in float32, in *sums* of its own: ``[head chunk, half of the columns, packed
-row, 64]``, where a packed row is a token and one of the query heads that share a tile, and every half has a block of rows to spare at its
-end. Columns of a row are in the order in which a warp group's registers hold them: number ``e`` of the four that thread ``c`` of a quad
-has of 16-column group ``g`` is column ``16 g + 8 (e // 2) + 2 c + e % 2``, and in odd rows groups 0 and 1, 2 and 3 are exchanged, so that
-threads that store together use different banks of shared memory.
+Where dq belongs to one launch alone, the backward adds it up in float32, in *sums* of its own:
+``[head chunk, half of the columns, packed row, 64]``, where a packed row is a token and one of the query heads that
+share a tile, and every half has a block of rows to spare at its end. Columns of a row are in the order in which a warp
+group's registers hold them: number ``e`` of the four that thread ``c`` of a quad has of 16-column group ``g`` is column
+``16 g + 8 (e // 2) + 2 c + e % 2``, and in odd rows groups 0 and 1, 2 and 3 are exchanged, so that threads that store
+together use different banks of shared memory.
 
-:class:`Before` computes delta, packs the statistics and clears the sums, in one pass over the output and its gradient. :class:`After`
-rounds the sums to dq.
+:class:`Before` computes delta, packs the statistics and clears the sums, in one pass over the output and its gradient.
+:class:`After` rounds the sums to dq.
 
-Where several launches add to a dq, and nothing else does until the last of them, it is *open*: rows and heads are in their places, but
-not the columns of every 32, and the scale is missing. Number ``e`` of the four that thread ``c`` of a quad has of group ``g`` of the 32 is
-at ``8 c + 4 g + e``, which under the copy engine's own exchange of chunks also uses different banks. :class:`Close` puts the columns in
-their places and scales them.
+Where several launches add to a dq, and nothing else does until the last of them, it is *open*: rows and heads are in
+their places, but not the columns of every 32, and the scale is missing. Number ``e`` of the four that thread ``c`` of a
+quad has of group ``g`` of the 32 is at ``8 c + 4 g + e``, which under the copy engine's own exchange of chunks also
+uses different banks. :class:`Close` puts the columns in their places and scales them.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -54,23 +55,66 @@ class Before:
 
     @cute.jit
     def __call__(
-        self, do: cute.Pointer, out: cute.Pointer, lse: cute.Pointer, dlse: cute.Pointer, statistics: cute.Pointer,
-        sums: cute.Pointer, rows: Int32, heads: Int32, do_row: Int64, do_head: Int64, out_row: Int64, out_head: Int64,
-        lse_row: Int64, lse_head: Int64, dlse_row: Int64, dlse_head: Int64, stream: cuda.CUstream,
-    ):  # fmt: skip
+        self,
+        do: cute.Pointer,
+        out: cute.Pointer,
+        lse: cute.Pointer,
+        dlse: cute.Pointer,
+        statistics: cute.Pointer,
+        sums: cute.Pointer,
+        rows: Int32,
+        heads: Int32,
+        do_row: Int64,
+        do_head: Int64,
+        out_row: Int64,
+        out_head: Int64,
+        lse_row: Int64,
+        lse_head: Int64,
+        dlse_row: Int64,
+        dlse_head: Int64,
+        stream: cuda.CUstream,
+    ):
         """Launch. Strides are in elements; those of ``do`` and ``out`` are multiples of 16 bytes."""
         programs = (rows * heads + ROWS_AT_ONCE * LAPS - 1) // (ROWS_AT_ONCE * LAPS)
         self.kernel(
-            do, out, lse, dlse, statistics, sums, rows, heads, do_row, do_head, out_row, out_head, lse_row, lse_head,
-            dlse_row, dlse_head,
-        ).launch(grid=(programs, 1, 1), block=(THREADS, 1, 1), stream=stream)  # fmt: skip
+            do,
+            out,
+            lse,
+            dlse,
+            statistics,
+            sums,
+            rows,
+            heads,
+            do_row,
+            do_head,
+            out_row,
+            out_head,
+            lse_row,
+            lse_head,
+            dlse_row,
+            dlse_head,
+        ).launch(grid=(programs, 1, 1), block=(THREADS, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(
-        self, do: cute.Pointer, out: cute.Pointer, lse: cute.Pointer, dlse: cute.Pointer, statistics: cute.Pointer,
-        sums: cute.Pointer, rows: Int32, heads: Int32, do_row: Int64, do_head: Int64, out_row: Int64, out_head: Int64,
-        lse_row: Int64, lse_head: Int64, dlse_row: Int64, dlse_head: Int64,
-    ):  # fmt: skip
+        self,
+        do: cute.Pointer,
+        out: cute.Pointer,
+        lse: cute.Pointer,
+        dlse: cute.Pointer,
+        statistics: cute.Pointer,
+        sums: cute.Pointer,
+        rows: Int32,
+        heads: Int32,
+        do_row: Int64,
+        do_head: Int64,
+        out_row: Int64,
+        out_head: Int64,
+        lse_row: Int64,
+        lse_head: Int64,
+        dlse_row: Int64,
+        dlse_head: Int64,
+    ):
         P = self.pack
         thread = cute.arch.thread_idx()[0]
         lane, first = thread % LANES, cute.arch.block_idx()[0] * (ROWS_AT_ONCE * LAPS) + thread // LANES
@@ -115,9 +159,16 @@ class After:
 
     @cute.jit
     def __call__(
-        self, sums: cute.Pointer, dq: cute.Pointer, rows: Int32, heads: Int32, dq_row: Int64, dq_head: Int64,
-        scale: Float32, stream: cuda.CUstream,
-    ):  # fmt: skip
+        self,
+        sums: cute.Pointer,
+        dq: cute.Pointer,
+        rows: Int32,
+        heads: Int32,
+        dq_row: Int64,
+        dq_head: Int64,
+        scale: Float32,
+        stream: cuda.CUstream,
+    ):
         """Launch. Strides are in elements."""
         programs = (rows * heads + ROWS_AT_ONCE * LAPS - 1) // (ROWS_AT_ONCE * LAPS)
         self.kernel(sums, dq, rows, heads, dq_row, dq_head, scale).launch(
@@ -126,8 +177,15 @@ class After:
 
     @cute.kernel
     def kernel(
-        self, sums: cute.Pointer, dq: cute.Pointer, rows: Int32, heads: Int32, dq_row: Int64, dq_head: Int64, scale: Float32,
-    ):  # fmt: skip
+        self,
+        sums: cute.Pointer,
+        dq: cute.Pointer,
+        rows: Int32,
+        heads: Int32,
+        dq_row: Int64,
+        dq_head: Int64,
+        scale: Float32,
+    ):
         P = self.pack
         thread = cute.arch.thread_idx()[0]
         lane, first = thread % LANES, cute.arch.block_idx()[0] * (ROWS_AT_ONCE * LAPS) + thread // LANES
@@ -154,16 +212,27 @@ class After:
 
 
 class Close:
-    """An open dq with its columns in their places, scaled, in its own memory or rounded to ``dtype`` elsewhere. A warp takes a row."""
+    """An open dq with its columns in their places, scaled, in its own memory or rounded to ``dtype`` elsewhere.
+    A warp takes a row.
+    """
 
     def __init__(self, dtype):
         self.dtype = dtype
 
     @cute.jit
     def __call__(
-        self, dq: cute.Pointer, out: cute.Pointer, rows: Int32, heads: Int32, dq_row: Int64, dq_head: Int64,
-        out_row: Int64, out_head: Int64, scale: Float32, stream: cuda.CUstream,
-    ):  # fmt: skip
+        self,
+        dq: cute.Pointer,
+        out: cute.Pointer,
+        rows: Int32,
+        heads: Int32,
+        dq_row: Int64,
+        dq_head: Int64,
+        out_row: Int64,
+        out_head: Int64,
+        scale: Float32,
+        stream: cuda.CUstream,
+    ):
         """Launch. Strides are in elements; those of ``dq`` are multiples of 16 bytes. ``out`` may be ``dq``."""
         at_once = THREADS // 32 * LAPS
         programs = (rows * heads + at_once - 1) // at_once
@@ -173,9 +242,17 @@ class Close:
 
     @cute.kernel
     def kernel(
-        self, dq: cute.Pointer, out: cute.Pointer, rows: Int32, heads: Int32, dq_row: Int64, dq_head: Int64,
-        out_row: Int64, out_head: Int64, scale: Float32,
-    ):  # fmt: skip
+        self,
+        dq: cute.Pointer,
+        out: cute.Pointer,
+        rows: Int32,
+        heads: Int32,
+        dq_row: Int64,
+        dq_head: Int64,
+        out_row: Int64,
+        out_head: Int64,
+        scale: Float32,
+    ):
         warps = THREADS // 32
         warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
         first = cute.arch.block_idx()[0] * (warps * LAPS) + warp

@@ -1,17 +1,20 @@
 """The forward kernel for Hopper (sm90) in Gluon: copy engine, asynchronous tensor cores, warp specialisation.
 
-A persistent program per multiprocessor takes tiles of 128 packed query rows, there and back through the list (*zigzag*), so that who had
-the longest of one round has the shortest of the next. Three partitions of warps work on them:
+A persistent program per multiprocessor takes tiles of 128 packed query rows, there and back through the list
+(*zigzag*), so that who had the longest of one round has the shortest of the next. Three partitions of warps work on
+them:
 
-    load       one warp: queries of a tile, then its keys and values block by block, by the copy engine into rings of buffers
+    load       one warp: queries of a tile, then its keys and values block by block, by the copy engine into rings of
+               buffers
     compute 0  one warp group: rows 0..63 of the tile
     compute 1  one warp group: rows 64..127
 
-A warp group issues the logits of block j + 1 and the values of block j together, and computes the softmax of j + 1 while the tensor cores
-are busy with the values; the two groups take turns in issuing (*ping-pong*), so that one's softmax falls on the other's products.
+A warp group issues the logits of block j + 1 and the values of block j together, and computes the softmax of j + 1
+while the tensor cores are busy with the values; the two groups take turns in issuing (*ping-pong*), so that one's
+softmax falls on the other's products.
 
-Blocks of a tile are walked in one loop over its segments (see :mod:`tiles`). Keys past a slice's end may hold anything: their logits are
-masked, and their values are zeroed in the buffer, since 0 * NaN is NaN.
+Blocks of a tile are walked in one loop over its segments (see :mod:`tiles`). Keys past a slice's end may hold anything:
+their logits are masked, and their values are zeroed in the buffer, since 0 * NaN is NaN.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -42,10 +45,31 @@ ROWS = gl.constexpr(64)  # of one warp group
 
 @gluon.jit(do_not_specialize=["n_tiles", "groups", "chunk", "scale", "softcap", "so0", "so1", "sl0", "sl1"])
 def forward_kernel(
-    q, k, v, out, lse, tiles, segments, n_tiles, groups, chunk, scale, softcap, so0, so1, sl0, sl1,
-    SHARE: gl.constexpr, PACK: gl.constexpr, D: gl.constexpr, V: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
-    SOFTCAP: gl.constexpr, FRESH: gl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    out,
+    lse,
+    tiles,
+    segments,
+    n_tiles,
+    groups,
+    chunk,
+    scale,
+    softcap,
+    so0,
+    so1,
+    sl0,
+    sl1,
+    SHARE: gl.constexpr,
+    PACK: gl.constexpr,
+    D: gl.constexpr,
+    V: gl.constexpr,
+    N: gl.constexpr,
+    STAGES: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    FRESH: gl.constexpr,
+):
     q_smem = gl.allocate_shared_memory(q.dtype, [2, ROWS // PACK, PACK, D], q.layout)
     k_smem = gl.allocate_shared_memory(k.dtype, [STAGES, N, 1, D], k.layout)
     v_smem = gl.allocate_shared_memory(v.dtype, [STAGES, N, 1, V], v.layout)
@@ -74,9 +98,18 @@ def forward_kernel(
 
 @gluon.jit
 def _load(
-    q, k, v, common, buffers, SHARE: gl.constexpr, PACK: gl.constexpr, D: gl.constexpr, V: gl.constexpr, N: gl.constexpr,
+    q,
+    k,
+    v,
+    common,
+    buffers,
+    SHARE: gl.constexpr,
+    PACK: gl.constexpr,
+    D: gl.constexpr,
+    V: gl.constexpr,
+    N: gl.constexpr,
     STAGES: gl.constexpr,
-):  # fmt: skip
+):
     tiles, segments, n_tiles, groups, chunk = common
     n_programs = n_tiles * groups
     q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, _turns = buffers
@@ -99,20 +132,46 @@ def _load(
         load_box(q, [row0 + ROWS // PACK, group * PACK, 0], q_bars.index(0), q_smem.index(1))
         head = group * PACK // SHARE
         stage, phase = load_keys(
-            k, v, head, key, left, segment, segments, blocks, k_smem, v_smem, k_bars, v_bars, stage, phase, N, D, V, STAGES
-        )  # fmt: skip
+            k,
+            v,
+            head,
+            key,
+            left,
+            segment,
+            segments,
+            blocks,
+            k_smem,
+            v_smem,
+            k_bars,
+            v_bars,
+            stage,
+            phase,
+            N,
+            D,
+            V,
+            STAGES,
+        )
         program, step = next_item(program, step)
 
 
 @gluon.jit
 def _compute(
-    group_id: gl.constexpr, common, buffers, results, PACK: gl.constexpr, D: gl.constexpr, V: gl.constexpr, N: gl.constexpr,
-    STAGES: gl.constexpr, SOFTCAP: gl.constexpr, FRESH: gl.constexpr,
-):  # fmt: skip
+    group_id: gl.constexpr,
+    common,
+    buffers,
+    results,
+    PACK: gl.constexpr,
+    D: gl.constexpr,
+    V: gl.constexpr,
+    N: gl.constexpr,
+    STAGES: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    FRESH: gl.constexpr,
+):
     """One warp group's rows of every tile of this program: logits, softmax and the sum of values.
 
-    In one piece: a step of the loop over keys has the logits of one block and the sum over values of the block before in flight together,
-    so neither can be a function that starts its product and awaits it.
+    In one piece: a step of the loop over keys has the logits of one block and the sum over values of the block before
+    in flight together, so neither can be a function that starts its product and awaits it.
     """
     tiles, segments, n_tiles, groups, chunk = common
     n_programs = n_tiles * groups

@@ -133,8 +133,14 @@ def prepare(
 
 
 def forward(
-    q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, work: HopperWork, settings: Settings, out_THV: Tensor, lse_TH: Tensor,
-) -> None:  # fmt: skip
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGV: Tensor,
+    work: HopperWork,
+    settings: Settings,
+    out_THV: Tensor,
+    lse_TH: Tensor,
+) -> None:
     """Add the slices' attention to ``out`` and ``lse``; with ``settings.fresh`` write them."""
     made = work.forward_segments
     if not made.count:
@@ -144,18 +150,43 @@ def forward(
     pack, groups = work.pack, work.heads // work.pack
     programs = programs_of(made.count * groups, settings, work)
     forward_kernel[(programs,)](
-        _described(q, TILE // 2 // pack, pack), _described(k, BLOCK, 1), _described(v, BLOCK, 1), out_THV, lse_TH,
-        made.tiles, made.segments, made.count, groups, work.in_turn(programs), *scales(settings, q.dtype),
+        _described(q, TILE // 2 // pack, pack),
+        _described(k, BLOCK, 1),
+        _described(v, BLOCK, 1),
+        out_THV,
+        lse_TH,
+        made.tiles,
+        made.segments,
+        made.count,
+        groups,
+        work.in_turn(programs),
+        *scales(settings, q.dtype),
         *strides(out_THV, lse_TH),
-        SHARE=work.share, PACK=pack, D=work.head_dim, V=work.v_head_dim, N=BLOCK, STAGES=STAGES,
-        SOFTCAP=settings.softcap is not None, FRESH=settings.fresh, num_warps=4,
-    )  # fmt: skip
+        SHARE=work.share,
+        PACK=pack,
+        D=work.head_dim,
+        V=work.v_head_dim,
+        N=BLOCK,
+        STAGES=STAGES,
+        SOFTCAP=settings.softcap is not None,
+        FRESH=settings.fresh,
+        num_warps=4,
+    )
 
 
 def backward(
-    q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, do_THV: Tensor, lse_TH: Tensor, delta_TH: Tensor, work: HopperWork,
-    settings: Settings, dq_THD: Tensor, dk_TGD: Tensor, dv_TGV: Tensor,
-) -> None:  # fmt: skip
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGV: Tensor,
+    do_THV: Tensor,
+    lse_TH: Tensor,
+    delta_TH: Tensor,
+    work: HopperWork,
+    settings: Settings,
+    dq_THD: Tensor,
+    dk_TGD: Tensor,
+    dv_TGV: Tensor,
+) -> None:
     """Add the slices' gradients to ``dq``, ``dk`` and ``dv``; with ``settings.deterministic`` always in the same order.
 
     With ``settings.fresh`` dq is written.
@@ -170,33 +201,83 @@ def backward(
 
 
 def _backward_keys(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, work: HopperWork, settings: Settings,
-    dk: Tensor, dv: Tensor,
-) -> None:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    work: HopperWork,
+    settings: Settings,
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
     made = work.backward_segments if settings.deterministic else work.split_segments
     pack, items, rows = work.pack, made.count * work.kv_heads, len(q)
     keys_kernel[(programs_of(items, settings, work),)](
-        _described(q, QUERIES // pack, pack), _described(k, BLOCK, 1), _described(v, BLOCK, 1),
-        _described(do, QUERIES // pack, pack), pack_statistics(lse, delta, pack, base_of(q.dtype)), dk, dv,
-        made.tiles, made.segments, work.kv_heads, items, rows, work.heads, *scales(settings, q.dtype), *strides(dk, dv),
-        SHARE=work.share, PACK=pack, D=work.head_dim, V=work.v_head_dim, STAGES=STAGES,
-        SOFTCAP=settings.softcap is not None, num_warps=4,
-    )  # fmt: skip
+        _described(q, QUERIES // pack, pack),
+        _described(k, BLOCK, 1),
+        _described(v, BLOCK, 1),
+        _described(do, QUERIES // pack, pack),
+        pack_statistics(lse, delta, pack, base_of(q.dtype)),
+        dk,
+        dv,
+        made.tiles,
+        made.segments,
+        work.kv_heads,
+        items,
+        rows,
+        work.heads,
+        *scales(settings, q.dtype),
+        *strides(dk, dv),
+        SHARE=work.share,
+        PACK=pack,
+        D=work.head_dim,
+        V=work.v_head_dim,
+        STAGES=STAGES,
+        SOFTCAP=settings.softcap is not None,
+        num_warps=4,
+    )
 
 
 def _backward_queries(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, work: HopperWork, settings: Settings, dq: Tensor,
-) -> None:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    work: HopperWork,
+    settings: Settings,
+    dq: Tensor,
+) -> None:
     made, pack, groups = work.forward_segments, work.pack, work.heads // work.pack
     programs = programs_of(made.count * groups, settings, work)
     queries_kernel[(programs,)](
-        _described(q, TILE // 2 // pack, pack), _described(k, BLOCK, 1), _described(v, BLOCK, 1),
-        _described(do, TILE // 2 // pack, pack), lse, delta, dq,
-        made.tiles, made.segments, made.count, groups, work.in_turn(programs), *scales(settings, q.dtype),
+        _described(q, TILE // 2 // pack, pack),
+        _described(k, BLOCK, 1),
+        _described(v, BLOCK, 1),
+        _described(do, TILE // 2 // pack, pack),
+        lse,
+        delta,
+        dq,
+        made.tiles,
+        made.segments,
+        made.count,
+        groups,
+        work.in_turn(programs),
+        *scales(settings, q.dtype),
         *strides(lse, delta, dq),
-        SHARE=work.share, PACK=pack, D=work.head_dim, V=work.v_head_dim, N=BLOCK, STAGES=STAGES,
-        SOFTCAP=settings.softcap is not None, FRESH=settings.fresh, num_warps=4,
-    )  # fmt: skip
+        SHARE=work.share,
+        PACK=pack,
+        D=work.head_dim,
+        V=work.v_head_dim,
+        N=BLOCK,
+        STAGES=STAGES,
+        SOFTCAP=settings.softcap is not None,
+        FRESH=settings.fresh,
+        num_warps=4,
+    )
 
 
 def useful_share(slices: Ints, share: int, backward: bool) -> float:
@@ -222,5 +303,7 @@ def _described(x_THD: Tensor, rows: int, heads: int) -> TensorDescriptor:
 
 @lru_cache
 def _layout(rows: int, heads: int, width: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """How a block lies in shared memory. Remembered: a launch has three or four, and finding one takes the host as long as launching."""
+    """How a block lies in shared memory. Remembered: a launch has three or four,
+    and finding one takes the host as long as launching.
+    """
     return gl.NVMMASharedLayout.get_default_for([rows, heads, width], GLUON_DTYPES[dtype])

@@ -1,16 +1,19 @@
 """dk and dv for Hopper (sm90) in Gluon.
 
-A persistent program per multiprocessor takes tiles of 128 keys of one KV head and walks the packed queries that see them, 64 at a time.
-One warp loads (queries and output gradients through the copy engine, their statistics beside them); two warp groups compute, each for 64
-of the keys, everything transposed (keys x queries) so that dK and dV stay in registers:
+A persistent program per multiprocessor takes tiles of 128 keys of one KV head and walks the packed queries that see
+them, 64 at a time. One warp loads (queries and output gradients through the copy engine, their statistics beside them);
+two warp groups compute, each for 64 of the keys, everything transposed (keys x queries) so that dK and dV stay in
+registers:
 
     S' = K Q'    P' = exp2(S' - lse)    dV += P' dO    dP' = V dO'    dS' = P' (dP' - delta)    dK += dS' Q
 
-The logits of the next block are issued behind the products of this one, so that the tensor cores do not wait for a warp group that waits
-for them. dq is a pass of its own (:mod:`hopper_queries`): a fused kernel with five products instead of seven, dq added to memory by the
-copy engine, measured slower (docs/kernels.md). A list without split tiles gives every sum one order.
+The logits of the next block are issued behind the products of this one, so that the tensor cores do not wait for a warp
+group that waits for them. dq is a pass of its own (:mod:`hopper_queries`): a fused kernel with five products instead of
+seven, dq added to memory by the copy engine, measured slower (docs/kernels.md). A list without split tiles gives every
+sum one order.
 
-Queries past a slice's end and keys past a tile's end may hold anything: the former's rows are zeroed in the buffers, and both are masked.
+Queries past a slice's end and keys past a tile's end may hold anything: the former's rows are zeroed in the buffers,
+and both are masked.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -47,9 +50,32 @@ M = gl.constexpr(64)  # packed queries of a block
     do_not_specialize=["groups", "n_programs", "rows", "heads", "scale", "softcap", "sdk0", "sdk1", "sdv0", "sdv1"]
 )
 def keys_kernel(
-    q, k, v, do, statistics, dk, dv, tiles, segments, groups, n_programs, rows, heads, scale, softcap, sdk0, sdk1, sdv0, sdv1,
-    SHARE: gl.constexpr, PACK: gl.constexpr, D: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    do,
+    statistics,
+    dk,
+    dv,
+    tiles,
+    segments,
+    groups,
+    n_programs,
+    rows,
+    heads,
+    scale,
+    softcap,
+    sdk0,
+    sdk1,
+    sdv0,
+    sdv1,
+    SHARE: gl.constexpr,
+    PACK: gl.constexpr,
+    D: gl.constexpr,
+    V: gl.constexpr,
+    STAGES: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+):
     k_smem = gl.allocate_shared_memory(k.dtype, [1, KEYS, 1, D], k.layout)
     v_smem = gl.allocate_shared_memory(v.dtype, [1, KEYS, 1, V], v.layout)
     q_smem = gl.allocate_shared_memory(q.dtype, [STAGES, M // PACK, PACK, D], q.layout)
@@ -76,9 +102,21 @@ def keys_kernel(
 
 @gluon.jit
 def _load(
-    q, k, v, do, statistics, rows, heads, common, buffers, SHARE: gl.constexpr, PACK: gl.constexpr, D: gl.constexpr,
-    V: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    do,
+    statistics,
+    rows,
+    heads,
+    common,
+    buffers,
+    SHARE: gl.constexpr,
+    PACK: gl.constexpr,
+    D: gl.constexpr,
+    V: gl.constexpr,
+    STAGES: gl.constexpr,
+):
     tiles, segments, groups, n_programs = common
     k_smem, v_smem, q_smem, do_smem, stat_smem, kv_bars, q_bars = buffers
     size: gl.constexpr = q.dtype.primitive_bitwidth // 8
@@ -123,13 +161,21 @@ def _load(
 
 @gluon.jit
 def _compute(
-    group_id: gl.constexpr, common, buffers, results, SHARE: gl.constexpr, PACK: gl.constexpr, D: gl.constexpr,
-    V: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
-):  # fmt: skip
+    group_id: gl.constexpr,
+    common,
+    buffers,
+    results,
+    SHARE: gl.constexpr,
+    PACK: gl.constexpr,
+    D: gl.constexpr,
+    V: gl.constexpr,
+    STAGES: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+):
     """One warp group's keys of every tile of this program: gradients of keys and values, summed over queries.
 
-    In one piece: both sums and the places in the rings live in registers across chunks of heads and blocks of queries, so an inner loop by
-    itself would take and return them all.
+    In one piece: both sums and the places in the rings live in registers across chunks of heads and blocks of queries,
+    so an inner loop by itself would take and return them all.
     """
     tiles, segments, groups, n_programs = common
     k_smem, v_smem, q_smem, do_smem, stat_smem, kv_bars, q_bars = buffers

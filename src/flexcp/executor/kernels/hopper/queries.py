@@ -1,6 +1,7 @@
 """dq for Hopper (sm90) in Gluon; dk and dv are :mod:`hopper_keys`'s.
 
-Built like the forward: tiles of 128 packed query rows, one warp that loads, two warp groups of 64 rows each that compute
+Built like the forward: tiles of 128 packed query rows, one warp that loads, two warp groups of 64 rows each that
+compute
 
     S = Q K'    P = exp2(S - lse)    dP = dO V'    dS = P (dP - delta)    dQ += dS K
 """
@@ -32,10 +33,35 @@ from flexcp.executor.kernels.hopper.rings import (
     do_not_specialize=["n_tiles", "groups", "chunk", "scale", "softcap", "sl0", "sl1", "sd0", "sd1", "sdq0", "sdq1"]
 )
 def queries_kernel(
-    q, k, v, do, lse, delta, dq, tiles, segments, n_tiles, groups, chunk, scale, softcap, sl0, sl1, sd0, sd1, sdq0, sdq1,
-    SHARE: gl.constexpr, PACK: gl.constexpr, D: gl.constexpr, V: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
-    SOFTCAP: gl.constexpr, FRESH: gl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    do,
+    lse,
+    delta,
+    dq,
+    tiles,
+    segments,
+    n_tiles,
+    groups,
+    chunk,
+    scale,
+    softcap,
+    sl0,
+    sl1,
+    sd0,
+    sd1,
+    sdq0,
+    sdq1,
+    SHARE: gl.constexpr,
+    PACK: gl.constexpr,
+    D: gl.constexpr,
+    V: gl.constexpr,
+    N: gl.constexpr,
+    STAGES: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    FRESH: gl.constexpr,
+):
     q_smem = gl.allocate_shared_memory(q.dtype, [2, ROWS // PACK, PACK, D], q.layout)
     do_smem = gl.allocate_shared_memory(do.dtype, [2, ROWS // PACK, PACK, V], do.layout)
     k_smem = gl.allocate_shared_memory(k.dtype, [STAGES, N, 1, D], k.layout)
@@ -61,9 +87,19 @@ def queries_kernel(
 
 @gluon.jit
 def _load(
-    q, k, v, do, common, buffers, SHARE: gl.constexpr, PACK: gl.constexpr, D: gl.constexpr, V: gl.constexpr, N: gl.constexpr,
+    q,
+    k,
+    v,
+    do,
+    common,
+    buffers,
+    SHARE: gl.constexpr,
+    PACK: gl.constexpr,
+    D: gl.constexpr,
+    V: gl.constexpr,
+    N: gl.constexpr,
     STAGES: gl.constexpr,
-):  # fmt: skip
+):
     tiles, segments, n_tiles, groups, chunk = common
     n_programs = n_tiles * groups
     q_smem, do_smem, k_smem, v_smem, q_bars, k_bars, v_bars = buffers
@@ -88,20 +124,46 @@ def _load(
             load_box(do, [row, group * PACK, 0], q_bars.index(0), do_smem.index(i))
         head = group * PACK // SHARE
         stage, phase = load_keys(
-            k, v, head, key, left, segment, segments, blocks, k_smem, v_smem, k_bars, v_bars, stage, phase, N, D, V, STAGES
-        )  # fmt: skip
+            k,
+            v,
+            head,
+            key,
+            left,
+            segment,
+            segments,
+            blocks,
+            k_smem,
+            v_smem,
+            k_bars,
+            v_bars,
+            stage,
+            phase,
+            N,
+            D,
+            V,
+            STAGES,
+        )
         program, step = next_item(program, step)
 
 
 @gluon.jit
 def _compute(
-    group_id: gl.constexpr, common, buffers, results, PACK: gl.constexpr, D: gl.constexpr, V: gl.constexpr, N: gl.constexpr,
-    STAGES: gl.constexpr, SOFTCAP: gl.constexpr, FRESH: gl.constexpr,
-):  # fmt: skip
+    group_id: gl.constexpr,
+    common,
+    buffers,
+    results,
+    PACK: gl.constexpr,
+    D: gl.constexpr,
+    V: gl.constexpr,
+    N: gl.constexpr,
+    STAGES: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    FRESH: gl.constexpr,
+):
     """One warp group's rows of every tile of this program: gradients of queries, summed over keys.
 
-    In one piece: a step of the loop over keys has the sum of one block and the logits of the next in flight together, so neither can be
-    a function that starts its product and awaits it.
+    In one piece: a step of the loop over keys has the sum of one block and the logits of the next in flight together,
+    so neither can be a function that starts its product and awaits it.
     """
     tiles, segments, n_tiles, groups, chunk = common
     n_programs = n_tiles * groups

@@ -1,11 +1,12 @@
-"""What the Hopper kernels' warps share: how a loading warp hands buffers to two computing warp groups, and how all walk the work list.
+"""What the Hopper kernels' warps share: how a loading warp hands buffers to two computing warp groups,
+and how all walk the work list.
 
-A *ring* is a row of buffers with two barriers each: *full*, on which the computing groups wait for the copy engine, and *free*, on which
-the loading warp waits for both groups. Who walks a ring keeps a slot and the phase of its barriers; the loading warp begins with phase 1,
-because new barriers count as passed.
+A *ring* is a row of buffers with two barriers each: *full*, on which the computing groups wait for the copy engine, and
+*free*, on which the loading warp waits for both groups. Who walks a ring keeps a slot and the phase of its barriers;
+the loading warp begins with phase 1, because new barriers count as passed.
 
-A program takes the items of its list there and back (*zigzag*). An item has a tile of rows, and the tile has blocks, which lie in segments:
-eight numbers each, the first row and the number of blocks before the others (see :mod:`tiles`).
+A program takes the items of its list there and back (*zigzag*). An item has a tile of rows, and the tile has blocks,
+which lie in segments: eight numbers each, the first row and the number of blocks before the others (see :mod:`tiles`).
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -75,10 +76,28 @@ def load_slot(tensor, at, bars, buffers, slot, phase, SLOTS: gl.constexpr, BYTES
 
 @gluon.jit
 def load_keys(
-    k, v, head, key, left, segment, segments, blocks, k_smem, v_smem, k_bars, v_bars, slot, phase, N: gl.constexpr,
-    D: gl.constexpr, V: gl.constexpr, SLOTS: gl.constexpr,
-):  # fmt: skip
-    """Fill the rings of keys and values with the blocks of a tile, the first at ``key``; returns the slot and phase after them."""
+    k,
+    v,
+    head,
+    key,
+    left,
+    segment,
+    segments,
+    blocks,
+    k_smem,
+    v_smem,
+    k_bars,
+    v_bars,
+    slot,
+    phase,
+    N: gl.constexpr,
+    D: gl.constexpr,
+    V: gl.constexpr,
+    SLOTS: gl.constexpr,
+):
+    """Fill the rings of keys and values with the blocks of a tile, the first at ``key``;
+    returns the slot and phase after them.
+    """
     size: gl.constexpr = k.dtype.primitive_bitwidth // 8
     for _ in range(blocks):
         load_slot(k, [key, head, 0], k_bars, k_smem, slot, phase, SLOTS, N * D * size)

@@ -1,8 +1,10 @@
-"""How the Hopper kernel cuts a work list into launches. Integers only: what a launch will do can be counted on any machine.
+"""How the Hopper kernel cuts a work list into launches. Integers only:
+what a launch will do can be counted on any machine.
 
-A launch is one persistent program for each multiprocessor. Its *items* are tiles x groups of heads in a row, ``turn`` tiles of each group
-before the next group's, longest tiles first; program p of n takes the items p, 2n - 1 - p, 2n + p, ... (zigzag). A forward is one launch
-over tiles of queries; a backward is one over tiles of keys (dk and dv, long ones split) and one over tiles of queries (dq).
+A launch is one persistent program for each multiprocessor. Its *items* are tiles x groups of heads in a row, ``turn``
+tiles of each group before the next group's, longest tiles first; program p of n takes the items p, 2n - 1 - p, 2n + p,
+... (zigzag). A forward is one launch over tiles of queries; a backward is one over tiles of keys (dk and dv, long ones
+split) and one over tiles of queries (dq).
 """
 
 from __future__ import annotations
@@ -53,13 +55,14 @@ def longest_part(
 def tiles_in_turn(blocks: Ints, row_bytes: int, groups: int, kv_heads: int, programs: int) -> int:
     """How many tiles a group of heads takes before the next group's turn: 1, or as many as programs run at a time.
 
-    Programs that run together walk the keys (a key and its value are ``row_bytes``) of every KV head in step, and share them through the
-    L2. With one tile a turn they walk all KV heads at once. Where the longest tile's are too much for the L2, all walk the keys of one KV
-    head. On an H200, full, 65,536 tokens, 8 KV heads (256 MiB): forward from 504 to 562 TFLOP/s, dq from 184 to 164 ms. At 16,384 tokens
-    (64 MiB) it costs the forward 5 %. Nothing between was measured.
+    Programs that run together walk the keys (a key and its value are ``row_bytes``) of every KV head in step, and share
+    them through the L2. With one tile a turn they walk all KV heads at once. Where the longest tile's are too much for
+    the L2, all walk the keys of one KV head. On an H200, full, 65,536 tokens, 8 KV heads (256 MiB): forward from 504 to
+    562 TFLOP/s, dq from 184 to 164 ms. At 16,384 tokens (64 MiB) it costs the forward 5 %. Nothing between was
+    measured.
 
-    Not where it leaves the long tiles to few programs: each group's begin with its longest. Causal blockwise, 65,536 tokens, ran at 188
-    TFLOP/s that way and at 357 with half the tokens.
+    Not where it leaves the long tiles to few programs: each group's begin with its longest. Causal blockwise, 65,536
+    tokens, ran at 188 TFLOP/s that way and at 357 with half the tokens.
     """
     if int(blocks.max(initial=0)) * BLOCK * row_bytes * kv_heads <= BEYOND_L2:
         return 1
@@ -79,7 +82,9 @@ def loads(of_tile: Ints, groups: int, turn: int, programs: int) -> Ints:
 
 
 def launches(slices: Ints, heads: int, kv_heads: int, row_bytes: int, units: int, backward: bool) -> list[Ints]:
-    """For each launch of a direction, dk and dv first: ``[program, 3]`` blocks without a mask, blocks with one, and tiles."""
+    """For each launch of a direction, dk and dv first: ``[program, 3]`` blocks without a mask, blocks with one,
+    and tiles.
+    """
     share = heads // kv_heads
     queries = segment_list(query_tiles(slices, share), BLOCK)
     if not len(queries.tiles):

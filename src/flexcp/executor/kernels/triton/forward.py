@@ -1,18 +1,20 @@
 """The forward Triton kernel: one program per tile and KV head (or a share of its query heads).
 
-The query heads of a KV head are packed into the rows of a tile: index m of ``BLOCK_M`` is row ``m // PACK`` and head ``m % PACK``, so a
-short diagonal costs less and keys are read once for all heads. A program starts its online softmax from the running output and LSE
-(maximum = LSE, sum = 1) or from nothing (``FRESH``), walks the tile's entries, and stores both back.
+The query heads of a KV head are packed into the rows of a tile: index m of ``BLOCK_M`` is row ``m // PACK`` and head
+``m % PACK``, so a short diagonal costs less and keys are read once for all heads. A program starts its online softmax
+from the running output and LSE (maximum = LSE, sum = 1) or from nothing (``FRESH``), walks the tile's entries, and
+stores both back.
 
-Logits are kept in base 2, or base e where full precision counts (rounding of the factor between them would fall on every logit). The
-clear blocks of an entry take the short way; edge blocks mask, and read no key beyond the entry's last
+Logits are kept in base 2, or base e where full precision counts (rounding of the factor between them would fall on
+every logit). The clear blocks of an entry take the short way; edge blocks mask, and read no key beyond the entry's last
 (what lies there may belong to nobody and hold anything).
 
-A block is as wide as the next power of two from the head size on (``BLOCK_D``, ``BLOCK_V``). Its columns beyond the head are read as
-zeros, by masks or by the bounds of the tensor descriptor, and never written. Of a head size that is a power of two there are none.
+A block is as wide as the next power of two from the head size on (``BLOCK_D``, ``BLOCK_V``). Its columns beyond the
+head are read as zeros, by masks or by the bounds of the tensor descriptor, and never written. Of a head size that is a
+power of two there are none.
 
-Integer arguments are never specialised: no batch compiles anything new. What is constant is the model's (dtype, head sizes, heads per
-KV head, softcap or not).
+Integer arguments are never specialised: no batch compiles anything new. What is constant is the model's (dtype, head
+sizes, heads per KV head, softcap or not).
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -25,52 +27,203 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 UNSPECIALISED = [
-    "n_tiles", "groups", "chunk", "n_programs", "scale", "softcap", "sq0", "sq1", "sk0", "sk1", "sv0", "sv1", "so0", "so1", "sl0", "sl1",
-]  # fmt: skip
+    "n_tiles",
+    "groups",
+    "chunk",
+    "n_programs",
+    "scale",
+    "softcap",
+    "sq0",
+    "sq1",
+    "sk0",
+    "sk1",
+    "sv0",
+    "sv1",
+    "so0",
+    "so1",
+    "sl0",
+    "sl1",
+]
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def forward_kernel(
-    q, k, v, out, lse, tiles, entries, n_tiles, groups, chunk, n_programs, scale, softcap,
-    sq0, sq1, sk0, sk1, sv0, sv1, so0, so1, sl0, sl1,
-    SHARE: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, FRESH: tl.constexpr, PRECISION: tl.constexpr,
-    PERSISTENT: tl.constexpr, EDGE_STAGES: tl.constexpr, TMA: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
-    # fmt: off
+    q,
+    k,
+    v,
+    out,
+    lse,
+    tiles,
+    entries,
+    n_tiles,
+    groups,
+    chunk,
+    n_programs,
+    scale,
+    softcap,
+    sq0,
+    sq1,
+    sk0,
+    sk1,
+    sv0,
+    sv1,
+    so0,
+    so1,
+    sl0,
+    sl1,
+    SHARE: tl.constexpr,
+    PACK: tl.constexpr,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    FRESH: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+    EDGE_STAGES: tl.constexpr,
+    TMA: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """Take tile after tile (``PERSISTENT``), or the one of this program.
+
+    In one piece: nothing but names, a line each, that are handed on in one of two places.
+    """
     if PERSISTENT:
         for program in range(tl.program_id(0), n_programs, tl.num_programs(0)):
             _tile(
-                program, q, k, v, out, lse, tiles, entries, n_tiles, groups, chunk, scale, softcap, sq0, sq1, sk0, sk1, sv0, sv1,
-                so0, so1, sl0, sl1, SHARE, PACK, D, V, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N, SOFTCAP, FRESH, PRECISION,
-                EDGE_STAGES, TMA, UNIT,
+                program,
+                q,
+                k,
+                v,
+                out,
+                lse,
+                tiles,
+                entries,
+                n_tiles,
+                groups,
+                chunk,
+                scale,
+                softcap,
+                sq0,
+                sq1,
+                sk0,
+                sk1,
+                sv0,
+                sv1,
+                so0,
+                so1,
+                sl0,
+                sl1,
+                SHARE,
+                PACK,
+                D,
+                V,
+                BLOCK_D,
+                BLOCK_V,
+                BLOCK_M,
+                BLOCK_N,
+                SOFTCAP,
+                FRESH,
+                PRECISION,
+                EDGE_STAGES,
+                TMA,
+                UNIT,
             )
     else:
         _tile(
-            tl.program_id(0), q, k, v, out, lse, tiles, entries, n_tiles, groups, chunk, scale, softcap, sq0, sq1, sk0, sk1, sv0, sv1,
-            so0, so1, sl0, sl1, SHARE, PACK, D, V, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N, SOFTCAP, FRESH, PRECISION,
-            EDGE_STAGES, TMA, UNIT,
+            tl.program_id(0),
+            q,
+            k,
+            v,
+            out,
+            lse,
+            tiles,
+            entries,
+            n_tiles,
+            groups,
+            chunk,
+            scale,
+            softcap,
+            sq0,
+            sq1,
+            sk0,
+            sk1,
+            sv0,
+            sv1,
+            so0,
+            so1,
+            sl0,
+            sl1,
+            SHARE,
+            PACK,
+            D,
+            V,
+            BLOCK_D,
+            BLOCK_V,
+            BLOCK_M,
+            BLOCK_N,
+            SOFTCAP,
+            FRESH,
+            PRECISION,
+            EDGE_STAGES,
+            TMA,
+            UNIT,
         )
-    # fmt: on
 
 
 @triton.jit
 def _tile(
-    program, q, k, v, out, lse, tiles, entries, n_tiles, groups, chunk, scale, softcap, sq0, sq1, sk0, sk1, sv0, sv1, so0, so1,
-    sl0, sl1,
-    SHARE: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, FRESH: tl.constexpr, PRECISION: tl.constexpr,
-    EDGE_STAGES: tl.constexpr, TMA: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
+    program,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    tiles,
+    entries,
+    n_tiles,
+    groups,
+    chunk,
+    scale,
+    softcap,
+    sq0,
+    sq1,
+    sk0,
+    sk1,
+    sv0,
+    sv1,
+    so0,
+    so1,
+    sl0,
+    sl1,
+    SHARE: tl.constexpr,
+    PACK: tl.constexpr,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    FRESH: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EDGE_STAGES: tl.constexpr,
+    TMA: tl.constexpr,
+    UNIT: tl.constexpr,
+):
     """One tile: a block of rows of PACK query heads against all keys of its entries.
 
-    In one piece: both loops over keys, of full blocks and of those at an edge, carry maxima, sums and accumulators, and take most of the
-    pointers and masks that the lines above them make.
+    In one piece: both loops over keys, of full blocks and of those at an edge, carry maxima, sums and accumulators, and
+    take most of the pointers and masks that the lines above them make.
     """
     tile, group = whose(program, n_tiles, groups, chunk)  # a group is PACK query heads
     row0, row1 = tl.load(tiles + tile * 4), tl.load(tiles + tile * 4 + 1)
     first, last = tl.load(tiles + tile * 4 + 2), tl.load(tiles + tile * 4 + 3)
-    # Strides come in units of 16 or 8 elements, so that the compiler knows rows to be aligned without specialising on any.
+    # Strides come in units of 16 or 8 elements, so that the compiler knows rows to be aligned without specialising on
+    # any.
     sq0, sq1, sk0, sk1 = sq0 * UNIT, sq1 * UNIT, sk0 * UNIT, sk1 * UNIT
     sv0, sv1, so0, so1 = sv0 * UNIT, sv1 * UNIT, so0 * UNIT, so1 * UNIT
 
@@ -149,7 +302,8 @@ def _tile(
 def whose(program, n_tiles, groups, chunk):
     """Tile and group of heads of a program: ``chunk`` tiles of each group in turn, then the next ``chunk``.
 
-    Programs that run together should read the same keys (large chunks), and long tiles of the last group should not come late (small).
+    Programs that run together should read the same keys (large chunks), and long tiles of the last group should not
+    come late (small).
     """
     first = program // (chunk * groups) * chunk
     within = program - first * groups
@@ -161,7 +315,9 @@ def whose(program, n_tiles, groups, chunk):
 def load_block(
     x, row, head, s0, s1, n, d, live, N: tl.constexpr, BLOCK_D: tl.constexpr, WHOLE: tl.constexpr, TMA: tl.constexpr
 ):
-    """Rows from ``row`` on of one head: through a tensor descriptor (whatever is there), or by pointers (0 where not live)."""
+    """Rows from ``row`` on of one head: through a tensor descriptor (whatever is there),
+    or by pointers (0 where not live).
+    """
     if TMA:
         block = x.load([row, head, 0]).reshape(N, BLOCK_D)
     else:

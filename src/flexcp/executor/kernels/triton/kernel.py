@@ -1,8 +1,9 @@
 """The Triton kernel: any slices, on any NVIDIA GPU from Ampere (sm80) on, and on the CPU through Triton's interpreter.
 
-``prepare`` makes a work list once for all layers of a step: tiles of rows for the forward and for dq, tiles of keys for dk and dv. Each
-is made when it is first needed. ``forward`` and ``backward`` only launch. Long tiles of keys are split among programs that add to dk and dv
-in any order, except with ``settings.deterministic``: then gradients are bitwise the same in every run.
+``prepare`` makes a work list once for all layers of a step: tiles of rows for the forward and for dq, tiles of keys for
+dk and dv. Each is made when it is first needed. ``forward`` and ``backward`` only launch. Long tiles of keys are split
+among programs that add to dk and dv in any order, except with ``settings.deterministic``: then gradients are bitwise
+the same in every run.
 """
 
 from __future__ import annotations
@@ -35,10 +36,13 @@ RESIDENT = 2
 PARTS, SHORTEST_PART = 6, 16
 """dk and dv: split tiles of keys until each of these gets about so many, but none into parts of fewer blocks."""
 CHUNK, UNEVEN = 32, 0.07
-"""Tiles that the groups of heads take in turn, and from which share of a program's work on the longest tile counts as long."""
+"""Tiles that the groups of heads take in turn, and from which share of a program's work
+on the longest tile counts as long.
+"""
 ALIGNMENT, UNIT = 16, 16
-"""Bytes that the first element of an input lies at a multiple of, and elements that strides are told in (8 for head sizes that are no
-multiple of 16). Other inputs are copied."""
+"""Bytes that the first element of an input lies at a multiple of, and elements that strides are told in (8 for head
+sizes that are no multiple of 16). Other inputs are copied.
+"""
 
 
 @dataclass(frozen=True)
@@ -170,9 +174,15 @@ def forward(
 
 
 def launch_forward(
-    q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, work: WorkList, settings: Settings, out_THV: Tensor, lse_TH: Tensor,
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGV: Tensor,
+    work: WorkList,
+    settings: Settings,
+    out_THV: Tensor,
+    lse_TH: Tensor,
     blocks: Blocks,
-) -> None:  # fmt: skip
+) -> None:
     """:func:`forward` with blocks of the given sizes."""
     tiles = work.rows(blocks)
     if not len(tiles):
@@ -183,17 +193,38 @@ def launch_forward(
     programs = len(tiles) * (work.heads // pack)
     k_at, v_at = (_described(x, blocks.n, 1) if blocks.tma else x for x in (k, v))
     forward_kernel[_grid(programs, settings.sm_margin, work.device)](
-        q, k_at, v_at, out_THV, lse_TH, tiles.tiles, tiles.entries, *_order(tiles, work.heads // pack, work), programs,
-        *scales(settings, q.dtype), *strides(q, k, v, out_THV, lse_TH, unit=work.unit),
-        SHARE=work.share, PACK=pack, SOFTCAP=settings.softcap is not None, FRESH=settings.fresh,
+        q,
+        k_at,
+        v_at,
+        out_THV,
+        lse_TH,
+        tiles.tiles,
+        tiles.entries,
+        *_order(tiles, work.heads // pack, work),
+        programs,
+        *scales(settings, q.dtype),
+        *strides(q, k, v, out_THV, lse_TH, unit=work.unit),
+        SHARE=work.share,
+        PACK=pack,
+        SOFTCAP=settings.softcap is not None,
+        FRESH=settings.fresh,
         **_sizes(q, work, blocks, settings),
-    )  # fmt: skip
+    )
 
 
 def backward(
-    q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, do_THV: Tensor, lse_TH: Tensor, delta_TH: Tensor, work: WorkList,
-    settings: Settings, dq_THD: Tensor, dk_TGD: Tensor, dv_TGV: Tensor,
-) -> None:  # fmt: skip
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGV: Tensor,
+    do_THV: Tensor,
+    lse_TH: Tensor,
+    delta_TH: Tensor,
+    work: WorkList,
+    settings: Settings,
+    dq_THD: Tensor,
+    dk_TGD: Tensor,
+    dv_TGV: Tensor,
+) -> None:
     """Add the slices' gradients to ``dq``, ``dk`` and ``dv``; with ``settings.deterministic`` always in the same order.
 
     With ``settings.fresh`` the work list's rows of dq are overwritten.
@@ -204,9 +235,20 @@ def backward(
 
 
 def launch_backward(
-    q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, do_THV: Tensor, lse_TH: Tensor, delta_TH: Tensor, work: WorkList,
-    settings: Settings, dq_THD: Tensor, dk_TGD: Tensor, dv_TGV: Tensor, keys: Blocks, queries: Blocks,
-) -> None:  # fmt: skip
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGV: Tensor,
+    do_THV: Tensor,
+    lse_TH: Tensor,
+    delta_TH: Tensor,
+    work: WorkList,
+    settings: Settings,
+    dq_THD: Tensor,
+    dk_TGD: Tensor,
+    dv_TGV: Tensor,
+    keys: Blocks,
+    queries: Blocks,
+) -> None:
     """:func:`backward` with blocks of the given sizes for dk and dv, and for dq."""
     if not len(work.rows(queries)):
         return
@@ -218,9 +260,18 @@ def launch_backward(
 
 
 def _launch_keys(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, work: WorkList, settings: Settings,
-    dk: Tensor, dv: Tensor, blocks: Blocks,
-) -> None:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    work: WorkList,
+    settings: Settings,
+    dk: Tensor,
+    dv: Tensor,
+    blocks: Blocks,
+) -> None:
     if settings.deterministic:
         tiles = work.keys(blocks)
         order = _order(tiles, work.kv_heads, work)
@@ -231,26 +282,64 @@ def _launch_keys(
     packed = pack_statistics(lse, delta, pack, base_of(q.dtype))
     q_at, do_at = (_described(x, blocks.m // pack, pack) if blocks.tma else x for x in (q, do))
     keys_kernel[_grid(programs, settings.sm_margin, work.device)](
-        q_at, k, v, do_at, packed, dk, dv, tiles.tiles, tiles.entries, rows, work.heads, *order, programs,
-        *scales(settings, q.dtype), *strides(q, k, v, do, dk, dv, unit=work.unit),
-        SHARE=work.share, PACK=pack, SOFTCAP=settings.softcap is not None, SPLIT=not settings.deterministic,
+        q_at,
+        k,
+        v,
+        do_at,
+        packed,
+        dk,
+        dv,
+        tiles.tiles,
+        tiles.entries,
+        rows,
+        work.heads,
+        *order,
+        programs,
+        *scales(settings, q.dtype),
+        *strides(q, k, v, do, dk, dv, unit=work.unit),
+        SHARE=work.share,
+        PACK=pack,
+        SOFTCAP=settings.softcap is not None,
+        SPLIT=not settings.deterministic,
         **_sizes(q, work, blocks, settings),
-    )  # fmt: skip
+    )
 
 
 def _launch_queries(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, work: WorkList, settings: Settings,
-    dq: Tensor, blocks: Blocks,
-) -> None:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    work: WorkList,
+    settings: Settings,
+    dq: Tensor,
+    blocks: Blocks,
+) -> None:
     tiles, pack = work.rows(blocks), blocks.pack(work.share)
     programs = len(tiles) * (work.heads // pack)
     k_at, v_at = (_described(x, blocks.n, 1) if blocks.tma else x for x in (k, v))
     queries_kernel[_grid(programs, settings.sm_margin, work.device)](
-        q, k_at, v_at, do, lse, delta, dq, tiles.tiles, tiles.entries, *_order(tiles, work.heads // pack, work), programs,
-        *scales(settings, q.dtype), *strides(q, k, v, do, lse, delta, dq, unit=work.unit),
-        SHARE=work.share, PACK=pack, SOFTCAP=settings.softcap is not None, FRESH=settings.fresh,
+        q,
+        k_at,
+        v_at,
+        do,
+        lse,
+        delta,
+        dq,
+        tiles.tiles,
+        tiles.entries,
+        *_order(tiles, work.heads // pack, work),
+        programs,
+        *scales(settings, q.dtype),
+        *strides(q, k, v, do, lse, delta, dq, unit=work.unit),
+        SHARE=work.share,
+        PACK=pack,
+        SOFTCAP=settings.softcap is not None,
+        FRESH=settings.fresh,
         **_sizes(q, work, blocks, settings),
-    )  # fmt: skip
+    )
 
 
 def pack_statistics(lse_TH: Tensor, delta_TH: Tensor, pack: int, base: float) -> Tensor:
@@ -272,7 +361,9 @@ def _float32_blocks(work: WorkList) -> Blocks:
 
 
 def forward_blocks(work: WorkList, dtype: torch.dtype) -> Blocks:
-    """Sizes of the forward kernel, by what was fastest on an H200 (docs/kernels.md) and what fits other chips' shared memory."""
+    """Sizes of the forward kernel, by what was fastest on an H200 (docs/kernels.md)
+    and what fits other chips' shared memory.
+    """
     if dtype == torch.float32:
         return _float32_blocks(work)
     if work.copy_engine:
@@ -299,7 +390,9 @@ def queries_blocks(work: WorkList, dtype: torch.dtype) -> Blocks:
 
 
 def useful_share(slices: Ints, share: int, backward: bool) -> float:
-    """Pairs that attend over pairs that the tiles compute: what tiles alone allow. For bfloat16 heads of up to 128 on Hopper."""
+    """Pairs that attend over pairs that the tiles compute: what tiles alone allow.
+    For bfloat16 heads of up to 128 on Hopper.
+    """
     forward, back = Blocks(128, 64, 4, 2, tma=True), Blocks(64, 64, 4, 2, tma=True)
     if not backward:
         rows = forward.m // forward.pack(share)
@@ -313,9 +406,10 @@ def useful_share(slices: Ints, share: int, backward: bool) -> float:
 def tiles_in_turn(made: TileList, groups: int, residents: int) -> int:
     """How many tiles a group of heads takes before the next group's turn, with so many programs at a time.
 
-    Programs that run together should read the same keys, so a group's tiles come one after the other: all of them where they are even (on
-    an H200, full 16,384, the forward ran at 457 TFLOP/s so, and at 447 in turns of 32). But then the last group's long tiles
-    start late, and a launch ends waiting for them. Where the longest tile is a good part of what one program gets, groups take turns.
+    Programs that run together should read the same keys, so a group's tiles come one after the other: all of them where
+    they are even (on an H200, full 16,384, the forward ran at 457 TFLOP/s so, and at 447 in turns of 32). But then the
+    last group's long tiles start late, and a launch ends waiting for them. Where the longest tile is a good part of
+    what one program gets, groups take turns.
     """
     uneven = made.longest > UNEVEN * made.blocks * groups / residents
     return CHUNK if uneven else len(made.tiles)
@@ -365,7 +459,9 @@ def _sizes(q: Tensor, work: WorkList, blocks: Blocks, settings: Settings) -> dic
 
 
 def _described(x_THD: Tensor, rows: int, heads: int) -> TensorDescriptor:
-    """The tensor for blocks of ``rows`` rows and ``heads`` heads. What a block has beyond the head's columns is read as zeros."""
+    """The tensor for blocks of ``rows`` rows and ``heads`` heads.
+    What a block has beyond the head's columns is read as zeros.
+    """
     block = [rows, heads, columns(x_THD.shape[2])]
     return TensorDescriptor(x_THD, list(x_THD.shape), list(x_THD.stride()), block)
 
@@ -381,7 +477,9 @@ def base_of(dtype: torch.dtype) -> float:
 
 
 def scales(settings: Settings, dtype: torch.dtype) -> tuple[float, float]:
-    """What the kernels multiply q.k with, and the softcap: logits in their base, or the argument of the softcap's tanh."""
+    """What the kernels multiply q.k with, and the softcap: logits in their base,
+    or the argument of the softcap's tanh.
+    """
     if not settings.scale > 0:
         raise ValueError(f"the scale of logits must be above 0; got {settings.scale}")
     if settings.softcap is None:
@@ -390,7 +488,9 @@ def scales(settings: Settings, dtype: torch.dtype) -> tuple[float, float]:
 
 
 def strides(*tensors: Tensor, unit: int = UNIT) -> list[int]:
-    """Strides of rows and heads: in units of so many elements, except of the one number per row and head of statistics."""
+    """Strides of rows and heads: in units of so many elements,
+    except of the one number per row and head of statistics.
+    """
     return [s if t.dim() == 2 else s // unit for t in tensors for s in t.stride()[:2]]
 
 
