@@ -21,15 +21,19 @@ from flexcp.measure.ranks import RankPool
 from lib.soaking import SETTLED, Held, soak
 
 GROWTH = 0.02
-"""How much resident memory may grow."""
+"""How much memory may grow."""
+MEMORIES = {"resident": "resident memory", "allocated": "CUDA memory allocated", "reserved": "CUDA memory reserved"}
+"""What may grow so much, by its name in :class:`lib.soaking.Held`."""
 
 
 def verdicts(before: list[Held], after: list[Held], same: bool) -> list[str]:
     """A line for everything that grew or drifted."""
     found = [] if same else ["the results of the first batch have changed"]
     for rank, (a, b) in enumerate(zip(before, after, strict=True)):
-        if b.resident > a.resident * (1 + GROWTH):
-            found.append(f"rank {rank}: resident memory grew by {100 * (b.resident / a.resident - 1):.1f} %")
+        for what, name in MEMORIES.items():
+            old, new = getattr(a, what), getattr(b, what)
+            if new > old * (1 + GROWTH):
+                found.append(f"rank {rank}: {name} grew by {100 * (new / old - 1) if old else 100:.1f} %")
         for what in ("threads", "files", "sockets", "shared"):
             if getattr(b, what) > getattr(a, what):
                 found.append(f"rank {rank}: {what} grew from {getattr(a, what)} to {getattr(b, what)}")

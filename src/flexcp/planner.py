@@ -215,7 +215,7 @@ class Planner:
             plan = make_plan(self.place(request), *known, self.strategy, self.keep_kv, request.most_ahead)
         refuse_over_memory(request, plan)
         refuse_over_peers(request, plan)
-        return plan
+        return plan if maps is None else replace(plan, layout_given=True)
 
 
 def _checked_training(training: Training | None, model: Model | None) -> Training | None:

@@ -34,7 +34,10 @@ Rng = np.random.Generator
 FORMS = "4096,4k,1 or 64x2048 or @file (one a line, or .jsonl) or NAME:TOKENS:SEED, as in web:131072:0"
 LETTERS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 """What a letter behind a count of tokens multiplies it by: a context of 4k is 4,096 tokens."""
-JSONL_FIELDS = ("length", "tokens", "input_ids")
+JSONL = (".jsonl", ".ndjson")
+JSONL_FIELDS = ("input_ids", "tokens", "length")
+"""Where a document is looked for: token ids before a number, which may be one of characters."""
+ADVISE_ALONE = "texts (--tokenizer), other fields (--field), trees and hf: data sets are read by flexcp advise alone"
 SLACK = 8
 """A batch fills all but one in so many tokens of the ranks."""
 MOST_DOCUMENTS = 100_000_000
@@ -177,6 +180,8 @@ def parse_lengths(text: str) -> list[int]:
     """Document lengths from a text form (see ``FORMS``)."""
     if is_lengths_file(text):
         return _read(Path(text.removeprefix("@")))
+    if text.startswith("hf:"):
+        raise ValueError(f"lengths {text!r}: {ADVISE_ALONE}; write {FORMS}")
     name, _, tail = text.partition(":")
     if tail:
         parts = tail.split(":")
@@ -266,7 +271,7 @@ def jsonl_lengths(path: Path | str, field: str | None = None) -> list[int]:
     """
     found = []
     try:
-        with Path(path).open() as lines:
+        with Path(path).open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     found.append(_json_length(line, field, f"{path}, line {number}"))
@@ -288,18 +293,19 @@ def _json_length(line: str, field: str | None, where: str) -> int:
         name = field or next((n for n in JSONL_FIELDS if n in value), "")
         if name not in value:
             raise ValueError(
-                f"{where} has no {field or ' or '.join(JSONL_FIELDS)}; it has {', '.join(list(value)[:8])}"
+                f"{where} has no {field or ' or '.join(JSONL_FIELDS)}; it has {', '.join(list(value)[:8])}: "
+                f"give lengths or lists of token ids; {ADVISE_ALONE}"
             )
         value = value[name]
     if isinstance(value, list):
         return len(value)
     if type(value) is not int:
-        raise ValueError(f"{where}: {str(value)[:60]!r} is neither a length nor a list of tokens")
+        raise ValueError(f"{where}: {str(value)[:60]!r} is neither a length nor a list of tokens; {ADVISE_ALONE}")
     return value
 
 
 def _read(path: Path) -> list[int]:
-    if path.suffix == ".jsonl":
+    if path.suffix in JSONL:
         return jsonl_lengths(path)
     try:
         lines = path.read_text("utf-8-sig").splitlines()  # spreadsheets begin files with a byte order mark

@@ -94,6 +94,7 @@ def local_batch(
 
     tokens, labels = there(columns[TOKENS]), there(columns[LABELS])
     step.seen.given(tokens)
+    step.asked_for_rows = True  # by the loader, which brings the rows
     return LocalBatch(
         step,
         tokens,

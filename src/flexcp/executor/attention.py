@@ -67,8 +67,9 @@ def attention(
 
     Rows are those that the plan keeps on this rank, ``step.shard(stream)``. A plan made without ``layout=`` places
     tokens as it likes, and rows that a loop cut itself look the same here when there are as many: plan with
-    ``layout="contiguous"`` for those. Either way the stream is the same on every rank before it is cut, positions
-    (RoPE, ``arange``) are ``step.positions``, and labels are shifted before they are cut: ``step.labels(tokens)``.
+    ``layout="contiguous"`` for those. A step that nobody asked for its rows warns. Either way the stream is the same on
+    every rank before it is cut, positions (RoPE, ``arange``) are ``step.positions``, and labels are shifted before they
+    are cut: ``step.labels(tokens)``.
 
     ``mask`` names one of the plan's masks, where it has several; ``window`` says it by the keys a query of this layer
     sees, itself included, 0 for a layer without a window, and a plan without such a mask is refused. ``scale`` defaults
@@ -150,10 +151,12 @@ def _gradients(
     if step.kept_order_on(q.device) is not None:
         gradient = gradient.in_order(step.in_stream_order)
     kept_q, kept_k, kept_v, kept_lse = (step.in_stream_order(rows) for rows in (q, k, v, made.lse))
-    found = run_backward(prepared, runtime, kept.keys, kept_q, kept_k, kept_v, kept_lse, gradient)
-    dq, dk, dv = (step.in_local_order(rows) for rows in found)
+    found = list(run_backward(prepared, runtime, kept.keys, kept_q, kept_k, kept_v, kept_lse, gradient))
     dsinks = q.new_empty(0) if sinks is None else sinks_gradient(sinks, kept_lse, gradient.delta)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
+    del kept_q, kept_k, kept_v, kept_lse, gradient
+    # A sum is let go before the next one is rounded: that is what plan.memory counts.
+    dq, dk, dv = (step.in_local_order(found.pop(0).to(x.dtype)) for x in (q, k, v))
+    return dq, dk, dv, dsinks
 
 
 def _gradients_without_keys(

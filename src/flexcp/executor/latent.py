@@ -31,7 +31,7 @@ from flexcp.executor.arguments import attention_scale, check_call, check_running
 from flexcp.executor.exchange.arena import Buffers
 from flexcp.executor.exchange.rank_calls import Call, MessageRange
 from flexcp.executor.exchange.transports import Exchange
-from flexcp.executor.kernels import Settings, find_kernel, uploaded
+from flexcp.executor.kernels import Settings, find_kernel, on_device, uploaded
 from flexcp.executor.kernels.sinks_and_delta import OutputGradient
 from flexcp.executor.latent_program import LatentProgram, RowBlock, Stage, make_latent_program
 from flexcp.executor.layer_masks import mask_number
@@ -71,7 +71,8 @@ def latent_attention(
         number = mask_number(step.plan.batch, mask, None)
     settings = Settings(attention_scale(q, scale), softcap)
     asked = _Asked(expand, step, number, settings, step.choose_kernel(q.device, kernel))
-    out: Tensor = _LatentAttention.apply(q, latent, asked, *weights)
+    with on_device(q.device):
+        out: Tensor = _LatentAttention.apply(q, latent, asked, *weights)
     return out
 
 

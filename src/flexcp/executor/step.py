@@ -34,7 +34,6 @@ from flexcp.executor.exchange.transports import Exchange
 from flexcp.executor.kernels import uploaded
 from flexcp.executor.kernels.choose import choose_kernel
 from flexcp.executor.losses.averaging import CountOfAllRanks, Gradients, share_factor, wrong_count
-from flexcp.executor.losses.copied_labels import WARNING as COPIED_LABELS
 from flexcp.executor.losses.copied_labels import SeenTokens
 from flexcp.executor.losses.edges import (
     Edges,
@@ -46,6 +45,7 @@ from flexcp.executor.losses.edges import (
     weighed_loss,
 )
 from flexcp.executor.losses.loss_watch import LossWatch
+from flexcp.executor.run.device_tables import TableStreams, tables_in
 from flexcp.executor.run.message_layout import Types, types_of
 from flexcp.executor.run.pass_recipe import PassRecipe, pass_recipe
 from flexcp.executor.run.prepared import Prepared, WorkLists
@@ -96,7 +96,7 @@ class Step:
         self.stream_compared = False
         """Whether the ranks have told each other the stream they give this step, where a framework has them do so."""
         self.asked_for_rows = False
-        """Whether somebody asked which rows of the stream are here, and did not cut them without asking."""
+        """Whether somebody asked which rows of the stream are here, or brought them: see :meth:`note_call`."""
         self.seen = SeenTokens()
         """The streams of integers it saw: see :mod:`flexcp.executor.losses.copied_labels`."""
         self.arena = Arena()
@@ -111,6 +111,7 @@ class Step:
         self._work_lists: WorkLists = {}
         self._chosen: dict[tuple[torch.device, str | None], str] = {}
         self._orders: dict[torch.device, Tensor | None] = {}
+        self._table_streams = TableStreams()
 
     @property
     def cp_size(self) -> int:
@@ -136,7 +137,6 @@ class Step:
         In a tree it is the depth on the path from the root: every answer of a shared question goes on from the
         question.
         """
-        self.asked_for_rows = True
         return self.row_positions
 
     @cached_property
@@ -146,7 +146,7 @@ class Step:
 
     @cached_property
     def row_positions(self) -> Tensor:
-        """:attr:`positions`, for those who do not ask for the user."""
+        """:attr:`positions`, made once."""
         rows = self._rows
         found = (
             row_positions(self.plan, local_stream(self.plan.placement, self.rank))
@@ -230,6 +230,7 @@ class Step:
         zeros where it has pads. Differentiable.
         """
         maps = self._maps(of)
+        self.asked_for_rows = True
         check_rows(moved, "step.restore")
         with self.collectives.checking("step.restore"):
             if len(moved) != len(maps[self.rank]):
@@ -407,7 +408,7 @@ class Step:
 
     def _check_count(self, count: Tensor | float) -> None:
         """Raise for a count that cannot be this rank's: one known to be the batch's, or above this rank's rows."""
-        if self.plan.ranks == 1 or (isinstance(count, Tensor) and not self._may_look_at(count)):
+        if self.plan.ranks == 1 or (isinstance(count, Tensor) and not self.may_look_at(count)):
             return
         rows = int((self.row_tokens >= 0).sum())
         if self.plan.batch.trees:  # a token counts once for each sequence that follows it
@@ -415,24 +416,26 @@ class Step:
         if isinstance(count, CountOfAllRanks) or float(count) > max(1, rows):
             raise ValueError(wrong_count(float(count), rows, self.plan.ranks))
 
-    def _may_look_at(self, x: Tensor) -> bool:
+    def may_look_at(self, x: Tensor) -> bool:
         """Whether the host may read ``x``: a device would have to be waited for,
         which is done in the first step of a group alone.
         """
         return x.device.type == "cpu" or self.collectives.step == 1
 
     def _warn_of_copied_labels(self, labels: Tensor, ignore: int) -> None:
-        if self.seen.done or not self._may_look_at(labels):
+        if self.seen.done or not self.may_look_at(labels):
             return
-        rows = local_stream(self.plan.placement, self.rank)
-        own_cut = self.plan.ranks > 1 and np.array_equal(rows, self._own_cuts()[0])
-        if self.seen.copied(labels, ignore, self.plan.batch, own_cut):
-            warnings.warn(COPIED_LABELS, stacklevel=3)
+        own_cut = self.plan.ranks > 1 and self._cut_by_hand_fits()
+        found = self.seen.copied(labels, ignore, self.plan.batch, own_cut)
+        if found is not None:
+            warnings.warn(found, stacklevel=3)
 
-    def _own_cuts(self) -> list[local_rows.Ints]:
-        """This rank's tokens where its user cuts the stream into contiguous parts, and into zig-zag ones."""
-        cuts = (user_layout(name, self.plan.batch.tokens, self.plan.ranks) for name in ("contiguous", "zigzag"))
-        return [cut[self.rank] for cut in cuts if cut is not None]
+    def _cut_by_hand_fits(self) -> bool:
+        """Whether rows that a user cut himself are the plan's: he said how, or it is the part that everybody cuts."""
+        if self.plan.layout_given:
+            return True
+        cut = self._maps("contiguous")[self.rank]
+        return np.array_equal(local_stream(self.plan.placement, self.rank), cut)
 
     def _check_attended(self, without_attention: bool) -> None:
         if not self.calls and not without_attention:
@@ -442,26 +445,33 @@ class Step:
             )
 
     def note_call(self) -> None:
-        """Count an attention call, and see inside which module it runs."""
+        """Count an attention call, see whether its rows can be the plan's and inside which module it runs."""
         self.calls += 1
         if self.calls == 1:
             self._warn_of_rows_nobody_asked_for()
         self.losses.note_call(first=self.calls == 1)
 
     def _warn_of_rows_nobody_asked_for(self) -> None:
-        """Warn where rows that a user cut himself would fit this rank in number, but not be the plan's:
-        tensors do not show it.
+        """Warn where rows that a user cut himself would fit in number, but not be the plan's: a forgotten ``layout=``.
+
+        No tensor shows which rows it holds, and labels at the ends of documents do not either: next tokens across
+        documents are a way to train. But rows of a plan that places tokens freely can only come from the step, so it is
+        enough to see whether anybody took them there: by ``shard``, ``indices`` or ``restore``, or as rows that the
+        loader or a framework brought. ``positions`` and ``labels`` do not count, because who cuts his rows himself
+        takes those from the step too. Nothing is said where a layout was given, where the plan's rows are the part that
+        everybody cuts, and where this rank's count is one that no cut into equal parts has. Rows may follow the plan
+        without a question, on a later stage of a pipeline or made at random, so it is a warning.
         """
-        if self.plan.ranks == 1 or self.asked_for_rows:
+        if self.plan.ranks == 1 or self.asked_for_rows or self._cut_by_hand_fits():
             return
-        rows = local_stream(self.plan.placement, self.rank)
-        mine = self._own_cuts()
-        if len(rows) == len(mine[0]) and not any(np.array_equal(rows, cut) for cut in mine):
+        counts, tokens, ranks = self.plan.placement.tokens, self.plan.batch.tokens, self.plan.ranks
+        if self.local_tokens in (tokens // ranks, -(-tokens // ranks)) or bool((counts == counts[0]).all()):
             warnings.warn(
-                f"the plan gives rank {self.rank} tokens that are no single part of the stream, and nothing has asked "
-                "this step which: take them by step.shard(stream), and their positions from step.positions; or plan "
-                "with layout='contiguous' where every rank keeps the part it cut itself. Rows that follow the plan all "
-                "the same: ask for step.indices once, before attention",
+                f"the plan gives rank {self.rank} tokens that are not part {self.rank} of {ranks} equal parts of the "
+                "stream, and nothing has asked this step which: take them by step.shard(stream), and their positions "
+                "from step.positions; or plan with layout='contiguous' where every rank keeps the part it cut itself "
+                "('zigzag' or index arrays for other cuts). Rows that follow the plan all the same: ask for "
+                "step.indices once, before attention",
                 stacklevel=2,
             )
 
@@ -479,12 +489,18 @@ class Step:
         key = (mask, backward, kernel, types)
         if key not in self._prepared:
             self._check_backend(types.device)
+        self._table_streams.use(types.device, self.tables)
+        if key not in self._prepared:
             if not self._prepared:
                 recipe = self._recipe
                 self.arena.reserve(self.plan.memory(self.rank).arena if recipe is None else recipe.arena)
             made = self.pass_recipe(mask, backward)
             self._prepared[key] = prepare_program(made, self.plan.shape, kernel, types, self._work_lists)
         return self._prepared[key]
+
+    def tables(self) -> list[Tensor]:
+        """The work lists and index maps that were made so far."""
+        return tables_in(self._prepared, self._work_lists, self._orders)
 
     def prepare(self, device: torch.device | str, kernel: str | None = None) -> None:
         """Make everything attention needs on ``device`` now, for all masks and both directions,

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.library import CustomOpDef  # type: ignore[attr-defined]  # documented, but not in its __all__
 
-from flexcp.executor.kernels import Settings
+from flexcp.executor.kernels import Settings, on_device
 from flexcp.executor.run.message_layout import types_of
 
 
@@ -103,8 +103,8 @@ def register_attention(
     keeps.
     """
     made: Tuples = (Results, Kept) if keeps else (Results,)
-    plain_first = _packing(forward, (Inputs, *numbers))
-    plain_second = _packing(backward, (Gradients, Inputs, *made, *numbers))
+    plain_first = _packing(on_their_device(forward), (Inputs, *numbers))
+    plain_second = _packing(on_their_device(backward), (Gradients, Inputs, *made, *numbers))
     first = _operator(names[0], plain_first, (Inputs, *numbers), sum(len(fields._fields) for fields in made))
     second = _operator(names[1], plain_second, (Gradients, Inputs, *made, *numbers), 4)
     first.register_fake(_packing(_keeping_shapes if keeps else _forward_shapes, (Inputs,)))
@@ -137,6 +137,16 @@ def register_attention(
 
     def call(*given: Any) -> Any:
         return (first if _is_watched(*given[: len(Inputs._fields)]) else Plain.apply)(*given)
+
+    return call
+
+
+def on_their_device(run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run`` with the device of its first tuple's first tensor as the current one."""
+
+    def call(first: Any, *others: Any) -> Any:
+        with on_device(first[0].device):
+            return run(first, *others)
 
     return call
 

@@ -39,6 +39,8 @@ from flexcp.frameworks.huggingface_checks import ValidLabels, check_forwards
 from flexcp.frameworks.shared_batch import IGNORE, Rows, rows_of
 from flexcp.masks import Mask, causal, chunked, window, windowed
 from flexcp.masks.tree import NAME as TREE
+from flexcp.models.config import attention_heads
+from flexcp.models.config_fields import Fields
 from flexcp.plan.positions import refuse_branches
 from flexcp.planner import Planner
 
@@ -154,15 +156,17 @@ def planner(
     model = _inside(model)
     config = _text_config(model)
     dtype = dtype or getattr(model, "dtype", None) or getattr(config, "dtype", None) or "float32"
-    heads = int(config.num_attention_heads)
-    # GPT-BigCode has a switch in the place of a number.
-    kv_heads = int(
-        getattr(config, "num_key_value_heads", None) or (1 if getattr(config, "multi_query", False) else heads)
-    )
+    heads, kv_heads, head_dim = _heads(config)
     if heads % tp or kv_heads % tp:
         raise ValueError(f"{heads} query and {kv_heads} KV heads cannot be split over tp={tp} ranks")
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return Planner(heads // tp, kv_heads // tp, int(head_dim), dtype=str(dtype), cluster=cluster, **options)
+    return Planner(heads // tp, kv_heads // tp, head_dim, dtype=str(dtype), cluster=cluster, **options)
+
+
+def _heads(config: PreTrainedConfig) -> tuple[int, int, int]:
+    """(Query heads, KV heads, head size) of a configuration, by the reader of ``config.json``."""
+    # Transformers knows the usual names of every family's sizes, whatever a file calls them.
+    usual = {name: getattr(config, name) for name in ("num_attention_heads", "hidden_size")}
+    return attention_heads(Fields(type(config).__name__, config.to_dict() | usual, config.model_type))
 
 
 def inputs(tokens: Tensor, step: Step, labels: Tensor | None = None, gradients: Gradients = "summed") -> dict[str, Any]:
@@ -243,7 +247,7 @@ def _refuse_other_streams(step: Step, tokens: Tensor) -> None:
 
 def keywords_of(rows: Rows, valid: int | Tensor, gradients: Gradients) -> dict[str, Any]:
     """Keywords of a model's forward for this rank's rows of a batch with so many ``valid`` labels on all ranks."""
-    divisor = ValidLabels(valid, rows.step, gradients)
+    divisor = ValidLabels(valid, rows.step, gradients, (rows.labels != IGNORE).sum())
     return {
         "input_ids": rows.tokens[None],
         "position_ids": rows.positions[None],

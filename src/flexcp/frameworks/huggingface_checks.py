@@ -18,7 +18,7 @@ from flexcp.executor.losses.averaging import Gradients, share_factor
 from flexcp.executor.step import Step
 from flexcp.frameworks import fsdp, not_used
 from flexcp.frameworks.huggingface_attention import CHUNKED, refuse_counted
-from flexcp.frameworks.shared_batch import lengths_of
+from flexcp.frameworks.shared_batch import IGNORE, lengths_of
 from flexcp.masks import full
 
 _CALLS = "_flexcp_calls"
@@ -55,11 +55,11 @@ class ValidLabels:
     tell. One that was turned on gets the plain number, and is checked after its forward. As an integer it is the
     batch's valid labels, those of all ranks, by which losses of several batches are weighed; under
     ``gradients="averaged"`` the divisor is that / the number of ranks. It adds up, multiplies and divides as that
-    integer does.
+    integer does. ``here`` is how many of them are on this rank, where that is known.
     """
 
-    def __init__(self, valid: int | Tensor, step: Step, gradients: Gradients) -> None:
-        self.valid, self.step, self.gradients = valid, step, gradients
+    def __init__(self, valid: int | Tensor, step: Step, gradients: Gradients, here: Tensor | None = None) -> None:
+        self.valid, self.step, self.gradients, self.here = valid, step, gradients, here
         factor = share_factor(gradients, step.cp_size)
         self.count = valid if factor == 1 else valid / factor
 
@@ -122,6 +122,9 @@ def _refuse_wrong_use(module: nn.Module, arguments: tuple[Any, ...], keywords: d
             "labels out and call step.loss(logits[0], step.labels(tokens)): labels are next tokens, which step.labels "
             "shifts inside documents"
         )
+    if keywords.get("labels") is not None:
+        with step.collectives.checking("the model's forward"):
+            _refuse_other_labels(keywords["labels"], keywords["shift_labels"], keywords.get("num_items_in_batch"), step)
     if keywords.get("labels") is not None and "gradients" in keywords:
         _refuse_other_count(keywords.get("num_items_in_batch"), step, keywords["gradients"])
     if any(full() in mask.rules for mask in step.plan.batch.masks) and any(
@@ -152,6 +155,29 @@ def _refuse_hybrid(module: nn.Module, step: Step) -> None:
     )
 
 
+def _refuse_other_labels(labels: Any, shifted: Any, count: Any, step: Step) -> None:
+    """Raise for labels that the loss passes over, because it reads those that were shifted, or that were not counted.
+
+    Both are the same tensor as ``inputs`` makes them. Values are compared where the host may read them.
+    """
+    if not isinstance(labels, Tensor) or not isinstance(shifted, Tensor) or not step.may_look_at(shifted):
+        return
+    same = labels.data_ptr() == shifted.data_ptr() and labels.shape == shifted.shape
+    if not same and not torch.equal(labels.to(shifted.device), shifted):
+        raise ValueError(
+            "labels are not those in shift_labels, which alone the loss reads beside a step: give labels of your own, "
+            "the stream's, each beside its own token, to flexcp.frameworks.huggingface.inputs(tokens, step, labels), "
+            "which shifts and counts them"
+        )
+    counted = int((shifted != IGNORE).sum())
+    if isinstance(count, ValidLabels) and count.here is not None and int(count.here) != counted:
+        raise ValueError(
+            f"shift_labels has {counted} labels that count on this rank, but num_items_in_batch was made for "
+            f"{int(count.here)} here: give labels of your own to "
+            "flexcp.frameworks.huggingface.inputs(tokens, step, labels), which counts them"
+        )
+
+
 def _refuse_other_count(count: Any, step: Step, gradients: Gradients) -> None:
     """Raise for a number of labels that is not the one made with the labels,
     where that one also holds how gradients are reduced.
@@ -168,7 +194,10 @@ def _refuse_other_count(count: Any, step: Step, gradients: Gradients) -> None:
 def _with_a_row(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """On a rank without a token a row that nobody sees, in the place of none: models cannot shape an empty one."""
     step = keywords.get("step")
-    if not isinstance(step, Step) or step.local_tokens or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return None
+    setattr(module, _ROW, False)  # an earlier forward may have ended in an exception
+    if not isinstance(step, Step) or step.local_tokens:
         return None
     made = [_one_row(x) for x in arguments], {name: _one_row(x) for name, x in keywords.items()}
     if all(a is b for a, b in zip(made[0], arguments, strict=True)) and all(

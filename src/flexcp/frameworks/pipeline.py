@@ -58,6 +58,7 @@ class PlannedMicroBatches:
         self.steps = [bind(plan, group) for _, plan in parts]
         for step in self.steps:
             step.losses.said = True  # by the last stage: see :meth:`loss`
+            step.asked_for_rows = True  # by the first stage: see :meth:`shard`
 
     def __len__(self) -> int:
         return len(self.steps)

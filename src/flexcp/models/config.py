@@ -19,7 +19,7 @@ from typing import Any
 from flexcp.cost import Model
 from flexcp.io.json_files import json_line
 from flexcp.models.config_fields import NUMBERS, Fields
-from flexcp.models.families import FAMILIES, REFUSED, Family
+from flexcp.models.families import FAMILIES, REFUSED, UNNAMED, Family
 from flexcp.models.feed_forwards import feed_forwards
 from flexcp.models.layer_windows import layer_windows
 from flexcp.models.preset import Preset
@@ -68,8 +68,8 @@ def config_values(path: Path) -> Mapping[str, Any]:
 def _preset(fields: Fields, place: str) -> Preset:
     """Everything, put together."""
     family = _family(fields)
-    heads, hidden, layers = (fields.need(names) for names in SIZES[family.sizes])
-    head_dim, kv_heads = _head_dim(fields, family, hidden, heads), _kv_heads(fields, family, heads)
+    heads, kv_heads, head_dim = attention_heads(fields, family)
+    _, hidden, layers = (fields.need(names) for names in SIZES[family.sizes])
     width, active, experts = feed_forwards(fields, family, hidden, layers)
     try:
         shape = Shape(heads, kv_heads, head_dim, head_dim, _dtype(fields))
@@ -78,6 +78,16 @@ def _preset(fields: Fields, place: str) -> Preset:
     model = Model(_name(fields, place), hidden, layers, width, active)
     windows, tied = layer_windows(fields, family, layers), fields.switch("tie_word_embeddings", family.tied)
     return Preset(model, shape, fields.need(["vocab_size"]), experts, windows, tied)
+
+
+def attention_heads(fields: Fields, family: Family | None = None) -> tuple[int, int, int]:
+    """(query heads, KV heads, head size), as models of the type read them; without ``family`` that of the fields.
+
+    A type that is not known here is read by the names that families share.
+    """
+    family = family or FAMILIES.get(fields.family, UNNAMED)
+    heads, hidden = (fields.need(names) for names in SIZES[family.sizes][:2])
+    return heads, _kv_heads(fields, family, heads), _head_dim(fields, family, hidden, heads)
 
 
 def _family(fields: Fields) -> Family:

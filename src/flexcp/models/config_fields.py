@@ -1,4 +1,5 @@
-"""Fields of one ``config.json``: whole numbers, switches, and errors that name the file, the field and the way out.
+"""Fields of one ``config.json``, or of a configuration in memory: whole numbers, switches, and errors that name
+the file, the field and the way out.
 
 A quantity has several names in Transformers, and each family reads its own: :meth:`Fields.read` takes those, and
 refuses a file that gives the quantity under a name that the family passes over with another value.
@@ -25,7 +26,7 @@ NUMBERS = "describe the model with --heads, --kv-heads, --head-dim, --hidden and
 class Fields:
     """What a file holds, for a family of models."""
 
-    def __init__(self, file: Path, config: Mapping[str, Any], family: str) -> None:
+    def __init__(self, file: Path | str, config: Mapping[str, Any], family: str) -> None:
         self.file, self.config, self.family = file, config, family
 
     def count(self, name: str) -> int | None:

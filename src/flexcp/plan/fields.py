@@ -6,9 +6,9 @@ it is, and where the file has the value elsewhere: document lengths and the rule
 
 A new field is a new row here, a field of ``Plan`` or ``Placement``, and its use in ``_plan`` of
 :mod:`flexcp.plan.file`. What a file of a version holds never changes, and a file without one of its version's fields is
-refused. So a new field raises ``VERSION`` there, files of earlier versions, which lack it, are read with the value that
-means "as before", and the new field stays out of the hash where it has that value (as ``keys_kept`` does), so that old
-plans keep theirs. A test reads a kept file of each earlier version.
+refused. So a new field raises ``VERSION`` there and names it as ``since``, files of earlier versions, which lack it,
+are read with the value that means "as before", and the new field stays out of the hash where it has that value (as
+``keys_kept`` does), so that old plans keep theirs. A test reads a kept file of each earlier version.
 """
 
 from __future__ import annotations
@@ -31,13 +31,16 @@ MAX_RANKS = 1 << 14
 
 
 class Fact(NamedTuple):
-    """A field: its JSON value in the header and in the file (None: it is not there),
-    and the value of what a file says.
+    """A field: its JSON value in the header and in the file (None: it is not there), and the value of what a file says.
+
+    Files have it since version ``since``; earlier ones are read as if they said ``before``.
     """
 
     hashed: Callable[[Plan], Any] | None
     saved: Callable[[Plan], Any] | None
     read: Callable[[Any], Any] | None
+    since: int = 1
+    before: Any = None
 
 
 def header(plan: Plan) -> dict[str, Any]:
@@ -55,10 +58,14 @@ def saved_facts(plan: Plan) -> dict[str, Any]:
     return {name: fact.saved(plan) for name, fact in FACTS.items() if fact.saved}
 
 
-def read_facts(given: Any) -> dict[str, Any]:
-    """The values of the fields of a plan file; raises KeyError with the name of a field that is missing."""
+def read_facts(given: Any, version: int) -> dict[str, Any]:
+    """The values of the fields of a plan file of this version; raises KeyError with the name of a missing one."""
     given = mapping(given, "the facts")
-    return {name: fact.read(given[name]) for name, fact in FACTS.items() if fact.read}
+    return {
+        name: fact.read(given[name]) if version >= fact.since else fact.before
+        for name, fact in FACTS.items()
+        if fact.read
+    }
 
 
 def different_rules(plan: Plan) -> list[Mask]:
@@ -158,6 +165,10 @@ FACTS: dict[str, Fact] = {
     ),
     "lengths": Fact(lambda plan: plan.batch.lengths.tolist(), None, None),
     "note": Fact(None, lambda plan: plan.placement.note, lambda given: text(given, "the note")),
+    # Files that do not say it are not doubted: whoever runs their plans is not warned of rows that he cut himself.
+    "layout_given": Fact(
+        None, lambda plan: plan.layout_given, lambda given: flag(given, "layout_given"), since=4, before=True
+    ),
     "pads": Fact(
         lambda plan: plan.placement.pads, lambda plan: plan.placement.pads, lambda given: integer(given, "pads")
     ),

@@ -16,7 +16,7 @@ Whether such a plan also computes the right thing is what ``plan.check()`` finds
 
 What a version's file holds never changes; another layout is another version, and a reader refuses versions it does not
 know. Version 1 had no tables of execution, and its hash did not cover them: such a plan is executed as all plans were
-then. Version 2 had no trees.
+then. Version 2 had no trees, and version 3 did not say whether a user had given the layout.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SomeTable = TypeVar("SomeTable", bound=Table)
 
 TREE = "tree"
 MAGIC = b"\x8fflexcp\n"
-VERSION, OLDEST = 3, 1
+VERSION, OLDEST = 4, 1
 _PREFIX = struct.Struct("<8sIQQ16s")
 
 ROOM = 4 << 20
@@ -180,7 +180,7 @@ def load_plan(data: bytes) -> Plan:
             raise ValueError(f"{facts_size} bytes of facts are more than a file of this size may hold")
         # Decoded here: json would guess the encoding of bytes, and load a codec for it.
         text = body[8 : 8 + facts_size].decode("utf-8")
-        facts = read_facts(json.loads(text, parse_int=small_integer, parse_constant=refuse_constant))
+        facts = read_facts(json.loads(text, parse_int=small_integer, parse_constant=refuse_constant), version)
         plan = _plan(facts, Reader(body[8 + facts_size :], room), version)
         promised, found = facts["hash"], plan.hash if version > 1 else version_1_hash(plan)
     except BROKEN as error:
@@ -264,7 +264,7 @@ def _plan(facts: Mapping[str, Any], reader: Reader, version: int) -> Plan:
     _check_placement(placement, shape)
     for program in made:
         _check_program(program, placement, shape)
-    return Plan(shape, cluster, facts["cost"], facts["strategy"], placement, programs)
+    return Plan(shape, cluster, facts["cost"], facts["strategy"], placement, programs, facts["layout_given"])
 
 
 def _as_before(stages: int, reader: Reader) -> Execution:

@@ -17,9 +17,13 @@ for its whole life. Sizes are multiples of 128 bytes, so every tensor begins whe
 
 The executor lays its buffer out by :func:`arena_layout`, so the arena is exactly as large as :func:`plan_memory` says.
 Outside it are the rank's own tensors: those that autograd keeps for the backward (received keys among them where the
-plan keeps those), and the results of a pass before they are returned. LSE and delta of own rows count 8 bytes a number,
-what a CPU uses; a GPU uses 4. Not counted: index maps and work lists (about 8 bytes per token and direction) and the
-tiles of CPU kernels.
+plan keeps those), the results of a pass before they are returned, and what passes through a backward: the output's
+gradient and the first gradient that is rounded while the sums are still there. LSE and delta of own rows count 8 bytes
+a number, what a CPU uses; a GPU uses 4. Index maps and work lists are estimated, :data:`TABLE_BYTES` a row.
+
+Kernels differ where a rank needs nobody: some write dq once and rounded, others add it up in float32. Without a
+kernel's name the larger is counted. Not counted: the tiles of CPU kernels, and what the communication library takes for
+itself.
 """
 
 from __future__ import annotations
@@ -31,6 +35,8 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
+from flexcp.arrays.intervals import united
+from flexcp.masks import Q0, Q1, trim
 from flexcp.plan.placement import Placement
 from flexcp.plan.plan import Plan
 from flexcp.plan.program import Transfers
@@ -45,6 +51,12 @@ STATISTICS_BYTES = 8
 """LSE and delta of own rows, and an LSE while it accumulates."""
 SCRATCH_BYTES = 4096
 """A kernel's scratch beyond its two numbers per row and head."""
+TABLE_BYTES = 16
+"""Index maps and work lists, for each row of a shelf and mask: tiles of both directions, and where a row that moves
+lies.
+"""
+WRITES_DQ_ONCE = ("triton", "hopper")
+"""Kernels that write the dq of a rank that needs nobody in the model's dtype, with no sum of float32 beside it."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +66,9 @@ class Memory:
     ``forward`` and ``backward`` are the arena of one layer, the larger over masks; one arena serves all layers.
     ``saved`` is what autograd keeps of one layer for its backward: q, k, v, output and LSE. ``kept_keys`` is what the
     plan keeps of received keys, all layers together. ``results`` is the most a pass holds of own results before they
-    are returned, with copies of tokens whose local order is not the stream's; ``scratch`` what a GPU kernel takes
-    beside.
+    are returned, with copies of tokens whose local order is not the stream's; ``gradients`` what passes through a
+    backward beside them: the output's gradient, and the one that is being rounded. ``scratch`` is what a GPU kernel
+    takes beside, ``tables`` an estimate of index maps and work lists.
     """
 
     rank: int
@@ -65,7 +78,9 @@ class Memory:
     saved: int
     kept_keys: int
     results: int
+    gradients: int
     scratch: int
+    tables: int
 
     @property
     def arena(self) -> int:
@@ -75,7 +90,12 @@ class Memory:
     @property
     def total(self) -> int:
         """All layers of a model that recomputes nothing."""
-        return self.arena + self.layers * self.saved + self.kept_keys + self.results + self.scratch
+        return self.arena + self.layers * self.saved + self.kept_keys + self.in_a_pass
+
+    @property
+    def in_a_pass(self) -> int:
+        """What is there during a pass only, outside the arena, and the tables of all of them."""
+        return self.results + self.gradients + self.scratch + self.tables
 
 
 @dataclass(frozen=True)
@@ -90,8 +110,8 @@ class Layout:
     offsets: dict[tuple[str | int, ...], int]
 
 
-def plan_memory(plan: Plan, rank: int) -> Memory:
-    """What ``rank`` needs."""
+def plan_memory(plan: Plan, rank: int, kernel: str | None = None) -> Memory:
+    """What ``rank`` needs, with this kernel; without a name, with any."""
     if not 0 <= rank < plan.ranks:
         raise ValueError(f"rank {rank} does not exist: the plan has ranks 0..{plan.ranks - 1}")
     numbers = range(len(plan.programs))
@@ -101,8 +121,13 @@ def plan_memory(plan: Plan, rank: int) -> Memory:
     tokens, shape = int(plan.placement.tokens[rank]), plan.shape
     rows = max(_most_rows(plan, rank, mask) for mask in numbers)
     scratch = 8 * rows + SCRATCH_BYTES if rows else 0
-    saved, results = tokens * _saved(shape), tokens * _results(shape, _in_stream_order(plan.placement, rank))
-    return Memory(rank, layers, forward, backward, saved, kept, results, scratch)
+    once = kernel in WRITES_DQ_ONCE and all(_needs_nobody(plan, rank, mask) for mask in numbers)
+    in_order = _in_stream_order(plan.placement, rank)
+    results = tokens * _results(shape, in_order, once)
+    gradients = tokens * _passing_gradients(shape, in_order, once)
+    tables = TABLE_BYTES * sum(tokens + _arriving_rows(plan, rank, mask) for mask in numbers)
+    saved = tokens * _saved(shape)
+    return Memory(rank, layers, forward, backward, saved, kept, results, gradients, scratch, tables)
 
 
 def arena_layout(plan: Plan, rank: int, mask: int, backward: bool) -> Layout:
@@ -288,15 +313,50 @@ def _saved(shape: Shape) -> int:
     return wide * shape.element_bytes + shape.heads * STATISTICS_BYTES
 
 
-def _results(shape: Shape, in_order: bool) -> int:
-    """Bytes of a token's results before they are returned, in the direction that holds more."""
+def _results(shape: Shape, in_order: bool, once: bool) -> int:
+    """Bytes of a token's results before they are returned, in the direction that holds more; ``once``: dq is never a
+    sum.
+    """
     e, acc, h, d, dv = shape.element_bytes, shape.accumulator_bytes, shape.heads, shape.head_dim, shape.v_head_dim
-    out = h * dv * acc if e != acc else 0  # else the output that is returned is where it accumulated
-    grads = (h * d + shape.kv_heads * (d + dv)) * acc + h * STATISTICS_BYTES
+    out = h * dv * acc if e != acc and not once else 0  # else the output that is returned is where it accumulated
+    grads = (h * d * (not once) + shape.kv_heads * (d + dv)) * acc + h * STATISTICS_BYTES
     if not in_order:
         inputs = (h * d + shape.kv_heads * (d + dv)) * e
         out, grads = out + inputs, grads + inputs + h * dv * e + 2 * h * STATISTICS_BYTES
     return max(out, grads)
+
+
+def _passing_gradients(shape: Shape, in_order: bool, once: bool) -> int:
+    """Bytes of a token's gradient of the output, and of what is rounded while sums are still there.
+
+    Copies in stream order are gone by then, and were larger.
+    """
+    e, h, d, dv = shape.element_bytes, shape.heads, shape.head_dim, shape.v_head_dim
+    rounds = e != shape.accumulator_bytes
+    dq = h * d * e if once or (rounds and in_order) else 0
+    return h * dv * e + dq + (shape.kv_heads * max(d, dv) * e if once and rounds else 0)
+
+
+def _needs_nobody(plan: Plan, rank: int, mask: int) -> bool:
+    """Whether a rank neither sends nor receives anything, and each of its rows sees a key."""
+    if any(((p.transfers.source == rank) | (p.transfers.target == rank)).any() for p in plan.programs[mask]):
+        return False
+    return _all_rows_see(plan, mask)
+
+
+def _all_rows_see(plan: Plan, mask: int) -> bool:
+    """Whether every row of the batch sees a key; a pad does not."""
+    batch, layer = plan.batch, plan.batch.masks[mask]
+    slices = trim(layer.slices)
+    document = np.repeat(np.arange(batch.documents), np.diff(layer.first))
+    some = slices[:, Q0] < slices[:, Q1]
+    _, start, stop = united(document[some], slices[some, Q0], slices[some, Q1])
+    return plan.placement.pads == 0 and int((stop - start).sum()) == batch.tokens
+
+
+def _arriving_rows(plan: Plan, rank: int, mask: int) -> int:
+    inputs = [pass_inputs(plan, mask, backward) for backward in (False, True)]
+    return int(sum((t.stop - t.start)[t.target == rank].sum() for t in inputs))
 
 
 def _in_stream_order(placement: Placement, rank: int) -> bool:

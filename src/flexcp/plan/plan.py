@@ -49,8 +49,9 @@ class Plan:
     """One batch, planned: immutable, hashable, printable, the same on every rank.
 
     ``programs[m]`` is (forward, backward) of the batch's m-th mask. ``requested`` is the strategy that was asked for,
-    ``strategy`` the one that placed the batch: they differ where ``auto`` was asked. ``print(plan)`` shows a picture of
-    who computes what; ``repr(plan)`` and f-strings are one line, for logs.
+    ``strategy`` the one that placed the batch: they differ where ``auto`` was asked. ``layout_given`` says that the
+    user fixed who keeps which tokens; like notes it is no part of the hash, because what runs is the same.
+    ``print(plan)`` shows a picture of who computes what; ``repr(plan)`` and f-strings are one line, for logs.
     """
 
     shape: Shape
@@ -59,6 +60,7 @@ class Plan:
     requested: str
     placement: Placement
     programs: tuple[tuple[Program, Program], ...]
+    layout_given: bool = False
 
     @property
     def batch(self) -> Batch:
@@ -70,9 +72,13 @@ class Plan:
 
     @property
     def strategy(self) -> str:
-        """The strategy that placed the batch, with its degree where it has one:
-        what ``auto`` chose, or the one that was asked for.
+        """The strategy that placed the batch, with its degree where it has one: what ``auto`` chose, or what was asked.
+
+        ``usp`` without degrees chooses them by heads and nodes, so they are named: tensor parallelism changes both.
         """
+        if self.requested == "usp" and self.placement.traffic.groups:
+            grid = self.placement.traffic.groups[0]
+            return f"usp:{len(grid[0])},{len(grid)}"
         if self.requested != "auto":
             return self.requested
         return self.placement.note.split(": ")[0].split(" (")[0] or self.requested
@@ -171,11 +177,14 @@ class Plan:
     def _rounds(self) -> dict[tuple[int, bool, int | None, int | None], Rounds]:
         return {}
 
-    def memory(self, rank: int) -> Memory:
-        """What attention needs on ``rank``, in bytes, before anything is allocated (:mod:`flexcp.plan.memory`)."""
+    def memory(self, rank: int, kernel: str | None = None) -> Memory:
+        """What attention needs on ``rank``, in bytes, before anything is allocated (:mod:`flexcp.plan.memory`).
+
+        With the name of a kernel (``step.kernels``) it is what that one needs, without whichever needs most.
+        """
         from flexcp.plan.memory import plan_memory
 
-        return plan_memory(self, rank)
+        return plan_memory(self, rank, kernel)
 
     def explain(self) -> str:
         """One line: the strategy, and where ``auto`` was asked what it took, over what, and by how much, simulated."""

@@ -22,7 +22,7 @@ MANY = "*"
 
 def label(plan: Plan) -> str:
     """The strategy for headings: ``blocks``, or ``auto: blocks`` where ``auto`` was asked for and chose it."""
-    return plan.strategy if plan.strategy == plan.requested else f"{plan.requested}: {plan.strategy}"
+    return f"auto: {plan.strategy}" if plan.requested == "auto" else plan.strategy
 
 
 def one_line(plan: Plan) -> str:

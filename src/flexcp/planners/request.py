@@ -114,7 +114,7 @@ def refuse_over_memory(request: Request, plan: Plan) -> None:
         kept = f" + {most.kept_keys} of kept keys" if most.kept_keys else ""
         raise Refused(
             f"attention needs {most.total} bytes on rank {most.rank} (arena {most.arena} + {most.layers} layers x "
-            f"{most.saved} saved for the backward{kept} + {most.results + most.scratch} in a pass), over "
+            f"{most.saved} saved for the backward{kept} + {most.in_a_pass} in a pass), over "
             f"max_memory_per_rank={cap}; raise the cap, {'lower keep_kv, ' if most.kept_keys else ''}use more ranks, "
             "another strategy, or smaller micro-batches"
         )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from flexcp.data.lengths import parse_lengths
+from flexcp.data.lengths import JSONL, parse_lengths
 from flexcp.io.json_files import json_line
 
 FIELDS = ("input_ids", "tokens", "text", "content", "length")
@@ -26,7 +26,7 @@ def document_lengths(
         rows = ((f"{text}, row {number}", row) for number, row in enumerate(_dataset(text)))
         return _lengths(rows, text, field, _counter(tokenizer), tell)
     path = Path(text.removeprefix("@"))
-    if path.suffix in (".jsonl", ".ndjson"):
+    if path.suffix in JSONL:
         return _lengths(_lines(path), str(path), field, _counter(tokenizer), tell)
     if tokenizer is not None or field is not None:
         raise ValueError(f"--tokenizer and --field are for .jsonl files and hf: data sets; {text!r} is neither")
@@ -71,7 +71,7 @@ def _length(record: Any, where: str, field: str | None, count: Count | None) -> 
 
 def _lines(path: Path) -> Iterable[tuple[str, Any]]:
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     place = f"{path}, line {number}"

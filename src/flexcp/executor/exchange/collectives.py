@@ -44,6 +44,11 @@ class Occasion:
         """As :meth:`flexcp.executor.exchange.transports.PassLabel.tag`, apart from all passes."""
         return packed_tag(((1, 1), (self.step, 5), (self.number, 10), (zlib.crc32(self.place.encode()), 15)))
 
+    @property
+    def stamp(self) -> int:
+        """As :meth:`flexcp.executor.exchange.transports.PassLabel.stamp`, apart from all passes."""
+        return packed_tag(((1, 1), (self.step, 14), (self.number, 16), (zlib.crc32(self.place.encode()), 32)))
+
     def where(self, stage: int) -> str:
         """For an error."""
         return str(self)

@@ -15,7 +15,10 @@ call of NCCL's is over when all its transfers are, and CPU ranks do the same.
 
 On a device (NCCL) the calls of a stage are queued one after the other and nothing waits on the host: a handle's
 ``wait()`` only orders the current stream after the transfer, and memory is kept until then, so the allocator may reuse
-it in stream order. Who is late is NCCL's own watchdog's to say.
+it in stream order. Who is late is NCCL's own watchdog's to say. NCCL has no tags, so the first message of a pass to a
+peer is preceded by a *stamp*, 8 bytes that say which pass it is. The device compares the stamps of a stage with its own
+pass before anything reads what came, and stops at an assertion where they differ: ranks that make different calls of
+the same sizes never compute with each other's bytes. The host hears of it at its next synchronisation.
 
 On the host (gloo) the transport's own thread moves the bytes of a call while this one computes. Where a stage has
 several calls, a thread of ours waits for each before it posts the next. Every wait has a time limit; one that fails
@@ -55,6 +58,10 @@ class Subject(Protocol):
     def tag(self, stage: int, call: int) -> int:
         """What tells messages apart."""
 
+    @property
+    def stamp(self) -> int:
+        """What tells passes apart, in 63 bits."""
+
     def where(self, stage: int) -> str:
         """What an error says of a stage."""
 
@@ -82,6 +89,11 @@ class PassLabel:
         """31 bits in which passes, masks, directions, stages and calls differ from their neighbours."""
         widths = ((0, 1), (self.step, 5), (self.number, 10), (self.backward, 1), (self.mask, 3), (stage, 7), (call, 4))
         return packed_tag(widths)
+
+    @property
+    def stamp(self) -> int:
+        """Step, pass, direction and mask."""
+        return packed_tag(((0, 1), (self.step, 24), (self.number, 28), (self.backward, 1), (self.mask, 9)))
 
     def where(self, stage: int) -> str:
         """For an error."""
@@ -158,13 +170,17 @@ class DeviceExchange(Exchange):
         super().__init__(wire, this, calls)
         self._receiving: dict[int, list[dist.Work]] = {}
         self._sending: list[tuple[dist.Work, Tensor]] = []
+        self._stamps: dict[int, list[Tensor]] = {}
+        self._own_stamps: list[Tensor] = []
+        self._stamped: tuple[set[int], set[int]] = (set(), set())
 
     def post(self, stage: int, sends: Buffers, receives: Buffers) -> None:
         self._arriving[stage] = receives
         posted = self._receiving.setdefault(stage, [])
         out, into = dict(sends.messages), dict(receives.messages)
         for call in self.calls[stage]:
-            operations = [self._operation(dist.irecv, into, part) for part in call.receives]
+            operations = self._stamp(stage, call, next(iter((into or out).values())).device)
+            operations += [self._operation(dist.irecv, into, part) for part in call.receives]
             operations += [self._operation(dist.isend, out, part) for part in call.sends]
             for part in call.sends:
                 self.wire.sent[part.peer] += part.stop - part.start
@@ -178,19 +194,44 @@ class DeviceExchange(Exchange):
     def arrived(self, stage: int) -> Buffers | None:
         for work in self._receiving.pop(stage, []):
             work.wait()
+        for stamps in self._stamps.pop(stage, []):
+            torch._assert_async((stamps == self.this.stamp).all(), self._mixed_up(stage))
         return self._arriving.pop(stage, None)
 
     def finish(self) -> None:
         for work, _ in self._sending:
             work.wait()
-        self._sending = []
+        self._sending, self._own_stamps = [], []
+
+    def _stamp(self, stage: int, call: Call, device: torch.device) -> list[dist.P2POp]:
+        """Stamps to and from the peers of a call that had none in this pass."""
+        new: list[list[int]] = []
+        for side, done in zip((call.receives, call.sends), self._stamped, strict=True):
+            new.append([peer for peer in dict.fromkeys(part.peer for part in side) if peer not in done])
+            done.update(new[-1])
+        from_, to = new
+        operations = []
+        if from_:
+            arriving = torch.empty(len(from_), dtype=torch.int64, device=device)
+            self._stamps.setdefault(stage, []).append(arriving)
+            operations += [self._point(dist.irecv, arriving[i : i + 1], peer) for i, peer in enumerate(from_)]
+        if to:
+            mine = torch.full((1,), self.this.stamp, dtype=torch.int64, device=device)
+            self._own_stamps.append(mine)
+            operations += [self._point(dist.isend, mine, peer) for peer in to]
+        return operations
+
+    def _mixed_up(self, stage: int) -> str:
+        """What the device says when it stops, in the 255 characters it has."""
+        return f"flexcp: ranks are out of step: messages of another call arrived in {self.this.where(stage)}"[:255]
+
+    def _point(self, kind: Callable[..., dist.Work | None], message: Tensor, peer: int) -> dist.P2POp:
+        return dist.P2POp(kind, message, group=self.wire.group, group_peer=peer)
 
     def _operation(
         self, kind: Callable[..., dist.Work | None], messages: dict[int, Tensor], part: MessageRange
     ) -> dist.P2POp:
-        return dist.P2POp(
-            kind, messages[part.peer][part.start : part.stop], group=self.wire.group, group_peer=part.peer
-        )
+        return self._point(kind, messages[part.peer][part.start : part.stop], part.peer)
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -123,6 +124,13 @@ def uploaded(array: NDArray[Any], device: torch.device) -> Tensor:
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """With ``device`` as the current one: Triton launches on the current device and its stream, wherever its arguments
+    are.
+    """
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @cache

@@ -3,7 +3,9 @@
 Every rank holds a share of one loss, so gradients belong summed over the ranks of a step. Data parallel wrappers
 average them, which is right for a loss that was multiplied by the number of ranks (``gradients="averaged"``) and
 1/ranks of the gradient for one that was not. DistributedDataParallel says which module's forward is running, FSDP2
-keeps a state of each module it shards, and attention runs inside them, so the mistake can be named.
+keeps a state of each module it shards, and attention runs inside them, so the mistake can be named. A forward that
+ended in an exception stays in FSDP2's state for good, so the modules that attention is called from are looked for among
+the callers too.
 
 A forward whose gradients stay on their rank (``no_sync``) is not averaged by DDP, and a communication hook of the
 user's own does what its author wants; torch's own hooks average.
@@ -21,11 +23,13 @@ what it does not know.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 from typing import Any, Literal
 
 import numpy as np
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from flexcp.plan.placement import Placement
@@ -97,13 +101,37 @@ def fsdp_reduction(param_groups: Iterable[Any], group: dist.ProcessGroup) -> tup
 
 
 def running_fsdp_modules() -> list[FsdpModule]:
-    """FSDP2's modules whose forward is running."""
+    """FSDP2's modules whose forward is running: those that say so, of models of which a module is among the callers.
+
+    Modules that are compiled as one with their model are not among the callers by themselves.
+    """
     # Names of torch's own: a release without them loses this check, not its attention. Modules of which nobody imported
     # FSDP2 have none.
     known = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", None)
-    return [
-        m for m in (known or {}).values() if getattr(getattr(m(), "_training_state", None), "name", "") == "FORWARD"
+    found = [
+        (module, state)
+        for module, state in (known or {}).items()
+        if getattr(getattr(state(), "_training_state", None), "name", "") == "FORWARD"
     ]
+    if not found:
+        return []
+    callers = {id(module) for module in _calling_modules()}
+    running = {id(_model_of(state)) for module, state in found if id(module) in callers}
+    return [state for _, state in found if id(_model_of(state)) in running]
+
+
+def _model_of(state: FsdpModule) -> Any:
+    """What FSDP2's modules of one model share, or the module's own state in a release that shares nothing."""
+    return getattr(state(), "_state_ctx", state())
+
+
+def _calling_modules() -> Iterator[nn.Module]:
+    """The modules whose methods are running in this thread."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_varnames[:1] == ("self",) and isinstance(caller := frame.f_locals.get("self"), nn.Module):
+            yield caller
+        frame = frame.f_back
 
 
 def reduction_of(modules: Iterable[FsdpModule], group: dist.ProcessGroup | None) -> tuple[str | None, str | None]:

@@ -7,7 +7,8 @@ wherever they count are a mistake. Inputs that were corrupted on purpose differ 
 Ids that an adapter or the loader told are known to be ids. Of streams that were only sharded it is guessed: one that
 was sharded twice with the same values was once ids and once labels, unless it holds the successors of another stream,
 or numbers below 0, which are no ids; and one that is all that was ever sharded must have been the model's input, unless
-this rank could have taken its input otherwise.
+this rank could have taken its input otherwise. Where it was not, the input is not the plan's rows, which is as wrong,
+so that warning names both.
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ WARNING = (
     "the labels of this loss are the tokens themselves: step.loss shifts nothing, so the model learns to repeat what "
     "it is given. Labels are each token's successor in its document: take step.labels(tokens), or shard labels that "
     "were shifted before"
+)
+INPUT_FROM_ELSEWHERE = (
+    ". Nothing else was sharded by this step: where these labels were shifted before, the model's input is not the "
+    "plan's rows. Take it by step.shard too, or plan with layout='contiguous' where every rank keeps the part of the "
+    "stream that it cut itself"
 )
 NONE = -1
 
@@ -62,27 +68,27 @@ class SeenTokens:
         """Note that rows may have been taken by their numbers."""
         self._others = True
 
-    def copied(self, labels: Tensor, ignore: int, batch: Batch, own_cut: bool) -> bool:
-        """Whether labels are the tokens; ``own_cut`` says that this rank could have cut its input without asking the
-        step.
-        """
+    def copied(self, labels: Tensor, ignore: int, batch: Batch, own_cut: bool) -> str | None:
+        """What to warn of where labels are the tokens; ``own_cut``: this rank could have cut its input itself."""
         ids, sharded, others = self._ids, self._sharded, self._others
         self.done, self._ids, self._sharded = True, None, []
         counted = (labels != ignore).cpu()
         kept = labels.cpu()[counted]
         if len(kept) < 2 or bool((kept == kept[0]).all()):
-            return False
+            return None
 
         def equal(rows: Tensor) -> bool:
             return len(rows) == len(labels) and bool((rows.cpu()[counted] == kept).all())
 
         if ids is not None:
-            return equal(ids)
+            return WARNING if equal(ids) else None
         same = [seen for seen in sharded if equal(seen.rows) and not bool((seen.stream < 0).any())]
         rest = [seen for seen in sharded if not equal(seen.rows)]
         if len(same) > 1:
-            return not any(_follows(same[0].stream.cpu(), seen.stream.cpu(), batch) for seen in rest)
-        return len(same) == 1 and not rest and not others and not own_cut
+            shifted = any(_follows(same[0].stream.cpu(), seen.stream.cpu(), batch) for seen in rest)
+            return None if shifted else WARNING
+        alone = len(same) == 1 and not rest and not others and not own_cut
+        return WARNING + INPUT_FROM_ELSEWHERE if alone else None
 
 
 def _follows(labels: Tensor, tokens: Tensor, batch: Batch) -> bool:

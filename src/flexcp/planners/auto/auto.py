@@ -112,6 +112,8 @@ class _Simulated:
     ns: int
     order: int
     analysis: list[MaskAnalysis] | None
+    other_stages: tuple[str, ...] = ()
+    """Passes that are cut into other stages than the strategy by itself has."""
 
     @property
     def name(self) -> str:
@@ -229,7 +231,8 @@ class _Search:
             plan = self._planned(_Placed(best.candidate, best.plan.placement, best.ns, others))
             ns = step_ns(plan, self.request.training)
             if ns < best.ns:
-                self.best = replace(best, plan=plan, ns=ns, analysis=others)
+                ways = (*best.other_stages, "backward" if backward else "forward")
+                self.best = replace(best, plan=plan, ns=ns, analysis=others, other_stages=ways)
                 self.simulated[self.simulated.index(best)] = self.best
 
     def _is_too_long(self, ns: int) -> bool:
@@ -245,7 +248,7 @@ class _Search:
     def words(self) -> str:
         """What was taken, over what, by how much."""
         assert self.best is not None
-        best, own = self.best, self.best.plan.placement.note
+        best, own = self.best, self._own_words(self.best)
         others = sorted((s for s in self.simulated if s is not best), key=lambda s: s.ns)
         said = []
         for dealing in ("", "tokens", "load"):
@@ -267,6 +270,13 @@ class _Search:
         why = "; ".join(text for _, text in sorted(said)) or "the only one that can run here"
         time = f"{milliseconds(best.ns)} ms a step simulated"
         return f"{best.name}{f' ({own})' if own else ''}: {time}; {why} ({self._step_words()})"
+
+    @staticmethod
+    def _own_words(best: _Simulated) -> str:
+        """What the planner said of the placement, and how the plan differs from that of the strategy by itself."""
+        stages = " and ".join(best.other_stages)
+        other = f"{stages} in other stages than --strategy {best.name} has" if stages else ""
+        return "; ".join(filter(None, (best.plan.placement.note, other)))
 
     def _step_words(self) -> str:
         """What the times are of: whoever reads another time

@@ -230,13 +230,13 @@ def _joined(pieces: Pieces) -> Pieces:
 
 
 def _note(placement: Placement, settings: Settings) -> str:
-    """How many ranks documents have."""
+    """The settings, as ``groups:`` takes them, and how many ranks documents have."""
     regions = placement.regions[0]
     computed = np.unique(regions.document * placement.ranks + regions.rank)
     ranks = np.bincount(computed // placement.ranks, minlength=placement.batch.documents)
     degrees = Counter(int(n) for n in ranks if n > 1)
     whole = f"{int((ranks == 1).sum())} of {len(ranks)} documents on one rank"
     if not degrees:
-        return f"teams of {settings.team}: {whole}"
+        return f"{settings}: {whole}"
     listed = ", ".join(f"{count} x {n}" if count > 1 else str(n) for n, count in sorted(degrees.items(), reverse=True))
-    return f"teams of {settings.team}: {whole}, others on {listed} ranks"
+    return f"{settings}: {whole}, others on {listed} ranks"
