@@ -143,7 +143,7 @@ def test_labels_that_are_already_shifted_are_refused() -> None:
     step = bound()
     shifted = step.labels(TOKENS)[step.indices.argsort()]
     for labels in (shifted, TOKENS.roll(-1), torch.where(torch.arange(len(TOKENS)) < 5, -100, shifted)):
-        with pytest.raises(ValueError, match=r"labels are already shifted.*once more"):
+        with pytest.raises(ValueError, match=r"labels are already shifted.*again"):
             huggingface.inputs(TOKENS, step, labels)
     huggingface.inputs(torch.ones_like(TOKENS), step, torch.ones_like(TOKENS))
     huggingface.inputs(TOKENS, step, torch.full_like(TOKENS, -100))

@@ -1,8 +1,9 @@
-"""Device tables: the index maps and work lists that a step keeps on its device, and on which stream they may be used.
+"""Device tables: make the index maps and work lists of a step safe to use on several CUDA streams.
 
-They are made where they are first needed, by a copy queued on the stream of that moment: in ``step.prepare`` or in a
-pass. A pass on another stream waits, on the device, for all that is queued on the stream of the last one, so it finds
-them whole; and the allocator is told that it reads them, so that their memory is not given away while it does.
+The tables are copied to the device when they are first needed, in ``step.prepare`` or in a pass, on the stream that is
+current then. If a later pass runs on another stream, that stream waits, on the device, for everything queued on the
+last one, so the pass finds complete tables. The allocator is told that the new stream reads them, so that it does not
+reuse their memory too early.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ import torch
 from torch import Tensor
 
 HOLDERS = ("flexcp.executor.run.", "flexcp.executor.kernels.")
-"""Modules whose objects hold tables."""
+"""Prefixes of the modules whose objects may hold tables."""
 
 
 def tables_in(*prepared: Any) -> list[Tensor]:
-    """Every tensor in what was prepared, each once."""
+    """Return every tensor inside prepared programs, work lists and containers of them, each once."""
     return list(_tensors(prepared, set()))
 
 
 def _tensors(x: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Yield the tensors inside an object, without objects whose ids are in ``seen``."""
     if id(x) in seen:
         return
     seen.add(id(x))
@@ -39,13 +41,13 @@ def _tensors(x: Any, seen: set[int]) -> Iterator[Tensor]:
 
 
 class TableStreams:
-    """The stream of each device that used a step's tables last."""
+    """The CUDA stream of each device that used a step's tables last."""
 
     def __init__(self) -> None:
         self._last: dict[torch.device, torch.cuda.Stream] = {}
 
     def use(self, device: torch.device, tables: Callable[[], list[Tensor]]) -> None:
-        """Before tables are made or read on the current stream of ``device``."""
+        """Make the current stream of ``device`` safe for the tables; call it before they are made or read there."""
         if device.type != "cuda":
             return
         current, last = torch.cuda.current_stream(device), self._last.get(device)
