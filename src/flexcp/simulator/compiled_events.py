@@ -104,9 +104,7 @@ def run_events(
             for level in range(2):
                 for side in range(2):
                     port = ports[level, number]
-                    queue[side, port, POSTED_UP_TO] = max(queue[side, port, POSTED_UP_TO], stage)
-                    if queue[side, port, OPEN] != BUSY:
-                        queue[side, port, OPEN] = queue[side, port, POSTED_UP_TO]
+                    post(port, side, stage, queue)
                     start_one(port, side, now, rank, chunk, queue, waits, chunk_at, place, rule, pace, events)
         else:
             out, into = chunk[number, PORT_OUT], chunk[number, PORT_IN]
@@ -182,6 +180,14 @@ def change_pace(r, change, now, rank, pace, events):
         done = slow if before > 0 else 1000
         rank[r, LEFT] = max(0, rank[r, LEFT] - (now - rank[r, SINCE]) * 1000 // done)
         compute(r, now, rank, pace, events)
+
+
+@compiled_leaf
+def post(p, side, stage, queue):
+    """Note that a rank of a port has posted a stage; a free port is open for it."""
+    queue[side, p, POSTED_UP_TO] = max(queue[side, p, POSTED_UP_TO], stage)
+    if queue[side, p, OPEN] != BUSY:
+        queue[side, p, OPEN] = queue[side, p, POSTED_UP_TO]
 
 
 @compiled_leaf
