@@ -27,7 +27,7 @@ from flexcp.arrays.intervals import offsets
 from flexcp.arrays.tables import Table
 from flexcp.arrays.totals import sums
 from flexcp.clusters import Cluster
-from flexcp.plan.program import Program
+from flexcp.plan.program import Program, Transfers
 from flexcp.shape import Shape
 
 Ints = NDArray[np.int64]
@@ -138,23 +138,32 @@ def find_messages(program: Program, shape: Shape, cluster: Cluster) -> tuple[Mes
     In an exchange, messages are sorted by the distance from source to target: every rank begins with its next
     neighbour. If all ranks exchange messages of equal size, this order alone is conflict-free.
     """
-    transfers, size = program.transfers, program.transfers.bytes(shape)
     node, ranks = cluster.ranks_per_node, cluster.ranks
-    moves = np.flatnonzero(size)
-    stage, source, target, size = (
-        column[moves] for column in (transfers.stage, transfers.source, transfers.target, size)
-    )
+    stage, source, target, size = _joined(program.transfers, ranks, program.transfers.bytes(shape))
     level = 2 * stage + (source // node != target // node)
-    key = (level * ranks + (target - source) % ranks) * ranks + source
-    order = np.argsort(key, kind="stable")
-    key = key[order]
-    first = np.flatnonzero(np.diff(key, prepend=-1))
-    key, one = key[first], order[first]
-    levels = key // ranks**2  # in order
-    begins = np.diff(levels, prepend=-1) > 0
-    found, exchange = levels[begins], np.cumsum(begins) - 1
-    total = np.add.reduceat(size[order], first) if len(first) else size
-    return Messages(exchange, source[one], target[one], total), found // 2, found % 2
+    ahead = target - source
+    ahead += ranks * (ahead < 0)
+    order = np.argsort((level * ranks + ahead) * ranks + source, kind="stable")
+    source, target, size, level = source[order], target[order], size[order], level[order]
+    begins = np.diff(level, prepend=-1) > 0
+    found, exchange = level[begins], np.cumsum(begins) - 1
+    return Messages(exchange, source, target, size), found // 2, found % 2
+
+
+def _joined(transfers: Transfers, ranks: int, size: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    """Stage, source, target and bytes of all that one rank sends another in a stage, where that is anything."""
+    stage, source, target = transfers.stage, transfers.source, transfers.target
+    pair = (stage * ranks + source) * ranks + target
+    if not (pair[1:] >= pair[:-1]).all():  # a program's transfers are in order, unless somebody made it by hand
+        order = np.argsort(pair, kind="stable")
+        pair, size, stage, source, target = (column[order] for column in (pair, size, stage, source, target))
+    begins = np.ones(len(pair), bool)
+    np.not_equal(pair[1:], pair[:-1], out=begins[1:])
+    first = np.flatnonzero(begins)
+    total = np.add.reduceat(size, first) if len(first) else size
+    some = np.flatnonzero(total)
+    here = first[some]
+    return stage[here], source[here], target[here], total[some]
 
 
 def _busiest_ports(messages: Messages, exchanges: int, ranks: int) -> Ints:

@@ -5,6 +5,7 @@ compiled_held.py         what ranks hold of queries and keys, compiled
 compiled_cuts.py         regions cut along that, compiled
 ring_work.py             the same of a ring, by its rule: what its positions see of each other (ring_counts.py), and
                          when their keys are there
+compiled_ring_runs.py    the runs of a ring, document by document, and whether they are one's, compiled
 compiled_rings.py        the counts of a ring, compiled
 compiled_ring_slots.py   the slots of a ring's keys, compiled
 copies.py                plan -> nanoseconds of packing and taking in, of every rank in every stage

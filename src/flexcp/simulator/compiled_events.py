@@ -16,9 +16,11 @@ An event is one integer: its time, then what happens, then to whom (a rank or a 
 
 State is in tables whose last columns are named below: ``rule`` (what holds for all), ``rank``, ``chunk``, and for each
 port ``queue[OUT or IN]``. A rank has a port inside its node and one across nodes, ``ports[level, rank]``; ranks may
-share one. A port's queue is a list of the chunks that have not started, from HEAD on: ``links[OUT or IN, chunk]`` has
-the chunks BEFORE and AFTER, -1 at the ends. None of those from a chunk on is of a stage before its EARLIEST, so a
-search ends where no rank of the port has posted that.
+share one. The queue of a port is the places HEAD to TAIL, in the order of stages, each with a chunk, ``chunk_at[OUT or
+IN, place]``; a chunk has a place on either side, ``place[OUT or IN, chunk]``. Where ranks have hundreds of messages,
+searching queues takes most of the time: all that a search reads of a place is ``waits[OUT or IN, place]``, the stage
+that has to be posted (FOR) and the port of the chunk's other end (AT). When it has started, that is NOBODY's port,
+which never opens. OPEN is the stage up to which a free port's ranks have posted, or BUSY.
 """
 
 from __future__ import annotations
@@ -38,10 +40,12 @@ MOST_CHUNKS = 1 << WHOM
 LATENCY, IN_LINE, RULES = range(3)
 SLOW, LINK = range(2)
 PACK, TAKE_IN = range(2)
-SLOT, STAGE_POSTED, COMPUTING, LEFT, SINCE, READY, UNDER_WAY, RANK_ROWS = range(8)
+SLOT, STAGE_POSTED, COMPUTING, LEFT, SINCE, READY, FORESEEN, UNDER_WAY, RANK_ROWS = range(9)
 STAGE, PORT_OUT, PORT_IN, SOURCE, TARGET, NS, BEGIN, END, CHUNK_ROWS = range(9)
-BUSY, HEAD, POSTED_UP_TO, QUEUE_ROWS = range(4)
-BEFORE, AFTER, EARLIEST, LINK_ROWS = range(4)
+OPEN, HEAD, TAIL, POSTED_UP_TO, QUEUE_ROWS = range(5)
+BUSY = -1
+NOBODY = -1  # the last port of the table
+FOR, AT, WAITS_ROWS = range(3)
 OUT, IN = range(2)
 
 
@@ -72,9 +76,9 @@ def run_events(
             takes_part[r, chunk[c, STAGE]] = 1
     rank = np.zeros((ranks, RANK_ROWS), np.int64)
     rank[:, SLOT] = -1
-    queue = np.zeros((2, ports.max() + 1, QUEUE_ROWS), np.int64)
-    links = queued(chunk, queue)
-    rank[:, READY] = start
+    queue = np.zeros((2, ports.max() + 2, QUEUE_ROWS), np.int64)
+    waits, chunk_at, place = queued(chunk, queue)
+    rank[:, READY] = rank[:, FORESEEN] = start
     # A rank posts and computes once a slot; a chunk arrives once, and changes the pace of two ranks when it starts and
     # when it does.
     events = empty_heap(ranks + 2 * ranks * slots + 5 * len(chunk))
@@ -90,6 +94,8 @@ def run_events(
                 if rank[number, SLOT] >= 0:
                     end[number, rank[number, SLOT]] = now
                 go_on(number, now, rank, begin, end, missing, takes_part, work, copies, rule, pace, opens, events)
+            elif now == rank[number, FORESEEN] and rank[number, COMPUTING] == 1:  # slowed down meanwhile
+                foresee(number, rank, events)
         elif what == POSTED:
             stage = rank[number, STAGE_POSTED] + 1
             while takes_part[number, stage] == 0:
@@ -98,21 +104,22 @@ def run_events(
             for level in range(2):
                 for side in range(2):
                     port = ports[level, number]
-                    queue[side, port, POSTED_UP_TO] = max(queue[side, port, POSTED_UP_TO], stage)
-                    start_one(port, side, now, rank, chunk, queue, links, rule, pace, events)
+                    post(port, side, stage, queue)
+                    start_one(port, side, now, rank, chunk, queue, waits, chunk_at, place, rule, pace, events)
         else:
             out, into = chunk[number, PORT_OUT], chunk[number, PORT_IN]
             source, target, stage = chunk[number, SOURCE], chunk[number, TARGET], chunk[number, STAGE]
             chunk[number, END] = now
-            queue[OUT, out, BUSY] = queue[IN, into, BUSY] = 0
+            queue[OUT, out, OPEN] = queue[OUT, out, POSTED_UP_TO]
+            queue[IN, into, OPEN] = queue[IN, into, POSTED_UP_TO]
             change_pace(source, -1, now, rank, pace, events)
             change_pace(target, -1, now, rank, pace, events)
             for r in (source, target):
                 missing[r, stage] -= 1
                 if missing[r, stage] == 0 and rank[r, COMPUTING] == 0 and rank[r, SLOT] == stage - 1:
                     go_on(r, now, rank, begin, end, missing, takes_part, work, copies, rule, pace, opens, events)
-            start_one(out, OUT, now, rank, chunk, queue, links, rule, pace, events)
-            start_one(into, IN, now, rank, chunk, queue, links, rule, pace, events)
+            start_one(out, OUT, now, rank, chunk, queue, waits, chunk_at, place, rule, pace, events)
+            start_one(into, IN, now, rank, chunk, queue, waits, chunk_at, place, rule, pace, events)
     return begin, end
 
 
@@ -145,10 +152,21 @@ def go_on(r, now, rank, begin, end, missing, takes_part, work, copies, rule, pac
 
 @compiled_leaf
 def compute(r, now, rank, pace, events):
-    """Foresee the end of a rank's compute at today's pace; what was foreseen before is void."""
+    """Find the end of a rank's compute at today's pace.
+
+    What was found before is void, but its event serves if it comes no later.
+    """
     slow = pace[SLOW, r, rank[r, SLOT]] if rank[r, UNDER_WAY] > 0 else 1000
     rank[r, SINCE] = now
     rank[r, READY] = now + (rank[r, LEFT] * slow + 999) // 1000
+    if not now < rank[r, FORESEEN] <= rank[r, READY]:
+        foresee(r, rank, events)
+
+
+@compiled_leaf
+def foresee(r, rank, events):
+    """Look at a rank again when its compute will be over at today's pace."""
+    rank[r, FORESEEN] = rank[r, READY]
     push(events, event(rank[r, READY], COMPUTED, r))
 
 
@@ -165,60 +183,82 @@ def change_pace(r, change, now, rank, pace, events):
 
 
 @compiled_leaf
-def start_one(p, side, now, rank, chunk, queue, links, rule, pace, events):
+def post(p, side, stage, queue):
+    """Note that a rank of a port has posted a stage; a free port is open for it."""
+    queue[side, p, POSTED_UP_TO] = max(queue[side, p, POSTED_UP_TO], stage)
+    if queue[side, p, OPEN] != BUSY:
+        queue[side, p, OPEN] = queue[side, p, POSTED_UP_TO]
+
+
+@compiled_leaf
+def start_one(p, side, now, rank, chunk, queue, waits, chunk_at, place, rule, pace, events):
     """Start the first chunk that can use a free port on one side."""
-    if queue[side, p, BUSY] == 1:
-        return
-    c = queue[side, p, HEAD]
-    while c >= 0 and links[side, c, EARLIEST] <= queue[side, p, POSTED_UP_TO]:
-        out, into, source, target = chunk[c, PORT_OUT], chunk[c, PORT_IN], chunk[c, SOURCE], chunk[c, TARGET]
-        free = queue[OUT, out, BUSY] == 0 and queue[IN, into, BUSY] == 0
-        if rule[IN_LINE] == 1:
-            free = free and queue[OUT, out, HEAD] == c
-        posted = min(rank[source, STAGE_POSTED], rank[target, STAGE_POSTED])
-        if free and posted >= chunk[c, STAGE]:
-            queue[OUT, out, BUSY] = queue[IN, into, BUSY] = 1
-            take_out(c, OUT, out, queue, links)
-            take_out(c, IN, into, queue, links)
-            chunk[c, BEGIN] = now
-            time = chunk[c, NS]
-            link = 1000
-            for r in (source, target):
-                if rank[r, COMPUTING] == 1:
-                    link = min(link, pace[LINK, r, rank[r, SLOT]])
-            time = (time * 1000 + link - 1) // link
-            change_pace(source, 1, now, rank, pace, events)
-            change_pace(target, 1, now, rank, pace, events)
-            push(events, event(now + time, ARRIVED, c))
+    posted = queue[side, p, OPEN]
+    for at in range(queue[side, p, HEAD], queue[side, p, TAIL]):
+        stage = waits[side, at, FOR]
+        if stage > posted:
             return
+        if stage <= queue[1 - side, waits[side, at, AT], OPEN]:
+            c = chunk_at[side, at]
+            if can_start(c, rank, chunk, queue, place, rule):
+                start_chunk(c, now, rank, chunk, queue, waits, place, pace, events)
+                return
         if rule[IN_LINE] == 1 and side == OUT:
             return
-        c = links[side, c, AFTER]
+
+
+@compiled_leaf
+def can_start(c, rank, chunk, queue, place, rule):
+    """Whether a chunk whose ports are free may go: both its ranks have posted its stage, and in line it is its turn."""
+    posted = min(rank[chunk[c, SOURCE], STAGE_POSTED], rank[chunk[c, TARGET], STAGE_POSTED])
+    turn = rule[IN_LINE] == 0 or queue[OUT, chunk[c, PORT_OUT], HEAD] == place[OUT, c]
+    return turn and posted >= chunk[c, STAGE]
+
+
+@compiled_leaf
+def start_chunk(c, now, rank, chunk, queue, waits, place, pace, events):
+    """Start a chunk."""
+    out, into, source, target = chunk[c, PORT_OUT], chunk[c, PORT_IN], chunk[c, SOURCE], chunk[c, TARGET]
+    queue[OUT, out, OPEN] = queue[IN, into, OPEN] = BUSY
+    take_out(place[OUT, c], OUT, out, queue, waits)
+    take_out(place[IN, c], IN, into, queue, waits)
+    chunk[c, BEGIN] = now
+    link = 1000
+    for r in (source, target):
+        if rank[r, COMPUTING] == 1:
+            link = min(link, pace[LINK, r, rank[r, SLOT]])
+    time = (chunk[c, NS] * 1000 + link - 1) // link
+    change_pace(source, 1, now, rank, pace, events)
+    change_pace(target, 1, now, rank, pace, events)
+    push(events, event(now + time, ARRIVED, c))
 
 
 @compiled
 def queued(chunk, queue):
-    """The links of all chunks in the queues of their ports, whose heads are filled in."""
-    links = np.empty((2, len(chunk), LINK_ROWS), np.int64)
-    queue[:, :, HEAD] = -1
-    for c in range(len(chunk) - 1, -1, -1):
-        for side, port in ((OUT, chunk[c, PORT_OUT]), (IN, chunk[c, PORT_IN])):
-            after, stage = queue[side, port, HEAD], chunk[c, STAGE]
-            if after >= 0:
-                links[side, after, BEFORE] = c
-                stage = min(stage, links[side, after, EARLIEST])
-            links[side, c, BEFORE], links[side, c, AFTER], links[side, c, EARLIEST] = -1, after, stage
-            queue[side, port, HEAD] = c
-    return links
+    """Put the chunks into the queues of their ports: (``waits``, ``chunk_at``, ``place``)."""
+    waits = np.empty((2, len(chunk), WAITS_ROWS), np.int32)
+    chunk_at, place = np.empty((2, len(chunk)), np.int32), np.empty((2, len(chunk)), np.int32)
+    for side in range(2):
+        mine, other = (PORT_OUT, PORT_IN) if side == OUT else (PORT_IN, PORT_OUT)
+        queue[side, NOBODY, OPEN] = BUSY
+        for c in range(len(chunk)):
+            queue[side, chunk[c, mine], TAIL] += 1
+        for port in range(1, queue.shape[1]):
+            queue[side, port, HEAD] = queue[side, port, TAIL] = queue[side, port - 1, TAIL] + queue[side, port, TAIL]
+        queue[side, 0, HEAD] = queue[side, 0, TAIL]
+        for c in range(len(chunk) - 1, -1, -1):  # the last place of each port first
+            port = chunk[c, mine]
+            queue[side, port, HEAD] -= 1
+            at = queue[side, port, HEAD]
+            waits[side, at, FOR], waits[side, at, AT] = chunk[c, STAGE], chunk[c, other]
+            chunk_at[side, at], place[side, c] = c, at
+    return waits, chunk_at, place
 
 
 @compiled_leaf
-def take_out(c, side, port, queue, links):
-    """Take a chunk out of a port's queue."""
-    before, after = links[side, c, BEFORE], links[side, c, AFTER]
-    if before >= 0:
-        links[side, before, AFTER] = after
-    else:
-        queue[side, port, HEAD] = after
-    if after >= 0:
-        links[side, after, BEFORE] = before
+def take_out(at, side, port, queue, waits):
+    """Take a place out of a port's queue."""
+    nobody = queue.shape[1] - 1
+    waits[side, at, AT] = nobody
+    while queue[side, port, HEAD] < queue[side, port, TAIL] and waits[side, queue[side, port, HEAD], AT] == nobody:
+        queue[side, port, HEAD] += 1

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexcp.arrays.jit import compiled
-from flexcp.simulator.compiled_rings import GROUP, LEADER, NUMBER
+from flexcp.simulator.compiled_ring_runs import GROUP, LEADER, NUMBER
 
 Ints = NDArray[np.int64]
 QUERIES, KEYS = range(2)
@@ -68,3 +68,21 @@ def find_ring_slots(
                     return hop, home, False
                 used[slot] = to
     return hop, home, True
+
+
+@compiled
+def lay_hops(hop: Ints, leader: Ints, of_position: Ints, of_rank: Ints, tiles: Ints, stages: int) -> Ints:
+    """``[pairs, row tiles or kernels, rank, slot]`` of what hops bring.
+
+    Pairs are of the rows of a whole position (in its leader's row) and of a rank alone, by the position of the keys.
+    One kernel takes the queries that a rank keeps, another one those it was sent.
+    """
+    ranks, positions = hop.shape
+    found = np.zeros((3, ranks, stages), np.int64)
+    for r in range(ranks):
+        for p in range(positions):
+            slot, all_rows, kept = hop[r, p], of_position[leader[r], p], of_rank[r, p]
+            if slot >= 0:
+                found[0, r, slot], found[1, r, slot] = all_rows, tiles[leader[r], p]
+                found[2, r, slot] = (1 if kept > 0 else 0) + (1 if all_rows > kept else 0)
+    return found

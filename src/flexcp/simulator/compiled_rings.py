@@ -16,131 +16,25 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcp.arrays.compiled_sort import stable_order
 from flexcp.arrays.jit import compiled, compiled_fused, compiled_inline, compiled_leaf
 from flexcp.cost import TILE_ROWS
+from flexcp.simulator.compiled_ring_runs import (
+    BEGIN,
+    END,
+    LEADER,
+    MEMBER,
+    MEMBERS,
+    NUMBER,
+    OWNER,
+    POSITIONS,
+    Q0,
+    Q1,
+    REGION,
+)
 
 Ints = NDArray[np.int64]
 Table = NDArray[np.int32]
 Floats = NDArray[np.float64]
-OWNER, BEGIN, END, REGION, RUN_COLUMNS = range(5)
-PIECE_DOCUMENT = REGION  # while runs are dealt to documents, before there are regions
-POSITION, DOCUMENT, Q0, Q1, REGION_COLUMNS = range(5)
-"""Tables of runs and regions: 32 bits are enough for places in a document."""
-GROUP, NUMBER, MEMBER, POSITIONS, MEMBERS, LEADER, HEADS0, HEADS1, SEAT_ROWS = range(9)
-
-
-@compiled
-def cut_runs(rank: Ints, start: Ints, stop: Ints, starts: Ints, seat: Ints) -> tuple[Table, Ints, Table]:
-    """(runs in the order of the stream, where each document's begin, regions);
-    what lies behind the last document is left out.
-
-    Given rank by rank, runs are first dealt to their documents, then put in order there: most documents are cut like
-    the one before, whose order they then have.
-    """
-    documents, count, d = len(starts) - 1, 0, 0
-    pieces = np.empty((len(rank) + documents, RUN_COLUMNS), np.int32)
-    first = np.zeros(documents + 1, np.int64)
-    for i in range(len(rank)):
-        at, end = start[i], min(stop[i], starts[documents])
-        if at < starts[d]:
-            d = 0  # another rank's runs begin
-        while at < end:
-            while starts[d + 1] <= at:
-                d += 1
-            pieces[count, OWNER], pieces[count, PIECE_DOCUMENT] = rank[i], d
-            pieces[count, BEGIN], pieces[count, END] = at - starts[d], min(end, starts[d + 1]) - starts[d]
-            first[d + 1] += 1
-            count += 1
-            at = starts[d + 1]
-    for d in range(documents):
-        first[d + 1] += first[d]
-    dealt = rows_by(pieces, count, PIECE_DOCUMENT, first)
-    runs, regions = np.empty((len(dealt), RUN_COLUMNS), np.int32), np.empty((len(dealt), REGION_COLUMNS), np.int32)
-    order, region = np.zeros(1, np.int64), -1
-    for d in range(documents):
-        low, high = first[d], first[d + 1]
-        if not is_in_order(dealt, low, high, order):
-            order = stable_order(dealt[low:high, BEGIN])
-        for i in range(low, high):
-            at = low + order[i - low]
-            owner, begin, end = dealt[at, OWNER], dealt[at, BEGIN], dealt[at, END]
-            leader = seat[LEADER, owner]
-            if i == low or regions[region, POSITION] != leader:
-                region += 1
-                regions[region, POSITION], regions[region, DOCUMENT], regions[region, Q0] = leader, d, begin
-            regions[region, Q1] = end
-            runs[i, OWNER], runs[i, BEGIN], runs[i, END], runs[i, REGION] = owner, begin, end, region
-    return runs, first, regions[: region + 1]
-
-
-@compiled
-def rows_by(table: Ints, count: int, column: int, first: Ints) -> Ints:
-    """The first ``count`` rows of a table in the order of a column, of which value v begins at ``first[v]``; stable."""
-    found, free = np.empty((count, table.shape[1]), table.dtype), first[:-1].copy()
-    for i in range(count):
-        to = free[table[i, column]]
-        free[table[i, column]] += 1
-        for c in range(table.shape[1]):
-            found[to, c] = table[i, c]
-    return found
-
-
-@compiled_leaf
-def is_in_order(dealt, low, high, order):
-    """Whether an order is that of the runs ``low..high``."""
-    found = len(order) == high - low
-    for i in range(1, len(order) if found else 0):
-        found = found and dealt[low + order[i], BEGIN] >= dealt[low + order[i - 1], BEGIN]
-    return found
-
-
-@compiled
-def is_placed_as_ring(
-    runs: Table,
-    first_run: Ints,
-    regions: Table,
-    seat: Ints,
-    lengths: Ints,
-    rank: Ints,
-    document: Ints,
-    q0: Ints,
-    q1: Ints,
-    k0: Ints,
-    k1: Ints,
-    h0: Ints,
-    h1: Ints,
-) -> bool:
-    """Whether documents stay in groups, and every rank computes the regions of its position, in order,
-    with all keys, for its heads.
-
-    The columns from ``rank`` on are the placement's regions, rank by rank. Differences are gathered, not branched at:
-    that is faster.
-    """
-    ranks, count, differ = seat.shape[1], len(regions), 0
-    if seat[GROUP].max() > 0:
-        for d in range(len(first_run) - 1):
-            for i in range(first_run[d] + 1, first_run[d + 1]):
-                differ |= seat[GROUP, runs[i, OWNER]] ^ seat[GROUP, runs[i - 1, OWNER]]
-    first = np.zeros(ranks + 1, np.int64)
-    for g in range(count):
-        first[regions[g, POSITION] + 1] += 1
-    for r in range(ranks):
-        first[r + 1] += first[r]
-    by_position = rows_by(regions, count, POSITION, first)
-    low = 0
-    for r in range(ranks):
-        zero, size = first[seat[LEADER, r]], first[seat[LEADER, r] + 1] - first[seat[LEADER, r]]
-        if low + size > len(rank):
-            return False
-        mine, heads0, heads1 = by_position[zero : zero + size], seat[HEADS0, r], seat[HEADS1, r]
-        for i in range(size):
-            d, at = mine[i, DOCUMENT], low + i
-            differ |= (d ^ document[at]) | (mine[i, Q0] ^ q0[at]) | (mine[i, Q1] ^ q1[at]) | (k1[at] ^ lengths[d])
-        for at in range(low, low + size):
-            differ |= (rank[at] ^ r) | k0[at] | (h0[at] ^ heads0) | (h1[at] ^ heads1)
-        low += size
-    return differ == 0 and low == len(rank)
 
 
 @compiled
@@ -153,11 +47,13 @@ def find_alike(runs: Table, first_run: Ints, which: Ints) -> tuple[Ints, Floats]
     found, size = np.empty(len(which), np.int64), np.empty((len(which), count), np.float64)
     found[0], alike = model, 1
     for d in which[1:]:
-        at, same = first_run[d], first_run[d + 1] - first_run[d] == count
-        for i in range(count if same else 0):
-            same = same and runs[at + i, OWNER] == runs[low + i, OWNER]
+        at, differ = first_run[d], 0
+        if first_run[d + 1] - at != count:
+            continue
+        for i in range(count):
+            differ |= runs[at + i, OWNER] ^ runs[low + i, OWNER]
             size[alike, i] = runs[at + i, END] - runs[at + i, BEGIN]
-        if same:
+        if differ == 0:
             found[alike] = d
             alike += 1
     return found[:alike], size[1:alike]

@@ -70,7 +70,8 @@ class RingCounts(NamedTuple):
 
 def count_ring(plan: Plan, mask: int) -> RingCounts | None:
     """What positions see of each other under a mask; None where the placement is not that of a ring."""
-    from flexcp.simulator import compiled_rings as loops  # compiled: only who simulates loads Numba
+    from flexcp.simulator import compiled_ring_runs as placed  # compiled: only who simulates loads Numba
+    from flexcp.simulator import compiled_rings as loops
 
     placement, batch = plan.placement, plan.batch
     pairs = float(np.square(batch.lengths, dtype=np.float64).sum())
@@ -80,8 +81,8 @@ def count_ring(plan: Plan, mask: int) -> RingCounts | None:
     if seats is None:
         return None
     table, given, layer = np.stack(seats), placement.regions[mask], batch.masks[mask]
-    cut = loops.cut_runs(*_columns(placement.runs), _own(batch.starts), table)
-    if not loops.is_placed_as_ring(*cut, table, _own(batch.lengths), *_columns(given)):
+    cut = placed.cut_runs(*_columns(placement.runs), _own(batch.starts), table)
+    if not placed.is_placed_as_ring(*cut, table, _own(batch.lengths), *_columns(given)):
         return None
     runs, first_run, regions = cut
     which, reaches_ahead = _documents_of_one_kind(layer, batch.lengths, np.diff(first_run))
@@ -93,7 +94,7 @@ def count_ring(plan: Plan, mask: int) -> RingCounts | None:
     if len(sizes):
         low, high = first_run[alike[0]], first_run[alike[0] + 1]
         seen = _seen(loops.sum_products(sizes), sizes.sum(axis=0), reaches_ahead)
-        _add_pairs(pairs, home_pairs, seats, runs[low:high, loops.OWNER], seen)
+        _add_pairs(pairs, home_pairs, seats, runs[low:high, placed.OWNER], seen)
     return RingCounts(seats, pairs.astype(np.int64), home_pairs, *(plan.cost.row_tile_pairs * count for count in tiled))
 
 

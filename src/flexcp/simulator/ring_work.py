@@ -57,17 +57,14 @@ def find_slots(
 
 def ring_slot_work(counts: RingCounts, slots: RingSlots, stages: int) -> tuple[Ints, Ints, Ints]:
     """``[rank, slot]`` work with row tiles, pairs, kernels."""
+    from flexcp.simulator.compiled_ring_slots import lay_hops  # compiled: only who simulates loads Numba
+
     leader, member = counts.seats.leader, counts.seats.member
     heads = (counts.seats.last_head - counts.seats.first_head)[:, None]
-    pairs, tiles, kernels = np.zeros((3, len(leader), stages), np.int64)
+    of_position = _sum_by_position(counts.pairs, counts.seats)
+    pairs, tiles, kernels = lay_hops(slots.hop, leader, of_position, counts.pairs, counts.tiles, stages)
     # A kernel takes queries that a rank keeps or those it was sent, and keys of one slot, of which own and sent ones
     # are apart.
-    at, position = np.nonzero(slots.hop >= 0)
-    of_position = _sum_by_position(counts.pairs, counts.seats)
-    both, slot = of_position[leader[at], position], slots.hop[at, position]
-    pairs[at, slot], tiles[at, slot] = both, counts.tiles[leader[at], position]
-    kept = counts.pairs[at, position]
-    kernels[at, slot] = (kept > 0) * 1 + (both > kept)
     # At home: what a rank keeps of rows and keys, then the rest.
     own = counts.home_pairs[np.arange(len(leader)), member]
     rows = counts.home_pairs.sum(axis=1)

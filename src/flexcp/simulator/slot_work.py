@@ -17,7 +17,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flexcp.arrays.distinct import distinct
 from flexcp.arrays.totals import sums
 from flexcp.cost import CostModel
 from flexcp.masks import shift
@@ -113,10 +112,7 @@ def cut_work(
     sizes = np.array([ranks, slots, shape.heads, shelves], np.int64)
     # Compiled for one layout in memory.
     held = [np.ascontiguousarray(x) for x in (*queries, *keys)]
-    found, launches = loops.sum_parts(index, slices, table, *held, sizes)
-    pairs, tiles, own_pairs, own_tiles = found
-    launched = distinct(launches) // (shelves * shelves * shape.heads * (shape.heads + 1))
-    kernels = np.bincount(launched, minlength=ranks * slots).reshape(ranks, slots)
+    (pairs, tiles, own_pairs, own_tiles), kernels = loops.sum_parts(index, slices, table, *held, sizes)
     work = pairs + tiles
     if program.held:
         share, later = np.array(program.held, np.int64), held_slot(program, _last_inputs(inputs, ranks))
