@@ -114,6 +114,7 @@ def under_a_cap(setting: Setting, batches: int = 500) -> Row:
     whole = torch.cuda.get_device_properties(0).total_memory
     cap = 1024 * MIB
     torch.cuda.set_per_process_memory_fraction(cap / whole)
+    torch.cuda.reset_peak_memory_stats()
     begin = time.monotonic()
     try:
         done = _fill(setting, cap, batches)

@@ -234,7 +234,7 @@ def _out_of_step(setting: Setting, ranks: int) -> Row:
     from lib.nccl_ranks import ends_of_nccl_ranks
 
     ends = ends_of_nccl_ranks(ranks, _one_call_more, setting.dtype, limit=LIMIT, patience=min(4 * LIMIT, setting.left))
-    words = "; ".join(f"code {end['code']} after {end['seconds']} s: {(end['error'] or '')[:160]}" for end in ends)
+    words = "; ".join(f"code {end['code']} after {end['seconds']} s: {_first_line(end['error'])}" for end in ends)
     unharmed = [end for end in ends if end["code"] == 0]
     return {"seen": words, "ok": not unharmed, "why": f"{len(unharmed)} ranks ended well" if unharmed else None}
 
@@ -275,3 +275,8 @@ def _layer(step: Step, device: str) -> list[Tensor]:
     out = flexcp.attention(*leaves, step, deterministic=True)
     assert isinstance(out, Tensor)
     return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+
+def _first_line(error: str | None) -> str:
+    """Return what a rank said at its end, without CUDA's advice behind it."""
+    return "ended by NCCL's watchdog" if error is None else error.split("\\n")[0][:160]
