@@ -142,7 +142,7 @@ def _united(ranges: Ints, length: int, query: int) -> Ints:
 def _compressed(rows: Sequence[Ints]) -> list[SliceRow]:
     """Slices of per-query ranges: consecutive rows join while each end of a range stands still or moves by one."""
     done: list[SliceRow] = []
-    open_: list[list[int]] = []  # q0, q, start at q0, end at q0, start at q, end at q, start step, end step (-1: free)
+    open_: list[list[int]] = []  # q0, q, start at q0, start at q, end at q, start step, end step (-1: free)
     for q, ranges in enumerate(rows):
         following: list[list[int]] = []
         waiting = [tuple(map(int, r)) for r in ranges]
@@ -152,20 +152,20 @@ def _compressed(rows: Sequence[Ints]) -> list[SliceRow]:
                 done.append(_closed(run))
                 continue
             waiting.remove(fit)
-            steps = [fit[0] - run[4], fit[1] - run[5]]
-            following.append([run[0], q, run[2], run[3], *fit, *steps])
-        following += [[q, q, a, b, a, b, -1, -1] for a, b in waiting]
+            steps = [fit[0] - run[3], fit[1] - run[4]]
+            following.append([run[0], q, run[2], *fit, *steps])
+        following += [[q, q, a, a, b, -1, -1] for a, b in waiting]
         open_ = following
     return done + [_closed(run) for run in open_]
 
 
 def _continues(run: list[int], found: tuple[int, ...]) -> bool:
-    steps = (found[0] - run[4], found[1] - run[5])
-    return all(s in (0, 1) and known in (-1, s) for s, known in zip(steps, run[6:], strict=True))
+    steps = (found[0] - run[3], found[1] - run[4])
+    return all(s in (0, 1) and known in (-1, s) for s, known in zip(steps, run[5:], strict=True))
 
 
 def _closed(run: list[int]) -> SliceRow:
-    q0, q, start, _, last_start, last_end, start_step, end_step = run
+    q0, q, start, last_start, last_end, start_step, end_step = run
     lo = start - q0 if start_step == 1 else None
     hi = last_end - 1 - q if end_step == 1 else None
     return q0, q + 1, min(start, last_start), last_end, lo, hi

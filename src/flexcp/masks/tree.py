@@ -267,8 +267,8 @@ def _window_slices(found: Tree, left: int) -> Ints:
     starts, lengths, above = found.starts, found.lengths, found.above
     # On the path a row is as far from a key as in the stream, less what lies between their segments there and not here.
     aside = (starts[row] - above[row]) - (starts[key] - above[key])
-    columns = starts[row], starts[row] + lengths[row], starts[key], starts[key] + lengths[key], -left - aside, 0 * aside
-    return np.stack(columns, axis=1)
+    ends, hi = starts + lengths, np.zeros_like(aside)
+    return np.stack([starts[row], ends[row], starts[key], ends[key], -left - aside, hi], axis=1)
 
 
 def _in_reach(found: Tree, left: int) -> Iterator[tuple[int, int]]:
