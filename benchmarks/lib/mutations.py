@@ -5,10 +5,10 @@ statement left out, two arguments exchanged. Changes are made on the syntax tree
 concerned, so that a survivor reads as a diff. Docstrings, messages, types, logging and what only declares are left
 alone: no test should see those.
 
-Two more kinds of places are left alone. The two arguments of a symmetric function (:data:`SYMMETRIC`) are not exchanged:
-the result is the same by what the function is. Statements that ask whether a device is a GPU, and those that only run
-on one (inside ``if device.type == "cuda"``), are what ``benchmarks/gpu.py`` checks on a GPU machine; no test of this
-checkout runs them.
+Two more kinds of places are left alone. The two arguments of a symmetric function (:data:`SYMMETRIC`) are not
+exchanged: the result is the same by what the function is. Statements that ask whether a device is a GPU, and those that
+only run on one (inside ``if device.type == "cuda"``), are what ``benchmarks/gpu.py`` checks on a GPU machine; no test
+of this checkout runs them.
 """
 
 from __future__ import annotations

@@ -89,3 +89,6 @@ def test_the_nearest_tests_come_first() -> None:
     seconds = {"tests/masks/test_masks.py": 1.0, "tests/masks/test_tree.py": 9.0, "tests/masks/test_named.py": 2.0}
     ordered = nearest_tests(ROOT, "src/flexcp/masks/tree.py", AREAS["masks"], seconds)
     assert ordered[0] == "tests/masks/test_tree.py" and set(ordered) == set(seconds)
+    slow = {**seconds, "tests/masks/test_tree.py": 59.5}
+    of_time = nearest_tests(ROOT, "src/flexcp/masks/tree.py", AREAS["masks"], slow)
+    assert of_time == ("tests/masks/test_tree.py",), "others where there is time for them"

@@ -5,6 +5,7 @@ own work goes where it hides.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -207,7 +208,7 @@ def test_divisions_put_every_token_into_the_stage_of_its_block() -> None:
             block = sum(stream[owner][token] >= border for border in borders[1:])
             by_hand.append((number, token, int(divisions.stage[rank, block])))
     assert found == by_hand
-    changes = sum(a[0] != b[0] or a[2] != b[2] for a, b in zip(by_hand, by_hand[1:], strict=False))
+    changes = sum(a[0] != b[0] or a[2] != b[2] for a, b in pairwise(by_hand))
     assert len(parts) == 1 + changes
 
 

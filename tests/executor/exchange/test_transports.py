@@ -277,7 +277,8 @@ def test_a_pass_that_breaks_off_says_why_and_leaves_a_note_unless_an_exchange_di
         (ValueError("wrong"), f"{label} ended with ValueError('wrong')", [f"{label} ended with ValueError('wrong')"]),
     ):
         failed: list[str] = []
-        notes: Any = SimpleNamespace(said=[], leave=lambda text, blamed, seconds: notes.said.append(text))
+        said: list[str] = []
+        notes: Any = SimpleNamespace(leave=lambda text, blamed, seconds, said=said: said.append(text))
         group: Any = object()
         for wire in (
             Wire(group, [], timedelta(seconds=8), notes, failed.append),
@@ -286,7 +287,7 @@ def test_a_pass_that_breaks_off_says_why_and_leaves_a_note_unless_an_exchange_di
         ):
             with pytest.raises(type(error)), HostExchange(wire, label, ()):
                 raise error
-        assert failed == [reason] * 2 and notes.said == left
+        assert failed == [reason] * 2 and said == left
 
 
 def test_on_a_device_a_stage_waits_for_its_own_calls_and_the_end_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
